@@ -1,0 +1,65 @@
+# `make quickstart` trains a first model; `make test` runs the tests. Both make .venv when it is
+# missing. They need python3 (3.11 or newer), make and git; a compiler is used where there is one.
+
+VENV ?= .venv
+PYTHON ?= python3
+PYTEST ?=
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+INSTALLED_DEV := $(VENV)/.installed-dev
+
+.PHONY: quickstart test lint format docs install clean help
+
+help:
+	@echo "make quickstart   train a small model on the Python standard library's source"
+	@echo "make test         run the tests; PYTEST='-k shards -x' passes arguments on"
+	@echo "make lint         ruff, format check and mypy"
+	@echo "make format       let ruff rewrite what it can"
+	@echo "make docs         write docs/configuration.md from the schema"
+
+quickstart: $(INSTALLED)
+	$(BIN)/pentameter train quickstart
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(PYTEST)
+
+lint: $(INSTALLED_DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED_DEV)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(INSTALLED)
+	$(BIN)/python -c "from pathlib import Path; from pentameter.config.write import reference_page; \
+	Path('docs/configuration.md').write_text(reference_page(), encoding='utf-8')"
+
+install: $(INSTALLED)
+
+# A stamp younger than pyproject.toml says that everything in it is installed: the second call of
+# a target starts at once. The stamp is written last, so a broken installation is tried again.
+$(INSTALLED): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e ".[test]"
+	@touch $@
+
+$(INSTALLED_DEV): pyproject.toml $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -e ".[test,dev]"
+	@touch $@
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "pentameter needs Python 3.11 or newer, and '$(PYTHON)' is not on the PATH." >&2; \
+	  echo "Install it, or name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "pentameter needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1)." >&2; \
+	  echo "Name a newer one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "'$(PYTHON) -m venv' failed: install the venv module (Debian, Ubuntu: python3-venv)." >&2; \
+	  exit 1; }
+	@echo "Installing pentameter and what it needs into $(VENV) (PyTorch is large; once only) ..."
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
