@@ -1,0 +1,1 @@
+"""Configuration: schema, TOML with `extends`, dotted overrides, presets. Imports no torch."""

@@ -1,0 +1,77 @@
+"""Which configurations are the same training: a checkpoint's hash, and the differences."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from pentameter.config.fields import leaves
+from pentameter.config.problems import shown
+from pentameter.config.schema import Config
+from pentameter.config.write import value_at
+
+NOT_THE_TRAINING = {
+    "name": "only names the run folder",
+    "train.steps": "where the run ends; the cosine's end is schedule.decay_steps",
+    "train.micro_batch_size": "cuts the same batch into other pieces; sums agree to rounding",
+    "train.device": "a run may move to another machine",
+    "train.compile": "the same arithmetic, compiled",
+    "train.eval_interval": "evaluation reads, it changes nothing",
+    "train.patience": "where the run ends",
+    "train.sample_interval": "samples are drawn with their own keys",
+    "train.sample_tokens": "as above",
+    "train.sample_prompt": "as above",
+    "checkpoint.interval": "saving reads, it changes nothing",
+    "checkpoint.keep_last": "as above",
+    "checkpoint.keep_best": "as above",
+    "checkpoint.on_error": "as above",
+    "log.interval": "logging reads, it changes nothing",
+}
+"""Keys that a resumed run may change, and why. Every other key defines the weights of each step.
+
+`train.steps` is free because step N does not depend on how many follow it, with one exception
+that `defining_values` makes: a cosine without `decay_steps` ends at `train.steps`.
+"""
+
+
+def defining_values(config: Config) -> dict[str, Any]:
+    """Dotted path → value of everything that the weights after a given step depend on."""
+    values = {
+        path: value_at(config, leaf)
+        for path, leaf in leaves().items()
+        if path not in NOT_THE_TRAINING
+    }
+    if config.schedule.name != "cosine":
+        del values["schedule.decay_steps"]
+    elif config.schedule.decay_steps is None:
+        values["schedule.decay_steps"] = config.train.steps
+    return values
+
+
+def config_hash(config: Config) -> str:
+    """The sha256, in hex, of what defines the training: equal for a run that may be continued.
+
+    Compare like with like: a configuration whose derived values were filled in (the vocabulary
+    size, say) hashes differently from the one it came from.
+    """
+    return hashlib.sha256(_canonical(defining_values(config)).encode()).hexdigest()
+
+
+def diff_configs(old: Config, new: Config) -> list[str]:
+    """ "path: old → new" for each defining value that differs; empty iff the hashes are equal."""
+    before, after = defining_values(old), defining_values(new)
+    return [
+        f"{path}: {_side(before, path)} → {_side(after, path)}"
+        for path in leaves()
+        if (path in before) != (path in after)
+        or _canonical(before.get(path)) != _canonical(after.get(path))
+    ]
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _side(values: dict[str, Any], path: str) -> str:
+    return shown(values[path]) if path in values else "unused"

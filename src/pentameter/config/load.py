@@ -1,0 +1,220 @@
+"""From a preset or a TOML file, what it extends, and overrides, to one validated `Config`.
+
+Layers are merged as plain dictionaries, oldest first, and validated once at the end.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from pentameter.config.fields import leaves, read_text, takes_whole_number, whole
+from pentameter.config.fingerprint import config_hash, diff_configs
+from pentameter.config.overrides import parse_overrides, split_overrides
+from pentameter.config.problems import nearest, printable, problems, shown, unknown_key
+from pentameter.config.schema import ABSENT, Config
+from pentameter.config.write import to_toml
+from pentameter.errors import ConfigError
+
+__all__ = [
+    "config_hash",
+    "diff_configs",
+    "load_config",
+    "parse_overrides",
+    "preset_names",
+    "split_overrides",
+    "to_toml",
+]
+
+EXCLUSIVE = (("data", "corpus", "path"), ("train", "batch_size", "tokens_per_step"))
+"""Section and two keys that exclude each other: a newer layer's choice replaces an older one's."""
+
+Tree = dict[str, Any]
+
+
+def load_config(source: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
+    """The configuration that `source` describes, with `overrides` on top.
+
+    `source` is a preset's name or a TOML file; either may say `extends = "preset-or-file"` (a file
+    relative to the one that names it). `overrides` is what a command line holds (see
+    `parse_overrides`), or a mapping, nested or with dotted keys. Raises ConfigError naming every
+    problem at once.
+    """
+    tree = _read_chain(source)
+    wrong: list[str] = []
+    tree = merge(tree, _override_tree(overrides, wrong))
+    for name in ("data", "train"):  # absent ones fail with the validator's advice, not "missing"
+        tree.setdefault(name, {})
+    for path in leaves():
+        _normalize_number(tree, path)
+    config: Config | None = None
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        wrong += [problem for problem in problems(error, tree) if problem not in wrong]
+    if wrong or config is None:
+        raise _refusal(str(source), wrong)
+    return config
+
+
+def preset_names() -> list[str]:
+    """The presets that ship with the package, sorted."""
+    files = (resources.files("pentameter.config") / "presets").iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+
+
+def merge(base: Tree, layer: Tree) -> Tree:
+    """`base` with `layer` on top; what `layer` chooses of an exclusive pair unseats the other."""
+    merged = _merge_keys(base, layer)
+    for section, first, second in EXCLUSIVE:
+        chosen, result = layer.get(section), merged.get(section)
+        if not isinstance(chosen, dict) or not isinstance(result, dict):
+            continue
+        for key, other in ((first, second), (second, first)):
+            if chosen.get(key, ABSENT) not in (None, ABSENT) and other not in chosen:
+                result.pop(other, None)
+    return merged
+
+
+def _merge_keys(base: Tree, layer: Tree) -> Tree:
+    merged = dict(base)
+    for key, value in layer.items():
+        if isinstance(value, dict):
+            below = merged.get(key)
+            merged[key] = _merge_keys(below if isinstance(below, dict) else {}, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _refusal(source: str, wrong: list[str]) -> ConfigError:
+    if len(wrong) == 1:
+        return ConfigError(f"{printable(source)}: {wrong[0]}")
+    lines = "".join(f"\n  {problem}" for problem in wrong)
+    return ConfigError(f"{printable(source)}: {len(wrong)} problems{lines}")
+
+
+# Sources: presets, files and what they extend
+
+
+def _read_chain(source: str | Path) -> Tree:
+    """`source` merged over what it extends, over what that extends, and so on."""
+    layers: list[Tree] = []
+    labels: dict[str, str] = {}  # place → how messages call it, in the order of extension
+    folder, named_by = Path(), ""
+    while True:
+        place, label, text = _read_source(source, folder, named_by)
+        if place in labels:
+            circle = [*list(labels.values())[list(labels).index(place) :], labels[place]]
+            raise ConfigError(f"extends runs in a circle: {' extends '.join(circle)}")
+        labels[place] = label
+        layer = _parse(text, label)
+        parent = layer.pop("extends", None)
+        layers.append(layer)
+        if parent is None:
+            break
+        if not isinstance(parent, str) or not parent:
+            raise ConfigError(
+                f"{label}: extends={shown(parent)} must be the name of a preset or a file"
+            )
+        source, folder, named_by = parent, Path(place).parent, f"{label}: extends: "
+    tree: Tree = {}
+    for layer in reversed(layers):
+        tree = merge(tree, layer)
+    return tree
+
+
+def _read_source(source: str | Path, folder: Path, named_by: str) -> tuple[str, str, bytes]:
+    """Where `source` is, what messages call it, and its bytes. Files are relative to `folder`."""
+    name = str(source)
+    if not name:
+        raise ConfigError(f"{named_by}name a preset ({', '.join(preset_names())}) or a TOML file")
+    if isinstance(source, str) and name in preset_names():
+        preset = resources.files("pentameter.config") / "presets" / f"{name}.toml"
+        return f"preset {name}", f"preset {name}", preset.read_bytes()
+    label = printable(name)
+    path = folder / name
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{named_by}{label} is a folder; name the .toml file in it")
+        return str(path.resolve()), label, path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{named_by}{_not_found(name, label)}") from None
+    except OSError as error:
+        raise ConfigError(f"{named_by}{label} cannot be read: {error.strerror}") from None
+    except ValueError:  # a NUL or a lone surrogate
+        raise ConfigError(f"{named_by}{label} cannot be the name of a file") from None
+
+
+def _not_found(name: str, label: str) -> str:
+    presets = preset_names()
+    near = nearest(name.removesuffix(".toml"), presets)
+    hint = f"did you mean {near}? " if near else ""
+    return f"{label} is neither a preset nor a file; {hint}presets: {', '.join(presets)}"
+
+
+def _parse(text: bytes, label: str) -> Tree:
+    try:
+        return tomllib.loads(text.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        line = text[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{label}: line {line}: the file is not UTF-8 text") from None
+    except RecursionError:
+        raise ConfigError(f"{label}: values are nested too deeply") from None
+    except ValueError as error:  # TOMLDecodeError, and what tomllib lets through from int()
+        match = re.fullmatch(r"(.*?)\s*\(at (.*)\)", str(error), flags=re.DOTALL)
+        reason, place = match.groups() if match else (str(error), "the file")
+        raise ConfigError(
+            f"{label}: {place}: not valid TOML: {printable(reason)} "
+            '(text needs quotes: name = "run")'
+        ) from None
+
+
+# Overrides
+
+
+def _override_tree(overrides: Sequence[str] | Mapping[str, Any], wrong: list[str]) -> Tree:
+    """The overrides as one layer; a path that does not exist is noted in `wrong`."""
+    if isinstance(overrides, str):
+        raise TypeError("overrides must be a list of arguments, not one string")
+    pairs: Sequence[tuple[str, Any]]
+    pairs = _flat(overrides) if isinstance(overrides, Mapping) else parse_overrides(overrides)
+    tree: Tree = {}
+    for path, value in pairs:
+        leaf = leaves().get(path)
+        if leaf is None:
+            wrong.append(unknown_key(path))
+            continue
+        *section, key = path.split(".")
+        place = tree
+        for part in section:
+            place = place.setdefault(part, {})
+        place[key] = read_text(leaf, value) if isinstance(value, str) else value
+    return tree
+
+
+def _flat(overrides: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for key, value in overrides.items():
+        path = f"{prefix}{key}".replace("-", "_")
+        if isinstance(value, Mapping) and path not in leaves():
+            pairs += _flat(value, f"{path}.")
+        else:
+            pairs.append((path, value))
+    return pairs
+
+
+def _normalize_number(tree: Tree, path: str) -> None:
+    """Read `1e4` as 10000 where a whole number is wanted: TOML has no other way to write it."""
+    *section, key = path.split(".")
+    place: Any = tree
+    for part in section:
+        place = place.get(part) if isinstance(place, dict) else None
+    if isinstance(place, dict) and key in place and takes_whole_number(leaves()[path]):
+        place[key] = whole(place[key])

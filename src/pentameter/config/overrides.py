@@ -1,0 +1,74 @@
+"""`--section.key value`: the command line's share of a configuration, as text. No pydantic here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from pentameter.errors import ConfigError
+
+TOP_LEVEL_KEYS = ("name", "seed")
+"""Keys without a section; every other override has a dot."""
+
+
+def split_overrides(
+    arguments: Sequence[str], own_options: Collection[str] | None = None
+) -> tuple[list[str], list[str]]:
+    """A verb's own arguments, and the overrides, each in the order given.
+
+    An option is an override when its name has a dot or is one of the top-level keys. With
+    `own_options` (`{"run-dir", "resume", "help"}`) every other option is one too, so that a
+    forgotten section (`--n-layers 4`) reaches the loader, which knows the right path.
+    After `--` everything is the verb's own.
+    """
+    own: list[str] = []
+    overrides: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument == "--":
+            return own + rest, overrides
+        if not argument.startswith("--") or not _is_override(argument, own_options):
+            own.append(argument)
+            continue
+        overrides.append(argument)
+        if "=" not in argument and rest and not rest[0].startswith("--"):
+            overrides.append(rest.pop(0))
+    return own, overrides
+
+
+def _is_override(argument: str, own_options: Collection[str] | None) -> bool:
+    name = argument[2:].partition("=")[0]
+    if "." in name or name in TOP_LEVEL_KEYS:
+        return True
+    if own_options is None:
+        return False
+    return name.replace("_", "-") not in {option.replace("_", "-") for option in own_options}
+
+
+def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """(dotted path, text) of each override, in order.
+
+    `arguments` holds `--section.key value`, `--section.key=value` or `section.key=value`; hyphens
+    in a key are underscores. A value may be negative (`-3`); one that starts with `--` needs the
+    `=`. Raises ConfigError for a value without a key and a key without a value.
+    """
+    pairs: list[tuple[str, str]] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        name, equals, value = argument.partition("=")
+        dashed = name.startswith("--")
+        path = name.removeprefix("--").replace("-", "_")
+        if not dashed and not equals:
+            raise ConfigError(
+                f"{argument!r} is no option: write --section.key value, e.g. --train.steps 500"
+            )
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(
+                    f"{argument} needs a value, e.g. {argument} VALUE "
+                    f"({argument}=VALUE where the value starts with --)"
+                )
+            value = rest.pop(0)
+        pairs.append((path, value))
+    return pairs

@@ -1,0 +1,296 @@
+"""What a run is asked to be: frozen sections of plain values, nothing derived.
+
+Everything that follows from these values (accumulation, padded vocabulary, parameter counts)
+is computed once, in `pentameter.plan`. A rule that needs only this file is checked here; the
+loader (`config/load.py`) turns a failed check into one sentence with the dotted path.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from pentameter.config.divisors import nearest_divisors
+
+# Scalars are strict: `steps = true` or `steps = "8"` is a mistake, not 1 or 8.
+# 2**31 - 1 bounds every count: steps, rows and elements are indexed by 32-bit words in `keyed`.
+Positive = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
+NonNegative = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
+Width = Annotated[int, Field(strict=True, ge=1, le=2**20)]
+Depth = Annotated[int, Field(strict=True, ge=1, le=10_000)]
+ByteCount = Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)]
+Seed = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)]
+PositiveFloat = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
+Factor = Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)]
+Switch = Annotated[bool, Field(strict=True)]
+
+ABSENT = "none"
+"""How TOML and the command line write an absent value; neither has a null."""
+
+
+class Section(BaseModel):
+    """A frozen group of keys; an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_absent(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, str):
+            return value
+        value.encode()  # a lone surrogate could never be written to the run folder's config.toml
+        assert info.field_name is not None  # a field validator always has one
+        optional = type(None) in get_args(cls.model_fields[info.field_name].annotation)
+        return None if value == ABSENT and optional else value
+
+
+class ModelConfig(Section):
+    """The architecture. Names and shapes of its parameters: `pentameter.plan.table`."""
+
+    vocab_size: Positive | None = None
+    """Distinct tokens; taken from the tokenizer when absent."""
+    vocab_multiple: Width = 1
+    """Pad the embedding and head rows to a multiple of this; padded rows are never predicted."""
+    context_length: Width = 256
+    """Tokens the model sees at once (T)."""
+    n_layers: Depth = 6
+    """Transformer blocks."""
+    n_heads: Width = 6
+    """Attention heads (H); must divide d_model."""
+    d_model: Width = 384
+    """Width of the residual stream (D)."""
+    d_ff: Width | None = None
+    """Width of the feed-forward layer; 4 × d_model when absent."""
+    activation: Literal["relu", "gelu", "gelu_tanh"] = "gelu"
+    """Feed-forward non-linearity; `gelu` is exact, `gelu_tanh` is GPT-2's approximation."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation before (or after) each sub-layer; both with eps 1e-5."""
+    norm_position: Literal["pre", "post"] = "pre"
+    """`pre`: x + f(norm(x)) and a final norm; `post`: norm(x + f(x)), as in the 2017 paper."""
+    positions: Literal["learned", "sinusoidal"] = "learned"
+    """How a token knows its place."""
+    tied_head: Switch = True
+    """The output projection shares the token embedding's weight."""
+    head_bias: Switch = False
+    """A bias on the output projection."""
+    qkv_bias: Switch = False
+    """A bias on the query, key and value projections."""
+    bias: Switch = False
+    """Biases on the other linear layers and on the norms."""
+    dropout: Rate = 0.0
+    """After each sub-layer's output projection."""
+    attention_dropout: Rate = 0.0
+    """On the attention weights."""
+    embedding_dropout: Rate | None = None
+    """After the embedding; `dropout` when absent."""
+    init: Literal["normal", "uniform"] = "normal"
+    """`normal`: weights N(0, init_std), biases 0. `uniform`: embedding and head U(±0.1), block
+    matrices U(±fan_in^-0.5) with the query/key/value projection Xavier-uniform, biases 0."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of `init = "normal"`."""
+    residual_init_scale: Switch = False
+    """Scale both residual projections of a block by (2 · n_layers)^-0.5 initially (GPT-2)."""
+    embedding_scale: Switch = False
+    """Multiply token embeddings by √d_model (the 2017 Transformer)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.d_model % self.n_heads:
+            near = ", ".join(map(str, nearest_divisors(self.d_model, self.n_heads)))
+            raise ValueError(
+                f"model.n_heads={self.n_heads} must divide model.d_model={self.d_model}; "
+                f"nearest possible: {near}"
+            )
+        if self.positions == "sinusoidal" and self.d_model % 2:
+            raise ValueError(
+                f"model.d_model={self.d_model} must be even for model.positions='sinusoidal' "
+                "(pairs of sine and cosine)"
+            )
+        return self
+
+
+class GrammarConfig(Section):
+    """The `grammar` corpus: text from a hidden Markov source of exactly known entropy rate."""
+
+    n_states: Annotated[int, Field(strict=True, ge=1, le=4096)] = 8
+    """Hidden states (the source's order)."""
+    alphabet: Annotated[str, Field(min_length=2, max_length=4096)] = "abcdefghijklmnop"
+    """Characters the source writes; all distinct."""
+    n_characters: Positive = 1_000_000
+    """Length of the generated text."""
+    seed: Seed = 0
+    """Draws the source and the text."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        twice = sorted({c for c in self.alphabet if self.alphabet.count(c) > 1})
+        if twice:
+            raise ValueError(
+                f"data.grammar.alphabet repeats {', '.join(map(repr, twice[:5]))}; "
+                "each character may stand once"
+            )
+        return self
+
+
+class DataConfig(Section):
+    """Where the text comes from, how it is cut into tokens, and in which order it is read."""
+
+    corpus: str | None = None
+    """A corpus by name: stdlib, grammar, shakespeare."""
+    path: str | None = None
+    """Instead of `corpus`: a text file, a folder of them, or prepared shards."""
+    tokenizer: Annotated[str, Field(min_length=1)] = "char"
+    """`char`, or a tokenizer file."""
+    order: Literal["random", "shuffled", "sequential"] = "random"
+    """`random`: windows at random offsets; `shuffled`: every window once an epoch, permuted;
+    `sequential`: windows in the order of the text."""
+    validation_fraction: Rate = 0.1
+    """The last part of the text, held out."""
+    test_fraction: Rate = 0.0
+    """The part after that, for `eval --split test`."""
+    max_bytes: ByteCount | None = None
+    """Read at most this many bytes of the corpus."""
+    grammar: GrammarConfig = GrammarConfig()
+    """Settings of `corpus = "grammar"`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.corpus is not None and self.path is not None:
+            raise ValueError(
+                f"data.corpus={self.corpus!r} and data.path={self.path!r} exclude each other; "
+                "keep one"
+            )
+        if self.corpus is None and self.path is None:
+            raise ValueError(
+                "set data.corpus (stdlib, grammar, shakespeare) or data.path (a file or a folder)"
+            )
+        if self.validation_fraction + self.test_fraction >= 1:
+            raise ValueError(
+                f"data.validation_fraction={self.validation_fraction} and data.test_fraction="
+                f"{self.test_fraction} leave nothing to train on; their sum must stay below 1"
+            )
+        return self
+
+
+class OptimizerConfig(Section):
+    """The update rule."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """AdamW (decoupled weight decay) or SGD with momentum."""
+    learning_rate: PositiveFloat = 1e-3
+    """Peak learning rate; `schedule` shapes it over steps."""
+    betas: tuple[Rate, Rate] = (0.9, 0.99)
+    """AdamW's decay rates of the first and second moment."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's denominator offset."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decay of the parameters that `decay` selects."""
+    decay: Literal["matrices", "all"] = "matrices"
+    """`matrices`: biases, norms excluded (GPT-2); `all`: every parameter (PyTorch's default)."""
+    momentum: Rate = 0.0
+    """SGD's momentum."""
+    clip_norm: NonNegativeFloat = 1.0
+    """Clip the gradient's global norm to this; 0 does not clip."""
+
+
+class ScheduleConfig(Section):
+    """The learning rate as a function of the step; nothing to save."""
+
+    name: Literal["constant", "cosine", "step"] = "cosine"
+    """`cosine`: to min_learning_rate at decay_steps; `step`: × gamma every decay_interval steps."""
+    warmup_steps: NonNegative = 0
+    """Linear from learning_rate/warmup_steps at step 0."""
+    decay_steps: Positive | None = None
+    """Where the cosine ends; train.steps when absent."""
+    min_learning_rate: NonNegativeFloat = 0.0
+    """Where the cosine ends."""
+    gamma: Factor = 0.95
+    """Factor of `step`."""
+    decay_interval: Positive = 1000
+    """Steps between two decays of `step`."""
+
+
+class TrainConfig(Section):
+    """The loop. "Step" always means an optimizer step."""
+
+    steps: Positive = 1000
+    """Optimizer steps."""
+    batch_size: Positive | None = None
+    """Sequences per step, over all devices and micro-batches."""
+    tokens_per_step: ByteCount | None = None
+    """Instead of batch_size: tokens per step."""
+    micro_batch_size: Positive | None = None
+    """Sequences per forward-backward; the whole batch when absent. Must divide it."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """`auto`: the fastest present."""
+    precision: Literal["auto", "fp64", "fp32", "tf32", "bf16", "fp16"] = "auto"
+    """Arithmetic of the matrix products; weights and optimizer stay fp32 (fp64 for fp64).
+    `auto` takes what the machine does well; `doctor` says which, and why."""
+    compile: Literal["auto"] | Switch = "auto"
+    """`torch.compile` the step; `auto` where a compiler is present and the run is long enough."""
+    eval_interval: Positive | None = 250
+    """Steps between passes over the whole validation split; none when absent ("none")."""
+    patience: Positive | None = None
+    """Stop after this many evaluations in a row without a new best."""
+    sample_interval: Positive | None = None
+    """Steps between text samples."""
+    sample_tokens: Positive = 256
+    """Length of a sample."""
+    sample_prompt: str = "\n"
+    """What a sample continues."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.batch_size is None) == (self.tokens_per_step is None):
+            raise ValueError(
+                "set exactly one of train.batch_size (sequences per step, now "
+                f"{self.batch_size or ABSENT}) and train.tokens_per_step (now "
+                f"{self.tokens_per_step or ABSENT})"
+            )
+        return self
+
+
+class CheckpointConfig(Section):
+    """When to save and what to keep."""
+
+    interval: Positive | None = None
+    """Steps between checkpoints; train.eval_interval when absent. The last step always saves."""
+    keep_last: Positive = 2
+    """Newest checkpoints kept."""
+    keep_best: Switch = True
+    """Also keep the one with the best validation loss."""
+    on_error: Literal["stop", "warn"] = "stop"
+    """A save that fails (disk full): `stop` ends with exit 74, `warn` goes on training."""
+
+
+class LogConfig(Section):
+    """What is reported."""
+
+    interval: Positive = 10
+    """Steps between log lines."""
+
+
+class Config(Section):
+    """A whole run: `load_config` reads it, `make_plan` derives the rest."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] = "run"
+    """Names the run folder, runs/NAME."""
+    seed: Seed = 1337
+    """Initial weights, batches and dropout are functions of it."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    train: TrainConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()

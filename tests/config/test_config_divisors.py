@@ -1,0 +1,26 @@
+"""The divisors that an error offers."""
+
+from __future__ import annotations
+
+import time
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pentameter.config.divisors import nearest_divisors
+
+
+@given(st.integers(1, 2_000), st.integers(1, 3_000))
+def test_they_are_the_nearest(n, wanted):
+    near = nearest_divisors(n, wanted)
+    every = [d for d in range(1, n + 1) if n % d == 0]
+    assert near == sorted(near)
+    assert len(near) == min(4, len(every))
+    farthest = max(abs(d - wanted) for d in near)
+    assert all(abs(d - wanted) >= farthest for d in every if d not in near)
+
+
+def test_a_huge_prime_takes_no_time():
+    start = time.perf_counter()
+    assert nearest_divisors(2**31 - 1, 7) == [1, 2**31 - 1]
+    assert time.perf_counter() - start < 1  # 46,341 divisions; all of 2³¹ would take minutes

@@ -1,0 +1,181 @@
+"""Generated configurations: a valid Config, or a ConfigError that names the path; nothing else.
+
+This is the quick tier of the fault battery's class F1.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pentameter.config.fields import leaves
+from pentameter.config.load import config_hash, diff_configs, load_config, to_toml
+from pentameter.config.problems import printable, shortened
+from pentameter.config.schema import Config
+from pentameter.errors import ConfigError
+
+# Anything a UTF-8 file can hold; "none" reads as absent where a key may be absent.
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+counts = st.integers(1, 2**31 - 1)
+rates = st.floats(0, 1, exclude_max=True)
+positive = st.floats(0, exclude_min=True, allow_infinity=False)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    """A valid configuration, each section drawn over its whole range."""
+    n_heads = draw(st.integers(1, 64))
+    batch = draw(st.sampled_from(["batch_size", "tokens_per_step"]))
+    source = draw(st.sampled_from(["corpus", "path"]))
+    fraction = draw(st.floats(0, 0.5))
+    return Config.model_validate(
+        {
+            "name": draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)),
+            "seed": draw(st.integers(-(2**63), 2**63 - 1)),
+            "model": {
+                "n_heads": n_heads,
+                "d_model": n_heads * 2 * draw(st.integers(1, 64)),
+                "n_layers": draw(st.integers(1, 10_000)),
+                "d_ff": draw(st.none() | st.integers(1, 2**20)),
+                "vocab_size": draw(st.none() | counts),
+                "positions": draw(st.sampled_from(["learned", "sinusoidal"])),
+                "bias": draw(st.booleans()),
+                "dropout": draw(rates),
+                "init_std": draw(positive),
+            },
+            "data": {
+                source: draw(texts.filter(lambda text: text != "none")),
+                "tokenizer": draw(texts.filter(bool)),
+                "validation_fraction": fraction,
+                "test_fraction": draw(st.floats(0, 0.49)),
+                "max_bytes": draw(st.none() | counts),
+                "grammar": {"alphabet": draw(st.sampled_from(["ab", '"\\', "äöü", "\t\n\x7f"]))},
+            },
+            "optimizer": {
+                "name": draw(st.sampled_from(["adamw", "sgd"])),
+                "learning_rate": draw(positive),
+                "betas": (draw(rates), draw(rates)),
+                "weight_decay": draw(positive | st.just(0.0)),
+            },
+            "schedule": {
+                "name": draw(st.sampled_from(["constant", "cosine", "step"])),
+                "decay_steps": draw(st.none() | counts),
+            },
+            "train": {
+                batch: draw(counts),
+                "steps": draw(counts),
+                "compile": draw(st.sampled_from(["auto", True, False])),
+                "eval_interval": draw(st.none() | counts),
+                "sample_prompt": draw(texts),
+            },
+        }
+    )
+
+
+VALUES = st.one_of(
+    st.integers(-5, 5),
+    st.integers(),
+    st.sampled_from([10**19, -(10**400), 2**31, 1e308, 5e-324]),
+    st.floats(),
+    st.booleans(),
+    texts,
+    st.sampled_from(["none", "auto", "char", "adamw", "8", "1e3", "\ud800"]),
+    st.lists(st.floats(), max_size=3),
+    st.just({}),
+    st.dictionaries(st.sampled_from(["x", "seed", "steps"]), st.integers(), max_size=2),
+)
+"""Values of every TOML type, few of them right for the key they meet."""
+
+PATHS = st.one_of(
+    st.sampled_from(sorted(leaves())),
+    st.sampled_from(sorted(leaves())).map(lambda path: path[:-1]),  # a slip of the finger
+    st.sampled_from(["model", "data.grammar", "train.steps.more", "trian.steps", "n_layers", ""]),
+    texts,
+)
+
+
+def reread(config: Config) -> Config:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.toml"
+        path.write_text(to_toml(config), encoding="utf-8")
+        return load_config(path)
+
+
+@given(configs())
+@settings(max_examples=150, deadline=None)
+def test_written_and_read_is_equal(config):
+    again = reread(config)
+    assert again == config
+    assert config_hash(again) == config_hash(config)
+
+
+@given(configs())
+@settings(max_examples=50, deadline=None)
+def test_no_difference_iff_equal_hashes(config):
+    other = load_config("quickstart")
+    assert (diff_configs(config, other) == []) == (config_hash(config) == config_hash(other))
+    assert diff_configs(config, config) == []
+
+
+def loads_or_teaches(source, overrides=()) -> str | None:
+    """The refusal, or None where the configuration is valid."""
+    try:
+        config = load_config(source, overrides)
+    except ConfigError as error:
+        message = str(error)
+        assert message.isprintable() or "\n" in message
+        message.encode()  # can be printed
+        assert "pydantic" not in message.lower()
+        assert "validation error" not in message
+        return message
+    assert isinstance(config, Config)
+    return None
+
+
+@given(PATHS, VALUES)
+@settings(max_examples=300, deadline=None)
+@example("model.n_heads", 7)
+@example("model.d_model", 2**20 - 3)  # a prime: nearest divisors must not take long
+@example("train.steps", {"x": 1})
+def test_one_wrong_value_is_named(path, value):
+    message = loads_or_teaches("quickstart", {path: value})
+    if message is not None and not isinstance(value, dict):
+        assert shortened(printable(path.replace("-", "_"))) in message
+
+
+@given(st.lists(st.tuples(PATHS, st.text(max_size=10) | VALUES.map(str)), max_size=4))
+@settings(max_examples=200, deadline=None)
+def test_any_command_line(pairs):
+    loads_or_teaches("quickstart", [f"--{path}={text}" for path, text in pairs])
+
+
+@given(st.lists(st.text(max_size=12) | st.sampled_from(["--seed", "--train.steps", "5"])))
+@settings(max_examples=100, deadline=None)
+def test_any_arguments(arguments):
+    loads_or_teaches("quickstart", arguments)
+
+
+@given(configs(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_damaged_file(config, data):
+    content = bytearray(to_toml(config).encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    content = content[: data.draw(st.integers(0, len(content)))]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "damaged.toml"
+        path.write_bytes(content)
+        message = loads_or_teaches(path)
+        assert message is None or "damaged.toml" in message
+
+
+@given(st.binary(max_size=60) | st.text(max_size=60).map(lambda t: t.encode(errors="replace")))
+@settings(max_examples=100, deadline=None)
+def test_any_bytes(content):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "bytes.toml"
+        path.write_bytes(content)
+        assert "bytes.toml" in (loads_or_teaches(path) or "")

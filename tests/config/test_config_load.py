@@ -1,0 +1,231 @@
+"""Reading a configuration: sources, `extends`, overrides, and sentences for what is wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pentameter.config.load import load_config, preset_names
+from pentameter.errors import ConfigError
+
+MINIMAL = '[data]\ncorpus = "stdlib"\n[train]\nbatch_size = 4\n'
+
+
+@pytest.fixture
+def toml(tmp_path: Path):
+    def write(text: str | bytes, name: str = "run.toml") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
+def refusal(source: str | Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source, overrides)
+    message = str(caught.value)
+    assert "pydantic" not in message
+    assert "Traceback" not in message
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+    return message
+
+
+def test_a_file_needs_only_data_and_batch(toml):
+    config = load_config(toml(MINIMAL))
+    assert (config.data.corpus, config.train.batch_size, config.model.n_layers) == ("stdlib", 4, 6)
+
+
+def test_a_file_may_be_named_by_text(toml):
+    assert load_config(str(toml(MINIMAL))) == load_config(toml(MINIMAL))
+
+
+def test_bom_and_windows_line_ends_are_read(toml):
+    assert load_config(toml(b"\xef\xbb\xbf" + MINIMAL.replace("\n", "\r\n").encode()))
+
+
+def test_extends_reaches_through_files_and_presets(toml):
+    toml('extends = "quickstart"\n[train]\nsteps = 7\nbatch_size = 2\n', "base/middle.toml")
+    path = toml('extends = "base/middle.toml"\nname = "top"\n[train]\nsteps = 9\n')
+    config = load_config(path)
+    assert (config.name, config.train.steps, config.train.batch_size) == ("top", 9, 2)
+    assert config.model == load_config("quickstart").model
+
+
+def test_extends_is_relative_to_its_own_file(toml):
+    toml(MINIMAL, "a/sibling.toml")
+    toml('extends = "sibling.toml"\n', "a/inner.toml")
+    assert load_config(toml('extends = "a/inner.toml"\n')).train.batch_size == 4
+
+
+def test_extends_in_a_circle_is_named(toml):
+    toml('extends = "b.toml"\n', "a.toml")
+    toml('extends = "a.toml"\n', "b.toml")
+    message = refusal(toml('extends = "a.toml"\n', "start.toml"))
+    assert "circle: a.toml extends b.toml extends a.toml" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('extends = "shakespear-char"\n', "did you mean shakespeare-char?"),
+        ("extends = 3\n", "extends=3"),
+        ('extends = ["quickstart"]\n', "extends=['quickstart']"),
+        ('extends = "."\n', "is a folder"),
+        ('extends = "\\u0000"\n', "cannot be the name of a file"),
+    ],
+)
+def test_a_wrong_extends_says_which(toml, text, said):
+    message = refusal(toml(text))
+    assert said in message
+    assert "run.toml" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "value"),
+    [
+        (["--train.steps", "5"], "train.steps", 5),
+        (["--train.steps=1e4"], "train.steps", 10_000),
+        (["--train.batch-size", "2"], "train.batch_size", 2),
+        (["train.batch_size=3"], "train.batch_size", 3),
+        (["--seed", "-1"], "seed", -1),
+        (["--name", "7"], "name", "7"),
+        (["--data.grammar.seed", "-3"], "data.grammar.seed", -3),
+        (["--optimizer.betas", "0.9, 0.95"], "optimizer.betas", (0.9, 0.95)),
+        (["--optimizer.betas", "[0.5,0]"], "optimizer.betas", (0.5, 0.0)),
+        (["--optimizer.clip-norm", "0"], "optimizer.clip_norm", 0.0),
+        (["--optimizer.learning-rate", "3e-4"], "optimizer.learning_rate", 3e-4),
+        (["--train.eval-interval", "none"], "train.eval_interval", None),
+        (["--train.sample-prompt", "none"], "train.sample_prompt", "none"),
+        (["--train.sample-prompt=--a = b"], "train.sample_prompt", "--a = b"),
+        (["--train.sample-prompt", " x "], "train.sample_prompt", " x "),
+        (["--train.compile", "False"], "train.compile", False),
+        (["--train.compile", "auto"], "train.compile", "auto"),
+        (["--model.bias", "true"], "model.bias", True),
+        (["--train.steps", "5", "--train.steps", "6"], "train.steps", 6),
+        ({"train.steps": 5}, "train.steps", 5),
+        ({"train": {"steps": 5}, "seed": 2}, "train.steps", 5),
+        ({"train": {"eval-interval": None}}, "train.eval_interval", None),
+    ],
+)
+def test_overrides(overrides, path, value):
+    found = load_config("quickstart", overrides)
+    for part in path.split("."):
+        found = getattr(found, part)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_the_newer_of_an_exclusive_pair_wins(toml):
+    config = load_config("quickstart", ["--train.tokens-per-step", "1024"])
+    assert (config.train.batch_size, config.train.tokens_per_step) == (None, 1024)
+    config = load_config("quickstart", ["--data.path", "my.txt"])
+    assert (config.data.corpus, config.data.path) == (None, "my.txt")
+    path = toml('extends = "quickstart"\n[data]\npath = "x"\n[train]\ntokens_per_step = 256\n')
+    config = load_config(path, ["--train.batch_size", "3"])
+    assert (config.train.batch_size, config.train.tokens_per_step) == (3, None)
+    assert (config.data.corpus, config.data.path) == (None, "x")
+
+
+def test_both_of_an_exclusive_pair_at_once_is_refused():
+    message = refusal("quickstart", "--train.batch-size=4", "--train.tokens-per-step=1024")
+    assert "train.batch_size" in message
+    assert "1024" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["--model.n-layers", "0"], "model.n_layers=0 must be a whole number from 1 to 10000"),
+        (["--model.n-layers", "x"], "model.n_layers='x' must be a whole number"),
+        (["--model.n_layers", "2.5"], "model.n_layers='2.5' must be a whole number"),
+        (["--model.n_layer", "4"], "model.n_layer is no key; did you mean model.n_layers?"),
+        (["--modle.n_layers", "4"], "modle.n_layers is no key; did you mean model.n_layers?"),
+        (["--n-layers", "4"], "n_layers is no key; did you mean model.n_layers?"),
+        (["--model.n_embd", "4"], "did you mean model.d_model?"),
+        (["--model.learning_rate", "1"], "did you mean optimizer.learning_rate?"),
+        (["--model", "4"], "model is a section, not a value"),
+        (["--train.steps.x", "4"], "train.steps is a value, not a section"),
+        (["--train.zzqq", "4"], "train has steps, batch_size"),
+        (["--model.activation", "gleu"], "one of relu, gelu, gelu_tanh; did you mean gelu?"),
+        (["--model.n_heads", "5"], "model.n_heads=5 must divide model.d_model=128"),
+        (["--optimizer.betas", "0.9"], "optimizer.betas=[0.9] must be 2 values"),
+        (["--model.dropout", "1"], "model.dropout=1.0 must be a number of at least 0 and below 1"),
+        (["--optimizer.learning_rate", "nan"], "optimizer.learning_rate=nan"),
+        (["--model.bias", "1"], "model.bias='1' must be true or false"),
+        (["--seed", "none"], "seed='none' must be a whole number"),
+        (["--name", "../up"], "name='../up' must be text"),
+        (["--data.validation-fraction", "0.9", "--data.test-fraction", "0.1"], "data.test_fra"),
+        (["--data.grammar.alphabet", "abca"], "data.grammar.alphabet repeats 'a'"),
+        (["--train.steps"], "--train.steps needs a value"),
+        (["--train.steps", "--seed", "1"], "--train.steps needs a value"),
+        (["steps"], "'steps' is no option"),
+    ],
+)
+def test_a_refusal_teaches(overrides, said):
+    assert said in refusal("quickstart", *overrides)
+
+
+def test_every_problem_is_listed_at_once(toml):
+    path = toml('[model]\nn_layers = -1\nn_layer = 3\n[train]\nsteps = "8"\n[optimizer]\nlr = 1\n')
+    message = refusal(path, "--log.intervall", "3")
+    assert re.search(r"run\.toml: 6 problems\n", message)
+    for said in (
+        "model.n_layers=-1 must",
+        "model.n_layer is no key",
+        "train.steps='8' must",
+        "optimizer.lr is no key; did you mean optimizer.learning_rate?",
+        "log.intervall is no key; did you mean log.interval?",
+        "set data.corpus",
+    ):
+        assert said in message
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("seed = 1\nname = run\n", "line 2"),
+        ("[model\n", "line 1"),
+        ("seed = 1\nseed = 2\n", "line 2"),
+        (b"seed = 1\n\n# \xff\n", "line 3"),
+        ("x = " + "[" * 50_000, "too deeply"),
+        ("x = " + "9" * 5_000, "not valid TOML"),
+        ("x = 0x" + "f" * 9_000, "x is no key"),
+        ("seed = 0x" + "f" * 9_000, "seed="),
+        ("d = 2026-13-45\n", "line 1"),
+    ],
+)
+def test_broken_toml_names_file_and_place(toml, text, place):
+    message = refusal(toml(text))
+    assert "run.toml" in message
+    assert place in message
+    assert len(message) < 2_000
+
+
+@pytest.mark.parametrize("text", ["model = 3\n", "train = []\n", "data = 'x'\n", "model = true\n"])
+def test_a_value_for_a_section_is_refused(toml, text):
+    assert f"{text.split()[0]}=" in refusal(toml(text))
+
+
+def test_an_unknown_source_offers_the_presets():
+    message = refusal("quikstart")
+    assert "did you mean quickstart?" in message
+    for name in preset_names():
+        assert name in message
+
+
+def test_odd_sources_are_refused(tmp_path):
+    assert "name a preset (" in refusal("")
+    assert "is a folder" in refusal(tmp_path)
+    assert "neither" in refusal(tmp_path / "absent.toml")
+    assert "cannot" in refusal("a\0b")
+    refusal("x" * 5_000)
+
+
+def test_one_string_of_overrides_is_a_programming_error():
+    with pytest.raises(TypeError):
+        load_config("quickstart", "--train.steps 5")

@@ -1,0 +1,74 @@
+"""A configuration written and read again; the hash and the differences that guard a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pentameter.config.fields import leaves
+from pentameter.config.fingerprint import NOT_THE_TRAINING
+from pentameter.config.load import config_hash, diff_configs, load_config, preset_names, to_toml
+from pentameter.config.write import reference_page
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_survive_writing(name, tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(load_config(name)), encoding="utf-8")
+    assert load_config(path) == load_config(name)
+
+
+def test_every_key_is_written_with_its_meaning():
+    text = to_toml(load_config("quickstart"))
+    assert "# Tokens the model sees at once (T).\ncontext_length = 128\n" in text
+    assert 'path = "none"' in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_every_key_has_a_description():
+    assert [path for path, leaf in leaves().items() if not leaf.description] == []
+
+
+def test_reference_page_is_up_to_date():
+    page = ROOT / "docs" / "configuration.md"
+    assert page.read_text(encoding="utf-8") == reference_page(), "run `make docs`"
+
+
+FREE = ["--name=other", "--train.micro-batch-size=1", "--train.device=cpu", "--log.interval=1",
+        "--train.eval-interval=none", "--checkpoint.keep-last=9", "--train.patience=2"]  # fmt: skip
+DEFINING = ["--seed=1", "--model.dropout=0.1", "--data.order=shuffled", "--train.batch-size=2",
+            "--optimizer.learning-rate=1e-4", "--train.precision=fp32", "--train.steps=10",
+            "--schedule.min-learning-rate=0", "--data.max-bytes=5"]  # fmt: skip
+
+
+@pytest.mark.parametrize("override", FREE)
+def test_free_keys_do_not_change_the_hash(override):
+    old, new = load_config("quickstart"), load_config("quickstart", [override])
+    assert old != new
+    assert config_hash(old) == config_hash(new)
+    assert diff_configs(old, new) == []
+
+
+@pytest.mark.parametrize("override", DEFINING)
+def test_defining_keys_change_the_hash_and_are_named(override):
+    old, new = load_config("quickstart"), load_config("quickstart", [override])
+    assert config_hash(old) != config_hash(new)
+    (difference,) = diff_configs(old, new)
+    key = override[2:].partition("=")[0].replace("-", "_")
+    # A cosine without an end of its own follows train.steps.
+    key = "schedule.decay_steps" if key == "train.steps" else key
+    assert difference.startswith(f"{key}: ")
+
+
+def test_more_steps_continue_a_constant_schedule():
+    old = load_config("shakespeare-tutorial")
+    new = load_config("shakespeare-tutorial", ["--train.steps", "6000"])
+    assert config_hash(old) == config_hash(new)
+
+
+def test_free_keys_exist_and_carry_a_reason():
+    assert set(NOT_THE_TRAINING) <= set(leaves())
+    assert all(NOT_THE_TRAINING.values())
