@@ -1,0 +1,17 @@
+"""The GPT: plain, sliceable by layers, with keyed initial weights and keyed dropout."""
+
+from pentameter.model.cache import KVCache
+from pentameter.model.dropout import dropout_keys
+from pentameter.model.gpt import GPT, build_model
+from pentameter.model.initial import initial_values, initialize
+from pentameter.model.loss import loss_sum
+
+__all__ = [
+    "GPT",
+    "KVCache",
+    "build_model",
+    "dropout_keys",
+    "initial_values",
+    "initialize",
+    "loss_sum",
+]

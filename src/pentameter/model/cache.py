@@ -1,0 +1,55 @@
+"""The keys and values of the tokens seen so far, so that generation need not compute them again.
+
+Shapes: B batch, T time, H heads, K head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pentameter.config.schema import ModelConfig
+
+
+class KVCache:
+    """Room for `context_length` tokens of `batch_size` sequences, allocated once.
+
+    `model(tokens, cache=cache)` takes the tokens as the continuation of what the cache holds,
+    and appends them. `length` is the number of tokens held.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch_size: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        shape = (
+            batch_size,
+            config.n_heads,
+            config.context_length,
+            config.d_model // config.n_heads,
+        )
+        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
+        self.values = [torch.zeros_like(keys) for keys in self.keys]
+        self.length = 0
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return all keys and values of a layer (B, H, length + T, K), the new ones included.
+
+        k and v are (B, H, T, K). `length` moves only with `advance`, after the last layer.
+        """
+        end = self.length + k.shape[2]
+        keys, values = self.keys[layer], self.values[layer]
+        keys[:, :, self.length : end] = k
+        values[:, :, self.length : end] = v
+        return keys[:, :, :end], values[:, :, :end]
+
+    def advance(self, n_tokens: int) -> None:
+        """Count the tokens that every layer has appended."""
+        self.length += n_tokens
+
+    def reset(self) -> None:
+        """Forget everything; the room stays."""
+        self.length = 0

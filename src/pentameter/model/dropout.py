@@ -1,0 +1,146 @@
+"""Dropout whose mask is a function of (seed, step, site, global row, place in the row).
+
+No generator, no saved mask state: any slice of a batch, of time, of channels or of heads drops
+exactly what the whole would drop there, on any device, eager or compiled. And a hash fuses into
+its neighbours under `torch.compile`, where a generator's call cannot.
+
+Shapes: B batch, T time, D channels, H heads; Q and S the times of queries and of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pentameter.config.schema import ModelConfig
+from pentameter.keyed import bits, make_key
+
+EMBEDDING_SITE = 0
+
+
+def attention_weights_site(layer: int) -> int:
+    """Return the dropout site of a layer's attention weights."""
+    return 1 + 3 * layer
+
+
+def attention_output_site(layer: int) -> int:
+    """Return the dropout site of a layer's attention output projection."""
+    return 2 + 3 * layer
+
+
+def mlp_output_site(layer: int) -> int:
+    """Return the dropout site of a layer's feed-forward output."""
+    return 3 + 3 * layer
+
+
+def dropout_keys(
+    config: ModelConfig, seed: int, step: int, rows: Sequence[int] | np.ndarray | Tensor
+) -> Tensor:
+    """Return the keys of one step's dropout masks, int32 (B, n_sites, 2), on the CPU.
+
+    `rows` (B,) are the rows' numbers in the global batch, so that a row keeps its mask wherever
+    it is computed. Sites: 0 the embedding, then for each layer attention weights, attention
+    output, feed-forward output. The batch comes first, so that micro-batches split it.
+    """
+    n_sites = 1 + 3 * config.n_layers
+    site_keys = np.array(
+        [make_key(seed, "dropout", step, site) for site in range(n_sites)], dtype=np.int32
+    )
+    key = (site_keys[:, 0], site_keys[:, 1])
+    row = np.asarray(rows, dtype=np.int32)[:, None]
+    words = [bits(key, 2 * row + word) for word in (0, 1)]  # each (B, n_sites)
+    return torch.from_numpy(np.stack(words, axis=-1))
+
+
+def keep_mask(row_keys: Tensor, index: Tensor, p: float) -> Tensor:
+    """Return where to keep: bool (B, *index.shape), true with probability 1 - p.
+
+    `row_keys` is int32 (B, 2), `index` the int32 number of each element within its row.
+    """
+    shape = (-1,) + (1,) * index.ndim
+    key = (row_keys[:, 0].view(shape), row_keys[:, 1].view(shape))
+    # The hash is uniform over -2^31 … 2^31 - 1: below this bound lies a share p of it.
+    return bits(key, index) >= round(p * 2**32) - 2**31
+
+
+class Dropout(nn.Module):
+    """What both kinds share: a site, a probability, and when they act."""
+
+    def __init__(self, site: int, p: float) -> None:
+        super().__init__()
+        self.site = site
+        self.p = p
+
+    def acts(self, keys: Tensor | None) -> bool:
+        """Return whether anything is dropped: in training, given keys, with p above 0."""
+        return self.training and keys is not None and self.p > 0
+
+    def drop(self, x: Tensor, keys: Tensor, index: Tensor) -> Tensor:
+        """Return x (B, *index.shape) with a share p zeroed and the rest scaled by 1 / (1 - p)."""
+        keep = keep_mask(keys[:, self.site], index, self.p)
+        return torch.where(keep, x * (1 / (1 - self.p)), 0.0)
+
+    def extra_repr(self) -> str:
+        """Return what `print(model)` shows."""
+        return f"site={self.site}, p={self.p}"
+
+
+class KeyedDropout(Dropout):
+    """Dropout on the residual stream (B, T, D); element (t, d) of a row has number t · width + d.
+
+    A part of the stream gives the same mask as the whole once `time_offset` and
+    `channel_offset`, where the part begins, are set; `width` stays the whole's.
+    """
+
+    def __init__(self, site: int, p: float, width: int) -> None:
+        super().__init__(site, p)
+        self.width = width
+        self.time_offset = 0
+        self.channel_offset = 0
+
+    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
+        """Return x (B, T, D), dropped from where `keys` (B, n_sites, 2) are given in training."""
+        if keys is None or not self.acts(keys):
+            return x
+        T, D = x.shape[1:]
+        time = _places(T, self.time_offset, x.device)
+        channel = _places(D, self.channel_offset, x.device)
+        return self.drop(x, keys, time[:, None] * self.width + channel)  # index (T, D)
+
+
+class AttentionDropout(Dropout):
+    """Dropout on attention weights (B, H, Q, S); query q of head h looking at key s has number
+    (h · context_length + q) · context_length + s.
+
+    `head_offset` and `time_offset` say where a part begins: its first head, and the time of its
+    first query and key.
+    """
+
+    def __init__(self, site: int, p: float, context_length: int) -> None:
+        super().__init__(site, p)
+        self.context_length = context_length
+        self.head_offset = 0
+        self.time_offset = 0
+
+    def forward(
+        self, weights: Tensor, keys: Tensor | None, first_query: int = 0, first_key: int = 0
+    ) -> Tensor:
+        """Return the weights (B, H, Q, S), dropped where `keys` are given in training.
+
+        A block of the matrix passes the query and key it begins at.
+        """
+        if keys is None or not self.acts(keys):
+            return weights
+        H, Q, S = weights.shape[1:]
+        head = _places(H, self.head_offset, weights.device)
+        query = _places(Q, self.time_offset + first_query, weights.device)
+        key = _places(S, self.time_offset + first_key, weights.device)
+        row = head[:, None] * self.context_length + query  # (H, Q)
+        return self.drop(weights, keys, row[:, :, None] * self.context_length + key)
+
+
+def _places(n: int, first: int, device: torch.device) -> Tensor:
+    return torch.arange(first, first + n, dtype=torch.int32, device=device)

@@ -1,0 +1,265 @@
+"""A GPT, whole or a slice of its layers. It is read in the order in which it runs.
+
+It is plain: it knows nothing of devices, processes or precision, which are applied from outside.
+
+Shapes: B batch, T time, D d_model, H heads, K head size, V vocabulary (padded).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pentameter.config.schema import ModelConfig
+from pentameter.model.attention import attend
+from pentameter.model.cache import KVCache
+from pentameter.model.dropout import (
+    EMBEDDING_SITE,
+    AttentionDropout,
+    KeyedDropout,
+    attention_output_site,
+    attention_weights_site,
+    mlp_output_site,
+)
+from pentameter.model.initial import initialize
+from pentameter.plan.table import (
+    feed_forward_width,
+    layer_range,
+    norm_has_bias,
+    padded_vocab_size,
+)
+
+NORM_EPS = 1e-5
+
+
+class GPT(nn.Module):
+    """Layers `first_layer` up to and without `last_layer` (n_layers when absent) of a GPT.
+
+    The slice that begins at layer 0 embeds tokens, the one that ends at n_layers gives logits;
+    blocks keep their global numbers, so that names survive slicing. A slice with a tied head but
+    without the embeddings holds its own `token_embedding.weight`, to be kept equal to the other.
+
+    Names and shapes of its parameters are `pentameter.plan.table.parameter_table`'s. Parameters
+    are not meaningful before `initialize` or loading; `build_model` does both steps.
+
+    `time_offset` is the position of the first token, where a part of the context is computed.
+
+    Raises:
+        ConfigError: the configuration's `vocab_size` is not set.
+        ValueError: the layer range is empty or leaves the model.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, first_layer: int = 0, last_layer: int | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.first_layer, self.last_layer = layer_range(config, first_layer, last_layer)
+        self.is_first = self.first_layer == 0
+        self.is_last = self.last_layer == config.n_layers
+        self.time_offset = 0
+        V, D = padded_vocab_size(config), config.d_model
+
+        if self.is_first or (self.is_last and config.tied_head):
+            self.token_embedding = nn.Embedding(V, D)
+        if self.is_first:
+            if config.positions == "learned":
+                self.position_embedding = nn.Embedding(config.context_length, D)
+            p = config.dropout if config.embedding_dropout is None else config.embedding_dropout
+            self.embedding_dropout = KeyedDropout(EMBEDDING_SITE, p, D)
+        self.blocks = nn.ModuleDict(
+            {str(layer): Block(config, layer) for layer in range(*self.layers)}
+        )
+        if self.is_last:
+            if config.norm_position == "pre":
+                self.final_norm = _norm(config)
+            if config.tied_head:
+                self.head: nn.Module = TiedHead(V if config.head_bias else None)
+            else:
+                self.head = nn.Linear(D, V, bias=config.head_bias)
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """The slice: (first_layer, last_layer)."""
+        return self.first_layer, self.last_layer
+
+    def forward(
+        self, x: Tensor, *, dropout_keys: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        """Return logits (B, T, V) from the last layers, else the residual stream (B, T, D).
+
+        x is tokens, int64 (B, T), where the slice begins at layer 0, else (B, T, D). Dropout acts
+        in training when `dropout_keys` (B, n_sites, 2) are given. With a `cache`, x continues
+        what the cache holds, and is appended to it.
+
+        Raises:
+            ValueError: the context is longer than `context_length`, or dropout meets a cache.
+        """
+        n_past = 0 if cache is None else cache.length
+        n_new = x.shape[1]
+        self._check_context(n_past, n_new, dropout_keys, cache)
+        if self.is_first:
+            x = self.embed(x, self.time_offset + n_past)
+            x = self.embedding_dropout(x, dropout_keys)
+        for block in self.blocks.values():
+            x = block(x, dropout_keys, cache)
+        if cache is not None:
+            cache.advance(n_new)
+        return self.logits(x) if self.is_last else x
+
+    def embed(self, tokens: Tensor, first_position: int) -> Tensor:
+        """Return what the first block sees, (B, T, D), of tokens (B, T) from a position on."""
+        x = self.token_embedding(tokens)
+        if self.config.embedding_scale:
+            x = x * self.config.d_model**0.5
+        positions = torch.arange(
+            first_position, first_position + tokens.shape[1], device=tokens.device
+        )
+        if self.config.positions == "learned":
+            return x + self.position_embedding(positions)
+        return x + sinusoidal_positions(positions, self.config.d_model, x.dtype)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return logits (B, T, V) of the last block's output (B, T, D)."""
+        if self.config.norm_position == "pre":
+            x = self.final_norm(x)
+        if self.config.tied_head:
+            return self.head(x, self.token_embedding.weight)
+        return self.head(x)
+
+    def _check_context(
+        self, n_past: int, n_new: int, dropout_keys: Tensor | None, cache: KVCache | None
+    ) -> None:
+        if n_past + n_new > self.config.context_length:
+            raise ValueError(
+                f"{n_past} cached and {n_new} new tokens exceed "
+                f"context_length={self.config.context_length}; reset the cache or pass fewer"
+            )
+        if dropout_keys is not None and cache is not None:
+            raise ValueError("dropout_keys and cache exclude each other: pass only one")
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.is_pre_norm = config.norm_position == "pre"
+        self.attention_norm = _norm(config)
+        self.attention = Attention(config, layer)
+        self.mlp_norm = _norm(config)
+        self.mlp = MLP(config, layer)
+
+    def forward(
+        self, x: Tensor, dropout_keys: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        """Return the residual stream (B, T, D) after this layer."""
+        if self.is_pre_norm:
+            x = x + self.attention(self.attention_norm(x), dropout_keys, cache)
+            x = x + self.mlp(self.mlp_norm(x), dropout_keys)
+        else:
+            x = self.attention_norm(x + self.attention(x, dropout_keys, cache))
+            x = self.mlp_norm(x + self.mlp(x, dropout_keys))
+        return x
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention; the fused projection's rows are (H, 3, K), head by head."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        D = config.d_model
+        self.layer = layer
+        self.head_size = D // config.n_heads
+        self.qkv = nn.Linear(D, 3 * D, bias=config.qkv_bias)
+        self.weights_dropout = AttentionDropout(
+            attention_weights_site(layer), config.attention_dropout, config.context_length
+        )
+        self.out = nn.Linear(D, D, bias=config.bias)
+        self.dropout = KeyedDropout(attention_output_site(layer), config.dropout, D)
+
+    def forward(
+        self, x: Tensor, dropout_keys: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        """Return (B, T, D): what each token gathers from itself and the tokens before it."""
+        B, T = x.shape[:2]
+        qkv = self.qkv(x).view(B, T, -1, 3, self.head_size).transpose(1, 2)  # (B, H, T, 3, K)
+        q, k, v = qkv.unbind(3)  # each (B, H, T, K)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)  # (B, H, past + T, K)
+        y = attend(q, k, v, dropout=self.weights_dropout, dropout_keys=dropout_keys)
+        y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, H·K)
+        return self.dropout(self.out(y), dropout_keys)
+
+
+class MLP(nn.Module):
+    """The feed-forward layer, token by token."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        D, d_ff = config.d_model, feed_forward_width(config)
+        self.activation = config.activation
+        self.up = nn.Linear(D, d_ff, bias=config.bias)
+        self.down = nn.Linear(d_ff, D, bias=config.bias)
+        self.dropout = KeyedDropout(mlp_output_site(layer), config.dropout, D)
+
+    def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
+        """Return (B, T, D)."""
+        x = self.up(x)  # (B, T, d_ff)
+        if self.activation == "relu":
+            x = F.relu(x)
+        else:
+            x = F.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        return self.dropout(self.down(x), dropout_keys)
+
+
+class TiedHead(nn.Module):
+    """The output projection that shares the token embedding's weight; a bias of n_rows, or none."""
+
+    def __init__(self, n_rows: int | None) -> None:
+        super().__init__()
+        self.bias = None if n_rows is None else nn.Parameter(torch.zeros(n_rows))
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return logits (B, T, V) of x (B, T, D) with the weight (V, D)."""
+        return F.linear(x, weight, self.bias)
+
+
+def sinusoidal_positions(positions: Tensor, d_model: int, dtype: torch.dtype) -> Tensor:
+    """Return (T, D) for int64 positions (T,): pairs sin, cos of position / 10000^(2i / D).
+
+    From "Attention is all you need" (Vaswani et al., 2017), section 3.5. Computed in fp32, or in
+    fp64 for that dtype; there is nothing to store.
+    """
+    precise = torch.promote_types(dtype, torch.float32)
+    even = torch.arange(0, d_model, 2, device=positions.device, dtype=precise)
+    angles = positions.to(precise)[:, None] * torch.pow(10000.0, -even / d_model)  # (T, D / 2)
+    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1).to(dtype)
+
+
+def build_model(
+    config: ModelConfig,
+    seed: int,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    first_layer: int = 0,
+    last_layer: int | None = None,
+) -> GPT:
+    """Return an initialised GPT, or a slice of one, on `device` in `dtype`.
+
+    It is shaped without memory first, so that no random generator is used and nothing is
+    written twice. `seed` picks the weights.
+    """
+    with torch.device("meta"):
+        model = GPT(config, first_layer=first_layer, last_layer=last_layer).to(dtype)
+    model.to_empty(device=device)
+    initialize(model, config, seed)
+    return model
+
+
+def _norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.d_model, eps=NORM_EPS)
+    return nn.LayerNorm(config.d_model, eps=NORM_EPS, bias=norm_has_bias(config))

@@ -1,0 +1,91 @@
+"""Initial weights as a function of (seed, parameter name, flat index): any part, anywhere.
+
+A rank that owns a slice of a tensor computes that slice only. Values are drawn on the CPU, in
+float64, and rounded to fp32: the same ones for every device and layout.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pentameter.config.schema import ModelConfig
+from pentameter.keyed import bits, make_key
+from pentameter.plan.table import ParameterSpec, parameter_table
+
+BLOCK_ELEMENTS = 2**16  # its float64 temporaries stay in a core's cache; divides 2^32
+CHUNK_ELEMENTS = 2**22
+
+
+def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
+    """Set every parameter of a whole GPT, or of a slice of it, to its initial value, in place.
+
+    `seed` picks the values; a slice gets those that the whole model has there. Memory beyond
+    the model's own stays at some tens of MB, whatever the sizes.
+
+    Raises:
+        KeyError: the model has a parameter that the table of `config` does not know.
+    """
+    specs = {spec.name: spec for spec in parameter_table(config)}
+    parts = [
+        (specs[name], parameter.detach().view(-1), start)
+        for name, parameter in model.named_parameters()
+        for start in range(0, parameter.numel(), CHUNK_ELEMENTS)
+    ]
+
+    def fill(part: tuple[ParameterSpec, Tensor, int]) -> None:
+        spec, flat, start = part
+        stop = min(start + CHUNK_ELEMENTS, spec.n_elements)
+        flat[start:stop].copy_(initial_values(spec, seed, start, stop))
+
+    # numpy lets other threads run while it computes.
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        list(pool.map(fill, parts))
+
+
+def initial_values(
+    spec: ParameterSpec, seed: int, start: int = 0, stop: int | None = None
+) -> Tensor:
+    """Return the flat elements [start, stop) of a parameter's initial value, fp32, on the CPU.
+
+    `stop` is the parameter's end when absent. Any two calls agree, bit for bit, where their
+    ranges meet.
+
+    Raises:
+        ValueError: the range leaves the parameter.
+    """
+    stop = spec.n_elements if stop is None else stop
+    if not 0 <= start <= stop <= spec.n_elements:
+        raise ValueError(f"{spec.name}: [{start}, {stop}) must lie in [0, {spec.n_elements})")
+    if spec.init.kind in ("zeros", "ones"):
+        return torch.full((stop - start,), float(spec.init.kind == "ones"))
+    values = np.empty(stop - start, dtype=np.float32)
+    begin = start
+    while begin < stop:
+        end = min(stop, (begin // BLOCK_ELEMENTS + 1) * BLOCK_ELEMENTS)
+        values[begin - start : end - start] = _draw(spec, seed, begin, end)
+        begin = end
+    return torch.from_numpy(values)
+
+
+def _draw(spec: ParameterSpec, seed: int, start: int, stop: int) -> np.ndarray:
+    """Return elements [start, stop) in float64; the range lies in one block."""
+    # The low 32 bits of the index are the counter, as a signed word; the rest joins the key.
+    index = np.arange(start, stop, dtype=np.int64).astype(np.uint32).view(np.int32)
+
+    def uniform(word: int) -> np.ndarray:
+        """Return numbers in (0, 1): the centres of 2^32 equal cells."""
+        key = make_key(seed, "weights", spec.name, word, start >> 32)
+        return (bits(key, index).view(np.uint32).astype(np.float64) + 0.5) * 2.0**-32
+
+    if spec.init.kind == "uniform":
+        return (2 * uniform(0) - 1) * spec.init.scale
+    # Box and Muller, "A note on the generation of random normal deviates" (1958); the sine is
+    # left unused, so that an element needs no neighbour.
+    radius = np.sqrt(-2 * np.log(uniform(0)))
+    return radius * np.cos(2 * math.pi * uniform(1)) * spec.init.scale

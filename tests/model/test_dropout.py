@@ -1,0 +1,109 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from pentameter.config.schema import ModelConfig
+from pentameter.model.dropout import AttentionDropout, KeyedDropout, dropout_keys, keep_mask
+
+CONFIG = ModelConfig(vocab_size=5, context_length=16, n_layers=2, n_heads=2, d_model=8)
+
+
+def test_keys_have_one_site_for_the_embedding_and_three_a_layer() -> None:
+    keys = dropout_keys(CONFIG, seed=1, step=2, rows=range(4))
+    assert keys.shape == (4, 7, 2)
+    assert keys.dtype == torch.int32
+    assert len({tuple(key) for key in keys.reshape(-1, 2).tolist()}) == 28
+
+
+def test_keys_follow_the_global_row_seed_and_step() -> None:
+    keys = dropout_keys(CONFIG, 1, 2, [0, 1, 2, 3])
+    assert torch.equal(dropout_keys(CONFIG, 1, 2, np.array([3, 1])), keys[[3, 1]])
+    assert torch.equal(dropout_keys(CONFIG, 1, 2, torch.tensor([2])), keys[[2]])
+    for other in (dropout_keys(CONFIG, 2, 2, range(4)), dropout_keys(CONFIG, 1, 3, range(4))):
+        assert not (other == keys).all(dim=-1).any()
+
+
+def test_masks_follow_the_row_not_its_place_in_the_batch() -> None:
+    dropout = KeyedDropout(site=3, p=0.5, width=8)
+    x = torch.ones(4, 16, 8)
+    whole = dropout(x, dropout_keys(CONFIG, 1, 2, [0, 1, 2, 3]))
+    assert torch.equal(dropout(x[:2], dropout_keys(CONFIG, 1, 2, [2, 1])), whole[[2, 1]])
+    assert len({tuple(row.flatten().tolist()) for row in whole}) == 4
+
+
+def test_a_part_of_the_stream_gets_its_part_of_the_mask() -> None:
+    dropout = KeyedDropout(site=3, p=0.5, width=8)
+    keys = dropout_keys(CONFIG, 1, 2, [0, 1])
+    whole = dropout(torch.ones(2, 16, 8), keys)
+    dropout.time_offset, dropout.channel_offset = 5, 2
+    assert torch.equal(dropout(torch.ones(2, 7, 4), keys), whole[:, 5:12, 2:6])
+
+
+def test_a_part_of_the_attention_gets_its_part_of_the_mask() -> None:
+    dropout = AttentionDropout(site=1, p=0.5, context_length=16)
+    keys = dropout_keys(CONFIG, 1, 2, [0, 1])
+    whole = dropout(torch.ones(2, 4, 16, 16), keys)
+    part = dropout(torch.ones(2, 4, 3, 7), keys, first_query=4, first_key=2)
+    assert torch.equal(part, whole[:, :, 4:7, 2:9])
+    dropout.head_offset, dropout.time_offset = 1, 3
+    assert torch.equal(dropout(torch.ones(2, 2, 5, 5), keys), whole[:, 1:3, 3:8, 3:8])
+
+
+@pytest.mark.parametrize("p", [0.1, 0.2, 0.5, 0.9])
+def test_the_share_dropped_is_p_and_the_mean_stays(p: float) -> None:
+    dropout = KeyedDropout(site=0, p=p, width=512)
+    y = dropout(torch.ones(8, 64, 512), dropout_keys(CONFIG, 0, 0, range(8)))
+    n = y.numel()
+    assert abs((y == 0).float().mean().item() - p) < 4 * math.sqrt(p * (1 - p) / n)
+    assert torch.allclose(y[y != 0], torch.tensor(1 / (1 - p)))
+
+
+def test_the_threshold_is_exact_at_its_ends() -> None:
+    keys = torch.zeros(1, 2, dtype=torch.int32)
+    index = torch.arange(1000, dtype=torch.int32)
+    assert keep_mask(keys, index, 0.0).all()
+    assert not keep_mask(keys, index, 1 - 2**-32).any()
+
+
+def test_nothing_is_dropped_in_evaluation_without_keys_or_at_p_0() -> None:
+    x = torch.ones(2, 16, 8)
+    keys = dropout_keys(CONFIG, 0, 0, range(2))
+    assert KeyedDropout(0, 0.5, 8)(x, None) is x
+    assert KeyedDropout(0, 0.5, 8).eval()(x, keys) is x
+    assert KeyedDropout(0, 0.0, 8)(x, keys) is x
+
+
+def test_sites_and_steps_are_independent() -> None:
+    x = torch.ones(4, 16, 512)
+    sigmas = []
+    for seed in range(20):
+        masks = [
+            KeyedDropout(site, 0.2, 512)(x, dropout_keys(CONFIG, seed, step, range(4))) != 0
+            for site in (0, 1, 2)
+            for step in (0, 1)
+        ]
+        z = torch.stack([(mask.double() - 0.8).flatten() / 0.4 for mask in masks])
+        sigmas.append((z @ z.T / math.sqrt(x.numel()))[tuple(torch.triu_indices(6, 6, 1))])
+    correlations = torch.cat(sigmas)  # 300 of N(0, 1), if masks have nothing in common
+    assert correlations.abs().max() < 5
+    assert abs(correlations.mean()) * math.sqrt(300) < 4
+    assert 0.8 < correlations.std() < 1.2
+
+
+def test_compiled_masks_are_the_eager_ones() -> None:
+    stream, weights = KeyedDropout(3, 0.2, 51), AttentionDropout(4, 0.3, 40)
+    stream.time_offset, weights.head_offset = 2, 1
+
+    def masks(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            stream(torch.ones(3, 33, 51), keys) != 0,
+            weights(torch.ones(3, 2, 33, 37), keys, first_query=1) != 0,
+        )
+
+    compiled = torch.compile(masks, dynamic=False, fullgraph=True)
+    for step in range(2):
+        keys = dropout_keys(CONFIG, 0, step, range(3))
+        for ours, expected in zip(compiled(keys), masks(keys), strict=True):
+            assert torch.equal(ours, expected)
