@@ -1,0 +1,37 @@
+"""Data: corpora, tokenizers, token shards, and the batch of each step. Imports no torch."""
+
+from pentameter.data.batches import (
+    Batch,
+    evaluation_batches,
+    training_batch,
+    windows_per_epoch,
+)
+from pentameter.data.corpora import CORPORA, corpus_text
+from pentameter.data.dataset import Dataset, TokenSplit, open_dataset
+from pentameter.data.grammar import grammar_entropy_rate
+from pentameter.data.prepare import Progress, prepare
+from pentameter.data.tokenizer import (
+    CharTokenizer,
+    Tokenizer,
+    UnseenCharacterError,
+    load_tokenizer,
+)
+
+__all__ = [
+    "CORPORA",
+    "Batch",
+    "CharTokenizer",
+    "Dataset",
+    "Progress",
+    "TokenSplit",
+    "Tokenizer",
+    "UnseenCharacterError",
+    "corpus_text",
+    "evaluation_batches",
+    "grammar_entropy_rate",
+    "load_tokenizer",
+    "open_dataset",
+    "prepare",
+    "training_batch",
+    "windows_per_epoch",
+]

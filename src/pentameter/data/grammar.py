@@ -1,0 +1,192 @@
+"""The `grammar` corpus: a hidden Markov source whose entropy rate is known exactly.
+
+The source is *unifilar*: state and emitted character together decide the next state,
+
+    state' = (base · state + class(character)) mod n_states,
+
+where each character has one of `base` classes and `base` is the product of the distinct primes of
+`n_states`. Two properties follow.
+
+- *The floor is exact.* For a unifilar source the entropy rate is Σ π(s) H(p(·|s)), with π the
+  stationary distribution of the states (Shannon 1948, section 7; Cover and Thomas, "Elements of
+  Information Theory", section 4.2). No limit of blocks is needed, as it is for a general hidden
+  Markov source, which has no closed form.
+- *The state can be read off a few characters.* Unrolled, the state is Σ baseⁱ · class(i
+  characters ago) mod n_states, and baseⁱ is a multiple of n_states from some small i on. So the
+  last `memory` characters give the state whatever came before (3 for 8 states): a small model
+  with a short context can predict as well as the source itself, and no model can do better.
+
+All is integer arithmetic over keyed bits: each state draws its characters from an urn of 4096
+tickets, so the text is the same on every machine and the probabilities are exact fractions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pentameter import keyed
+from pentameter.config.schema import GrammarConfig
+from pentameter.errors import ConfigError
+
+URN_BITS = 12
+N_TICKETS = 1 << URN_BITS
+LANE_STEPS = 2048  # consecutive characters written by one lane; see `_walk`
+CHUNK_CHARACTERS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """A unifilar hidden Markov source."""
+
+    alphabet: str
+    tickets: npt.NDArray[np.int64]
+    """(n_states, n_characters): tickets of each character in each state's urn; rows sum to 4096."""
+    next_state: npt.NDArray[np.int64]
+    """(n_states, n_characters): the state after a character."""
+    memory: int
+    """This many last characters determine the state."""
+
+    @property
+    def n_states(self) -> int:
+        """Hidden states."""
+        return len(self.tickets)
+
+    def probabilities(self) -> npt.NDArray[Any]:
+        """p(character | state), (n_states, n_characters)."""
+        return self.tickets / N_TICKETS
+
+    def stationary(self) -> npt.NDArray[Any]:
+        """The long-run share of time in each state, (n_states,)."""
+        chain = np.zeros((self.n_states, self.n_states))
+        rows = np.repeat(np.arange(self.n_states), len(self.alphabet))
+        np.add.at(chain, (rows, self.next_state.ravel()), self.probabilities().ravel())
+        # π (chain - 1) = 0 with Σ π = 1: one equation of the first set is redundant, replace it.
+        equations = chain.T - np.eye(self.n_states)
+        equations[-1] = 1.0
+        right = np.zeros(self.n_states)
+        right[-1] = 1.0
+        return np.linalg.solve(equations, right)
+
+    def entropy_rate(self) -> float:
+        """Nats per character: Σ π(s) H(p(·|s))."""
+        p = self.probabilities()  # no zeros: every urn has a ticket of every character
+        return float(self.stationary() @ -(p * np.log(p)).sum(axis=1))
+
+
+def grammar_source(config: GrammarConfig) -> Source:
+    """The source that `config` describes, drawn from its seed.
+
+    Raises ConfigError when the alphabet is too small for the number of states.
+    """
+    n_states, n_characters = config.n_states, len(config.alphabet)
+    base = _radical(n_states)
+    if base > n_characters:
+        possible = [n for n in range(1, 2 * n_states) if _radical(n) <= n_characters]
+        near = sorted(sorted(possible, key=lambda n: abs(n - n_states))[:3])
+        raise ConfigError(
+            f"data.grammar.n_states={n_states}: the product of its distinct primes, {base}, must "
+            f"not exceed the {n_characters} characters of data.grammar.alphabet; nearest possible: "
+            + ", ".join(map(str, near))
+        )
+    draws = keyed.bits(
+        keyed.make_key("grammar", "source", config.seed),
+        np.arange((n_states + 1) * n_characters, dtype=np.int32),
+    ).astype(np.int64)
+    draws = (draws & 0xFFFF).reshape(n_states + 1, n_characters)
+    classes = np.empty(n_characters, dtype=np.int64)
+    classes[np.argsort(draws[-1], kind="stable")] = np.arange(n_characters) % base
+    states = np.arange(n_states)[:, None]
+    return Source(
+        alphabet=config.alphabet,
+        tickets=np.array([_urn(row) for row in draws[:-1].tolist()], dtype=np.int64),
+        next_state=(base * states + classes[None, :]) % n_states,
+        memory=next(i for i in range(64) if base**i % n_states == 0),
+    )
+
+
+def grammar_entropy_rate(config: GrammarConfig) -> float:
+    """Exact entropy rate of the `grammar` corpus, nats per character.
+
+    The expected loss of a model on this text is at least this, and reaches it only for the true
+    conditional probabilities; on a finite text the loss of the true model scatters around it.
+    """
+    return grammar_source(config).entropy_rate()
+
+
+def grammar_text(config: GrammarConfig) -> Iterator[str]:
+    """The text of `config.n_characters` characters, in pieces; starts in state 0."""
+    source = grammar_source(config)
+    urns = np.array([np.repeat(np.arange(row.size), row) for row in source.tickets])
+    following = np.take_along_axis(source.next_state, urns, axis=1)
+    letters = np.array([ord(c) for c in config.alphabet], dtype="<u4")
+    state = 0
+    for chunk in range(math.ceil(config.n_characters / CHUNK_CHARACTERS)):
+        n = min(CHUNK_CHARACTERS, config.n_characters - chunk * CHUNK_CHARACTERS)
+        n_lanes = math.ceil(n / LANE_STEPS)  # whole lanes; what is written past n is cut off
+        key = keyed.make_key("grammar", "text", config.seed, chunk)
+        draws = keyed.bits(key, np.arange(n_lanes * LANE_STEPS, dtype=np.int32)) & (N_TICKETS - 1)
+        lanes = np.ascontiguousarray(draws.reshape(n_lanes, LANE_STEPS).T)
+        written, state = _walk(urns.astype(np.int16), following.astype(np.int16), lanes, state)
+        yield letters[written.T.reshape(-1)[:n]].tobytes().decode("utf-32-le")
+
+
+def _radical(n: int) -> int:
+    """The product of the distinct primes of n: the least base with a power that n divides."""
+    radical, rest, prime = 1, n, 2
+    while rest > 1:
+        if rest % prime == 0:
+            radical *= prime
+            while rest % prime == 0:
+                rest //= prime
+        prime += 1
+    return radical
+
+
+def _urn(draws: list[int]) -> list[int]:
+    """4096 tickets over the characters: an eighth evenly, the rest in proportion to draw⁴.
+
+    The fourth power makes a few characters likely in each state: text with a structure to learn.
+    The even share lets a small alphabet still surprise, and shows every character often enough
+    for its probability to be learnt.
+    """
+    weights = [draw**4 for draw in draws]
+    total = max(sum(weights), 1)
+    least = max(N_TICKETS // (8 * len(draws)), 1)
+    spare = N_TICKETS - least * len(draws)
+    tickets = [least + weight * spare // total for weight in weights]
+    tickets[weights.index(max(weights))] += N_TICKETS - sum(tickets)
+    return tickets
+
+
+def _walk(
+    urns: npt.NDArray[np.int16],
+    following: npt.NDArray[np.int16],
+    draws: npt.NDArray[np.int32],
+    state: int,
+) -> tuple[npt.NDArray[np.int16], int]:
+    """Characters (LANE_STEPS, n_lanes) of one walk down lane after lane, and its end state.
+
+    A walk is sequential, but walks with the same draws soon meet wherever they start. So all lanes
+    are walked at once from guessed states; a lane whose guess was not the end of the lane before
+    it is walked again, until all agree. The result is exactly that of walking one by one.
+    """
+    n_lanes = draws.shape[1]
+    written = np.empty(draws.shape, dtype=np.int16)
+    starts = np.full(n_lanes, state)
+    ends = np.empty(n_lanes, dtype=np.int64)
+    stale = np.arange(n_lanes)
+    while stale.size:
+        current = starts[stale]
+        for step, tickets in enumerate(draws[:, stale]):
+            written[step, stale] = urns[current, tickets]
+            current = following[current, tickets]
+        ends[stale] = current
+        stale = np.flatnonzero(starts[1:] != ends[:-1]) + 1
+        starts[stale] = ends[stale - 1]
+    return written, int(ends[-1])

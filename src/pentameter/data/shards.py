@@ -1,0 +1,357 @@
+"""Token shards: `NAME-00000.bin`, … of little-endian ids, and `NAME.json` that describes them.
+
+    DIR/NAME.json         dtype, counts, vocabulary size, hashes, split boundaries, bytes per token
+    DIR/NAME-00000.bin    uint16 or uint32 ids, nothing else; then NAME-00001.bin, …
+    DIR/tokenizer.json    the tokenizer that wrote them
+
+The files together are one sequence; `train`, `val` and `test` are its first, middle and last part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from pentameter.data.storage import sync
+from pentameter.data.token_sequence import TokenSequence
+from pentameter.data.tokenizer import FORMAT as TOKENIZER_FORMAT
+from pentameter.data.tokenizer import Tokenizer, load_tokenizer
+from pentameter.errors import ConfigError, CorruptError, StorageError
+
+FORMAT = "pentameter-shards"
+SPLITS = ("train", "val", "test")
+DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
+    {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+)
+SHARD_TOKENS = 1 << 28  # half a GiB of uint16
+CHECK_TOKENS = 1 << 21
+HEADER_LIMIT_BYTES = 1 << 24
+TOKENIZER_FILE = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Prepared shards as their checked header describes them."""
+
+    folder: Path
+    name: str
+    tokenizer: Tokenizer
+    dtype: np.dtype[Any]
+    files: tuple[tuple[str, int, str], ...]
+    """(file name, tokens, sha256) of each file."""
+    splits: dict[str, tuple[int, int, int]]
+    """(first token, end, UTF-8 bytes of its text) of each split."""
+    hash: str
+    """sha256 of the header, and through the files' hashes of all content."""
+
+    def tokens(self) -> dict[str, TokenSequence]:
+        """The tokens of each split, memory-mapped."""
+        arrays = [
+            np.memmap(self.folder / name, dtype=self.dtype, mode="r", shape=(n_tokens,))
+            for name, n_tokens, _ in self.files
+        ]
+        return {
+            split: TokenSequence(arrays, start, stop)
+            for split, (start, stop, _) in self.splits.items()
+        }
+
+    def verify(self) -> None:
+        """Check every file against its sha256; CorruptError names the first that differs."""
+        for name, _, expected in self.files:
+            path = self.folder / name
+            try:
+                with path.open("rb") as stream:
+                    found = hashlib.file_digest(stream, "sha256").hexdigest()
+            except OSError as error:
+                raise StorageError(f"cannot read {path}: {error.strerror}") from error
+            if found != expected:
+                raise CorruptError(
+                    f"{path} was changed: sha256 {found}, its header says {expected}; "
+                    "prepare the data again"
+                )
+
+
+class ShardWriter:
+    """Writes shards into a folder: `write` ids split by split, then `finish`."""
+
+    def __init__(
+        self, folder: Path, name: str, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS
+    ) -> None:
+        self._folder, self._name, self._tokenizer = folder, name, tokenizer
+        self._shard_tokens = shard_tokens
+        self._dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+        self._splits = {split: [0, 0] for split in SPLITS}  # tokens, bytes
+        self._files: list[dict[str, Any]] = []
+        self._stream: BinaryIO | None = None
+        self._hasher = hashlib.sha256()
+        self._in_file = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+    def write(self, split: str, ids: npt.NDArray[Any], n_bytes: int) -> None:
+        """Append ids (n_tokens,) that stand for `n_bytes` UTF-8 bytes of text to a split."""
+        later = SPLITS[SPLITS.index(split) + 1 :]
+        if any(self._splits[name][0] for name in later):
+            raise ValueError(f"{split!r} must be written before {', '.join(later)}")
+        self._splits[split][0] += len(ids)
+        self._splits[split][1] += n_bytes
+        while len(ids):
+            if self._stream is None:
+                path = self._folder / f"{self._name}-{len(self._files):05d}.bin"
+                self._stream, self._hasher, self._in_file = path.open("xb"), hashlib.sha256(), 0
+            part = ids[: self._shard_tokens - self._in_file]
+            data = np.ascontiguousarray(part, dtype=DTYPES[self._dtype]).data
+            self._stream.write(data)
+            self._hasher.update(data)
+            self._in_file += len(part)
+            ids = ids[len(part) :]
+            if self._in_file == self._shard_tokens:
+                self._close_file()
+
+    def finish(self, text: dict[str, Any]) -> None:
+        """Write the tokenizer and the header, with `text` (what was read) noted in it."""
+        self._close_file()
+        n_tokens = sum(n for n, _ in self._splits.values())
+        start, splits = 0, {}
+        for split, (n, n_bytes) in self._splits.items():
+            splits[split] = {"start": start, "stop": start + n, "bytes": n_bytes}
+            start += n
+        header: dict[str, Any] = {
+            "format": FORMAT,
+            "version": 1,
+            "name": self._name,
+            "dtype": self._dtype,
+            "vocab_size": self._tokenizer.vocab_size,
+            "n_tokens": n_tokens,
+            "bytes_per_token": sum(b for _, b in self._splits.values()) / max(n_tokens, 1),
+            "tokenizer": {"kind": self._tokenizer.kind, "hash": self._tokenizer.hash},
+            "splits": splits,
+            "files": self._files,
+            "text": text,
+        }
+        header["sha256"] = header_hash(header)
+        self._tokenizer.save(self._folder / TOKENIZER_FILE)
+        path = self._folder / f"{self._name}.json"
+        path.write_text(json.dumps(header, indent=1) + "\n", encoding="ascii")
+        sync(self._folder / TOKENIZER_FILE)
+        sync(path)
+
+    def _close_file(self) -> None:
+        if self._stream is None:
+            return
+        name = Path(self._stream.name).name
+        self._stream.close()
+        sync(self._folder / name)
+        self._stream = None
+        self._files.append(
+            {"name": name, "tokens": self._in_file, "sha256": self._hasher.hexdigest()}
+        )
+
+
+def header_hash(header: dict[str, Any]) -> str:
+    """sha256, in hex, of a header without its own "sha256"."""
+    content = {key: value for key, value in header.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def find_header(path: Path) -> Path | None:
+    """The header file of prepared shards at a path, None where there are none.
+
+    `path` is the header itself or its folder. Raises CorruptError for a folder that has shard
+    files but no header, ConfigError for one with several.
+    """
+    if path.is_file():
+        return path if path.suffix == ".json" and _is_header(path) else None
+    if not path.is_dir():
+        return None
+    headers = [file for file in sorted(path.glob("*.json")) if _is_header(file)]
+    if len(headers) > 1:
+        raise ConfigError(f"{path} holds several prepared data sets; name one of {headers}")
+    shards = sorted(path.glob("*-[0-9][0-9][0-9][0-9][0-9].bin"))
+    if not headers and shards:
+        expected = path / f"{shards[0].name[:-10]}.json"
+        raise CorruptError(f"{shards[0]} has no header: {expected} is missing")
+    if not headers and _begins_with(path / TOKENIZER_FILE, TOKENIZER_FORMAT):
+        raise CorruptError(f"{path} holds a tokenizer, but its shards and their header are missing")
+    return headers[0] if headers else None
+
+
+def _is_header(file: Path) -> bool:
+    """Whether a JSON file is, or once was, a header: by its neighbour or its first words."""
+    if file.name == TOKENIZER_FILE:
+        return False
+    return file.with_name(f"{file.stem}-00000.bin").exists() or _begins_with(file, FORMAT)
+
+
+def _begins_with(file: Path, words: str) -> bool:
+    """Whether `words` stand in the first bytes of a file that can be read."""
+    try:
+        with file.open("rb") as stream:
+            return words.encode() in stream.read(100)
+    except OSError:
+        return False
+
+
+def open_shards(header_path: Path) -> Shards:
+    """Open prepared shards: header, tokenizer, sizes and every id are checked.
+
+    Raises CorruptError that names file and place for whatever is damaged. File hashes are checked
+    only by `Shards.verify`, which reads as much again.
+    """
+    header = _read_header(header_path)
+    folder, name = header_path.parent, header_path.stem
+    try:
+        tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
+    except ConfigError as error:
+        raise CorruptError(
+            f"{folder / TOKENIZER_FILE} is missing; prepare the data again"
+        ) from error
+    if tokenizer.hash != header["tokenizer"]["hash"]:
+        raise CorruptError(
+            f"{folder / TOKENIZER_FILE} is not the tokenizer that wrote {header_path}: hash "
+            f"{tokenizer.hash}, expected {header['tokenizer']['hash']}"
+        )
+    if tokenizer.vocab_size != header["vocab_size"]:
+        raise CorruptError(
+            f'{header_path}: "vocab_size" is {header["vocab_size"]}, its tokenizer has '
+            f"{tokenizer.vocab_size}"
+        )
+    shards = Shards(
+        folder=folder,
+        name=name,
+        tokenizer=tokenizer,
+        dtype=DTYPES[header["dtype"]],
+        files=tuple((file["name"], file["tokens"], file["sha256"]) for file in header["files"]),
+        splits={
+            split: (part["start"], part["stop"], part["bytes"])
+            for split, part in header["splits"].items()
+        },
+        hash=header["sha256"],
+    )
+    for file_name, n_tokens, _ in shards.files:
+        _check_file(folder / file_name, n_tokens, shards.dtype, tokenizer.vocab_size)
+    return shards
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > HEADER_LIMIT_BYTES:
+            raise CorruptError(f"{path} is not a header of shards: {path.stat().st_size} bytes")
+        header = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CorruptError(f"{path} is missing; prepare the data again") from error
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{path} is not JSON: {error}") from error
+    try:
+        _check_header(header, path.stem)
+    except CorruptError as error:
+        raise CorruptError(f"{path}: {error}; prepare the data again") from error
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CorruptError(
+            f"{path} is not a header of shards: {type(error).__name__} {error}; "
+            "prepare the data again"
+        ) from error
+    checked: dict[str, Any] = header
+    return checked
+
+
+def _check_header(header: Any, name: str) -> None:
+    """Raise CorruptError (or a lookup error) unless a parsed header is whole and consistent."""
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise CorruptError(f'"format" is not {FORMAT!r}')
+    if header.get("version") != 1:
+        raise CorruptError(f'"version" is {header.get("version")!r}; this version reads 1')
+    if header["name"] != name:
+        raise CorruptError(f'"name" is {header["name"]!r}, the file is named {name!r}')
+    if header["dtype"] not in DTYPES:
+        raise CorruptError(f'"dtype" is {header["dtype"]!r}, not one of {", ".join(DTYPES)}')
+    vocab_size = _count(header, "vocab_size")
+    if not 1 <= vocab_size <= 1 << (8 * DTYPES[header["dtype"]].itemsize):
+        raise CorruptError(f'"vocab_size" {vocab_size} does not fit "dtype" {header["dtype"]}')
+    _check_counts(header, name)
+    if not isinstance(header["tokenizer"]["hash"], str):
+        raise CorruptError('"tokenizer" has no "hash"')
+    if header.get("sha256") != header_hash(header):
+        raise CorruptError('its content does not match its "sha256": damaged or edited')
+
+
+def _check_counts(header: dict[str, Any], name: str) -> None:
+    """Raise CorruptError unless files and splits add up."""
+    n_tokens = _count(header, "n_tokens")
+    for number, file in enumerate(header["files"]):
+        # Only this name: a header cannot point outside its folder.
+        if file["name"] != f"{name}-{number:05d}.bin":
+            raise CorruptError(f'"files"[{number}] is named {file["name"]!r}')
+        if not re.fullmatch("[0-9a-f]{64}", file["sha256"]) or _count(file, "tokens") < 1:
+            raise CorruptError(f'"files"[{number}] has no proper "sha256" or "tokens"')
+    in_files = sum(file["tokens"] for file in header["files"])
+    if in_files != n_tokens or n_tokens < 1:
+        raise CorruptError(f'"n_tokens" is {n_tokens}, its files have {in_files}')
+    place = 0
+    if tuple(header["splits"]) != SPLITS:
+        raise CorruptError(f'"splits" are {list(header["splits"])}, not {list(SPLITS)}')
+    for split, part in header["splits"].items():
+        start, stop = _count(part, "start"), _count(part, "stop")
+        _count(part, "bytes")
+        if start != place or stop < start:
+            raise CorruptError(f"split {split!r} is {start} … {stop}; it must start at {place}")
+        place = stop
+    if place != n_tokens:
+        raise CorruptError(f'the splits end at {place}, "n_tokens" is {n_tokens}')
+
+
+def _count(part: dict[str, Any], key: str) -> int:
+    value = part[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise CorruptError(f"{key!r} is {value!r}, not a count")
+    return value
+
+
+def _check_file(path: Path, n_tokens: int, dtype: np.dtype[Any], vocab_size: int) -> None:
+    """Raise CorruptError unless a file has exactly n_tokens ids, all below vocab_size."""
+    if not path.is_file():
+        raise CorruptError(f"{path} is missing or not a file; prepare the data again")
+    try:
+        size, expected = path.stat().st_size, n_tokens * dtype.itemsize
+        if size != expected:
+            what = "truncated" if size < expected else "too long"
+            raise CorruptError(f"{path} is {what}: {size} bytes, its header says {expected}")
+        if vocab_size == 1 << (8 * dtype.itemsize):
+            return
+        # Read rather than mapped: a check of a large file must not fill this process's memory.
+        buffer = np.empty(min(CHECK_TOKENS, n_tokens), dtype=dtype)
+        with path.open("rb") as stream:
+            for number in range(math.ceil(n_tokens / CHECK_TOKENS)):
+                n_read = stream.readinto(buffer.data) // dtype.itemsize
+                ids = buffer[:n_read]
+                if n_read and int(ids.max()) >= vocab_size:
+                    place = int(np.argmax(ids >= vocab_size))
+                    token = number * CHECK_TOKENS + place
+                    raise CorruptError(
+                        f"{path}: token {token} (byte {token * dtype.itemsize}) has id "
+                        f"{ids[place]}, the vocabulary has {vocab_size}; prepare the data again"
+                    )
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error

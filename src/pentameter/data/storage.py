@@ -1,0 +1,184 @@
+"""Where data lies on disk: the data folder, the cache, downloads, and folders built in one go."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import http.client
+import os
+import shutil
+import socket
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pentameter.errors import ConfigError, CorruptError, StorageError
+
+DOWNLOAD_TIMEOUT_SECONDS = 30
+
+
+@dataclass(frozen=True)
+class PublicFile:
+    """A public file of known content."""
+
+    place: str
+    """Its path below PENTAMETER_DATA_DIR or the cache, such as `shakespeare/input.txt`."""
+    url: str
+    sha256: str
+    n_bytes: int
+
+
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/pentameter`, or `~/.cache/pentameter`."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG base directory specification: a relative value is invalid and must be ignored.
+    folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return folder / "pentameter"
+
+
+def data_folder() -> Path | None:
+    """`$PENTAMETER_DATA_DIR`, where public files are looked for first; None when it is not set."""
+    folder = os.environ.get("PENTAMETER_DATA_DIR")
+    return Path(folder) if folder else None
+
+
+def public_file(file: PublicFile) -> Path:
+    """The local path of a public file, checked against its sha256.
+
+    It is looked for below PENTAMETER_DATA_DIR, then in the cache, then downloaded into the cache.
+    Raises CorruptError when a file or the download has another sha256, StorageError when it is
+    nowhere and cannot be downloaded or written.
+    """
+    folders = [cache_folder()]
+    if (given := data_folder()) is not None:
+        folders.insert(0, given)
+    for folder in folders:
+        path = folder / file.place
+        if path.exists():
+            try:
+                found = hashlib.sha256(path.read_bytes()).hexdigest()
+            except OSError as error:
+                raise StorageError(f"cannot read {path}: {error.strerror}") from error
+            if found != file.sha256:
+                raise CorruptError(
+                    f"{path} is not the expected file: sha256 {found}, expected {file.sha256}; "
+                    "delete it and it is downloaded again"
+                )
+            return path
+    target = folders[-1] / file.place
+    content = _download(file, folders)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.tmp-{uuid.uuid4().hex}")
+        try:
+            temporary.write_bytes(content)
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {target}: {error.strerror}; set XDG_CACHE_HOME to a writable folder"
+        ) from error
+    return target
+
+
+def _download(file: PublicFile, folders: list[Path]) -> bytes:
+    try:
+        with urllib.request.urlopen(file.url, timeout=DOWNLOAD_TIMEOUT_SECONDS) as response:
+            content: bytes = response.read(file.n_bytes + 1)
+    except (OSError, http.client.HTTPException) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise StorageError(
+            f"{file.place} is in none of {', '.join(map(str, folders))}, and downloading "
+            f"{file.url} failed ({reason}). Without a network: put the file "
+            f"(sha256 {file.sha256}) at {folders[0] / file.place}, or set "
+            f"PENTAMETER_DATA_DIR to a folder that has it as {file.place}"
+        ) from error
+    found = hashlib.sha256(content).hexdigest()
+    if found != file.sha256:
+        raise CorruptError(
+            f"{file.url} gave other content than expected: sha256 {found}, expected {file.sha256}; "
+            "nothing was kept"
+        )
+    return content
+
+
+def refuse_existing(folder: Path) -> None:
+    """Raise ConfigError unless `folder` can be made anew: it is absent, or an empty folder."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    if folder.exists() or folder.is_symlink():
+        raise ConfigError(
+            f"{folder} exists and is not an empty folder; delete it, or choose another"
+        )
+
+
+@contextlib.contextmanager
+def building(target: Path, *, keep_existing: bool = False) -> Iterator[Path]:
+    """A temporary folder beside `target` that becomes `target`, in one rename, on leaving.
+
+    An error on the way removes it and leaves nothing. If `target` has appeared meanwhile, it is
+    kept when `keep_existing` (another process prepared the same), else ConfigError is raised.
+    Temporary folders whose process is gone are removed first. Raises StorageError when writing
+    fails.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(target.parent)
+        owner = f"{socket.gethostname()}-{os.getpid()}"
+        folder = target.parent / f".{target.name}.tmp-{uuid.uuid4().hex[:12]}-{owner}"
+        folder.mkdir()
+        try:
+            yield folder
+            sync(folder)
+            _rename(folder, target, keep_existing)
+            sync(target.parent)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {error.filename or target}: {error.strerror}; "
+            "free space or choose another folder"
+        ) from error
+
+
+def _rename(folder: Path, target: Path, keep_existing: bool) -> None:
+    try:
+        folder.rename(target)  # an empty folder is replaced, one with content is not
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise
+        if not keep_existing:
+            refuse_existing(target)
+            raise
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove temporary folders that processes of this machine left when they were killed."""
+    for folder in parent.glob(".*.tmp-*"):
+        name, _, pid = folder.name.rpartition("-")
+        if name.endswith("-" + socket.gethostname()) and pid.isdigit() and not _runs(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)  # signal 0 only asks whether the process is there
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the list of a folder's files, survive a power loss."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

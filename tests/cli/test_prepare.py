@@ -1,0 +1,98 @@
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pentameter.cli.prepare import run
+from pentameter.config.schema import DataConfig
+from pentameter.data import open_dataset
+from pentameter.errors import ConfigError, CorruptError
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("some notes to learn from\n" * 40)
+    return path
+
+
+def test_files_become_shards_that_training_opens(tmp_path, text_file, capsys):
+    out = tmp_path / "out"
+    assert run([str(text_file), "--out", str(out), "--test-fraction", "0.1"]) == 0
+    said = capsys.readouterr()
+    for part in ("1,000 tokens", "train 800, val 100, test 100", "vocabulary 12", "tokens/s"):
+        assert part in said.out
+    dataset = open_dataset(DataConfig(path=str(out)))
+    assert dataset.split("train").n_tokens == 800
+    assert sorted(file.name for file in out.iterdir()) == [
+        "notes-00000.bin",
+        "notes.json",
+        "tokenizer.json",
+    ]
+
+
+def test_several_files_and_another_tokenizer(tmp_path, text_file):
+    first = tmp_path / "first"
+    run([str(text_file), "--out", str(first)])
+    more = tmp_path / "more.txt"
+    more.write_text("more")
+    second = tmp_path / "second"
+    tokenizer = str(first / "tokenizer.json")
+    run([str(more), str(text_file), "--out", str(second), "--tokenizer", tokenizer])
+    dataset = open_dataset(DataConfig(path=str(second)))
+    assert dataset.tokenizer.hash == open_dataset(DataConfig(path=str(first))).tokenizer.hash
+    assert dataset.tokenizer.decode(dataset.split("train").tokens[:8]) == "moresome"
+
+
+def test_a_corpus_with_settings(tmp_path):
+    arguments = ["grammar", "--grammar.n-characters", "5000", "--max-bytes", "3000"]
+    assert run([*arguments, "--out", str(tmp_path / "out")]) == 0
+    assert open_dataset(DataConfig(path=str(tmp_path / "out"))).split("train").n_tokens == 2700
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.txt"], r"missing\.txt does not exist"),
+        (["missing/folder"], "does not exist"),
+        (["stdlob"], "did you mean 'stdlib'"),
+        ([], "name a corpus"),
+        (["grammar", "--tokenizer", "gpt2"], "not available in this version"),
+        (["grammar", "--tokenizer", "no.json"], r"no\.json does not exist"),
+        (["grammar", "--validation-fraction", "1.5"], r"data\.validation_fraction=1\.5"),
+        (["grammar", "--max-bytes", "0"], r"data\.max_bytes=0"),
+        (["grammar", "--grammar.n-states", "97"], r"data\.grammar\.n_states=97"),
+    ],
+)
+def test_wrong_usage_says_what_and_leaves_nothing(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        run([*arguments, "--out", "out"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_and_a_binary_file_are_refused(tmp_path, text_file):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(ConfigError, match="not an empty folder"):
+        run([str(text_file), "--out", str(tmp_path / "out")])
+    binary = tmp_path / "binary.bin"
+    binary.write_bytes(b"\x00\x01")
+    with pytest.raises(CorruptError, match="offset 0"):
+        run([str(binary), "--out", str(tmp_path / "new")])
+    assert not (tmp_path / "new").exists()
+
+
+def test_help_is_quick_and_imports_no_torch():
+    code = (
+        "import sys\n"
+        "from pentameter.cli.prepare import run\n"
+        "try: run(['--help'])\n"
+        "except SystemExit as stop: assert not stop.code\n"
+        "assert not {'torch', 'numpy', 'pydantic'} & set(sys.modules)\n"
+    )
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "CORPUS-or-FILES" in done.stdout
+    assert time.perf_counter() - started < 3  # generous: the machine may be busy

@@ -1,0 +1,206 @@
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pentameter.config.schema import DataConfig, GrammarConfig
+from pentameter.data import CharTokenizer, evaluation_batches, open_dataset, training_batch
+from pentameter.data import dataset as dataset_module
+from pentameter.errors import ConfigError, CorruptError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "pentameter" / "prepared"
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "my text.txt"
+    path.write_bytes("naïve\r\n日本 🙂\r\n".encode() * 20)
+    return path
+
+
+def content(dataset):
+    splits = [dataset.split(name) for name in ("train", "val", "test")]
+    return "".join(dataset.tokenizer.decode(split.tokens[:]) for split in splits)
+
+
+def test_a_file_becomes_a_data_set(text_file):
+    text = text_file.read_bytes().decode()
+    dataset = open_dataset(DataConfig(path=str(text_file), test_fraction=0.2))
+    assert content(dataset) == text
+    assert dataset.vocab_size == len(set(text))
+    n = len(text)
+    assert [dataset.split(s).n_tokens for s in ("train", "val", "test")] == [
+        int(0.7 * n),
+        int(0.8 * n) - int(0.7 * n),
+        n - int(0.8 * n),
+    ]
+    assert dataset.split("val").n_bytes == len(text[int(0.7 * n) : int(0.8 * n)].encode())
+    with pytest.raises(ConfigError, match="no split 'validation'"):
+        dataset.split("validation")
+
+
+def test_the_second_start_prepares_nothing(text_file, monkeypatch):
+    data = DataConfig(path=str(text_file))
+    stages = set()
+    first = open_dataset(data, progress=lambda stage, done, total: stages.add(stage))
+    assert stages == {"reading", "encoding"}
+    monkeypatch.setattr(dataset_module, "prepare", lambda *_, **__: pytest.fail("prepared again"))
+    assert open_dataset(data).hash == first.hash
+
+
+def test_the_cache_knows_a_changed_text_by_its_content(text_file):
+    data = DataConfig(path=str(text_file))
+    first = open_dataset(data)
+    before = text_file.stat()
+    changed = text_file.read_bytes().replace(b"na", b"an")
+    text_file.write_bytes(changed)
+    os.utime(text_file, ns=(before.st_atime_ns, before.st_mtime_ns))  # same size, same time
+    assert content(open_dataset(data)) == changed.decode()
+    assert first.hash != open_dataset(data).hash
+
+
+@pytest.mark.parametrize(
+    "settings", [{"validation_fraction": 0.2}, {"test_fraction": 0.1}, {"max_bytes": 101}]
+)
+def test_settings_that_shape_the_tokens_have_their_own_entry(text_file, settings, cache):
+    plain = open_dataset(DataConfig(path=str(text_file)))
+    other = open_dataset(DataConfig(path=str(text_file), **settings))
+    assert plain.hash != other.hash
+    assert len(list(cache.iterdir())) == 2
+    if "max_bytes" in settings:
+        assert len(content(other).encode()) in range(98, 102)
+
+
+def test_damage_in_the_cache_is_found_and_says_what_to_delete(text_file, cache):
+    data = DataConfig(path=str(text_file))
+    open_dataset(data)
+    (shard,) = cache.glob("*/*.bin")
+    shard.write_bytes(shard.read_bytes()[:-2])
+    with pytest.raises(CorruptError, match=rf"truncated.*delete {shard.parent}"):
+        open_dataset(data)
+    next(cache.glob("*/my-text.json")).unlink()
+    with pytest.raises(CorruptError, match=rf"is missing.*delete {shard.parent}"):
+        open_dataset(data)
+
+
+def prepare_in_a_process(path, barrier, results):
+    barrier.wait()
+    results.put(open_dataset(DataConfig(path=path)).hash)
+
+
+def test_processes_that_prepare_at_once_agree(text_file, cache):
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(4), context.Queue()
+    processes = [
+        context.Process(target=prepare_in_a_process, args=(str(text_file), barrier, results))
+        for _ in range(4)
+    ]
+    for process in processes:
+        process.start()
+    hashes = {results.get(timeout=30) for _ in processes}
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+    assert hashes == {open_dataset(DataConfig(path=str(text_file))).hash}
+    assert len(list(cache.iterdir())) == 1  # no temporary folder is left
+
+
+def test_what_a_killed_process_left_is_removed(text_file, cache):
+    data = DataConfig(path=str(text_file))
+    script = (
+        "import os, sys\n"
+        "from pentameter.config.schema import DataConfig\n"
+        "from pentameter.data import open_dataset\n"
+        "def kill(stage, done, total):\n"
+        "    if stage == 'encoding': os.kill(os.getpid(), 9)\n"
+        "open_dataset(DataConfig(path=sys.argv[1]), progress=kill)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(text_file)], check=False)
+    assert [folder.name for folder in cache.iterdir() if ".tmp-" in folder.name]
+    open_dataset(data)
+    assert not [folder.name for folder in cache.iterdir() if ".tmp-" in folder.name]
+
+
+def test_prepared_shards_are_opened_as_they_are(text_file, cache):
+    open_dataset(DataConfig(path=str(text_file), validation_fraction=0.3))
+    (folder,) = cache.iterdir()
+    dataset = open_dataset(DataConfig(path=str(folder)))
+    assert dataset.split("val").n_tokens == pytest.approx(0.3 * len(content(dataset)), abs=1)
+    assert open_dataset(DataConfig(path=str(folder / "my-text.json"))).hash == dataset.hash
+    assert len(list(cache.iterdir())) == 1
+    with pytest.raises(ConfigError, match="max_bytes=5 cannot shorten"):
+        open_dataset(DataConfig(path=str(folder), max_bytes=5))
+    with pytest.raises(ConfigError, match="written by another tokenizer"):
+        open_dataset(DataConfig(path=str(folder)), tokenizer=CharTokenizer("abc"))
+
+
+def test_a_given_tokenizer_is_used_and_shares_the_entry_where_it_is_the_same(text_file, cache):
+    data = DataConfig(path=str(text_file))
+    own = open_dataset(data)
+    assert open_dataset(data, tokenizer=own.tokenizer).hash == own.hash
+    assert len(list(cache.iterdir())) == 1
+    wider = CharTokenizer([*own.tokenizer.characters, "z"])
+    assert open_dataset(data, tokenizer=wider).vocab_size == own.vocab_size + 1
+    wider.save(text_file.parent / "wider.json")
+    by_file = DataConfig(path=str(text_file), tokenizer=str(text_file.parent / "wider.json"))
+    assert open_dataset(by_file).tokenizer.hash == wider.hash
+    with pytest.raises(ConfigError, match="not in the tokenizer's vocabulary"):
+        open_dataset(data, tokenizer=CharTokenizer("na"))
+    assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize("tokenizer", ["gpt2", "word", "bpe:1000"])
+def test_tokenizers_to_come_are_named_as_such(text_file, tokenizer):
+    with pytest.raises(ConfigError, match="not available in this version"):
+        open_dataset(DataConfig(path=str(text_file), tokenizer=tokenizer))
+
+
+def test_empty_tiny_and_missing_texts(tmp_path):
+    empty = tmp_path / "empty.txt"
+    empty.write_bytes(b"")
+    with pytest.raises(ConfigError, match="'empty' is empty"):
+        open_dataset(DataConfig(path=str(empty)))
+    tiny = tmp_path / "tiny.txt"
+    tiny.write_bytes(b"tiny text, twenty ch")
+    dataset = open_dataset(DataConfig(path=str(tiny)))
+    rows = np.arange(1)
+    with pytest.raises(ConfigError, match=r"'train' has 18 tokens.*context_length of at most 17"):
+        training_batch(
+            dataset.split("train"),
+            "random",
+            seed=0,
+            step=0,
+            rows=rows,
+            batch_size=1,
+            context_length=64,
+        )
+    (batch,) = evaluation_batches(dataset.split("val"), context_length=64, batch_size=8)
+    assert (batch.targets >= 0).sum() == 1
+    with pytest.raises(ConfigError, match="does not exist"):
+        open_dataset(DataConfig(path=str(tmp_path / "missing.txt")))
+
+
+def test_the_grammar_is_prepared_without_reading_it_twice(cache):
+    data = DataConfig(corpus="grammar", grammar=GrammarConfig(n_characters=5000))
+    dataset = open_dataset(data)
+    assert dataset.split("train").n_tokens == 4500
+    assert dataset.vocab_size == 16
+    stages = []
+    open_dataset(data, progress=lambda stage, done, total: stages.append(stage))
+    assert stages == []
+
+
+def test_data_needs_no_torch():
+    code = "import sys, pentameter.data, pentameter.cli.prepare; assert 'torch' not in sys.modules"
+    source = Path(dataset_module.__file__).parents[2]
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(source)}
+    )

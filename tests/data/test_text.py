@@ -1,0 +1,121 @@
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pentameter.data.text import (
+    Text,
+    files_below,
+    first_bytes,
+    read_pieces,
+    safe_name,
+    text_from_paths,
+)
+from pentameter.errors import ConfigError, CorruptError, StorageError
+
+# What UTF-8 files can hold: any Unicode but surrogates; NUL counts as binary.
+file_text = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
+
+
+def write(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+@given(file_text, st.integers(1, 7))
+def test_pieces_join_to_the_text_wherever_the_bytes_are_cut(tmp_path_factory, text, piece_bytes):
+    file = write(tmp_path_factory.mktemp("text") / "a.txt", text.encode())
+    assert "".join(read_pieces(file, piece_bytes)) == text.removeprefix("\ufeff")
+
+
+def test_line_ends_are_kept(tmp_path):
+    file = write(tmp_path / "a.txt", b"one\r\ntwo\rthree\n\n")
+    assert "".join(read_pieces(file)) == "one\r\ntwo\rthree\n\n"
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 2, 3, 100])
+def test_only_a_leading_byte_order_mark_is_dropped(tmp_path, piece_bytes):
+    file = write(tmp_path / "a.txt", b"\xef\xbb\xbfa\xef\xbb\xbfb")
+    assert "".join(read_pieces(file, piece_bytes)) == "a\ufeffb"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"abc\0def", "NUL byte at offset 3"),
+        (b"abcdefgh\xff", "0xff at offset 8"),
+        (b"abcdefgh\xe2\x82", "0xe2 at offset 8"),  # the file ends inside a character
+        (b"ab\xed\xa0\x80", "0xed at offset 2"),  # an encoded surrogate
+        ("text".encode("utf-16"), "UTF-16"),
+    ],
+)
+@pytest.mark.parametrize("piece_bytes", [4, 1000])
+def test_binary_files_are_refused_with_file_and_offset(tmp_path, data, message, piece_bytes):
+    file = write(tmp_path / "a.txt", data)
+    with pytest.raises(CorruptError, match=message) as error:
+        list(read_pieces(file, piece_bytes))
+    assert str(file) in str(error.value)
+
+
+def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
+    (tmp_path / "b").mkdir()
+    for name in ("b/2", "b/10", "a.txt", "c", ".hidden"):
+        write(tmp_path / name, f"<{name}>".encode())
+    for name in (".git", "__pycache__"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "file", b"no")
+    assert "".join(text_from_paths([tmp_path]).pieces()) == "<a.txt><b/10><b/2><c>"
+
+
+def test_odd_files_are_left_out_and_never_opened(tmp_path):
+    write(tmp_path / "a.txt", b"text")
+    os.mkfifo(tmp_path / "pipe")  # opening it would wait for a writer
+    (tmp_path / "loop").symlink_to(tmp_path)
+    server = socket.socket(socket.AF_UNIX)
+    cwd = Path.cwd()
+    os.chdir(tmp_path)  # the name of a socket may be at most about 100 bytes
+    server.bind("socket")
+    os.chdir(cwd)
+    server.close()
+    assert files_below(tmp_path) == [tmp_path / "a.txt"]
+    with pytest.raises(ConfigError, match="neither a regular file nor a folder"):
+        text_from_paths([tmp_path / "pipe"])
+
+
+def test_a_link_to_nowhere_and_an_unreadable_file_are_named(tmp_path):
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(StorageError, match=r"gone\.txt"):
+        list(text_from_paths([tmp_path]).pieces())
+    (tmp_path / "gone.txt").unlink()
+    secret = write(tmp_path / "secret.txt", b"text")
+    secret.chmod(0)
+    if os.access(secret, os.R_OK):
+        pytest.skip("this user may read every file")
+    with pytest.raises(StorageError, match=r"secret\.txt"):
+        list(text_from_paths([tmp_path]).pieces())
+
+
+def test_missing_empty_and_jsonl_paths_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        text_from_paths([tmp_path / "no.txt"])
+    with pytest.raises(ConfigError, match="no text file below"):
+        text_from_paths([tmp_path])
+    with pytest.raises(ConfigError, match="JSONL is not available"):
+        text_from_paths([write(tmp_path / "a.jsonl", b"{}")])
+
+
+@given(file_text, st.integers(1, 40))
+def test_first_bytes_is_the_longest_start_that_fits(text, max_bytes):
+    whole = Text("t", lambda: iter([text[:3], text[3:]]), len(text.encode()), "id")
+    start = "".join(first_bytes(whole, max_bytes).pieces())
+    assert text.startswith(start)
+    assert len(start.encode()) <= max_bytes
+    assert start == text or len(text[: len(start) + 1].encode()) > max_bytes
+
+
+def test_names_are_safe_as_files():
+    assert safe_name("../my text (1)") == "my-text-1"
+    assert safe_name("日本") == "text"
