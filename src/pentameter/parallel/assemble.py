@@ -1,0 +1,130 @@
+"""The meeting place of model and devices: `assemble` returns the Stage a trainer drives.
+
+The trainer asks a Stage for one thing, `forward_backward(batch, step)`, and never how many
+devices, micro-batches or pipeline stages answer. Layouts of several processes will be added
+here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from pentameter.data.batches import Batch
+from pentameter.model import GPT, build_model, dropout_keys, loss_sum
+from pentameter.plan.plan import Plan
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """A summed loss and what it is summed over; `mean` is the number everything reports."""
+
+    total: float
+    n_targets: int
+
+    @property
+    def mean(self) -> float:
+        """Nats per target token; NaN over no targets."""
+        return self.total / self.n_targets if self.n_targets else float("nan")
+
+    def __add__(self, other: LossSum) -> LossSum:
+        return LossSum(self.total + other.total, self.n_targets + other.n_targets)
+
+
+class Stage:
+    """This process's part of the model and how to run a batch through it.
+
+    `precision` is one of fp64, fp32, tf32, bf16, fp16, already chosen (see `device.py`).
+    """
+
+    def __init__(
+        self, model: GPT, plan: Plan, device: torch.device, precision: str, *, compiled: bool
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self.device = device
+        self.precision = precision
+        assert model.config.vocab_size is not None  # the plan resolved it
+        self._vocab_size = model.config.vocab_size
+        self._training_loss: Callable[[Tensor, Tensor, Tensor | None], Tensor] = self._loss
+        if compiled:
+            self._training_loss = torch.compile(self._loss, dynamic=False)
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Parameters by the names of the parameter table."""
+        return self.model.named_parameters()
+
+    def parameters(self) -> Iterable[Parameter]:
+        """Parameters in the order of `named_parameters`."""
+        return self.model.parameters()
+
+    def forward_backward(self, batch: Batch, step: int, *, loss_scale: float = 1.0) -> LossSum:
+        """The step's loss; its gradients, times `loss_scale`, are added to the parameters' `.grad`.
+
+        The batch is this step's whole batch. Each micro-batch contributes its summed loss over
+        the count of targets of the whole batch, known before the first backward pass, so
+        accumulation is exact whatever the micro-batches hold.
+        """
+        self.model.train()
+        n_targets = int((batch.targets >= 0).sum())
+        micro_losses = []
+        for micro in split_batch(batch, self.plan.micro_batch_size):
+            keys = self._keys(step, micro.rows)
+            loss = self._training_loss(*self._to_device(micro), keys)
+            (loss * (loss_scale / max(1, n_targets))).backward()
+            micro_losses.append(loss.detach())
+        return LossSum(sum(torch.stack(micro_losses).tolist()), n_targets)
+
+    @torch.inference_mode()
+    def evaluate(self, batch: Batch) -> LossSum:
+        """The loss of a batch without dropout and without gradients."""
+        self.model.eval()
+        loss = self._loss(*self._to_device(batch), None)
+        return LossSum(loss.item(), int((batch.targets >= 0).sum()))
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """The arithmetic of the run's precision, for a forward pass."""
+        dtype = AUTOCAST.get(self.precision)
+        if dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype)
+
+    def _loss(self, tokens: Tensor, targets: Tensor, keys: Tensor | None) -> Tensor:
+        with self.autocast():
+            logits = self.model(tokens, dropout_keys=keys)
+            return loss_sum(logits, targets, self._vocab_size)
+
+    def _to_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        tensors = (torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets))
+        if self.device.type == "cuda":  # pinned memory lets the copy overlap the previous step
+            return tuple(t.pin_memory().to(self.device, non_blocking=True) for t in tensors)  # type: ignore[return-value]
+        return tensors[0].to(self.device), tensors[1].to(self.device)
+
+    def _keys(self, step: int, rows: np.ndarray) -> Tensor | None:
+        model = self.plan.config.model
+        if not (model.dropout or model.attention_dropout or model.embedding_dropout):
+            return None
+        return dropout_keys(model, self.plan.config.seed, step, rows).to(self.device)
+
+
+def assemble(plan: Plan, device: torch.device, precision: str, *, compiled: bool) -> Stage:
+    """The Stage of `plan` on `device`, its weights drawn from the configuration's seed."""
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    model = build_model(plan.config.model, plan.config.seed, device=device, dtype=dtype)
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    return Stage(model, plan, device, precision, compiled=compiled)
+
+
+def split_batch(batch: Batch, micro_batch_size: int) -> Iterator[Batch]:
+    """`batch` in consecutive pieces of `micro_batch_size` rows."""
+    for start in range(0, len(batch.rows), micro_batch_size):
+        piece = slice(start, start + micro_batch_size)
+        yield Batch(batch.inputs[piece], batch.targets[piece], batch.rows[piece])

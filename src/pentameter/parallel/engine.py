@@ -1,0 +1,79 @@
+"""What a run computes on and how: device, precision, compilation, each with its reason."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pentameter.parallel.ceiling import product_ceiling
+from pentameter.parallel.device import (
+    choose_compile,
+    choose_device,
+    choose_precision,
+    peak_flops,
+    tune_allocator,
+)
+from pentameter.parallel.environment import device_name, environment
+from pentameter.plan.plan import Plan
+
+PRODUCT_DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The choices of one run. `ceiling_flops` is what MFU is a share of: the published dense peak
+    of a GPU, else the matrix product measured on this machine."""
+
+    device: torch.device
+    device_name: str
+    precision: str
+    precision_reason: str
+    compiled: bool
+    compile_reason: str
+    ceiling_flops: float
+
+    def peak_memory_bytes(self) -> int:
+        """The most memory the run has held so far: the GPU's, or the process's on a CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+    def environment(self) -> Mapping[str, Any]:
+        """Versions, devices and choices, for environment.json."""
+        return {
+            **environment(self.device),
+            "precision": self.precision,
+            "compiled": self.compiled,
+            "n_threads": torch.get_num_threads(),
+            "ceiling_flops": self.ceiling_flops,
+        }
+
+
+def choose_engine(plan: Plan) -> Engine:
+    """The Engine for `plan` on this machine. Tunes the process's memory allocator on a CPU."""
+    train = plan.config.train
+    device = choose_device(train.device)
+    precision, precision_reason = choose_precision(train.precision, device)
+    compiled, compile_reason = choose_compile(
+        train.compile,
+        device,
+        total_flops=plan.total_tokens * plan.flops_per_token,
+        precision=precision,
+    )
+    if device.type == "cpu":
+        tune_allocator()
+    name = device_name(device)
+    ceiling = peak_flops(name, precision) or product_ceiling(device, PRODUCT_DTYPES[precision])
+    return Engine(device, name, precision, precision_reason, compiled, compile_reason, ceiling)
