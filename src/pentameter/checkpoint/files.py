@@ -1,0 +1,228 @@
+"""Files that survive a crash: written aside, synced, then renamed into place.
+
+Everything goes through `os` functions, one system call each, so that a test can stop a save
+before any single one of them.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+import stat
+import uuid
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pentameter.errors import CorruptError, StorageError
+
+_PIECE_BYTES = 4 * 2**20  # handed to the hashing thread at once
+_INLINE_BYTES = 2**20  # below this a thread costs more than it saves
+_MAX_UNHASHED = 64  # pieces the hashing may lag behind: what a save keeps in memory
+
+_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}$")
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space or use another folder",
+    errno.EDQUOT: "the disk quota is used up; free some space or use another folder",
+    errno.EROFS: "the file system is read-only; use another folder",
+    errno.EACCES: "permission denied; use a folder you may write to",
+    errno.EPERM: "permission denied; use a folder you may write to",
+    errno.EFBIG: "a file-size limit is in force; raise it (ulimit -f)",
+    errno.EIO: "the disk reports an error; check it, or use another disk",
+    errno.ENOENT: "it is not there (any more); was it removed or unmounted?",
+    errno.ENOTDIR: "a file stands where a folder should be; use another path",
+    errno.EMFILE: "too many open files; raise the limit (ulimit -n)",
+}
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file must hold: the size and hash that were written."""
+
+    name: str
+    n_bytes: int
+    sha256: str
+
+
+def storage_error(path: Path, doing: str, error: OSError) -> StorageError:
+    """The StorageError of a failed operation: what was done, where, why, what to do instead."""
+    remedy = _REMEDIES.get(error.errno or 0, "check the disk, or use another folder")
+    return StorageError(f"cannot {doing} {path}: {error.strerror or error}; {remedy}")
+
+
+@contextmanager
+def storage_errors(path: Path, doing: str) -> Iterator[None]:
+    """Turn an OSError of the body into a StorageError about `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(path, doing, error) from error
+
+
+def temporary_name(name: str) -> str:
+    """A name beside `name` that never counts as finished: `name.tmp-<uuid>`."""
+    return f"{name}.tmp-{uuid.uuid4().hex}"
+
+
+def is_temporary(name: str) -> bool:
+    """Whether `temporary_name` made this name."""
+    return _TEMPORARY.search(name) is not None
+
+
+def sync_folder(path: Path) -> None:
+    """Make the entries of a folder (creations, renames) survive a power loss."""
+    with storage_errors(path, "sync the folder"):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            # Some network file systems do not sync folders; they also do not need it.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+        finally:
+            os.close(fd)
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and its parents, each synced into its parent; an existing one is fine."""
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        if path.parent == path:
+            break
+        path = path.parent
+    for folder in reversed(missing):
+        with storage_errors(folder, "create the folder"):
+            with suppress(FileExistsError):
+                os.mkdir(folder)
+            if not folder.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        sync_folder(folder.parent)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace a file's whole content; a reader, or a crash, finds the old or the new one."""
+    temporary = path.with_name(temporary_name(path.name))
+    try:
+        write_hashed(temporary, [data])
+        with storage_errors(path, "write"):
+            os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+    sync_folder(path.parent)
+
+
+def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
+    """Size and sha256 of what it wrote: a new file holding `chunks`, synced.
+
+    A second thread hashes behind the writing and during the final sync, so a large file costs
+    about the slower of the two. The file must not exist. A failure is a StorageError and leaves
+    the torn file behind: it lies in a temporary place that the caller removes.
+    """
+    digest = hashlib.sha256()
+    n_bytes = 0
+    unhashed: deque[Future[None]] = deque()
+    with storage_errors(path, "write"), ThreadPoolExecutor(1) as pool:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            for chunk in chunks:
+                view = memoryview(chunk).cast("B")
+                for start in range(0, len(view), _PIECE_BYTES):
+                    piece = view[start : start + _PIECE_BYTES]
+                    if len(piece) < _INLINE_BYTES and not unhashed:
+                        digest.update(piece)
+                    else:
+                        unhashed.append(pool.submit(digest.update, piece))
+                    _write_all(fd, piece)
+                    n_bytes += len(piece)
+                    while len(unhashed) > _MAX_UNHASHED or (unhashed and unhashed[0].done()):
+                        unhashed.popleft().result()
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        for hashing in unhashed:
+            hashing.result()
+    return FileRecord(path.name, n_bytes, digest.hexdigest())
+
+
+def _write_all(fd: int, view: memoryview) -> None:
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def check_free_space(folder: Path, n_bytes: int) -> None:
+    """Raise StorageError unless `folder`'s disk has room for `n_bytes` more."""
+    with storage_errors(folder, "ask for the free space of"):
+        status = os.statvfs(folder)
+    free_bytes = status.f_bavail * status.f_frsize
+    if free_bytes < n_bytes:
+        raise StorageError(
+            f"cannot write {n_bytes:,} bytes to {folder}: {free_bytes:,} bytes are free; "
+            "free some space or use another folder"
+        )
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder and what is in it, without following links; one already gone is fine."""
+    with storage_errors(path, "remove"), suppress(FileNotFoundError):
+        shutil.rmtree(path)
+
+
+def read_regular(path: Path, *, max_bytes: int) -> bytes:
+    """The content of a regular file; CorruptError when it is missing, a link, or too large."""
+    with _open_regular(path) as fd:
+        data = b""
+        while chunk := os.read(fd, min(2**20, max_bytes + 1 - len(data))):
+            data += chunk
+    if len(data) > max_bytes:
+        raise CorruptError(f"{path} is larger than {max_bytes:,} bytes, so it is not what it says")
+    return data
+
+
+def check_file(folder: Path, record: FileRecord, *, hash_content: bool) -> None:
+    """Raise CorruptError, naming the file, unless it is there with its size (and its hash)."""
+    path = folder / record.name
+    with _open_regular(path) as fd:
+        n_bytes = os.fstat(fd).st_size
+        if n_bytes != record.n_bytes:
+            raise CorruptError(
+                f"{path} is damaged: it has {n_bytes:,} bytes, its manifest says {record.n_bytes:,}"
+            )
+        if not hash_content:
+            return
+        digest = hashlib.sha256()
+        buffer = memoryview(bytearray(min(_PIECE_BYTES, max(1, n_bytes))))
+        while n_read := os.readv(fd, [buffer]):
+            digest.update(buffer[:n_read])
+    if digest.hexdigest() != record.sha256:
+        raise CorruptError(f"{path} is damaged: its sha256 is not the one in its manifest")
+
+
+@contextmanager
+def _open_regular(path: Path) -> Iterator[int]:
+    try:
+        # Non-blocking, so that a pipe planted under the name cannot hang the reader.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise CorruptError(f"{path} is not a regular file")
+            yield fd
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            raise CorruptError(f"{path} is missing") from error
+        if error.errno == errno.ELOOP:
+            raise CorruptError(f"{path} is a symbolic link, which could lead anywhere") from error
+        if error.errno == errno.EIO:
+            raise CorruptError(f"{path} cannot be read: {error.strerror}") from error
+        raise storage_error(path, "read", error) from error

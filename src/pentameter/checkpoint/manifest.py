@@ -1,0 +1,150 @@
+"""manifest.json: what a checkpoint folder must hold. A folder without a true one does not exist."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pentameter.checkpoint.files import FileRecord, check_file, read_regular
+from pentameter.errors import CorruptError
+
+MANIFEST_NAME = "manifest.json"
+FORMAT_VERSION = 1
+MAX_JSON_BYTES = 64 * 2**20  # manifests and states are small; more is an attack or a mistake
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What was saved, by whom, and how every file of the folder can be recognised."""
+
+    run_id: str
+    step: int
+    config_hash: str
+    layout: Mapping[str, int]
+    """Degrees of the layout that wrote it; what is left out is 1."""
+    groups: Mapping[str, tuple[str, ...]]
+    """Tensor group → the files that hold its tensors."""
+    files: tuple[FileRecord, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of all files, without the manifest."""
+        return sum(record.n_bytes for record in self.files)
+
+    def record(self, name: str) -> FileRecord | None:
+        """The record of the file `name`, if the checkpoint has one."""
+        return next((record for record in self.files if record.name == name), None)
+
+    def to_bytes(self) -> bytes:
+        """The file: JSON whose `manifest_sha256` covers everything else in it."""
+        content: dict[str, Any] = {
+            "format_version": FORMAT_VERSION,
+            "run_id": self.run_id,
+            "step": self.step,
+            "config_hash": self.config_hash,
+            "layout": dict(self.layout),
+            "groups": {group: list(names) for group, names in self.groups.items()},
+            "files": {
+                record.name: {"n_bytes": record.n_bytes, "sha256": record.sha256}
+                for record in self.files
+            },
+        }
+        content["manifest_sha256"] = hashlib.sha256(encode_json(content)).hexdigest()
+        return encode_json(content)
+
+
+def encode_json(content: Any) -> bytes:
+    """JSON with one spelling per content, so that any changed byte shows.
+
+    Raises ValueError for what JSON cannot hold: NaN, infinities, foreign types.
+    """
+    return json.dumps(content, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+
+
+def decode_json(data: bytes, path: Path) -> Any:
+    """What `data` says; CorruptError naming `path` when it is not JSON."""
+    try:
+        return json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{path} is damaged: it is not JSON ({error})") from error
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether this is a file name that cannot lead out of its folder."""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of `folder`, itself checked; the files it names are not opened."""
+    path = folder / MANIFEST_NAME
+    data = read_regular(path, max_bytes=MAX_JSON_BYTES)
+    content = decode_json(data, path)
+    version = content.get("format_version") if isinstance(content, dict) else None
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise CorruptError(
+            f"{path} has format_version={version}; this version of pentameter reads up to "
+            f"{FORMAT_VERSION}, so use a newer one"
+        )
+    try:
+        manifest = _parse(content)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise CorruptError(f"{path} is malformed: {error!r}") from error
+    # One spelling per content: equal bytes mean a true checksum and not one changed character.
+    if manifest.to_bytes() != data:
+        raise CorruptError(f"{path} is damaged: its content does not match its own checksum")
+    return manifest
+
+
+def _parse(content: Any) -> Manifest:
+    files = []
+    for name, entry in content["files"].items():
+        n_bytes, sha256 = entry["n_bytes"], entry["sha256"]
+        if not is_plain_name(name) or name == MANIFEST_NAME:
+            raise ValueError(f"file name {name!r} could lead out of the folder")
+        if type(n_bytes) is not int or n_bytes < 0 or not _SHA256.fullmatch(sha256):
+            raise ValueError(f"size or sha256 of {name!r} is impossible")
+        files.append(FileRecord(name, n_bytes, sha256))
+    groups = {str(group): tuple(names) for group, names in content["groups"].items()}
+    for group, names in groups.items():
+        for name in names:
+            if name not in content["files"]:
+                raise ValueError(f"group {group!r} names the unknown file {name!r}")
+    step = content["step"]
+    if type(step) is not int or step < 0:
+        raise ValueError(f"step={step!r} is not a step")
+    return Manifest(
+        run_id=str(content["run_id"]),
+        step=step,
+        config_hash=str(content["config_hash"]),
+        layout={str(axis): int(degree) for axis, degree in content["layout"].items()},
+        groups=groups,
+        files=tuple(files),
+    )
+
+
+def check_files(folder: Path, manifest: Manifest, *, hash_content: bool = True) -> None:
+    """Raise CorruptError naming the first file that is not what the manifest says.
+
+    Sizes are compared first: they tell most damage without reading gigabytes.
+    """
+    for record in manifest.files:
+        check_file(folder, record, hash_content=False)
+    if not hash_content:
+        return
+    n_threads = max(1, min(len(manifest.files), os.cpu_count() or 1, 8))
+    with ThreadPoolExecutor(n_threads) as pool:
+        checks = [
+            pool.submit(check_file, folder, record, hash_content=True) for record in manifest.files
+        ]
+        for check in checks:
+            check.result()

@@ -1,0 +1,189 @@
+"""Finding and opening checkpoints: only a folder whose manifest verifies exists."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pentameter.checkpoint.files import is_temporary, read_regular, storage_errors
+from pentameter.checkpoint.manifest import (
+    MANIFEST_NAME,
+    MAX_JSON_BYTES,
+    Manifest,
+    check_files,
+    decode_json,
+    read_manifest,
+)
+from pentameter.checkpoint.tensors import read_tensors
+from pentameter.errors import ConfigError, CorruptError, StorageError
+
+if TYPE_CHECKING:
+    import torch
+
+STATE_NAME = "state.json"
+REPLACED = ".replaced"
+
+_STEP_FOLDER = re.compile(r"step-(\d{8,})(\.replaced)?")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose every file was what its manifest says when it was opened."""
+
+    path: Path
+    manifest: Manifest
+    state: Mapping[str, Any]
+    """state.json: step, tokens, best, … as they were saved."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps completed."""
+        return self.manifest.step
+
+    @property
+    def run_id(self) -> str:
+        """The run that saved it."""
+        return self.manifest.run_id
+
+    def tensors(self, group: str) -> dict[str, torch.Tensor]:
+        """Name → tensor of a group (`model`, `optimizer`), mapped from the files, on the CPU.
+
+        Copy what is to be changed or kept for long. Raises CorruptError when the checkpoint has
+        no such group or names a tensor twice, StorageError when its folder went away.
+        """
+        if group not in self.manifest.groups:
+            known = ", ".join(sorted(self.manifest.groups)) or "none"
+            raise CorruptError(f"{self.path} has no tensors {group!r}; it has: {known}")
+        tensors: dict[str, torch.Tensor] = {}
+        for name in self.manifest.groups[group]:
+            for tensor_name, tensor in read_tensors(self.path / name).items():
+                if tensor_name in tensors:
+                    raise CorruptError(f"{self.path / name} holds {tensor_name!r} a second time")
+                tensors[tensor_name] = tensor
+        return tensors
+
+    def read(self, name: str) -> bytes:
+        """The content of a small file (`config.toml`), checked again; CorruptError without it."""
+        return _read_checked(self.path, self.manifest, name)
+
+
+def step_folder_name(step: int) -> str:
+    """`step-00000500`."""
+    return f"step-{step:08d}"
+
+
+def is_step_folder(name: str) -> bool:
+    """Whether a finished checkpoint could have this name."""
+    return _STEP_FOLDER.fullmatch(name) is not None
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The verified checkpoint in the folder `path`.
+
+    Raises CorruptError naming the file that is missing, damaged, malformed or a link, and
+    ConfigError when `path` is no folder.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a folder; give a checkpoint folder (…/step-00000500)")
+    path = path.resolve()
+    manifest = read_own_manifest(path)
+    check_files(path, manifest)
+    state = read_state(path, manifest)
+    return Checkpoint(path, manifest, state)
+
+
+def read_state(path: Path, manifest: Manifest) -> Mapping[str, Any]:
+    """The content of state.json, checked against the manifest."""
+    state = decode_json(_read_checked(path, manifest, STATE_NAME), path / STATE_NAME)
+    if not isinstance(state, dict):
+        raise CorruptError(f"{path / STATE_NAME} is malformed: it is not an object")
+    return state
+
+
+def read_own_manifest(path: Path) -> Manifest:
+    """The manifest of a folder, which must not be unfinished nor carry another step's name."""
+    if is_temporary(path.name):
+        raise CorruptError(f"{path} is an unfinished save; use a folder named step-…")
+    manifest = read_manifest(path)
+    match = _STEP_FOLDER.fullmatch(path.name)
+    if match and int(match[1]) != manifest.step:
+        raise CorruptError(
+            f"{path / MANIFEST_NAME} is of step {manifest.step}: a folder was renamed or swapped"
+        )
+    return manifest
+
+
+def _read_checked(path: Path, manifest: Manifest, name: str) -> bytes:
+    record = manifest.record(name)
+    if record is None:
+        raise CorruptError(f"{path} has no file {name!r}")
+    data = read_regular(path / name, max_bytes=min(record.n_bytes, MAX_JSON_BYTES))
+    if hashlib.sha256(data).hexdigest() != record.sha256:
+        raise CorruptError(f"{path / name} is damaged: its sha256 is not the one in its manifest")
+    return data
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A folder that is named like a checkpoint; nothing is known of its content."""
+
+    step: int
+    replaced: bool
+    """It made way for another checkpoint of its step, which may not have arrived."""
+    path: Path
+
+
+def find_checkpoint(
+    folder: Path,
+    accepts: Callable[[Path, Manifest], bool],
+    warnings: list[str],
+) -> Checkpoint | None:
+    """The verified checkpoint of the highest step in `folder` that `accepts`; None without one.
+
+    Only names and contents count, never times. Each damaged folder that is passed over adds a
+    line to `warnings`; when all are damaged, CorruptError names the newest one's file. Folders
+    that another process prunes meanwhile are no damage: the search starts over.
+    """
+    for _ in range(20):
+        damage: list[CorruptError] = []
+        vanished = False
+        for candidate in list_checkpoints(folder):
+            try:
+                if accepts(candidate.path, read_own_manifest(candidate.path)):
+                    checkpoint = open_checkpoint(candidate.path)
+                    warnings += [f"passed over a checkpoint: {error}" for error in damage]
+                    return checkpoint
+            except (CorruptError, ConfigError, StorageError) as error:
+                if not candidate.path.is_dir():
+                    vanished = True
+                    break
+                if not isinstance(error, CorruptError):
+                    raise
+                damage.append(error)
+        if vanished:
+            continue
+        if damage:
+            raise CorruptError(
+                f"every checkpoint in {folder} is damaged ({len(damage)}); newest: {damage[0]}; "
+                "restore one from a copy, or start the run again in another folder"
+            )
+        return None
+    raise StorageError(f"{folder} keeps changing while it is read; try again")
+
+
+def list_checkpoints(folder: Path) -> list[Candidate]:
+    """Folders named like checkpoints, highest step first; the proper name before `.replaced`."""
+    found = []
+    with storage_errors(folder, "list"), suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            match = _STEP_FOLDER.fullmatch(entry.name)
+            if match and entry.is_dir(follow_symlinks=False):
+                found.append(Candidate(int(match[1]), match[2] is not None, folder / entry.name))
+    return sorted(found, key=lambda candidate: (-candidate.step, candidate.replaced))

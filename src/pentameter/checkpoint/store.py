@@ -1,0 +1,266 @@
+"""The checkpoints of one run: saved whole or not at all, found by step, pruned with care.
+
+A save writes into `step-N.tmp-<uuid>/`, syncs the files, then a manifest with every size and
+sha256, then renames the folder to `step-N` and syncs the parent. Whoever writes the files (one
+process now, many ranks later) hands over `FileRecord`s; the manifest and the rename are one
+process's. Between any two system calls a kill or a power loss leaves the previous checkpoint,
+or the new one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pentameter.checkpoint.files import (
+    FileRecord,
+    check_free_space,
+    is_temporary,
+    make_folder,
+    remove_tree,
+    storage_errors,
+    sync_folder,
+    temporary_name,
+    write_hashed,
+)
+from pentameter.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    check_files,
+    encode_json,
+    is_plain_name,
+    read_manifest,
+)
+from pentameter.checkpoint.opening import (
+    REPLACED,
+    STATE_NAME,
+    Checkpoint,
+    find_checkpoint,
+    is_step_folder,
+    list_checkpoints,
+    open_checkpoint,
+    read_own_manifest,
+    step_folder_name,
+)
+from pentameter.checkpoint.tensors import TensorFile, plan_file
+from pentameter.errors import ConfigError, CorruptError, StorageError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Checkpoint", "CheckpointStore", "Saved", "open_checkpoint"]
+
+_SLACK_BYTES = 2**20  # folder entries, the manifest, block rounding
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A committed checkpoint: where, which step, its size and how long it took."""
+
+    path: Path
+    step: int
+    n_bytes: int
+    seconds: float
+
+
+class CheckpointStore:
+    """The folder `checkpoints/` of a run. Its lock must be held while anything is written here.
+
+    `warnings` collects one line for each damaged checkpoint that was passed over.
+    """
+
+    def __init__(self, folder: Path, *, run_id: str, config_hash: str) -> None:
+        self.folder = Path(folder)
+        self.run_id = run_id
+        self.config_hash = config_hash
+        self.warnings: list[str] = []
+        self._verified: dict[Path, Manifest] = {}  # hashed by this object: once is enough
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Mapping[str, torch.Tensor]],
+        state: Mapping[str, Any],
+        extra_files: Mapping[str, bytes],
+        layout: Mapping[str, int] | None = None,
+    ) -> Saved:
+        """Where the checkpoint of `step` now is, durable.
+
+        `tensors` holds groups of named tensors, each written to `GROUP.safetensors`; `state` must
+        be JSON without NaN; `extra_files` are small files to lie beside. A failure (StorageError)
+        leaves all other checkpoints as they were and nothing half-written. Saving a step again
+        replaces it, and at each moment the old or the new one can be found.
+        """
+        start_seconds = time.perf_counter()
+        target = self.folder / step_folder_name(step)
+        self._refuse_foreign(target)
+        contents: dict[str, bytes | TensorFile] = {STATE_NAME: encode_json(dict(state))}
+        contents.update(extra_files)
+        groups = {group: (f"{group}.safetensors",) for group in tensors}
+        for group, named in tensors.items():
+            contents[groups[group][0]] = plan_file(named)
+        _check_names(extra_files, groups)
+
+        make_folder(self.folder)
+        n_bytes = sum(
+            content.n_bytes if isinstance(content, TensorFile) else len(content)
+            for content in contents.values()
+        )
+        check_free_space(self.folder, n_bytes + _SLACK_BYTES)
+        temporary = self.folder / temporary_name(target.name)
+        try:
+            with storage_errors(temporary, "create the folder"):
+                os.mkdir(temporary)
+            records = [_write(temporary / name, content) for name, content in contents.items()]
+            manifest = Manifest(
+                self.run_id, step, self.config_hash, dict(layout or {}), groups, tuple(records)
+            )
+            write_hashed(temporary / MANIFEST_NAME, [manifest.to_bytes()])
+            sync_folder(temporary)
+            self._publish(temporary, target)
+        except BaseException:
+            with suppress(StorageError):
+                remove_tree(temporary)
+            raise
+        return Saved(target, step, n_bytes, time.perf_counter() - start_seconds)
+
+    def _refuse_foreign(self, target: Path) -> None:
+        try:
+            run_id = read_manifest(target).run_id
+        except (CorruptError, StorageError):
+            return  # absent or damaged: nobody's
+        if run_id != self.run_id:
+            raise ConfigError(
+                f"{target} belongs to run {run_id}, this is run {self.run_id}; use another "
+                "--run-dir, or move that checkpoint away"
+            )
+
+    def _publish(self, temporary: Path, target: Path) -> None:
+        """Give a complete temporary folder its name, by one rename where none stood before."""
+        aside = None
+        with storage_errors(target, "commit"):
+            if target.is_dir():
+                valid = self._is_valid(target)
+                # A valid one stays findable under its second name until the new one stands.
+                aside = target.with_name(
+                    target.name + REPLACED if valid else temporary_name(target.name)
+                )
+                if aside.is_dir():  # left by a crash between the two renames below, long ago
+                    _discard(aside)
+                os.rename(target, aside)
+            self._verified.pop(target, None)
+            try:
+                os.rename(temporary, target)
+            except BaseException:
+                if aside is not None:
+                    with suppress(OSError):
+                        os.rename(aside, target)
+                raise
+        sync_folder(self.folder)
+        if aside is not None:
+            with suppress(StorageError):  # the new one is committed; `clean` removes the rest
+                _discard(aside)
+
+    def latest(self) -> Checkpoint | None:
+        """The verified checkpoint of this run's highest step; None when it has none.
+
+        A damaged one is passed over, with a line in `warnings`; CorruptError when all are.
+        """
+        checkpoint = find_checkpoint(
+            self.folder, lambda _, manifest: manifest.run_id == self.run_id, self.warnings
+        )
+        if checkpoint is not None:
+            self._verified[self.folder / checkpoint.path.name] = checkpoint.manifest
+        return checkpoint
+
+    def clean(self) -> list[str]:
+        """Names of what it removed: unfinished saves and removals of a process that is gone.
+
+        Readers never look at these. A replaced checkpoint gets its name back when the one it
+        made way for did not arrive.
+        """
+        removed = []
+        with storage_errors(self.folder, "list"):
+            names = sorted(os.listdir(self.folder)) if self.folder.is_dir() else []
+        for name in names:
+            path = self.folder / name
+            if path.is_symlink() or not path.is_dir():
+                continue
+            if is_temporary(name) and is_step_folder(name.rsplit(".tmp-", 1)[0]):
+                remove_tree(path)
+                removed.append(name)
+        for candidate in list_checkpoints(self.folder):
+            if not candidate.replaced:
+                continue
+            proper = self.folder / step_folder_name(candidate.step)
+            if not proper.exists():
+                with storage_errors(proper, "restore"):
+                    os.rename(candidate.path, proper)
+                sync_folder(self.folder)
+            elif self._is_valid(proper):
+                _discard(candidate.path)
+                removed.append(candidate.path.name)
+        return removed
+
+    def prune(self, keep_last: int, keep_steps: Collection[int] = ()) -> list[int]:
+        """Steps it removed: all of this run but the `keep_last` newest valid ones and `keep_steps`.
+
+        Only what is older than a checkpoint that verifies goes, and a damaged one never counts
+        as kept. Other runs' folders and those nobody can identify stay.
+        """
+        kept_steps = set(keep_steps)
+        removed = []
+        n_kept = 0
+        for candidate in list_checkpoints(self.folder):
+            if not self._is_own(candidate.path):
+                continue
+            if n_kept < max(1, keep_last):
+                n_kept += self._is_valid(candidate.path)
+            elif candidate.step not in kept_steps:
+                self._verified.pop(candidate.path, None)
+                _discard(candidate.path)
+                removed.append(candidate.step)
+        return removed
+
+    def _is_own(self, path: Path) -> bool:
+        try:
+            return read_own_manifest(path).run_id == self.run_id
+        except CorruptError:
+            return False
+
+    def _is_valid(self, path: Path) -> bool:
+        """Whether a folder of this run verifies; its content is hashed once per store."""
+        try:
+            manifest = read_own_manifest(path)
+            known = self._verified.get(path) == manifest
+            check_files(path, manifest, hash_content=not known)
+        except CorruptError as error:
+            self.warnings.append(f"a checkpoint is damaged: {error}")
+            return False
+        self._verified[path] = manifest
+        return manifest.run_id == self.run_id
+
+
+def _check_names(extra_files: Mapping[str, bytes], groups: Mapping[str, tuple[str, ...]]) -> None:
+    taken = {MANIFEST_NAME, STATE_NAME, *(name for names in groups.values() for name in names)}
+    for name in [*extra_files, *groups]:
+        if not is_plain_name(name) or name in taken:
+            raise ValueError(f"a checkpoint cannot hold a file or group named {name!r}")
+
+
+def _write(path: Path, content: bytes | TensorFile) -> FileRecord:
+    return write_hashed(path, [content] if isinstance(content, bytes) else content.chunks())
+
+
+def _discard(folder: Path) -> None:
+    """Remove a checkpoint so that no moment shows half of it: first its name, then its files."""
+    step_name = folder.name.partition(".")[0]
+    temporary = folder.with_name(temporary_name(step_name))
+    with storage_errors(folder, "remove"):
+        os.rename(folder, temporary)
+    remove_tree(temporary)

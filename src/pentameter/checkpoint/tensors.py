@@ -1,0 +1,110 @@
+"""Named tensors to and from one safetensors file, one tensor in memory at a time.
+
+The format (https://huggingface.co/docs/safetensors): eight bytes of header length, a JSON header
+`{name: {dtype, shape, data_offsets}}`, then the bytes of the tensors without gaps. Written here
+rather than by the library because its writer wants every tensor in host memory at once, refuses
+tensors that share storage, and lets nobody hash what passes. The library reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pentameter.errors import CorruptError, StorageError
+
+if TYPE_CHECKING:
+    import torch
+
+_CODES = {
+    "torch.float64": "F64",
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.float8_e5m2": "F8_E5M2",
+    "torch.complex64": "C64",
+    "torch.int64": "I64",
+    "torch.int32": "I32",
+    "torch.int16": "I16",
+    "torch.int8": "I8",
+    "torch.uint64": "U64",
+    "torch.uint32": "U32",
+    "torch.uint16": "U16",
+    "torch.uint8": "U8",
+    "torch.bool": "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """A safetensors file about to be written: its size is known, its bytes come as they go out."""
+
+    header: bytes
+    tensors: tuple[torch.Tensor, ...]
+    """In the order of the file."""
+    n_bytes: int
+
+    def chunks(self) -> Iterator[bytes | memoryview]:
+        """The bytes of the file; each tensor is brought to the host only when its turn comes."""
+        yield self.header
+        for tensor in self.tensors:
+            if tensor.numel():
+                yield _host_bytes(tensor)
+
+
+def plan_file(tensors: Mapping[str, torch.Tensor]) -> TensorFile:
+    """The file of these tensors, largest items first so that each stays aligned.
+
+    Tensors that share memory are written once per name. Raises TypeError for what has no bytes
+    of its own (sparse, meta) or a dtype the format lacks.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset_bytes = 0
+    for name in names:
+        tensor = tensors[name]
+        code = _CODES.get(str(tensor.dtype))
+        if code is None or str(tensor.layout) != "torch.strided" or tensor.is_meta:
+            raise TypeError(
+                f"tensor {name!r} ({tensor.dtype}, {tensor.layout}, {tensor.device}) cannot be "
+                "saved: only dense tensors with data, of a dtype safetensors knows"
+            )
+        n_bytes = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": code,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset_bytes, offset_bytes + n_bytes],
+        }
+        offset_bytes += n_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    prefix = len(text).to_bytes(8, "little") + text
+    ordered = tuple(tensors[name] for name in names)
+    return TensorFile(prefix, ordered, len(prefix) + offset_bytes)
+
+
+def _host_bytes(tensor: torch.Tensor) -> memoryview:
+    import torch
+
+    tensor = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Name → tensor of a safetensors file, on the CPU, mapped from it.
+
+    Pages are read when touched; writing to a tensor changes memory, never the file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise CorruptError(f"{path} is malformed: {error}") from error
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error}") from error

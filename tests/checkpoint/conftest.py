@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pentameter.checkpoint import CheckpointStore, Saved
+
+RUN_ID = "run-a"
+
+
+def step_tensors(step: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Different content for each step."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "model": {
+            "a.weight": torch.randn(5, 7, generator=generator),
+            "b.bias": torch.randn(3, generator=generator).bfloat16(),
+        },
+        "optimizer": {
+            "a.weight.exp_avg": torch.randn(5, 7, generator=generator),
+            "a.weight.step": torch.tensor(step),
+        },
+    }
+
+
+def save_step(store: CheckpointStore, step: int, best: int | None = None) -> Saved:
+    state = {"step": step, "best": None if best is None else {"step": best, "loss": 1.0 / 3.0}}
+    return store.save(step, step_tensors(step), state, {"config.toml": b'name = "x"\n'})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "run" / "checkpoints", run_id=RUN_ID, config_hash="c0")
+
+
+@pytest.fixture
+def save() -> Callable[..., Saved]:
+    return save_step
+
+
+@pytest.fixture
+def tensors_of() -> Callable[[int], dict[str, dict[str, torch.Tensor]]]:
+    return step_tensors

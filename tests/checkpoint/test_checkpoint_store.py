@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+from pentameter.checkpoint import CheckpointStore, open_checkpoint
+from pentameter.errors import ConfigError, CorruptError, StorageError
+
+
+def names(store):
+    return sorted(os.listdir(store.folder))
+
+
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def test_round_trip_is_bit_exact_for_every_dtype(store):
+    generator = torch.Generator().manual_seed(0)
+    raw = torch.randint(0, 256, (48,), generator=generator, dtype=torch.uint8)
+    dtypes = [
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+        torch.float8_e5m2, torch.complex64, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+    ]  # fmt: skip
+    shared = torch.randn(6, 4, generator=generator)
+    group = {str(dtype): raw.view(dtype).clone() for dtype in dtypes}  # NaNs and all
+    group |= {
+        "bool": raw > 100,
+        "scalar": torch.tensor(2**60 + 1),
+        "scalar float": torch.tensor(1.0 / 3.0),
+        "empty": torch.zeros(0, 3),
+        "transposed": shared.T,
+        "slice": shared[1:3, ::2],
+        "tied": shared,
+        "tied again": shared,
+        "parameter": torch.nn.Parameter(shared.clone()),
+        "conjugate": torch.randn(3, dtype=torch.complex64, generator=generator).conj(),
+        '名前 "quoted"': torch.ones(1),
+        "large": torch.randn(3_000_001, generator=generator),  # beyond the inline hashing
+    }
+    store.save(7, {"model": group}, {"step": 7}, {})
+    loaded = store.latest().tensors("model")
+    assert loaded.keys() == group.keys()
+    for name, tensor in group.items():
+        assert loaded[name].dtype == tensor.dtype, name
+        assert loaded[name].shape == tensor.shape, name
+        assert torch.equal(bits(loaded[name]), bits(tensor.detach().resolve_conj())), name
+
+
+def test_the_files_are_what_the_library_writes_and_reads(store, save, tensors_of):
+    from safetensors.torch import load_file
+
+    saved = save(store, 3)
+    loaded = load_file(saved.path / "model.safetensors")
+    for name, tensor in tensors_of(3)["model"].items():
+        assert torch.equal(loaded[name], tensor)
+    with open(saved.path / "model.safetensors", "rb") as file:
+        assert int.from_bytes(file.read(8), "little") % 8 == 0  # data stays aligned
+
+
+def test_a_checkpoint_knows_what_was_saved(store, save):
+    saved = save(store, 500, best=250)
+    assert saved.path == store.folder / "step-00000500"
+    assert saved.n_bytes == sum(
+        file.stat().st_size for file in saved.path.iterdir() if file.name != "manifest.json"
+    )
+    checkpoint = open_checkpoint(saved.path)
+    assert (checkpoint.step, checkpoint.run_id) == (500, "run-a")
+    assert checkpoint.manifest.config_hash == "c0"
+    assert checkpoint.state["best"] == {"step": 250, "loss": 1.0 / 3.0}
+    assert checkpoint.read("config.toml") == b'name = "x"\n'
+    with pytest.raises(CorruptError, match=r"no tensors 'extra'; it has: model, optimizer"):
+        checkpoint.tensors("extra")
+    with pytest.raises(CorruptError, match=r"no file 'vocab.json'"):
+        checkpoint.read("vocab.json")
+
+
+def test_changing_a_loaded_tensor_leaves_the_file_alone(store, save):
+    save(store, 1)
+    store.latest().tensors("model")["a.weight"].zero_()
+    assert store.latest().tensors("model")["a.weight"].any()
+
+
+def test_latest_takes_the_highest_step_whatever_the_times_say(store, save):
+    assert store.latest() is None
+    for step in (9, 100000000, 20):
+        save(store, step)
+    os.utime(store.folder / "step-00000009", (2e9, 2e9))
+    assert store.latest().step == 100000000
+
+
+def test_latest_ignores_unfinished_folders_files_links_and_other_runs(store, save, tmp_path):
+    saved = save(store, 10)
+    other = CheckpointStore(store.folder, run_id="run-b", config_hash="c0")
+    save(other, 30)
+    shutil.copytree(saved.path, store.folder / ("step-00000040.tmp-" + "0" * 32))
+    (store.folder / "step-00000050").write_text("not a folder")
+    shutil.copytree(saved.path, tmp_path / "elsewhere")
+    (store.folder / "step-00000060").symlink_to(tmp_path / "elsewhere")
+    assert store.latest().step == 10
+    assert other.latest().step == 30
+    assert CheckpointStore(store.folder, run_id="run-c", config_hash="c0").latest() is None
+    assert store.warnings == []
+
+
+def test_another_runs_checkpoint_is_not_overwritten(store, save):
+    save(store, 10)
+    other = CheckpointStore(store.folder, run_id="run-b", config_hash="c0")
+    with pytest.raises(ConfigError, match=r"belongs to run run-a"):
+        save(other, 10)
+    assert store.latest().step == 10
+
+
+def test_saving_a_step_again_replaces_it(store, save):
+    save(store, 10)
+    store.save(10, {"model": {"x": torch.ones(2)}}, {"step": 10}, {})
+    assert names(store) == ["step-00000010"]
+    assert list(store.latest().tensors("model")) == ["x"]
+
+
+def test_saving_over_a_damaged_checkpoint_of_the_step_replaces_it(store, save):
+    saved = save(store, 10)
+    (saved.path / "manifest.json").unlink()
+    save(store, 10)
+    assert names(store) == ["step-00000010"]
+    assert store.latest().step == 10
+
+
+def test_a_replaced_checkpoint_counts_until_its_successor_stands(store, save):
+    saved = save(store, 10)
+    saved.path.rename(saved.path.with_name("step-00000010.replaced"))
+    assert store.latest().step == 10
+    assert store.clean() == []
+    assert names(store) == ["step-00000010"]
+    shutil.copytree(saved.path, saved.path.with_name("step-00000010.replaced"))
+    assert store.latest().path.name == "step-00000010"
+    assert store.clean() == ["step-00000010.replaced"]
+
+
+def test_clean_removes_unfinished_saves_and_nothing_else(store, save):
+    save(store, 10)
+    unfinished = "step-00000020.tmp-" + "0123456789abcdef" * 2
+    (store.folder / unfinished / "deep").mkdir(parents=True)
+    keep = ["notes", "step-00000030.tmp-mine", "x.tmp-" + "0" * 32, "step-00000040"]
+    for name in keep:
+        (store.folder / name).mkdir()
+    assert store.clean() == [unfinished]
+    assert names(store) == sorted([*keep, "step-00000010"])
+
+
+def test_prune_keeps_the_newest_and_the_named(store, save):
+    for step in range(1, 8):
+        save(store, step)
+    save(CheckpointStore(store.folder, run_id="run-b", config_hash="c0"), 100)
+    (store.folder / "step-00000000").mkdir()  # nobody's
+    assert store.prune(2, {3, 6}) == [5, 4, 2, 1]
+    assert store.prune(2, {3, 6}) == []
+    expected = ["step-00000000", *(f"step-{step:08d}" for step in (3, 6, 7, 100))]
+    assert names(store) == expected
+
+
+def test_prune_never_counts_a_damaged_checkpoint_as_kept(store, save):
+    for step in range(1, 5):
+        save(store, step)
+    path = store.folder / "step-00000004" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert store.prune(1) == [2, 1]
+    assert store.latest().step == 3
+    assert "step-00000004" in store.warnings[0]
+    # nothing older than the last whole one is left to remove when none is whole
+    path = store.folder / "step-00000003" / "state.json"
+    path.unlink()
+    assert store.prune(1) == []
+
+
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(store):
+    with pytest.raises(TypeError, match=r"'w'.*meta"):
+        store.save(1, {"model": {"w": torch.empty(1, device="meta")}}, {}, {})
+    with pytest.raises(TypeError, match=r"'w'.*sparse"):
+        store.save(1, {"model": {"w": torch.eye(2).to_sparse()}}, {}, {})
+    with pytest.raises(ValueError, match=r"JSON"):
+        store.save(1, {}, {"loss": float("nan")}, {})
+    for name in ("../x", "/x", "manifest.json", "state.json", "a/b", ".hidden", ""):
+        with pytest.raises(ValueError, match=r"cannot hold"):
+            store.save(1, {}, {}, {name: b""})
+    assert not store.folder.exists()
+
+
+def test_free_space_is_checked_before_the_save(store, save, monkeypatch):
+    save(store, 1)
+    full = os.statvfs_result((4096, 4096, 10**6, 10, 10, 10, 10, 10, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    with pytest.raises(StorageError, match=r"40,960 bytes are free; free some space") as caught:
+        save(store, 2)
+    assert caught.value.exit_code == 74
+    assert names(store) == ["step-00000001"]
+
+
+def test_the_manifest_is_plain_json_with_every_file(store, save):
+    saved = save(store, 5)
+    manifest = json.loads((saved.path / "manifest.json").read_text())
+    assert set(manifest["files"]) == {
+        "config.toml", "model.safetensors", "optimizer.safetensors", "state.json"
+    }  # fmt: skip
+    assert manifest["step"] == 5
+    assert manifest["format_version"] == 1
+
+
+def test_a_renamed_copy_of_a_checkpoint_opens(store, save, tmp_path):
+    saved = save(store, 5)
+    shutil.copytree(saved.path, tmp_path / "my-model")
+    (tmp_path / "best").symlink_to(tmp_path / "my-model")
+    assert open_checkpoint(tmp_path / "best").step == 5
+    with pytest.raises(ConfigError, match=r"not a folder"):
+        open_checkpoint(tmp_path / "nothing")

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+
+from pentameter.checkpoint import find_model, resolve_model
+from pentameter.errors import ConfigError, CorruptError
+
+
+@pytest.fixture
+def run(store):
+    return store.folder.parent
+
+
+def test_a_run_means_its_best_checkpoint(store, save, run):
+    for step in (1, 2, 3):
+        save(store, step, best=min(step, 2))
+    assert resolve_model(run) == (store.folder / "step-00000002").resolve()
+    assert find_model(run).state["step"] == 2
+
+
+def test_a_run_without_a_best_means_its_last(store, save, run):
+    for step in (1, 2):
+        save(store, step)
+    assert resolve_model(run).name == "step-00000002"
+
+
+def test_a_best_that_is_gone_or_damaged_gives_way_to_the_last(store, save, run):
+    for step in (1, 2, 3):
+        save(store, step, best=1)
+    store.prune(2)
+    assert resolve_model(run).name == "step-00000003"
+    save(store, 4, best=2)
+    (store.folder / "step-00000002" / "model.safetensors").write_bytes(b"")
+    assert resolve_model(run).name == "step-00000004"
+    (store.folder / "step-00000004" / "state.json").unlink()
+    warnings: list[str] = []
+    assert resolve_model(run, warnings).name == "step-00000003"
+    assert any("step-00000004" in warning for warning in warnings)
+
+
+def test_a_checkpoint_folder_means_itself(store, save):
+    save(store, 1, best=7)
+    path = save(store, 2, best=1).path
+    assert resolve_model(path) == path.resolve()
+    (path / "config.toml").unlink()
+    with pytest.raises(CorruptError, match=r"config\.toml is missing"):
+        resolve_model(path)
+
+
+def test_anything_else_says_what_was_found(tmp_path, store, save, run):
+    for path, message in [
+        (tmp_path / "absent", "does not exist"),
+        (tmp_path / "file", "is a file"),
+        (tmp_path / "empty", "found there: nothing"),
+        (tmp_path / "other", r"found there: notes\.txt"),
+        (tmp_path / "gpt2", "Hugging Face model, which is not supported in this version"),
+        (tmp_path / "new", "without a checkpoint yet"),
+    ]:
+        if path.name not in ("absent", "file"):
+            path.mkdir()
+        (tmp_path / "file").write_text("")
+        if path.name == "other":
+            (path / "notes.txt").write_text("")
+        if path.name == "gpt2":
+            (path / "config.json").write_text("{}")
+            (path / "model.safetensors").write_text("")
+        if path.name == "new":
+            (path / "checkpoints").mkdir()
+        with pytest.raises(ConfigError, match=message) as caught:
+            resolve_model(path)
+        assert str(path) in str(caught.value)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_corrupt(store, save, run):
+    (save(store, 1).path / "state.json").unlink()
+    with pytest.raises(CorruptError, match=r"every checkpoint .*state\.json is missing"):
+        resolve_model(run)
