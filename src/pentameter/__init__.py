@@ -1,0 +1,43 @@
+"""pentameter trains GPT language models from one configuration file.
+
+    import pentameter as pm
+
+    config = pm.load_config("shakespeare-char", {"train.steps": 500})
+    end = pm.Trainer(config, run_dir="runs/first").fit()
+    loaded = pm.load_model("runs/first")
+    print(pm.generate(loaded.model, loaded.tokenizer, "ROMEO:")[0])
+
+Names are imported when they are first used, so that `import pentameter` does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pentameter.checkpoint.model import load_model as load_model
+    from pentameter.config.load import load_config as load_config
+    from pentameter.generate.loop import generate as generate
+    from pentameter.plan.plan import make_plan as make_plan
+    from pentameter.train.trainer import Trainer as Trainer
+
+_HOMES = {
+    "Trainer": "pentameter.train.trainer",
+    "generate": "pentameter.generate.loop",
+    "load_config": "pentameter.config.load",
+    "load_model": "pentameter.checkpoint.model",
+    "make_plan": "pentameter.plan.plan",
+}
+
+__all__ = ["Trainer", "generate", "load_config", "load_model", "make_plan"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pentameter' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]

@@ -1,0 +1,161 @@
+"""`pentameter doctor`: what this machine can do, and what training on it would choose."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+if TYPE_CHECKING:
+    import torch
+
+HELP = "What this machine can do, and what training on it would choose."
+
+# extra of the package → module that shows it is installed
+EXTRAS = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "serve": "fastapi",
+    "hub": "huggingface_hub",
+}
+
+
+@dataclass(frozen=True)
+class DoctorArguments:
+    """Show devices, versions, what is usable and what is missing."""
+
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print one JSON object."""
+
+
+def run(arguments: list[str]) -> int:
+    """Return the exit code of `pentameter doctor ARGUMENTS`: 0 whatever is found."""
+    asked = tyro.cli(DoctorArguments, prog="pentameter doctor", args=arguments)
+    facts = examine()
+    if asked.json:
+        print(json.dumps(facts))
+    else:
+        _print(facts)
+    return 0
+
+
+def examine() -> dict[str, Any]:
+    """What `doctor --json` prints. Takes a second or two: it measures and tries the compiler."""
+    import torch
+
+    from pentameter.parallel.capabilities import find_compiler, machine_capabilities
+    from pentameter.parallel.device import choose_device, choose_precision, peak_flops
+    from pentameter.parallel.environment import device_name, environment
+
+    capabilities = machine_capabilities()
+    device = choose_device("auto", capabilities)
+    precision, reason = choose_precision("auto", device, capabilities)
+    compiler = find_compiler(device.type)
+    name = device_name(device, capabilities)
+    around = environment(device, capabilities)
+    return {
+        "torch": str(torch.__version__),
+        "device": str(device),
+        "device_name": name,
+        "precision": precision,
+        "precision_reason": reason,
+        "compile": compiler.works,
+        "compile_reason": compiler.reason,
+        "product_ceiling_flops": _ceilings(device),
+        "published_peak_flops": peak_flops(name, precision),
+        "devices": around["devices"],
+        "versions": around["versions"],
+        "platform": around["platform"],
+        "extras": {extra: find_spec(module) is not None for extra, module in EXTRAS.items()},
+        "data": _data_folders(),
+        "disk_free_bytes": shutil.disk_usage(Path.cwd()).free,
+    }
+
+
+def _ceilings(device: torch.device) -> dict[str, float | None]:
+    import torch
+
+    from pentameter.errors import ConfigError
+    from pentameter.parallel.ceiling import product_ceiling
+
+    ceilings: dict[str, float | None] = {}
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        try:
+            ceilings[name] = product_ceiling(device, dtype, seconds=0.5)
+        except ConfigError:
+            ceilings[name] = None
+    return ceilings
+
+
+def _data_folders() -> dict[str, Any]:
+    from pentameter.data.storage import cache_folder, data_folder
+
+    folder = data_folder()
+    cache = cache_folder()
+    return {
+        "PENTAMETER_DATA_DIR": None if folder is None else str(folder),
+        "data_dir_found": folder is not None and folder.is_dir(),
+        "cache": str(cache),
+        "cache_found": cache.is_dir(),
+    }
+
+
+def _print(facts: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(style="dim", overflow="fold")
+    for row in _rows(facts):
+        table.add_row(*row)
+    Console(highlight=False, markup=False).print(table)
+
+
+def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """(name, value, remark) of each line."""
+    yield "device", facts["device"], facts["device_name"]
+    cpu = facts["devices"]["cpu"]
+    yield "cpu", f"{cpu['cores']} cores", _cpu_remark(cpu)
+    for index, gpu in enumerate(facts["devices"]["gpus"]):
+        memory = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
+        yield f"gpu {index}", memory, f"{gpu['name']}, {gpu['architecture']}"
+    if not facts["devices"]["gpus"]:
+        runtime = facts["devices"]["gpu_runtime"]
+        why = f"torch is built for {runtime}" if runtime else "torch is built without CUDA and ROCm"
+        yield "gpu", "none", why
+    if facts["devices"]["mps"]:
+        yield "mps", "yes", "Apple's GPU"
+    yield "precision", facts["precision"], facts["precision_reason"]
+    yield "compile", "works" if facts["compile"] else "no", facts["compile_reason"]
+    for name, flops in facts["product_ceiling_flops"].items():
+        value = "–" if flops is None else f"{flops / 1e12:.3g} TFLOP/s"
+        yield name, value, "measured matrix product"
+    if facts["published_peak_flops"]:
+        value = f"{facts['published_peak_flops'] / 1e12:.4g} TFLOP/s"
+        yield "published", value, f"dense peak in {facts['precision']}, what MFU is a share of"
+    for name, version in facts["versions"].items():
+        yield name, version or "missing", ""
+    for extra, installed in facts["extras"].items():
+        hint = "" if installed else f'pip install "pentameter[{extra}]"'
+        yield f"extra {extra}", "installed" if installed else "not installed", hint
+    data = facts["data"]
+    folder = data["PENTAMETER_DATA_DIR"]
+    state = "not set" if folder is None else "found" if data["data_dir_found"] else "missing"
+    yield "data folder", state, f"PENTAMETER_DATA_DIR={folder}" if folder else ""
+    yield "cache", "found" if data["cache_found"] else "not yet there", data["cache"]
+    yield "disk free", f"{facts['disk_free_bytes'] / 1e9:.0f} GB", "in this folder"
+
+
+def _cpu_remark(cpu: dict[str, Any]) -> str:
+    able = [
+        label for key, label in (("amx_bf16", "AMX"), ("avx512_bf16", "AVX-512 BF16")) if cpu[key]
+    ]
+    return f"{cpu['name']}, {cpu['vector']}" + (f", {', '.join(able)}" if able else "")

@@ -1,0 +1,82 @@
+"""The `pentameter` command: finds the verb, and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+
+from pentameter.errors import ConfigError, PentameterError, StorageError
+
+VERBS = {
+    "train": "train a model, or continue a run: train PRESET-or-FILE [--section.key VALUE …]",
+    "sample": "write text with a model: sample MODEL [--prompt TEXT]",
+    "eval": "loss, perplexity and bits per byte of a model over a whole split: eval MODEL",
+    "prepare": "turn text into token shards: prepare CORPUS-or-FILES --out DIR",
+    "report": "write report.html for a run: report RUN_DIR",
+    "doctor": "what this machine can do, and what training on it would choose",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; the process's exit code (see `pentameter.errors`)."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    if debug:
+        arguments.remove("--debug")
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if arguments else ConfigError.exit_code
+    if arguments[0] in ("--version", "-V"):
+        print(f"pentameter {metadata.version('pentameter')}")
+        return 0
+    try:
+        return _run_verb(arguments[0], arguments[1:])
+    except (PentameterError, OSError, KeyboardInterrupt) as error:
+        if debug and not isinstance(error, BrokenPipeError):
+            raise
+        return _explain(error)
+
+
+def _run_verb(verb: str, arguments: list[str]) -> int:
+    if verb not in VERBS:
+        near = difflib.get_close_matches(verb, VERBS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "."
+        raise ConfigError(f"unknown verb {verb!r}{hint} Known: {', '.join(VERBS)}")
+    run: Callable[[list[str]], int] = importlib.import_module(f"pentameter.cli.{verb}").run
+    return run(arguments)
+
+
+def _explain(error: BaseException) -> int:
+    """Say on stderr what went wrong; the exit code that belongs to it."""
+    if isinstance(error, BrokenPipeError):
+        # The reader of our output went away (`… | head`): not our failure, and nothing to say.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    message, code = str(error), 1
+    if isinstance(error, PentameterError):
+        code = error.exit_code
+    elif isinstance(error, KeyboardInterrupt):
+        message, code = "interrupted", 128 + signal.SIGINT
+    elif isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        message, code = f"{where}{error.strerror or error}", StorageError.exit_code
+    print(f"pentameter: {message}", file=sys.stderr)
+    return code
+
+
+def usage() -> str:
+    """The text of `pentameter --help`."""
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {verb:<{width}}  {text}" for verb, text in VERBS.items())
+    return (
+        "usage: pentameter VERB …\n\n"
+        "Trains GPT language models on any mesh of devices, from one configuration file.\n\n"
+        f"{verbs}\n\n"
+        "pentameter VERB --help tells more of one verb. Start with: pentameter train quickstart\n"
+        "--debug shows the traceback of an error, --version the version."
+    )

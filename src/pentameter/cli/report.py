@@ -1,0 +1,40 @@
+"""`pentameter report`: a run as one HTML file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from pentameter.errors import ConfigError
+
+HELP = "Write report.html for a run: curves, samples, configuration, environment."
+
+
+@dataclass(frozen=True)
+class ReportArguments:
+    """Write RUN_DIR/report.html, one file to open in a browser or to print.
+
+    A run in progress can be reported at any time, and again later.
+    """
+
+    run_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+    """The run's folder, runs/NAME."""
+    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also save the loss curve alone: .svg, .png or .pdf."""
+
+
+def run(arguments: list[str]) -> int:
+    """Return the exit code of `pentameter report ARGUMENTS`."""
+    asked = tyro.cli(ReportArguments, prog="pentameter report", args=arguments)
+    from pentameter.report import loss_figure, read_run, save_figure, write_report
+
+    if asked.plot is not None:
+        figure = loss_figure(read_run(asked.run_dir))
+        if figure is None:
+            raise ConfigError(f"--plot {asked.plot}: {asked.run_dir} has no loss to draw yet")
+        print(save_figure(figure, asked.plot))
+    print(write_report(asked.run_dir))
+    return 0

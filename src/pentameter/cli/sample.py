@@ -1,0 +1,146 @@
+"""`pentameter sample`: text from a trained model, as it comes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from pentameter.errors import ConfigError, StorageError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from pentameter.data.tokenizer import Tokenizer
+
+HELP = "Stream text from a trained model."
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Continue a prompt with a trained model. The text is printed as it comes, after the prompt."""
+
+    model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A run folder (its best checkpoint, else its last) or a checkpoint folder."""
+    prompt: str = ""
+    """What to continue. Without one the text starts after a newline, which is not printed."""
+    prompt_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Read the prompt from this UTF-8 file instead."""
+    max_new_tokens: int = 256
+    """Tokens per sample. Past the model's context length only the last tokens are seen."""
+    temperature: float = 1.0
+    """Below 1 likelier tokens are preferred; 0 always takes the likeliest."""
+    top_k: Annotated[int | None, tyro.conf.arg(metavar="K")] = None
+    """Keep only the K likeliest tokens."""
+    top_p: Annotated[float | None, tyro.conf.arg(metavar="P")] = None
+    """Keep only the fewest likeliest tokens that hold this much probability together."""
+    num_samples: int = 1
+    """Texts, all of the same prompt, sampled as one batch."""
+    seed: int = 0
+    """The same seed gives the same texts."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Where the model runs; auto takes the fastest present."""
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print one JSON object at the end instead of text."""
+
+
+def run(arguments: list[str]) -> int:
+    """Return the exit code of `pentameter sample ARGUMENTS`."""
+    asked = tyro.cli(Arguments, prog="pentameter sample", args=arguments)
+    _sample(asked, _prompt(asked))
+    return 0
+
+
+def _prompt(asked: Arguments) -> str:
+    if asked.prompt_file is None:
+        return asked.prompt
+    if asked.prompt:
+        raise ConfigError(
+            f"--prompt {asked.prompt!r} and --prompt-file {asked.prompt_file} exclude each other; "
+            "keep one"
+        )
+    try:
+        return asked.prompt_file.read_bytes().decode("utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"--prompt-file {asked.prompt_file} does not exist") from error
+    except OSError as error:
+        raise StorageError(f"cannot read {asked.prompt_file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"--prompt-file {asked.prompt_file} is not UTF-8 at byte {error.start}; convert it"
+        ) from error
+
+
+def _sample(asked: Arguments, prompt: str) -> None:
+    from pentameter.checkpoint.model import load_model
+    from pentameter.generate import Sampling, encode_prompt, stream_tokens
+    from pentameter.parallel.device import choose_device
+
+    sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
+    warnings: list[str] = []
+    loaded = load_model(asked.model, device=choose_device(asked.device), warnings=warnings)
+    for warning in warnings:
+        print(f"pentameter: {warning}", file=sys.stderr)
+    steps = stream_tokens(
+        loaded.model,
+        encode_prompt(loaded.tokenizer, prompt),
+        vocab_size=loaded.tokenizer.vocab_size,
+        max_new_tokens=asked.max_new_tokens,
+        sampling=sampling,
+        num_samples=asked.num_samples,
+        seed=asked.seed,
+    )
+    if asked.json:
+        _print_json(steps, loaded.tokenizer, prompt)
+    else:
+        _print_text(steps, loaded.tokenizer, prompt, asked.num_samples)
+
+
+def _print_json(steps: Iterator[np.ndarray], tokenizer: Tokenizer, prompt: str) -> None:
+    """Print the object of the interface; the rate counts the new tokens of all samples."""
+    start = time.perf_counter()
+    ids_of_samples = list(zip(*(tokens.tolist() for tokens in steps), strict=True))
+    seconds = time.perf_counter() - start
+    samples = [
+        {"text": tokenizer.decode(ids), "tokens": len(ids), "token_ids": list(ids)}
+        for ids in ids_of_samples
+    ]
+    rate = sum(len(ids) for ids in ids_of_samples) / seconds
+    print(json.dumps({"prompt": prompt, "samples": samples, "tokens_per_second": rate}), flush=True)
+
+
+def _print_text(
+    steps: Iterator[np.ndarray], tokenizer: Tokenizer, prompt: str, num_samples: int
+) -> None:
+    """Print the first sample while it grows and the others, complete, behind it."""
+    from pentameter.generate import TextPieces
+
+    samples = [TextPieces(tokenizer) for _ in range(num_samples)]
+    texts: list[list[str]] = [[] for _ in range(num_samples)]
+    if num_samples > 1:
+        _write(_rule(0, num_samples))
+    _write(prompt)
+    for tokens in steps:
+        for index, token in enumerate(tokens.tolist()):
+            texts[index].append(samples[index].push(token))
+        _write(texts[0][-1])
+    _write(samples[0].flush() + "\n")
+    for index in range(1, num_samples):
+        text = prompt + "".join(texts[index]) + samples[index].flush()
+        _write(_rule(index, num_samples) + text + "\n")
+
+
+def _rule(index: int, num_samples: int) -> str:
+    return f"--- sample {index + 1} of {num_samples} ---\n"
+
+
+def _write(text: str) -> None:
+    if text:
+        sys.stdout.write(text)
+        sys.stdout.flush()

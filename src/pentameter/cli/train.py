@@ -1,0 +1,84 @@
+"""`pentameter train`: train what a configuration asks for, or continue it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from pentameter.cli.arguments import parse_arguments
+
+if TYPE_CHECKING:
+    from pentameter.config.schema import Config
+    from pentameter.train.hooks import RunEnd
+
+HELP = "Train a model, or continue a run."
+
+
+@dataclass(frozen=True)
+class TrainArguments:
+    """Train a model, or continue a run: the same command line after a crash continues.
+
+    Every key of the configuration can be overridden: --train.steps 500, --model.n-layers=4.
+    """
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PRESET-or-FILE")]
+    """A preset (quickstart, shakespeare-char, …) or a TOML file."""
+    run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """The run folder; runs/NAME when absent."""
+    resume: str = "auto"
+    """auto: continue a run of the same configuration, else start; never; must; or a checkpoint."""
+    dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print the Plan and train nothing."""
+    print_config: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print the configuration as TOML and train nothing."""
+
+
+def run(arguments: list[str]) -> int:
+    """Train; 0 when the run is complete."""
+    parsed, overrides = parse_arguments(TrainArguments, arguments, verb="train")
+    from pentameter.config.load import load_config, to_toml
+
+    config = load_config(parsed.source, overrides)
+    if parsed.print_config:
+        print(to_toml(config), end="")
+        return 0
+    if parsed.dry_run:
+        print(json.dumps(_plan(config), indent=2))
+        return 0
+    from pentameter.train.trainer import Trainer
+
+    trainer = Trainer(config, run_dir=parsed.run_dir, resume=parsed.resume)
+    end = trainer.fit()
+    _say_goodbye(trainer.run_dir, end)
+    return 0
+
+
+def _plan(config: Config) -> dict[str, object]:
+    """The Plan as JSON; reads the data only when the vocabulary is not stated."""
+    from pentameter.plan.plan import make_plan
+
+    if config.model.vocab_size is not None:
+        return make_plan(config).to_json()
+    from pentameter.data.dataset import open_dataset
+
+    return make_plan(config, open_dataset(config.data).vocab_size).to_json()
+
+
+def _say_goodbye(run_dir: Path, end: RunEnd) -> None:
+    """Write the report and name the commands that make sense next."""
+    from pentameter.report.report import write_report
+
+    report = write_report(run_dir)
+    command = "pentameter" if Path(sys.argv[0]).name == "pentameter" else "python -m pentameter"
+    print(
+        f"\nreport: {report}\n\nnext:\n"
+        f"  {command} sample {run_dir} --prompt '…' --max-new-tokens 500\n"
+        f"  {command} eval {run_dir}\n"
+        f"  {command} train shakespeare-char\n"
+        f"  {command} doctor"
+    )

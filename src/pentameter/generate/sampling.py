@@ -1,0 +1,109 @@
+"""From logits to a token: temperature, top-k, top-p and the keyed draw, in float64 on the CPU.
+
+A token is drawn by inverting the cumulative distribution at a uniform number that is a function
+of (seed, sample, position) alone, so a text does not depend on what was sampled beside it.
+
+Shapes: B samples, V vocabulary (without padding).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pentameter import keyed
+from pentameter.errors import ConfigError, CorruptError
+
+Floats = npt.NDArray[np.float64]
+Tokens = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen from its distribution; checked when made."""
+
+    temperature: float = 1.0
+    """Logits are divided by it; 0 takes the likeliest token (the lowest id among equals)."""
+    top_k: int | None = None
+    """Keep the k likeliest tokens, and those as likely as the k-th."""
+    top_p: float | None = None
+    """Then keep the smallest set of likeliest tokens that holds this much probability."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError(
+                f"temperature={self.temperature} must be a finite number, 0 (greedy) or more; "
+                "try 0.8"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(
+                f"top_k={self.top_k} must be 1 or more; leave it out to keep every token"
+            )
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError(
+                f"top_p={self.top_p} must be above 0 and at most 1; 1 keeps every token"
+            )
+
+
+def keep_top_k(logits: Floats, k: int) -> Floats:
+    """Return logits (B, V) with all but the k largest of each row (and ties) at minus infinity."""
+    if k >= logits.shape[-1]:
+        return logits
+    smallest_kept = np.partition(logits, -k, axis=-1)[:, -k, None]
+    return np.where(logits < smallest_kept, -np.inf, logits)
+
+
+def keep_top_p(probabilities: Floats, p: float) -> Floats:
+    """Return probabilities (B, V), zero outside each row's nucleus; not renormalised.
+
+    The nucleus is the shortest run of likeliest tokens whose sum reaches p of the row's sum, at
+    least one token; equals count in order of id (Holtzman et al. 2020, arXiv:1904.09751).
+    """
+    if p >= 1:
+        return probabilities
+    order = np.argsort(-probabilities, axis=-1, kind="stable")
+    ranked = np.take_along_axis(probabilities, order, axis=-1)
+    cumulative = np.cumsum(ranked, axis=-1)
+    before = cumulative - ranked  # what the likelier tokens hold already
+    kept = before < p * cumulative[:, -1:]
+    kept[:, 0] = True
+    nucleus = np.zeros_like(probabilities)
+    np.put_along_axis(nucleus, order, np.where(kept, ranked, 0.0), axis=-1)
+    return nucleus
+
+
+def choose(logits: Floats, sampling: Sampling, uniforms: Floats) -> Tokens:
+    """Return one token id per row, (B,) int64.
+
+    logits: (B, V); uniforms: (B,) in (0, 1), unused when greedy.
+    Raises CorruptError for logits that are not numbers.
+    """
+    peak = logits.max(axis=-1, keepdims=True)
+    if not np.isfinite(peak).all():
+        raise CorruptError(
+            "the model's logits are not finite, so nothing can be sampled: its weights hold NaN or "
+            "infinity; sample an earlier checkpoint"
+        )
+    if sampling.temperature == 0:
+        return logits.argmax(axis=-1)
+    # The largest becomes 0 before the division, so a tiny temperature cannot overflow to NaN.
+    with np.errstate(over="ignore"):
+        scaled = (logits - peak) / sampling.temperature
+    if sampling.top_k is not None:
+        scaled = keep_top_k(scaled, sampling.top_k)
+    probabilities = np.exp(scaled)
+    if sampling.top_p is not None:
+        probabilities = keep_top_p(probabilities, sampling.top_p)
+    cumulative = np.cumsum(probabilities, axis=-1)
+    # "≤" passes over tokens of probability zero, also at the very start of a row.
+    return (cumulative <= uniforms[:, None] * cumulative[:, -1:]).sum(axis=-1)
+
+
+def uniform_numbers(seed: int, n_samples: int, positions: npt.NDArray[np.int32]) -> Floats:
+    """Return uniforms (n_samples, n_positions) in (0, 1), one per (seed, sample, position)."""
+    rows = [keyed.bits(keyed.make_key("sample", seed, row), positions) for row in range(n_samples)]
+    words = np.stack(rows).view(np.uint32)
+    return (words.astype(np.float64) + 0.5) / 2.0**32

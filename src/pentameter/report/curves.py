@@ -1,0 +1,76 @@
+"""Curves made fit to draw: fewer points, less noise, limits that an outlier does not set."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from pentameter.report.reading import Series
+
+Curve = tuple[np.ndarray, np.ndarray]
+"""Steps and values, float64, of the same length."""
+
+
+def envelope(series: Series, n_bins: int = 400) -> Curve:
+    """The curve with at most two points a bin, its lowest and its highest: no spike is lost."""
+    x, y = _arrays(series)
+    if len(x) <= 2 * n_bins:
+        return x, y
+    edges = np.linspace(0, len(x), n_bins + 1).astype(int)
+    kept: list[int] = []
+    for first, last in itertools.pairwise(edges):
+        bin_y = y[first:last]
+        kept.extend(sorted({first + int(bin_y.argmin()), first + int(bin_y.argmax())}))
+    return x[kept], y[kept]
+
+
+def smoothed(series: Series, n_points: int = 400) -> Curve:
+    """The mean of the middle half of the values around a point, for about `n_points` points.
+
+    The window is a twentieth of the curve. Leaving out its highest and lowest quarter keeps one
+    spike from lifting a whole stretch. At the start the window narrows, so that it stays centred
+    and does not drag the steep beginning of a loss along.
+    """
+    x, y = _arrays(series)
+    n = len(x)
+    widest = max(1, n // 40)
+    kept = np.unique(np.linspace(0, max(n - 1, 0), min(n, n_points)).round().astype(int))
+    means = np.empty(len(kept))
+    for position, index in enumerate(kept):
+        half = min(int(index), widest)
+        window = np.sort(y[index - half : index + half + 1])
+        quarter = len(window) // 4
+        means[position] = window[quarter : len(window) - quarter].mean()
+    return x[kept], means
+
+
+def thinned(series: Series, n_points: int = 800) -> Curve:
+    """Evenly chosen points of the curve, the first and the last among them."""
+    x, y = _arrays(series)
+    if len(x) <= n_points:
+        return x, y
+    kept = np.unique(np.linspace(0, len(x) - 1, n_points).round().astype(int))
+    return x[kept], y[kept]
+
+
+def limits(series: tuple[Series, ...], extra: tuple[float, ...] = ()) -> tuple[float, float] | None:
+    """The lowest value and a highest one that a few spikes do not set; None without values.
+
+    Every curve's first value, where a loss starts, counts as no spike. `extra` are levels that
+    must be seen too.
+    """
+    lows, highs = list(extra), list(extra)
+    for one in series:
+        if len(one):
+            values = np.asarray(one.values)
+            lows.append(float(values.min()))
+            # the first of a curve with few points may be the only one that is high
+            highs += [one.values[0], float(np.quantile(values, 0.995 if len(values) > 200 else 1))]
+    if not lows:
+        return None
+    return min(lows), max(highs)
+
+
+def _arrays(series: Series) -> Curve:
+    return np.asarray(series.steps, dtype=float), np.asarray(series.values, dtype=float)

@@ -1,0 +1,249 @@
+"""The figures of a report, drawn by matplotlib's object interface: nothing global is touched."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter
+
+from pentameter.errors import ConfigError, StorageError
+from pentameter.report.curves import envelope, limits, smoothed, thinned
+from pentameter.report.reading import RunRecord, Series
+
+WIDE_INCHES = (8.4, 3.5)
+NARROW_INCHES = (4.0, 3.2)
+SMALL_INCHES = (4.2, 2.1)
+
+
+@dataclass(frozen=True)
+class Palette:
+    """Colours by role. Blue against orange is told apart by every kind of colour vision."""
+
+    ink: str = "#1c2430"
+    muted: str = "#66707f"
+    grid: str = "#e3e7ee"
+    surface: str = "#ffffff"
+    train: str = "#2f6bdb"
+    validation: str = "#dd6b10"
+    floor: str = "#138a5e"
+
+
+LIGHT = Palette()
+# For the page: colours that stand for a CSS variable each, so that one drawing serves light and
+# dark. `page_svg` replaces them; no other colour may be used in a figure.
+PAGE = Palette(*(f"#ab00{index:02x}" for index in range(1, 8)))
+_PAGE_VARIABLES = {colour: f"var(--{role})" for role, colour in vars(PAGE).items()}
+
+
+def loss_figure(
+    record: RunRecord,
+    *,
+    size_inches: tuple[float, float] = WIDE_INCHES,
+    palette: Palette = LIGHT,
+) -> Figure | None:
+    """Training and validation loss over steps, the best marked; None when there is no loss.
+
+    Args:
+        record: the run. Its `entropy_rate`, known of a grammar corpus, becomes the floor line.
+        size_inches: width and height.
+        palette: the colours.
+    """
+    train, validation = record.train.get("loss", Series()), record.split_losses("val")
+    floor = entropy_rate(record)
+    span = limits((train, validation), () if floor is None else (floor,))
+    if span is None or not (len(train) or len(validation)):
+        return None
+    figure, axes = _axes(size_inches, palette)
+    _draw_noisy(axes, train, palette, label="train")
+    if len(validation):
+        x, y = thinned(validation)
+        marker = "o" if len(x) <= 40 else ""
+        axes.plot(x, y, color=palette.validation, lw=1.8, marker=marker, ms=3.2, label="validation")
+    best = record.best()
+    if best is not None:
+        axes.plot(
+            [best.step], [best.loss], linestyle="none", marker="o", ms=8, zorder=5,
+            markerfacecolor=palette.surface, markeredgecolor=palette.validation,
+            markeredgewidth=2, label=f"best {best.loss:.4f} at step {best.step:,}",
+        )  # fmt: skip
+    if floor is not None:
+        axes.axhline(
+            floor, color=palette.floor, lw=1.4, ls=(0, (5, 3)), label=f"entropy rate {floor:.4f}"
+        )
+    _draw_marks(axes, record, palette, labelled=True)
+    _limit(axes, span)
+    axes.set_ylabel("loss, nats per token", color=palette.muted, fontsize=9)
+    axes.legend(
+        loc="upper right", frameon=False, fontsize=9, labelcolor=palette.ink, handlelength=1.6
+    )
+    return figure
+
+
+def small_figures(record: RunRecord, palette: Palette = LIGHT) -> list[tuple[str, str, Figure]]:
+    """(key, title, figure) of each of the other curves that the run has values for."""
+    percent = PercentFormatter(xmax=1, decimals=None)
+    engineering = EngFormatter(sep="")
+    scientific = FuncFormatter(lambda value, _: f"{value:g}".replace("e-0", "e-"))
+    wanted: tuple[tuple[str, str, Callable[..., Any], bool], ...] = (
+        ("learning_rate", "Learning rate", scientific, False),
+        ("grad_norm", "Gradient norm before clipping", FuncFormatter(_plain), True),
+        ("tokens_per_second", "Tokens per second", engineering, True),
+        ("mfu", "Model FLOPs utilisation", percent, True),
+    )
+    figures = []
+    for key, title, formatter, noisy in wanted:
+        series = record.train.get(key, Series())
+        if not len(series):
+            continue
+        figure, axes = _axes(SMALL_INCHES, palette)
+        level = _clip_norm(record) if key == "grad_norm" else None
+        span = limits((series,), () if level is None else (level,))
+        if noisy:
+            _draw_noisy(axes, series, palette)
+        else:
+            axes.plot(*thinned(series), color=palette.train, lw=1.8)
+        if level is not None:
+            axes.axhline(level, color=palette.muted, lw=1.1, ls=(0, (4, 3)), label="clipped above")
+            axes.legend(loc="upper right", frameon=False, fontsize=8, labelcolor=palette.muted)
+        _draw_marks(axes, record, palette)
+        if span is not None:
+            from_zero = key in ("tokens_per_second", "mfu", "learning_rate")
+            _limit(axes, (0.0, span[1]) if from_zero else span)
+        if axes.get_yscale() == "linear":
+            axes.yaxis.set_major_formatter(formatter)
+        figures.append((key, title, figure))
+    return figures
+
+
+def save_figure(figure: Figure, path: Path) -> Path:
+    """`path`, written in the format its suffix names: svg, png or pdf.
+
+    Raises:
+        ConfigError: another suffix.
+        StorageError: it cannot be written.
+    """
+    suffix = path.suffix.lower().lstrip(".")
+    if suffix not in ("svg", "png", "pdf"):
+        raise ConfigError(f"--plot {path}: the suffix names the format; possible: svg, png, pdf")
+    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(suffix)
+    try:
+        with mpl.rc_context({"svg.hashsalt": "pentameter"}):  # the same run, the same bytes
+            figure.savefig(path, format=suffix, dpi=200, metadata=metadata)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
+    return path
+
+
+def page_svg(figure: Figure, name: str, description: str) -> str:
+    """A figure drawn with the PAGE palette as an SVG element to stand inside a page.
+
+    Args:
+        figure: to draw.
+        name: unique on the page, of letters and hyphens; the element's ids start with it.
+        description: for a reader who cannot see it; plain words, no markup.
+    """
+    buffer = io.StringIO()
+    # text stays text, in the page's font; ids follow from the content and not from chance
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    # its style sheet would rule the page's other elements; the page's own has what is needed
+    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<!--.*?-->\n?", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\s(id="|xlink:href="#)', rf" \1{name}-", svg)
+    svg = svg.replace("url(#", f"url(#{name}-")
+    svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
+    for colour, variable in _PAGE_VARIABLES.items():
+        svg = svg.replace(colour, variable)
+    opening = re.match(r"<svg[^>]*>", svg)
+    assert opening is not None
+    box = re.search(r'viewBox="[^"]*"', opening[0])
+    assert box is not None
+    return f'<svg {box[0]} role="img" aria-label="{description}">{svg[opening.end() :].rstrip()}'
+
+
+def entropy_rate(record: RunRecord) -> float | None:
+    """The lowest loss possible, nats per token, where the run's start says it."""
+    rate = record.start.get("entropy_rate")
+    return float(rate) if isinstance(rate, int | float) and 0 < rate < float("inf") else None
+
+
+def _clip_norm(record: RunRecord) -> float | None:
+    section = record.config.get("optimizer")
+    value = section.get("clip_norm", 0) if isinstance(section, dict) else 0
+    return float(value) if isinstance(value, int | float) and value > 0 else None
+
+
+def _axes(size_inches: tuple[float, float], palette: Palette) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=size_inches, layout="constrained", facecolor=palette.surface)
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(facecolor="none")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(palette.grid)
+    axes.grid(axis="y", color=palette.grid, lw=0.9)
+    axes.set_axisbelow(True)
+    axes.tick_params(
+        axis="both", which="both", length=0, labelsize=9, labelcolor=palette.muted, pad=5
+    )
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.set_xlabel("step", color=palette.muted, fontsize=9)
+    axes.margins(x=0.015)
+    return figure, axes
+
+
+def _draw_noisy(axes: Axes, series: Series, palette: Palette, label: str | None = None) -> None:
+    """Every value faintly and their running mean on top; few values as one marked line."""
+    if not len(series):
+        return
+    if len(series) < 30:
+        x, y = thinned(series)
+        axes.plot(x, y, color=palette.train, lw=1.8, marker="o", ms=3, label=label)
+        return
+    axes.plot(*envelope(series), color=palette.train, lw=0.8, alpha=0.28)
+    axes.plot(*smoothed(series), color=palette.train, lw=1.8, label=label and f"{label}, smoothed")
+
+
+def _draw_marks(axes: Axes, record: RunRecord, palette: Palette, *, labelled: bool = False) -> None:
+    """A dotted line where the run was resumed or rolled back."""
+    for kind, label in (("resume", "resumed"), ("rollback", "rolled back")):
+        steps = [step for step, mark, _ in record.marks if mark == kind]
+        for index, step in enumerate(steps[:50]):  # more would hide the curve
+            axes.axvline(
+                step, color=palette.muted, lw=1, ls=(0, (1, 2)), zorder=1,
+                label=label if labelled and index == 0 else None,
+            )  # fmt: skip
+
+
+def _limit(axes: Axes, span: tuple[float, float]) -> None:
+    """Sets the y axis to a span, logarithmic where that is wider than a factor of 30.
+
+    The x axis starts at 0 unless the run begins far from it.
+    """
+    if axes.dataLim.x0 < 0.2 * axes.dataLim.x1:
+        axes.set_xlim(left=0)
+    low, high = span
+    if low > 0 and high / low > 30:
+        axes.set_yscale("log")
+        axes.set_ylim(low / 1.3, high * 1.3)
+        axes.yaxis.set_major_formatter(FuncFormatter(_plain))
+        return
+    margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
+    axes.set_ylim(low - (0 if low == 0 else margin), high + margin)
+
+
+def _plain(value: float, _position: int | None = None) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:g}"

@@ -1,0 +1,282 @@
+"""A run folder as values. Reads whatever is there: half a line, half a run, nothing at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pentameter.errors import StorageError
+
+NAN = math.nan
+MAX_SAMPLE_CHARACTERS = 4000
+MAX_LOG_CHARACTERS = 6000
+# the fields of the `train` events that are drawn or summed up
+CURVES = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "peak_memory_bytes")
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve: steps and values of the same length, steps rising, values finite."""
+
+    steps: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
+    n_non_finite: int = 0
+    """Points that are NaN or infinite, and so not among the values."""
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One pass over a split."""
+
+    step: int
+    split: str
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Text the model wrote after a step; `omitted_characters` of it were cut off here."""
+
+    step: int
+    text: str
+    omitted_characters: int = 0
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What is known of a run; every field may be empty."""
+
+    folder: Path
+    start: dict[str, Any] = field(default_factory=dict)
+    train: dict[str, Series] = field(default_factory=dict)
+    """By the names in CURVES; a curve without values is empty or absent."""
+    evaluations: tuple[Evaluation, ...] = ()
+    marks: tuple[tuple[int, str, str], ...] = ()
+    """(step, kind, reason) of each resume, skip and rollback."""
+    checkpoints: tuple[dict[str, Any], ...] = ()
+    end: dict[str, Any] | None = None
+    last_step: int = 0
+    tokens: int = 0
+    training_seconds: float = NAN
+    unreadable_lines: int = 0
+    config: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    samples: tuple[Sample, ...] = ()
+    log_tail: str = ""
+    locked: bool = False
+
+    @property
+    def name(self) -> str:
+        """The configuration's name, else the folder's."""
+        return str(self.config.get("name") or self.folder.resolve().name)
+
+    def split_losses(self, split: str) -> Series:
+        """The losses of a split as a curve."""
+        return _series([(e.step, e.loss) for e in self.evaluations if e.split == split])
+
+    def best(self) -> Evaluation | None:
+        """The validation with the lowest loss."""
+        finite = [e for e in self.evaluations if e.split == "val" and math.isfinite(e.loss)]
+        return min(finite, key=lambda e: e.loss, default=None)
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Everything the run folder holds.
+
+    Raises:
+        StorageError: there is no such folder, or it cannot be read. A missing or damaged file
+            inside it is not an error.
+    """
+    if not folder.is_dir():
+        raise StorageError(f"{folder} is not a run folder: there is no such folder")
+    events, unreadable = _read_events(folder / "metrics.jsonl")
+    train = _by_step(events, "train")
+    sessions = [e for e in events if e.get("event") in ("start", "resume", "end")]
+    starts = [e for e in sessions if e["event"] != "end"]
+    end = sessions[-1] if sessions and sessions[-1]["event"] == "end" else None
+    start: dict[str, Any] = {}
+    for event in starts:  # a resume repeats what may have changed: device, precision
+        start.update({k: v for k, v in event.items() if k not in ("event", "step")})
+    evaluations = tuple(_evaluations(events))
+    last_step = max([step for step, _ in train[-1:]] + [e.step for e in evaluations], default=0)
+    return RunRecord(
+        folder=folder,
+        start=start,
+        train={
+            key: _series([(step, number(e[key])) for step, e in train if key in e])
+            for key in CURVES
+        },
+        evaluations=evaluations,
+        marks=tuple(
+            sorted(
+                (_integer(e.get("step")), str(e["event"]), str(e.get("reason") or ""))
+                for e in events
+                if e.get("event") in ("resume", "skip", "rollback")
+            )
+        ),
+        checkpoints=_checkpoints(folder, events),
+        end=end,
+        last_step=last_step,
+        tokens=max((_integer(e.get("tokens")) for _, e in train), default=0),
+        training_seconds=_training_seconds(train, end),
+        unreadable_lines=unreadable,
+        config=_read_toml(folder / "config.toml"),
+        plan=_read_json(folder / "plan.json"),
+        environment=_read_json(folder / "environment.json"),
+        samples=tuple(_samples(folder / "samples")),
+        log_tail=_read_text(folder / "log.txt")[-MAX_LOG_CHARACTERS:],
+        locked=(folder / "run.lock").exists(),
+    )
+
+
+def _read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The lines that are JSON objects, and how many are not (a last line half written)."""
+    events: list[dict[str, Any]] = []
+    unreadable = 0
+    for line in _read_text(path).split("\n"):
+        if not line.strip():
+            continue
+        try:
+            event = json.loads(line)
+        except ValueError:
+            event = None
+        if isinstance(event, dict):
+            events.append(event)
+        else:
+            unreadable += 1
+    return events, unreadable
+
+
+def _by_step(events: list[dict[str, Any]], kind: str) -> list[tuple[int, dict[str, Any]]]:
+    """Events of a kind in the order of their steps; of a repeated step the later one."""
+    latest = {_integer(e.get("step")): e for e in events if e.get("event") == kind and "step" in e}
+    return sorted(latest.items(), key=lambda item: item[0])
+
+
+def _evaluations(events: list[dict[str, Any]]) -> Iterator[Evaluation]:
+    latest: dict[tuple[int, str], dict[str, Any]] = {}
+    for event in events:
+        if event.get("event") == "eval":
+            latest[_integer(event.get("step")), str(event.get("split") or "val")] = event
+    for (step, split), event in sorted(latest.items(), key=lambda item: item[0]):
+        loss = number(event.get("loss"))
+        perplexity = number(event.get("perplexity"))
+        yield Evaluation(step, split, loss, perplexity, number(event.get("bits_per_byte")))
+
+
+def _series(points: list[tuple[int, float]]) -> Series:
+    """The curve of points whose steps rise."""
+    finite = [point for point in points if math.isfinite(point[1])]
+    return Series(
+        tuple(step for step, _ in finite),
+        tuple(value for _, value in finite),
+        len(points) - len(finite),
+    )
+
+
+def _training_seconds(train: list[tuple[int, dict[str, Any]]], end: dict[str, Any] | None) -> float:
+    """Seconds of training over all sessions of the run, NaN when unknown.
+
+    A run that ended says so itself. Otherwise: the tokens between two lines over the tokens per
+    second of the later one.
+    """
+    seconds = NAN if end is None else number(end.get("seconds"))
+    if math.isfinite(seconds):
+        return seconds
+    total, previous_tokens = 0.0, 0
+    for _, event in train:
+        tokens, rate = _integer(event.get("tokens")), number(event.get("tokens_per_second"))
+        if tokens > previous_tokens and math.isfinite(rate) and rate > 0:
+            total += (tokens - previous_tokens) / rate
+        previous_tokens = max(previous_tokens, tokens)
+    return total or NAN
+
+
+def _checkpoints(folder: Path, events: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """The checkpoints that were written, each with `kept`: whether its folder is still there."""
+    latest: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if event.get("event") == "checkpoint":
+            latest[_integer(event.get("step"))] = event
+    rows = []
+    for step in sorted(latest):
+        name = Path(str(latest[step].get("path") or f"step-{step:08d}")).name
+        kept = bool(name) and (folder / "checkpoints" / name).is_dir()
+        rows.append({**latest[step], "step": step, "name": name, "kept": kept})
+    return tuple(rows)
+
+
+def _samples(folder: Path) -> Iterator[Sample]:
+    found = []
+    for path in _listed(folder):
+        match = re.fullmatch(r"step-(\d+)\.txt", path.name)
+        if match:
+            found.append((int(match[1]), path))
+    for step, path in sorted(found):
+        text = _read_text(path)
+        yield Sample(step, text[:MAX_SAMPLE_CHARACTERS], max(0, len(text) - MAX_SAMPLE_CHARACTERS))
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _read_text(path: Path) -> str:
+    """The file's text with bytes that are not UTF-8 replaced, "" when it is not there."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return ""
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return _table(_read_text(path), json.loads)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    return _table(_read_text(path), tomllib.loads)
+
+
+def _table(text: str, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """The text's top-level table, {} when it is not one. Both parsers' errors are ValueErrors."""
+    try:
+        value = parse(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def number(value: object) -> float:
+    """A float; NaN for what is none. `"NaN"` and `"inf"` are how strict JSON spells those."""
+    if type(value) is float:  # nearly all are: a long run has a million of them
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return NAN
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return NAN
+
+
+def _integer(value: object) -> int:
+    if type(value) is int and abs(value) < 2**63:
+        return value
+    as_float = number(value)
+    return int(as_float) if math.isfinite(as_float) else 0

@@ -1,0 +1,103 @@
+"""The head of the page: what the run was, how it ended, and its figures."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pentameter.report import wording
+from pentameter.report.markup import text
+from pentameter.report.plots import entropy_rate
+from pentameter.report.reading import RunRecord, Series
+
+
+def header(record: RunRecord) -> str:
+    """The page's header as HTML."""
+    label, kind, reason = _status(record)
+    model = _table(record.config.get("model"))
+    words = [str(record.start.get("model") or "GPT")]
+    if {"n_layers", "d_model", "n_heads"} <= model.keys():
+        words.append(f"{model['n_layers']} layers of width {model['d_model']}")
+        words.append(f"{model['n_heads']} heads")
+    if "context_length" in model:
+        words.append(f"context {model['context_length']}")
+    data = _table(record.config.get("data"))
+    if data.get("corpus") or data.get("path"):
+        words.append(str(data.get("corpus") or Path(str(data["path"])).name))
+    words += [str(record.start[key]) for key in ("device", "precision") if record.start.get(key)]
+    facts = "".join(
+        f"<div{' class=best' if index == 0 and record.best() else ''}><dt>{text(name)}</dt>"
+        f"<dd>{text(value)}<small>{text(detail)}</small></dd></div>"
+        for index, (name, value, detail) in enumerate(_facts(record))
+    )
+    return (
+        f'<header><div class="title"><h1>{text(record.name)}</h1>'
+        f'<span class="badge {kind}">{text(label)}</span></div>'
+        f'<p class="muted">{text(" · ".join(words))}</p>'
+        + (f'<p class="note">{text(reason)}</p>' if reason else "")
+        + f'<dl class="facts">{facts}</dl></header>'
+    )
+
+
+def _status(record: RunRecord) -> tuple[str, str, str]:
+    """What became of the run, the class of its badge, and the reason where there is one to tell."""
+    if record.end is not None:
+        reason = str(record.end.get("reason") or "completed")
+        if reason == "completed":
+            return "finished", "good", ""
+        if reason.startswith("no better"):  # patience
+            return "stopped early", "good", reason
+        return "failed" if reason.startswith("error") else "stopped", "bad", reason
+    if record.locked:
+        return "running", "live", ""
+    return ("interrupted", "bad", "") if record.last_step else ("not started", "", "")
+
+
+def _facts(record: RunRecord) -> Iterable[tuple[str, str, str]]:
+    """(name, value, detail) of each figure of the summary; what is unknown is left out."""
+    best = record.best()
+    if best is not None:
+        yield "Best validation loss", wording.fixed(best.loss), f"at step {best.step:,}"
+        if math.isfinite(best.perplexity):
+            yield "Perplexity", wording.fixed(best.perplexity, 3), "at the best step"
+        if math.isfinite(best.bits_per_byte):
+            yield "Bits per byte", wording.fixed(best.bits_per_byte), "at the best step"
+    floor = entropy_rate(record)
+    if best is not None and floor is not None:
+        yield "Above entropy rate", wording.fixed(best.loss - floor), f"the floor is {floor:.4f}"
+    loss = record.train.get("loss", Series())
+    if len(loss):
+        recent = statistics.fmean(loss.values[-max(1, len(loss) // 20) :])
+        yield "Train loss", wording.fixed(recent), "recent mean"
+    planned = record.start.get("steps") or record.plan.get("steps")
+    steps = f"of {planned:,}" if isinstance(planned, int) else ""
+    yield "Steps", f"{record.last_step:,}", steps
+    if record.tokens:
+        per_step = record.start.get("tokens_per_step")
+        detail = f"{per_step:,} per step" if isinstance(per_step, int) else ""
+        yield "Tokens seen", wording.count(record.tokens), detail
+    parameters = record.start.get("parameters") or _table(record.plan.get("model")).get(
+        "parameters"
+    )
+    if isinstance(parameters, int):
+        yield "Parameters", wording.count(parameters), f"{parameters:,}"
+    if math.isfinite(record.training_seconds):
+        yield "Time", wording.duration(record.training_seconds), ""
+    rates = record.train.get("tokens_per_second", Series())
+    if len(rates):
+        yield "Tokens per second", wording.count(statistics.median(rates.values)), "median"
+    mfu = record.train.get("mfu", Series())
+    if len(mfu):
+        ceiling = record.start.get("ceiling_flops")
+        of = f" of {wording.flops(ceiling)}" if isinstance(ceiling, int | float) else ""
+        yield "MFU", wording.percent(statistics.median(mfu.values)), f"median{of}"
+    memory = record.train.get("peak_memory_bytes", Series())
+    if len(memory):
+        yield "Peak memory", wording.size(max(memory.values)), ""
+
+
+def _table(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

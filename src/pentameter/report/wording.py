@@ -1,0 +1,78 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import math
+
+
+def count(value: float) -> str:
+    """10,788,929 as "10.8M"; "–" for what is no number."""
+    if not math.isfinite(value):
+        return "–"
+    for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        # 999,950 would round to 1000.0k
+        if abs(value) >= unit * 0.99995:
+            scaled = value / unit
+            return (
+                f"{scaled:.{0 if abs(scaled) >= 100 else 1 if abs(scaled) >= 10 else 2}f}{letter}"
+            )
+    return f"{value:g}" if value == int(value) else f"{value:.3g}"
+
+
+def size(n_bytes: float) -> str:
+    """1,500,000 as "1.5 MB"."""
+    if not math.isfinite(n_bytes):
+        return "–"
+    for unit, letter in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if n_bytes >= unit:
+            return f"{n_bytes / unit:.3g} {letter}"
+    return f"{n_bytes:.0f} B"
+
+
+def flops(per_second: float) -> str:
+    """2.2e12 as "2.2 TFLOP/s"."""
+    return f"{per_second / 1e12:.3g} TFLOP/s" if math.isfinite(per_second) else "–"
+
+
+def duration(seconds: float) -> str:
+    """3,723 as "1 h 2 min": two units at most."""
+    if not math.isfinite(seconds) or seconds < 0:
+        return "–"
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    whole, minutes, hours = round(seconds), round(seconds / 60), round(seconds / 3600)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 600:
+        return f"{whole // 60} min {whole % 60} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    return (
+        f"{minutes // 60} h {minutes % 60} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"
+    )
+
+
+def fixed(value: float, digits: int = 4) -> str:
+    """With so many decimals, "–" for what is no number."""
+    return f"{value:,.{digits}f}" if math.isfinite(value) else "–"
+
+
+def percent(value: float) -> str:
+    """0.4213 as "42.1 %"."""
+    return f"{100 * value:.1f} %" if math.isfinite(value) else "–"
+
+
+def scalar(value: object) -> str:
+    """A value of a configuration as text: yes and no, lists without brackets, short floats."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if isinstance(value, list | tuple):
+        return ", ".join(scalar(item) for item in value) or "none"
+    text = str(value)
+    return repr(text) if text != text.strip() or not text else text

@@ -1,0 +1,1 @@
+"""The training loop, its hooks, and everything it writes into a run folder."""

@@ -1,0 +1,93 @@
+"""Hooks: objects with any of six methods, called by the trainer in the order they were given.
+
+    class PrintLoss:
+        def on_step(self, trainer, step): print(step.step, step.loss)
+
+    Trainer(config, hooks=[PrintLoss()]).fit()
+
+A hook may read anything of the trainer and call `trainer.stop(reason)`; an exception in a hook
+ends the run like any other error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HOOK_METHODS = ("on_start", "on_step", "on_eval", "on_checkpoint", "on_end", "on_error")
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step, just completed. `step` counts completed steps, so the first is 1."""
+
+    step: int
+    tokens: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float | None
+    peak_memory_bytes: int
+    eta_seconds: float
+
+
+@dataclass(frozen=True)
+class SkippedStep:
+    """A step whose update was not applied, and why."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class EvalMetrics:
+    """A pass over a whole split."""
+
+    step: int
+    split: str
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+    tokens: int
+    seconds: float
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class CheckpointMetrics:
+    """A checkpoint that is now on disk."""
+
+    step: int
+    path: Path
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended: `reason` is completed, patience, a signal's name, or a hook's word."""
+
+    step: int
+    reason: str
+    seconds: float
+
+
+class Hooks:
+    """Calls one method on every hook that has it."""
+
+    def __init__(self, hooks: Sequence[object]) -> None:
+        for hook in hooks:
+            if not any(hasattr(hook, name) for name in HOOK_METHODS):
+                raise TypeError(f"{hook!r} is no hook: it has none of {', '.join(HOOK_METHODS)}")
+        self._hooks = tuple(hooks)
+
+    def call(self, method: str, *arguments: Any) -> None:
+        """`hook.method(*arguments)` for each hook that defines it, in order."""
+        for hook in self._hooks:
+            function = getattr(hook, method, None)
+            if function is not None:
+                function(*arguments)

@@ -1,0 +1,88 @@
+"""metrics.jsonl: one JSON object a line, `event` first, continued without gap or repeat."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pentameter.checkpoint.files import write_atomic
+from pentameter.errors import StorageError
+
+
+class MetricsLog:
+    """Appends events to a file. Each line is complete on disk or is cut off at the next start."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = path.open("ab")
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror}") from error
+
+    def write(self, event: str, **values: Any) -> None:
+        """Append one event. Non-finite numbers become null, which every JSON reader accepts."""
+        try:
+            self._file.write(_line(event, values))
+            self._file.flush()
+        except OSError as error:
+            raise StorageError(f"cannot write {self.path}: {error.strerror}") from error
+
+    def sync(self) -> int:
+        """Bytes written so far, all of them safely on disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self.path.stat().st_size
+
+    def close(self) -> None:
+        """Close the file; writing afterwards is an error."""
+        self._file.close()
+
+
+def rewind_metrics(path: Path, *, n_bytes: int, checkpoint: Mapping[str, Any] | None) -> None:
+    """Cut `path` back to a checkpoint: what was there when it was saved, and its own event.
+
+    `n_bytes` is the file's size just before the checkpoint was written. Lines after it come from
+    steps that are about to be run again, except the one that says the checkpoint was saved; a
+    kill may have prevented that line, so `checkpoint` holds its values. None goes back to the
+    start of the run.
+    """
+    if not path.exists():
+        return
+    raw = path.read_bytes()
+    kept = raw[:n_bytes]
+    kept = kept[: kept.rfind(b"\n") + 1]  # a half-written last line is not an event
+    if checkpoint is not None:
+        own = _line("checkpoint", checkpoint)
+        for line in raw[len(kept) :].splitlines(keepends=True):
+            if _is_checkpoint_of(line, checkpoint["step"]):
+                own = line
+                break
+        kept += own
+    write_atomic(path, kept)
+
+
+def _is_checkpoint_of(line: bytes, step: int) -> bool:
+    if not line.endswith(b"\n"):
+        return False
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return False
+    return record.get("event") == "checkpoint" and record.get("step") == step
+
+
+def _line(event: str, values: Mapping[str, Any]) -> bytes:
+    record = {"event": event, **{key: _jsonable(value) for key, value in values.items()}}
+    return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Path):
+        return str(value)
+    return value

@@ -1,0 +1,110 @@
+"""The hook that writes metrics.jsonl, and the lines a run introduces itself with."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pentameter.config.schema import DataConfig
+from pentameter.data.grammar import grammar_entropy_rate
+from pentameter.train.hooks import CheckpointMetrics, EvalMetrics, RunEnd, SkippedStep, StepMetrics
+from pentameter.train.metrics import MetricsLog
+
+if TYPE_CHECKING:
+    from pentameter.train.trainer import Trainer
+
+
+class Recorder:
+    """Turns what the hooks report into lines of metrics.jsonl."""
+
+    def __init__(self, path: Path, *, interval: int) -> None:
+        self._log = MetricsLog(path)
+        self._interval = interval
+        self.sync = self._log.sync
+        self.close = self._log.close
+
+    def on_start(self, trainer: Trainer) -> None:
+        """`start` for a new run, `resume` for one that continues."""
+        plan, engine = trainer.plan, trainer.engine
+        self._log.write(
+            "start" if trainer.state.step == 0 else "resume",
+            step=trainer.state.step,
+            run_id=trainer.folder.run_id,
+            name=trainer.config.name,
+            parameters=plan.n_parameters,
+            tokens_per_step=plan.tokens_per_step,
+            steps=trainer.config.train.steps,
+            flops_per_token=plan.flops_per_token,
+            device=engine.device_name,
+            precision=engine.precision,
+            compiled=engine.compiled,
+            ceiling_flops=engine.ceiling_flops,
+            entropy_rate=_entropy_rate(trainer.config.data),
+        )
+
+    def on_step(self, trainer: Trainer, step: StepMetrics) -> None:
+        """A `train` line every `log.interval` steps, for the first and for the last."""
+        last = trainer.config.train.steps
+        if step.step == 1 or step.step % self._interval == 0 or step.step == last:
+            self._log.write("train", **asdict(step))
+
+    def on_skip(self, trainer: Trainer, skip: SkippedStep) -> None:
+        """A `skip` line."""
+        self._log.write("skip", **asdict(skip))
+
+    def on_eval(self, trainer: Trainer, metrics: EvalMetrics) -> None:
+        """An `eval` line."""
+        self._log.write("eval", **asdict(metrics))
+
+    def on_checkpoint(self, trainer: Trainer, metrics: CheckpointMetrics) -> None:
+        """A `checkpoint` line; the path is relative to the run folder, so the folder may move."""
+        values = asdict(metrics)
+        values["path"] = f"checkpoints/{metrics.path.name}"
+        self._log.write("checkpoint", **values)
+
+    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
+        """An `end` line."""
+        self._log.write("end", **asdict(end))
+
+    def on_error(self, trainer: Trainer, error: Exception) -> None:
+        """An `end` line that says what went wrong."""
+        self._log.write("end", step=trainer.state.step, reason=f"error: {error}", seconds=None)
+
+
+def _entropy_rate(data: DataConfig) -> float | None:
+    """The lowest loss any model can reach, where the corpus is one of which that is known."""
+    return grammar_entropy_rate(data.grammar) if data.corpus == "grammar" else None
+
+
+def describe(trainer: Trainer) -> list[str]:
+    """What a run says of itself before its first step: five lines."""
+    config, plan, engine = trainer.config, trainer.plan, trainer.engine
+    model, data = config.model, config.data
+    source = data.corpus or data.path
+    splits = ", ".join(
+        f"{name} {trainer.dataset.split(name).n_tokens:,}"
+        for name in ("train", "val", "test")
+        if trainer.dataset.split(name).n_tokens
+    )
+    micro = ""
+    if plan.n_micro_batches > 1:
+        micro = f" in {plan.n_micro_batches} micro-batches of {plan.micro_batch_size}"
+    lines = [
+        f"{config.name} · seed {config.seed} · {trainer.run_dir}",
+        f"model   {plan.n_parameters:,} parameters · {model.n_layers} layers × {model.d_model} · "
+        f"{model.n_heads} heads · context {model.context_length}",
+        f"data    {source} · {trainer.dataset.tokenizer.kind} tokens: {splits} · "
+        f"vocabulary {model.vocab_size:,}",
+        f"run     {config.train.steps:,} steps × {plan.tokens_per_step:,} tokens{micro} = "
+        f"{plan.total_tokens:,} tokens",
+        f"device  {engine.device_name} · {engine.precision} ({engine.precision_reason}) · "
+        f"{'compiled' if engine.compiled else 'eager'} ({engine.compile_reason})",
+    ]
+    if trainer.state.step:
+        lines.append(f"resume  from step {trainer.state.step}")
+    if engine.compiled:
+        lines.append(
+            "the first step compiles: about a minute on a new machine, seconds once cached"
+        )
+    return lines

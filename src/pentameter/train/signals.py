@@ -1,0 +1,60 @@
+"""Signals become a request the loop honours between two steps; a second one leaves at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from pentameter.errors import InterruptedRunError
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class _StopNow(BaseException):
+    """Raised from a handler; not an Exception, so that no library's catch-all swallows it."""
+
+
+class StopSignals:
+    """While active, turns the first SIGTERM, SIGINT or SIGUSR1 into a stop; the next exits 75.
+
+    While `nothing_to_lose` is true (preparing data, loading, compiling) the stop is immediate and
+    leaves the block as InterruptedRunError. Afterwards the signal's name is in `received`, and
+    the loop stops after the current step. The second signal's exit is safe at any moment: the
+    commit protocol of checkpoints guarantees that what is on disk is whole. Python delivers
+    signals only to the main thread; elsewhere this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self.nothing_to_lose = True
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+        if kind is _StopNow:
+            raise InterruptedRunError(
+                f"stopped by {self.received} before the first step; the same command starts again"
+            ) from None
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            os._exit(InterruptedRunError.exit_code)
+        self.received = signal.Signals(number).name
+        if self.nothing_to_lose:
+            raise _StopNow

@@ -1,0 +1,329 @@
+"""The training loop: next batch, forward-backward, clip, step, log, maybe evaluate, maybe save.
+
+Nothing here knows how many devices there are: the trainer drives a Stage. Nothing here is
+remembered but `TrainState`: batches, dropout and learning rate are functions of the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from pentameter.checkpoint.lock import RunLock
+from pentameter.checkpoint.state import (
+    load_model_state,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
+)
+from pentameter.config.load import to_toml
+from pentameter.config.schema import Config
+from pentameter.data.batches import Batch, training_batch
+from pentameter.data.dataset import open_dataset
+from pentameter.errors import InterruptedRunError, StorageError, TrainingFailedError
+from pentameter.generate.loop import generate
+from pentameter.optim.build import build_optimizer, set_learning_rate
+from pentameter.optim.clip import clip_gradients, gradient_norm, unscale_gradients
+from pentameter.optim.schedule import learning_rate
+from pentameter.parallel.assemble import assemble
+from pentameter.parallel.engine import Engine, choose_engine
+from pentameter.plan.plan import make_plan
+from pentameter.train.console import Console
+from pentameter.train.evaluation import evaluate
+from pentameter.train.hooks import CheckpointMetrics, Hooks, RunEnd, SkippedStep, StepMetrics
+from pentameter.train.recorder import Recorder, describe
+from pentameter.train.run_folder import open_run_folder
+from pentameter.train.signals import StopSignals
+from pentameter.train.state import TrainState
+from pentameter.train.stopwatch import Stopwatch
+
+MAX_CONSECUTIVE_SKIPS = 3
+
+
+class Trainer:
+    """Trains what a configuration asks for, in its run folder, continuing where it stopped.
+
+    `fit` returns how the run ended. Beside the configuration: `run_dir` (runs/NAME when absent),
+    `resume` (auto, never, must, or a checkpoint's path), `hooks` (see `train/hooks.py`), and
+    `quiet`, which prints nothing but still writes log.txt.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        run_dir: Path | str | None = None,
+        resume: str = "auto",
+        hooks: Sequence[object] = (),
+        quiet: bool = False,
+    ) -> None:
+        self.config = config
+        self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / config.name
+        self.console = Console(
+            interval=config.log.interval, total_steps=config.train.steps, quiet=quiet
+        )
+        self.state = TrainState()
+        self._resume = resume
+        self._user_hooks = tuple(hooks)
+        self._signals = StopSignals()
+        self._stop_word: str | None = None
+        self._saved_step = 0
+        self._new_best = False
+
+    def fit(self) -> RunEnd:
+        """Train to the end: all steps, patience, or a hook's stop.
+
+        Raises InterruptedRunError when a signal stopped it (everything is saved by then),
+        TrainingFailedError when the loss stays non-finite, and the errors of `pentameter.errors`
+        for a configuration, data or a folder that cannot be.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._signals)
+            stack.enter_context(self.console)
+            self._prepare()
+            stack.enter_context(RunLock(self.run_dir / "run.lock"))
+            self._open(stack)
+            try:
+                end = self._loop()
+            except Exception as error:
+                self._hooks.call("on_error", self, error)
+                raise
+            if self._signals.received is not None:
+                raise InterruptedRunError(
+                    f"stopped by {end.reason} after step {end.step}, which is saved; "
+                    "the same command continues"
+                )
+            return end
+
+    def stop(self, reason: str) -> None:
+        """Ask the run to end after the current step, as if it were complete."""
+        self._stop_word = reason
+
+    # -- before the first step ------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """Everything that needs no run folder: data, Plan, device."""
+        self.dataset = open_dataset(self.config.data, progress=self.console.progress)
+        self.plan = make_plan(self.config, self.dataset.vocab_size)
+        self.config = self.plan.config
+        self.engine: Engine = choose_engine(self.plan)
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"cannot create the run folder {self.run_dir}: {error.strerror}"
+            ) from error
+
+    def _open(self, stack: contextlib.ExitStack) -> None:
+        """Build the model, and rewind folder and state to where the run continues."""
+        self.folder = open_run_folder(self.run_dir, self.plan, resume=self._resume)
+        self.stage = assemble(
+            self.plan, self.engine.device, self.engine.precision, compiled=self.engine.compiled
+        )
+        self.optimizer = build_optimizer(
+            self.stage.named_parameters(), self.plan.table, self.config.optimizer
+        )
+        checkpoint = self.folder.checkpoint
+        if checkpoint is not None:
+            load_model_state(self.stage.model, checkpoint.tensors("model"))
+            load_optimizer_state(
+                self.optimizer, self.stage.named_parameters(), checkpoint.tensors("optimizer")
+            )
+            self.state = TrainState.from_json(checkpoint.state)
+            self._saved_step = self.state.step
+        self.stopwatch = Stopwatch(self.plan, self.engine)
+        self.folder.write_environment(self.engine.environment())
+        self.console.open_log(self.folder.log_path)
+        self.recorder = Recorder(self.folder.metrics_path, interval=self.config.log.interval)
+        stack.callback(self.recorder.close)
+        for line in describe(self):
+            self.console.say(line)
+        self._hooks = Hooks((self.recorder, self.console, *self._user_hooks))
+        self._hooks.call("on_start", self)
+
+    # -- the loop -------------------------------------------------------------------------------
+
+    def _loop(self) -> RunEnd:
+        while True:
+            self._evaluate_if_due()
+            self._sample_if_due()
+            reason = self._stop_reason()
+            self._save_if_due(stopping=reason is not None)
+            if reason is not None:
+                end = RunEnd(self.state.step, reason, self.state.train_seconds)
+                self._hooks.call("on_end", self, end)
+                return end
+            self._train_step()
+
+    def _train_step(self) -> None:
+        state, optimizer = self.state, self.config.optimizer
+        with self.stopwatch:
+            batch = self._batch(state.step)
+            scale = state.loss_scale.scale if self.engine.precision == "fp16" else 1.0
+            loss = self.stage.forward_backward(batch, state.step, loss_scale=scale).mean
+            unscale_gradients(self.stage.parameters(), scale)
+            norm = gradient_norm(self.stage.parameters())
+            norm_value = norm.item()
+            finite = math.isfinite(loss) and math.isfinite(norm_value)
+            rate = learning_rate(state.step, optimizer, self.config.schedule)
+            if finite:
+                clip_gradients(self.stage.parameters(), norm, optimizer.clip_norm)
+                set_learning_rate(self.optimizer, rate)
+                self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        self._signals.nothing_to_lose = False
+        state.step += 1
+        state.tokens += self.plan.tokens_per_step
+        state.train_seconds += self.stopwatch.step_seconds
+        state.loss_scale.update(finite=finite)
+        if not finite:
+            self._skip(batch, loss, norm_value)
+            return
+        state.consecutive_skips = 0
+        self._hooks.call("on_step", self, self._step_metrics(loss, rate, norm_value))
+
+    def _batch(self, step: int) -> Batch:
+        return training_batch(
+            self.dataset.split("train"),
+            self.config.data.order,
+            seed=self.config.seed,
+            step=step,
+            rows=np.arange(self.plan.batch_size, dtype=np.int64),
+            batch_size=self.plan.batch_size,
+            context_length=self.config.model.context_length,
+        )
+
+    def _step_metrics(self, loss: float, rate: float, norm: float) -> StepMetrics:
+        watch = self.stopwatch
+        return StepMetrics(
+            step=self.state.step,
+            tokens=self.state.tokens,
+            loss=loss,
+            learning_rate=rate,
+            grad_norm=norm,
+            step_seconds=watch.step_seconds,
+            tokens_per_second=watch.tokens_per_second,
+            mfu=watch.mfu,
+            peak_memory_bytes=self.engine.peak_memory_bytes(),
+            eta_seconds=watch.eta_seconds(self.config.train.steps - self.state.step),
+        )
+
+    def _skip(self, batch: Batch, loss: float, norm: float) -> None:
+        """Note an update that was not made; give up after a few in a row.
+
+        Under fp16 an overflow is how the loss scale finds its level, so those skips count only
+        once the scale can fall no further.
+        """
+        state = self.state
+        what = "loss" if not math.isfinite(loss) else "gradient norm"
+        value = loss if what == "loss" else norm
+        reason = f"{what} is {value} on batch {batch.hash()[:16]}"
+        if self.engine.precision == "fp16" and state.loss_scale.scale > 1:
+            reason += f"; loss scale falls to {state.loss_scale.scale:g}"
+        else:
+            state.consecutive_skips += 1
+        self._hooks.call("on_skip", self, SkippedStep(state.step, reason))
+        if state.consecutive_skips > MAX_CONSECUTIVE_SKIPS:
+            raise TrainingFailedError(
+                f"step {state.step}: {reason}, after {MAX_CONSECUTIVE_SKIPS} skipped updates in a "
+                f"row; the last checkpoint is step {self._saved_step}. Lower "
+                f"optimizer.learning_rate={self.config.optimizer.learning_rate} or look at the data"
+            )
+
+    # -- between two steps ----------------------------------------------------------------------
+
+    def _stop_reason(self) -> str | None:
+        patience = self.config.train.patience
+        if self._signals.received is not None:
+            return self._signals.received
+        if self.state.step >= self.config.train.steps:
+            return "completed"
+        if patience is not None and self.state.evals_without_best >= patience:
+            return f"no better validation loss in {patience} evaluations"
+        return self._stop_word
+
+    def _evaluate_if_due(self) -> None:
+        state, train = self.state, self.config.train
+        interval = train.eval_interval
+        due = interval is not None and (state.step % interval == 0 or state.step == train.steps)
+        n_tokens = self.dataset.split("val").n_tokens
+        if not due or state.last_eval_step == state.step or n_tokens < 2:
+            return
+        metrics = evaluate(
+            self.stage,
+            self.dataset.split("val"),
+            name="val",
+            step=state.step,
+            batch_size=self.plan.micro_batch_size,
+            should_stop=lambda: self._signals.received is not None,
+        )
+        if metrics is not None:
+            self._new_best = state.record_eval(metrics.loss)
+            self._hooks.call("on_eval", self, replace(metrics, best=self._new_best))
+
+    def _sample_if_due(self) -> None:
+        state, train = self.state, self.config.train
+        due = train.sample_interval is not None and (
+            state.step % train.sample_interval == 0 or state.step == train.steps
+        )
+        if not due or state.last_sample_step == state.step or self._signals.received:
+            return
+        state.last_sample_step = state.step
+        text = generate(
+            self.stage.model,
+            self.dataset.tokenizer,
+            train.sample_prompt,
+            max_new_tokens=train.sample_tokens,
+            seed=self.config.seed,
+        )[0]
+        path = self.folder.sample_path(state.step)
+        path.write_text(train.sample_prompt + text, encoding="utf-8")
+        self.console.say(f"sample at step {state.step}:")
+        for line in (train.sample_prompt + text).strip("\n").splitlines():
+            self.console.say(f"  │ {line}")
+
+    def _save_if_due(self, *, stopping: bool) -> None:
+        state, settings = self.state, self.config.checkpoint
+        assert settings.interval is not None  # the plan resolved it
+        due = stopping or state.step % settings.interval == 0
+        if settings.keep_best and self._new_best:
+            due = True
+        self._new_best = False
+        if not due or state.step == self._saved_step:
+            return
+        record = {
+            **state.to_json(),
+            "metrics_bytes": self.recorder.sync(),
+            "log_bytes": self.console.sync(),
+        }
+        try:
+            saved = self.folder.store.save(
+                state.step,
+                {
+                    "model": model_state(self.stage.model),
+                    "optimizer": optimizer_state(self.optimizer, self.stage.named_parameters()),
+                },
+                record,
+                extra_files={
+                    "config.toml": to_toml(self.config).encode(),
+                    "tokenizer.json": self.dataset.tokenizer.to_bytes(),
+                },
+            )
+        except StorageError as error:
+            if settings.on_error == "stop":
+                raise
+            self.console.say(f"warning: step {state.step} is not saved: {error}")
+            return
+        self._saved_step = state.step
+        keep = {state.best_step} if settings.keep_best and state.best_step is not None else set()
+        self.folder.store.prune(settings.keep_last, keep)
+        self._hooks.call(
+            "on_checkpoint",
+            self,
+            CheckpointMetrics(saved.step, saved.path, saved.n_bytes, saved.seconds),
+        )

@@ -1,0 +1,61 @@
+import json
+
+import pytest
+
+from pentameter.cli import doctor
+
+
+@pytest.fixture(scope="module")
+def facts():
+    return doctor.examine()
+
+
+def test_json_shape(facts):
+    facts = json.loads(json.dumps(facts))
+    assert {"torch", "device", "precision", "product_ceiling_flops"} <= facts.keys()
+    assert facts["product_ceiling_flops"].keys() == {"float32", "bfloat16"}
+    assert facts["product_ceiling_flops"]["float32"] > 0
+    assert facts["precision"] in ("fp32", "bf16", "fp16")
+    assert facts["versions"]["numpy"]
+    assert facts["disk_free_bytes"] > 0
+    assert set(facts["extras"]) == {"tensorboard", "wandb", "serve", "hub"}
+
+
+def test_the_verb(facts, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "examine", lambda: facts)
+    assert doctor.run(["--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == facts
+    monkeypatch.setenv("COLUMNS", "100")
+    assert doctor.run([]) == 0
+    text = capsys.readouterr().out
+    for part in ("precision", facts["precision"], "TFLOP/s", "safetensors", "disk free"):
+        assert part in text
+
+
+def test_gpus_are_listed(facts):
+    gpu = {"name": "NVIDIA H200", "architecture": "sm_90", "memory_bytes": 150_000_000_000}
+    with_gpu = {
+        **facts,
+        "devices": {**facts["devices"], "gpus": [gpu], "gpu_runtime": "cuda 12.8"},
+        "published_peak_flops": 989.4e12,
+    }
+    rows = {name: (value, remark) for name, value, remark in doctor._rows(with_gpu)}
+    assert rows["gpu 0"] == ("140 GiB", "NVIDIA H200, sm_90")
+    assert rows["published"][0] == "989.4 TFLOP/s"
+
+
+def test_the_data_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PENTAMETER_DATA_DIR", str(tmp_path / "absent"))
+    data = doctor._data_folders()
+    assert data["data_dir_found"] is False
+    assert data["cache_found"] is False
+    monkeypatch.delenv("PENTAMETER_DATA_DIR")
+    assert doctor._data_folders()["PENTAMETER_DATA_DIR"] is None
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as stop:
+        doctor.run(["--help"])
+    assert stop.value.code == 0
+    assert "--json" in capsys.readouterr().out

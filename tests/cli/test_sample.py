@@ -1,0 +1,170 @@
+"""`pentameter sample` on a small untrained model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pentameter.checkpoint.state import model_state
+from pentameter.checkpoint.store import CheckpointStore
+from pentameter.cli.main import main
+from pentameter.cli.sample import run
+from pentameter.config.load import to_toml
+from pentameter.config.schema import Config, DataConfig, ModelConfig, TrainConfig
+from pentameter.data.tokenizer import CharTokenizer
+from pentameter.errors import ConfigError
+from pentameter.generate import generate
+from pentameter.model import GPT, build_model
+
+TOKENIZER = CharTokenizer("\n abcdé")
+CONFIG = Config(
+    model=ModelConfig(
+        vocab_size=TOKENIZER.vocab_size,
+        vocab_multiple=8,
+        context_length=10,
+        n_layers=1,
+        n_heads=2,
+        d_model=8,
+        init_std=1.0,
+    ),
+    data=DataConfig(corpus="stdlib"),
+    train=TrainConfig(batch_size=1),
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    return build_model(CONFIG.model, seed=3).eval()
+
+
+@pytest.fixture(scope="module")
+def run_folder(model: GPT, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("run")
+    store = CheckpointStore(folder / "checkpoints", run_id="r", config_hash="h")
+    store.save(
+        7,
+        {"model": model_state(model)},
+        {"step": 7},
+        extra_files={
+            "config.toml": to_toml(CONFIG).encode(),
+            "tokenizer.json": TOKENIZER.to_bytes(),
+        },
+    )
+    return str(folder)
+
+
+def test_text_is_the_prompt_and_what_follows(
+    run_folder: str, model: GPT, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--max-new-tokens", "25", "--temperature", "0.7", "--top-k", "5", "--top-p", "0.9"]
+    assert run([run_folder, "--prompt", "bad ", "--seed", "4", *options]) == 0
+    (text,) = generate(
+        model, TOKENIZER, "bad ", max_new_tokens=25, temperature=0.7, top_k=5, top_p=0.9, seed=4
+    )
+    assert capsys.readouterr().out == "bad " + text + "\n"
+
+
+def test_without_a_prompt_only_new_text_is_printed(
+    run_folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run([run_folder, "--max-new-tokens", "12", "--device", "cpu"])
+    assert len(capsys.readouterr().out) == 12 + 1
+
+
+def test_several_samples_are_told_apart(
+    run_folder: str, model: GPT, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run([run_folder, "--prompt", "a", "--num-samples", "3", "--max-new-tokens", "9"])
+    texts = generate(model, TOKENIZER, "a", num_samples=3, max_new_tokens=9)
+    assert capsys.readouterr().out == "".join(
+        f"--- sample {i} of 3 ---\na{text}\n" for i, text in enumerate(texts, start=1)
+    )
+
+
+def test_json(
+    run_folder: str, model: GPT, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("dé\n", encoding="utf-8")
+    options = ["--num-samples", "2", "--max-new-tokens", "15", "--json"]
+    run([run_folder, "--prompt-file", str(prompt), *options])
+    said = json.loads(capsys.readouterr().out)
+    assert said["prompt"] == "dé\n"
+    assert said["tokens_per_second"] > 0
+    texts = generate(model, TOKENIZER, "dé\n", num_samples=2, max_new_tokens=15)
+    assert [sample["text"] for sample in said["samples"]] == texts
+    for sample in said["samples"]:
+        assert sample["tokens"] == len(sample["token_ids"]) == 15
+        assert TOKENIZER.decode(sample["token_ids"]) == sample["text"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--temperature", "-1"], "temperature=-1.0"),
+        (["--top-p", "0"], "top_p=0.0"),
+        (["--top-k", "-3"], "top_k=-3"),
+        (["--max-new-tokens", "0"], "max_new_tokens=0"),
+        (["--num-samples", "0"], "num_samples=0"),
+        (["--prompt", "xyz"], "U\\+0078"),
+        (["--prompt", "a", "--prompt-file", "b"], "exclude each other"),
+        (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_wrong_usage_is_refused(
+    run_folder: str, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run([run_folder, *options])
+    assert main(["sample", run_folder, *options]) == 2
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert len(written.err.splitlines()) == 1
+
+
+def test_a_prompt_file_must_be_utf8(run_folder: str, tmp_path: Path) -> None:
+    prompt = tmp_path / "latin.txt"
+    prompt.write_bytes(b"ab\xe9")
+    with pytest.raises(ConfigError, match="not UTF-8 at byte 2"):
+        run([run_folder, "--prompt-file", str(prompt)])
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither a run folder"):
+        run([str(tmp_path)])
+
+
+def test_a_reader_that_goes_away_is_no_error(run_folder: str) -> None:
+    """Like `pentameter sample … | head -c 5`: no traceback, no message."""
+    code = "import sys; from pentameter.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "sample", run_folder, "--max-new-tokens", "20000"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert len(process.stdout.read(5)) == 5
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(timeout=30) == 0
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "from pentameter.cli.sample import run\n"
+        "try: run(['--help'])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--max-new-tokens" in shown.stdout

@@ -1,0 +1,16 @@
+"""Fault tests share the oracle, and a cache of their own."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True, scope="package")
+def own_cache(tmp_path_factory):
+    """Prepare data once for all fault tests, away from the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield

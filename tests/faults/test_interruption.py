@@ -1,0 +1,126 @@
+"""Kill or stop a run at any moment; the same command then gives what no interruption gives."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from contextlib import suppress
+
+import pytest
+from oracle import (
+    STEPS,
+    assert_same_run,
+    curve,
+    events,
+    finish,
+    tiny_config,
+    train_in_child,
+)
+
+
+def make_reference(tmp_path_factory, **overrides):
+    folder = tmp_path_factory.mktemp("reference")
+    config = tiny_config(folder, **overrides)
+    finish(config, folder / "run")  # the first child also waits for the fork server
+    start = time.monotonic()
+    finish(config, folder / "timed")
+    return config, folder / "run", time.monotonic() - start
+
+
+@pytest.fixture(scope="module", params=["fp32", "bf16"])
+def reference(request, tmp_path_factory):
+    return make_reference(tmp_path_factory, **{"train.precision": request.param})
+
+
+def test_the_undisturbed_run_is_complete(reference):
+    _, run, _ = reference
+    assert [step for step, _, _ in curve(run)] == list(range(1, STEPS + 1))
+    assert [e["step"] for e in events(run, "eval")] == [0, 10, 20, 30, 40]
+    assert len(events(run, "end")) == 1
+
+
+def test_sigkill_at_random_moments(reference, tmp_path):
+    config, undisturbed, seconds = reference
+    moments = random.Random(5)
+    for trial in range(6):
+        run = tmp_path / f"run-{trial}"
+        for _ in range(2):  # killed, continued and killed again
+            process = train_in_child(config, run)
+            process.join(moments.uniform(0.05, 1.0) * seconds)
+            process.kill()  # or it is done already, which is a moment too
+            process.join()
+        finish(config, run)
+        assert_same_run(run, undisturbed)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_saves_and_exits_75(reference, tmp_path, name):
+    config, undisturbed, seconds = reference
+    moments = random.Random(name)
+    run = tmp_path / "run"
+    process = train_in_child(config, run)
+    process.join(moments.uniform(0.3, 0.9) * seconds)
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, getattr(signal, name))
+    sent = time.monotonic()
+    process.join(10)
+    assert process.exitcode in (75, 0), process.exitcode  # 0: it was done already
+    assert time.monotonic() - sent < 10
+    finish(config, run)
+    assert_same_run(run, undisturbed)
+
+
+def wait_for_step(run, step, deadline_seconds=30):
+    deadline = time.monotonic() + deadline_seconds
+    while time.monotonic() < deadline:
+        metrics = run / "metrics.jsonl"
+        if metrics.exists() and f'"step": {step},' in metrics.read_text():
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"step {step} was not reached")
+
+
+def test_a_signal_between_checkpoints_commits_the_step_it_reached(tmp_path):
+    config = tiny_config(tmp_path, **{"train.steps": 100_000, "checkpoint.interval": 100_000})
+    run = tmp_path / "run"
+    process = train_in_child(config, run)
+    wait_for_step(run, 7)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(10)
+    assert process.exitcode == 75
+    last = curve(run)[-1][0]
+    assert last >= 7
+    assert [e["step"] for e in events(run, "checkpoint")][-1] == last
+    assert events(run, "end")[-1]["reason"] == "SIGTERM"
+
+
+def test_a_second_signal_leaves_at_once(tmp_path):
+    config = tiny_config(tmp_path, **{"train.steps": 100_000})
+    run = tmp_path / "run"
+    process = train_in_child(config, run)
+    wait_for_step(run, 7)
+    os.kill(process.pid, signal.SIGTERM)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(2)
+    assert process.exitcode == 75
+
+
+def test_two_runs_in_one_folder(tmp_path):
+    config = tiny_config(tmp_path, **{"train.steps": 100_000})
+    run = tmp_path / "run"
+    first = train_in_child(config, run)
+    wait_for_step(run, 3)
+    second = train_in_child(config, run)
+    second.join(30)
+    assert second.exitcode == 73
+    assert str(first.pid) in (run / "error.txt").read_text()
+    os.kill(first.pid, signal.SIGKILL)
+    first.join()
+    third = train_in_child(config, run)  # the dead owner's lock is taken over
+    step = curve(run)[-1][0]
+    wait_for_step(run, step + 5)
+    os.kill(third.pid, signal.SIGTERM)
+    third.join(10)
+    assert third.exitcode == 75

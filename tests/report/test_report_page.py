@@ -1,0 +1,189 @@
+import re
+import time
+from html.parser import HTMLParser
+
+import pytest
+
+from pentameter.errors import StorageError
+from pentameter.report import wording, write_report
+
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+
+
+class Checker(HTMLParser):
+    """Every element closed in order; collects ids, tags and attributes that load something."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.ids, self.tags, self.loads = [], [], set(), []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value)
+            if name in ("src", "href", "xlink:href") and not value.startswith("#"):
+                self.loads.append((tag, value))
+            assert not name.startswith("on")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def checked(folder):
+    path = write_report(folder)
+    assert path == folder / "report.html"
+    page = path.read_text(encoding="utf-8")
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == []
+    assert len(checker.ids) == len(set(checker.ids))
+    assert checker.loads == []
+    assert "script" not in checker.tags
+    assert "@import" not in page
+    return page
+
+
+def text_of(page):
+    return re.sub(r"<[^>]+>", " ", page)
+
+
+def test_a_finished_run(make_run):
+    page = checked(make_run(samples={400: "ROMEO: yes"}, plan_json='{"steps": 400}'))
+    text = text_of(page)
+    for part in ("small-gpt", "finished", "10.7M", "10,745,088", "1 h 2 min", "2.56k",
+                 "40.0 %", "102k", "of 400", "Step 400", "ROMEO: yes", "0.9, 0.99",
+                 "2.2 TFLOP/s"):  # fmt: skip
+        assert part in text, part
+    assert page.count("<svg") == 2 + 4
+
+
+def test_everything_a_run_says_is_escaped(make_run, run_events):
+    evil = '<script>alert("1")</script>&amp;<img src=x onerror=alert(1)>\x00\x1b[0m'
+    events = run_events(100, device=evil, precision=evil)
+    events += [
+        {"event": "skip", "step": 3, "reason": evil + "\ud800"},
+        {"event": "checkpoint", "step": 5, "path": "checkpoints/<script>alert(3)"},
+        {"event": "end", "step": 5, "reason": f"error: {evil}", "seconds": None},
+    ]
+    quoted = "<script>alert(4)</script>"
+    folder = make_run(
+        events,
+        samples={10: evil},
+        config=f'name = "{quoted}"\n[model]\nnorm = "{quoted}"\n["{quoted}"]\n"{quoted}" = 1',
+        log_txt=evil,
+        environment_json='{"command": "<script>alert(2)</script>", "<b>": {"<i>": ["<u>"]}}',
+    )
+    page = checked(folder)
+    assert "<script" not in page
+    assert "<img" not in page
+    assert page.count("&lt;script&gt;alert(") >= 8
+    assert "\x00" not in page
+    assert "\x1b" not in page
+    assert "default-src 'none'" in page
+
+
+@pytest.mark.parametrize(
+    ("reason", "label"),
+    [
+        ("completed", "finished"),
+        ("no better validation loss in 3 evaluations", "stopped early"),
+        ("SIGTERM", "stopped"),
+        ("error: the loss is nan", "failed"),
+    ],
+)
+def test_how_a_run_ended(make_run, run_events, reason, label):
+    page = checked(make_run([*run_events(50), {"event": "end", "step": 50, "reason": reason}]))
+    assert f">{label}</span>" in page
+
+
+def test_a_run_in_progress_and_an_abandoned_one(make_run, run_events):
+    folder = make_run(run_events(50))
+    assert ">interrupted</span>" in checked(folder)
+    (folder / "run.lock").touch()
+    assert ">running</span>" in checked(folder)
+
+
+def test_no_step_yet(make_run, run_events):
+    text = text_of(checked(make_run(run_events(0))))
+    assert "No step has been logged yet" in text
+    assert "not started" in text
+
+
+def test_an_empty_folder(tmp_path):
+    assert "not started" in checked(tmp_path)
+
+
+def test_the_floor_of_a_grammar(make_run, run_events):
+    text = text_of(checked(make_run(run_events(400, entropy_rate=0.9))))
+    assert "Above entropy rate" in text
+    assert "entropy rate 0.9000" in text
+
+
+def test_of_many_samples_some_are_shown(make_run):
+    page = checked(make_run(samples={i: f"sample {i}" for i in range(30)}))
+    assert page.count('<article class="card sample">') == 8
+    assert "8 of 30 samples" in page
+    assert ">sample 0<" in page
+    assert ">sample 29<" in page
+
+
+def test_checkpoints_that_are_still_there(make_run):
+    folder = make_run()
+    (folder / "checkpoints" / "step-00000300").mkdir(parents=True)
+    page = checked(folder)
+    assert "4 written, 1 kept." in page
+    assert "step-00000300" in page
+    assert "step-00000400" not in page
+
+
+def test_a_huge_run_is_quick_and_small(make_run, run_events):
+    folder = make_run(run_events(100_000, interval=1))
+    start = time.perf_counter()
+    page = checked(folder)
+    assert time.perf_counter() - start < 20  # about 2 s on an idle core
+    assert len(page) < 600_000
+
+
+def test_earlier_starts_are_not_listed(make_run):
+    environment = '{"platform": "Linux-9", "earlier_starts": [{"platform": "Linux-8"}]}'
+    page = checked(make_run(environment_json=environment))
+    assert "Linux-9" in page
+    assert "Linux-8" not in page
+
+
+def test_a_folder_that_cannot_be_written(make_run, monkeypatch):
+    folder = make_run()
+
+    def refuse(*_args, **_kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pentameter.report.report.os.replace", refuse)
+    with pytest.raises(StorageError, match="No space left"):
+        write_report(folder)
+    assert not list(folder.glob("*report*"))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (999, "999"), (999_950, "1.00M"), (10_788_929, "10.8M"), (1.5e9, "1.50B"),
+     (0.1234, "0.123"), (float("nan"), "–"), (float("inf"), "–")],
+)  # fmt: skip
+def test_counts(value, text):
+    assert wording.count(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.41, "0.41 s"), (59.6, "1 min 0 s"), (61, "1 min 1 s"), (3599, "1 h 0 min"),
+     (3723, "1 h 2 min"), (90_000, "1 d 1 h"), (float("nan"), "–"), (-1, "–")],
+)  # fmt: skip
+def test_durations(seconds, text):
+    assert wording.duration(seconds) == text

@@ -1,0 +1,205 @@
+"""The layers of the package: imports point down only, and the light ones stay light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "pentameter"
+
+LAYER = {
+    "config": 0, "errors": 0, "keyed": 0,
+    "plan": 1,
+    "model": 2, "data": 2, "optim": 2,
+    "parallel": 3,
+    "checkpoint": 4,
+    "train": 5, "generate": 5,
+    "verify": 6, "serve": 6, "report": 6, "bench": 6,
+    "cli": 7,
+    "__main__": 8, "__init__": 8,
+}  # fmt: skip
+"""A module may import what is in a lower layer, or in its own package."""
+
+SIDEWAYS = {
+    ("config", "errors"),  # both layer 0
+    ("train", "generate"),  # a run prints samples
+}
+"""The only imports within a layer that cross packages."""
+
+FREE_OF_TORCH = {"config", "errors", "keyed", "plan", "data"}
+FREE_OF_DISTRIBUTED = {"model", "train", "generate", "optim"}  # parallel/ is where ranks meet
+READS_ENVIRONMENT = {"config", "data", "parallel"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name; `at_top` where importing the module runs it."""
+
+    module: str
+    line: int
+    at_top: bool
+
+
+def files() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def package_of(path: Path) -> str:
+    relative = path.relative_to(SOURCE)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+def imports(path: Path) -> Iterator[Import]:
+    """Every import in the file, lazy ones and those for type checking included."""
+    yield from _imports(ast.parse(path.read_text(encoding="utf-8")), path, at_top=True)
+
+
+def _imports(node: ast.AST, path: Path, at_top: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(alias.name, child.lineno, at_top)
+        elif isinstance(child, ast.ImportFrom):
+            base = _absolute(child, path)
+            for alias in child.names:
+                yield Import(f"{base}.{alias.name}", child.lineno, at_top)
+        lazy = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        typing_only = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+        yield from _imports(child, path, at_top and not lazy and not typing_only)
+
+
+def _absolute(node: ast.ImportFrom, path: Path) -> str:
+    if not node.level:
+        return node.module or ""
+    here = ["pentameter", *path.relative_to(SOURCE).parts[:-1]]
+    here = here[: len(here) - node.level + 1]
+    return ".".join([*here, *([node.module] if node.module else [])])
+
+
+def is_or_inside(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def places(found: list[tuple[Path, int, str]]) -> str:
+    return "\n".join(f"{path.relative_to(SOURCE)}:{line}: {what}" for path, line, what in found)
+
+
+def test_every_package_has_a_layer():
+    unknown = {package_of(path) for path in files()} - set(LAYER)
+    assert not unknown, f"give {unknown} a place in LAYER and in docs/architecture.md"
+
+
+def test_imports_point_down():
+    wrong = []
+    for path in files():
+        package = package_of(path)
+        for item in imports(path):
+            if not is_or_inside(item.module, "pentameter"):
+                continue
+            target = [*item.module.split("."), "__init__"][1]
+            if target in {"__version__", package}:
+                continue
+            if target not in LAYER:
+                wrong.append((path, item.line, f"takes {target} from the package's top"))
+            elif LAYER[target] >= LAYER[package] and (package, target) not in SIDEWAYS:
+                wrong.append((path, item.line, f"{package} must not import {item.module}"))
+    assert not wrong, places(wrong)
+
+
+@pytest.mark.parametrize(
+    ("packages", "module"),
+    [(FREE_OF_TORCH, "torch"), (FREE_OF_DISTRIBUTED, "torch.distributed")],
+    ids=["torch", "torch.distributed"],
+)
+def test_packages_stay_free_of(packages, module):
+    wrong = [
+        (path, item.line, f"imports {item.module}")
+        for path in files()
+        if package_of(path) in packages
+        for item in imports(path)
+        if is_or_inside(item.module, module)
+    ]
+    assert not wrong, places(wrong)
+
+
+def test_cli_imports_nothing_heavy_at_the_top():
+    heavy = ("torch", "numpy", "pydantic", "matplotlib", "tokenizers", "safetensors")
+    wrong = [
+        (path, item.line, f"imports {item.module} at the top")
+        for path in files()
+        if package_of(path) in {"cli", "__main__", "__init__"}
+        for item in imports(path)
+        if item.at_top and any(is_or_inside(item.module, name) for name in heavy)
+    ]
+    assert not wrong, places(wrong)
+
+
+def test_private_names_stay_in_their_package():
+    wrong = []
+    for path in files():
+        for item in imports(path):
+            name = item.module.rpartition(".")[2]
+            private = name.startswith("_") and not name.startswith("__")
+            if private and is_or_inside(item.module, "pentameter"):
+                wrong.append((path, item.line, f"imports {item.module}"))
+    assert not wrong, places(wrong)
+
+
+def test_environment_is_read_in_few_places():
+    wrong = []
+    for path in files():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            reads = isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}
+            if reads and package_of(path) not in READS_ENVIRONMENT:
+                wrong.append((path, node.lineno, "reads an environment variable"))
+    assert not wrong, places(wrong)
+
+
+def loaded_by(code: str) -> set[str]:
+    """The modules in `sys.modules` after `code` ran in a process of its own."""
+    tail = "\nimport sys; print('\\n'.join(['loaded:', *sys.modules]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code + tail],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.partition("loaded:\n")[2].split())
+
+
+HELP = """
+import runpy, sys
+sys.argv = ["pentameter", *{arguments!r}]
+try:
+    runpy.run_module("pentameter", run_name="__main__")
+except SystemExit as stop:
+    assert not stop.code, stop.code
+"""
+
+VERBS = sorted(
+    path.stem
+    for path in (SOURCE / "cli").glob("*.py")
+    if "HELP" in path.read_text(encoding="utf-8") and path.stem != "main"
+)
+
+
+@pytest.mark.parametrize("arguments", [[], *[[verb] for verb in VERBS]], ids=" ".join)
+def test_help_loads_nothing_heavy(arguments):
+    loaded = loaded_by(HELP.format(arguments=[*arguments, "--help"]))
+    assert not loaded & {"torch", "numpy", "pydantic", "matplotlib"}
+
+
+@pytest.mark.parametrize("package", sorted(FREE_OF_TORCH))
+def test_importing_a_light_package_loads_no_torch(package):
+    modules = [
+        ".".join(["pentameter", *path.relative_to(SOURCE).with_suffix("").parts])
+        for path in files()
+        if package_of(path) == package and path.stem != "__init__"
+    ]
+    loaded = loaded_by("".join(f"import {module}\n" for module in modules))
+    assert "torch" not in loaded

@@ -1,0 +1,263 @@
+"""The loop in one process: what a run folder holds, hooks, patience, skips, refusals."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from pentameter.config.load import load_config
+from pentameter.config.schema import Config
+from pentameter.errors import ConfigError, StorageError, TrainingFailedError
+from pentameter.parallel.assemble import LossSum, Stage
+from pentameter.train.trainer import Trainer
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def config(**sections) -> Config:
+    base = {
+        "name": "tiny",
+        "model": {"context_length": 16, "n_layers": 1, "n_heads": 2, "d_model": 16},
+        "data": {"corpus": "grammar", "grammar": {"n_characters": 3000}},
+        "optimizer": {"learning_rate": 1e-2},
+        "train": {
+            "steps": 12,
+            "batch_size": 4,
+            "eval_interval": 4,
+            "precision": "fp32",
+            "compile": False,
+        },
+        "log": {"interval": 1},
+    }
+    for name, section in sections.items():
+        base[name] = {**base.get(name, {}), **section}
+    return Config.model_validate(base)
+
+
+def fit(run_dir, **arguments):
+    sections = arguments.pop("sections", {})
+    trainer = Trainer(config(**sections), run_dir=run_dir, quiet=True, **arguments)
+    return trainer, trainer.fit()
+
+
+def events(run_dir: Path, kind: str | None = None):
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return [r for r in records if kind is None or r["event"] == kind]
+
+
+def test_a_run_folder_holds_what_the_interface_promises(tmp_path):
+    run = tmp_path / "run"
+    sections = {"train": {"sample_interval": 6, "sample_tokens": 5, "sample_prompt": "ab"}}
+    _, end = fit(run, sections=sections)
+    assert (end.step, end.reason) == (12, "completed")
+    for name in ("config.toml", "plan.json", "environment.json", "metrics.jsonl", "log.txt"):
+        assert (run / name).stat().st_size > 0, name
+    assert load_config(run / "config.toml").model.vocab_size == 16
+    first = events(run)[0]
+    assert first["event"] == "start"
+    train = events(run, "train")
+    assert [e["step"] for e in train] == list(range(1, 13))
+    keys = "step tokens loss learning_rate grad_norm step_seconds tokens_per_second mfu"
+    assert set(train[0]) >= {*keys.split(), "peak_memory_bytes", "eta_seconds"}
+    assert train[-1]["tokens"] == 12 * 4 * 16
+    assert train[-1]["loss"] < train[0]["loss"]
+    assert [e["step"] for e in events(run, "eval")] == [0, 4, 8, 12]
+    assert sorted(path.name for path in (run / "samples").iterdir()) == [
+        "step-00000000.txt",
+        "step-00000006.txt",
+        "step-00000012.txt",
+    ]
+    assert len((run / "samples" / "step-00000012.txt").read_text()) == 7
+    assert "step 12/12" in (run / "log.txt").read_text()
+
+
+def test_the_same_command_after_completion_does_nothing(tmp_path):
+    run = tmp_path / "run"
+    fit(run)
+    before = events(run, "train")
+    _, end = fit(run)
+    assert end.reason == "completed"
+    assert events(run, "train") == before
+
+
+def test_more_steps_continue_where_the_schedule_allows_it(tmp_path):
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    constant = {"schedule": {"name": "constant"}}
+    fit(run, sections=constant)
+    longer = {**constant, "train": {"steps": 20}}
+    fit(run, sections=longer)
+    fit(whole, sections=longer)
+    assert [(e["step"], e["loss"]) for e in events(run, "train")] == [
+        (e["step"], e["loss"]) for e in events(whole, "train")
+    ]
+    assert load_config(run / "config.toml").train.steps == 20
+
+
+def test_another_configuration_is_refused_and_nothing_is_lost(tmp_path):
+    run = tmp_path / "run"
+    fit(run)
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=r"optimizer\.learning_rate"):
+        fit(run, sections={"optimizer": {"learning_rate": 0.5}})
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(("resume", "exists"), [("never", True), ("must", False)])
+def test_resume_words_refuse(tmp_path, resume, exists):
+    run = tmp_path / "run"
+    if exists:
+        fit(run)
+    with pytest.raises(ConfigError, match=f"--resume {resume}"):
+        fit(run, resume=resume)
+
+
+def test_a_named_checkpoint_branches_into_a_new_folder(tmp_path):
+    run, branch = tmp_path / "run", tmp_path / "branch"
+    fit(run)
+    checkpoint = run / "checkpoints" / "step-00000012"
+    sections = {"train": {"steps": 15}, "optimizer": {"learning_rate": 1e-3}}
+    fit(branch, sections=sections, resume=str(checkpoint))
+    assert [e["step"] for e in events(branch, "train")] == [13, 14, 15]
+
+
+def test_best_and_last_are_kept(tmp_path):
+    run = tmp_path / "run"
+    sections = {"checkpoint": {"interval": 2, "keep_last": 2}}
+    trainer, _ = fit(run, sections=sections)
+    kept = sorted(int(path.name[5:]) for path in (run / "checkpoints").iterdir())
+    assert set(kept) == {10, 12, trainer.state.best_step}
+    bests = [e["step"] for e in events(run, "eval") if e["best"]]
+    assert bests[-1] == trainer.state.best_step
+
+
+class Recorder:
+    def __init__(self):
+        self.calls = []
+
+    def on_start(self, trainer):
+        self.calls.append(("start", trainer.state.step))
+
+    def on_step(self, trainer, step):
+        self.calls.append(("step", step.step))
+        if step.step == 5:
+            trainer.stop("enough")
+
+    def on_eval(self, trainer, metrics):
+        self.calls.append(("eval", metrics.step))
+
+    def on_checkpoint(self, trainer, metrics):
+        self.calls.append(("checkpoint", metrics.step))
+
+    def on_end(self, trainer, end):
+        self.calls.append(("end", end.reason))
+
+
+def test_hooks_see_everything_in_order_and_can_stop(tmp_path):
+    hook = Recorder()
+    fit(tmp_path / "run", hooks=[hook])
+    assert hook.calls == [
+        ("start", 0),
+        ("eval", 0),
+        *[("step", step) for step in (1, 2, 3, 4)],
+        ("eval", 4),
+        ("checkpoint", 4),
+        ("step", 5),
+        ("checkpoint", 5),
+        ("end", "enough"),
+    ]
+
+
+def test_an_object_without_hook_methods_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="on_step"):
+        fit(tmp_path / "run", hooks=[object()])
+
+
+def test_patience_stops_and_stays_stopped(tmp_path):
+    run = tmp_path / "run"
+    # A rate this high diverges to a plateau: the first evaluation stays the best.
+    sections = {
+        "optimizer": {"learning_rate": 10.0, "clip_norm": 0.0},
+        "schedule": {"name": "constant"},
+        "train": {"steps": 100, "eval_interval": 2, "patience": 3},
+    }
+    _, end = fit(run, sections=sections)
+    assert end.step < 100
+    assert "3 evaluations" in end.reason
+    _, again = fit(run, sections=sections)
+    assert again.step == end.step
+
+
+@pytest.fixture
+def poisoned_loss(monkeypatch):
+    """Losses that are NaN at chosen steps."""
+    steps: set[int] = set()
+    real = Stage.forward_backward
+
+    def forward_backward(self, batch, step, **options):
+        loss = real(self, batch, step, **options)
+        return LossSum(math.nan, loss.n_targets) if step in steps else loss
+
+    monkeypatch.setattr(Stage, "forward_backward", forward_backward)
+    return steps
+
+
+def test_a_non_finite_loss_is_skipped_and_leaves_no_trace(tmp_path, poisoned_loss):
+    poisoned_loss.update({3, 6})
+    run = tmp_path / "run"
+    trainer, _ = fit(run)
+    assert [e["step"] for e in events(run, "skip")] == [4, 7]
+    assert [e["step"] for e in events(run, "train")] == [1, 2, 3, 5, 6, 8, 9, 10, 11, 12]
+    assert all(torch.isfinite(p).all() for p in trainer.stage.parameters())
+
+
+def test_a_loss_that_stays_non_finite_ends_with_70_and_names_the_batch(tmp_path, poisoned_loss):
+    poisoned_loss.update(range(5, 100))
+    run = tmp_path / "run"
+    with pytest.raises(TrainingFailedError, match=r"batch [0-9a-f]{16}") as caught:
+        fit(run)
+    assert caught.value.exit_code == 70
+    assert events(run)[-1]["reason"].startswith("error: ")
+    assert not list(run.glob("checkpoints/*/*.tmp*"))
+
+
+@pytest.mark.parametrize("on_error", ["stop", "warn"])
+def test_a_failed_save_stops_or_warns_as_asked(tmp_path, monkeypatch, on_error):
+    from pentameter.checkpoint.store import CheckpointStore
+
+    def save(self, step, *arguments, **options):
+        raise StorageError("no space left on device")
+
+    monkeypatch.setattr(CheckpointStore, "save", save)
+    run = tmp_path / "run"
+    sections = {"checkpoint": {"on_error": on_error}}
+    if on_error == "stop":
+        with pytest.raises(StorageError, match="no space left"):
+            fit(run, sections=sections)
+    else:
+        _, end = fit(run, sections=sections)
+        assert end.step == 12
+        assert "step 4 is not saved" in (run / "log.txt").read_text()
+
+
+def test_a_text_too_short_for_the_context_is_a_clear_error(tmp_path):
+    text = tmp_path / "tiny.txt"
+    text.write_text("to be")
+    sections = {"data": {"corpus": None, "path": str(text)}}
+    with pytest.raises(ConfigError, match="context_length"):
+        fit(tmp_path / "run", sections=sections)
+
+
+def test_fp16_finds_its_loss_scale(tmp_path):
+    run = tmp_path / "run"
+    trainer, _ = fit(run, sections={"train": {"precision": "fp16", "steps": 30}})
+    losses = [e["loss"] for e in events(run, "train")]
+    assert losses[-1] < losses[0]
+    assert all(torch.isfinite(p).all() for p in trainer.stage.parameters())
