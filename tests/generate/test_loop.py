@@ -202,15 +202,17 @@ def test_an_empty_prompt_starts_from_a_newline_or_token_0() -> None:
     assert encode_prompt(CharTokenizer("xyz"), "").tolist() == [0]
 
 
-def test_the_training_flag_comes_back() -> None:
+def test_the_training_flag_comes_back_and_no_other_state_changes() -> None:
     model = make_model(dropout=0.5)
+    onednn = torch.backends.mkldnn.enabled
     for training in (True, False):
         model.train(training)
         steps = stream(model, TOKENIZER, "a", max_new_tokens=5)
         assert model.training is training  # nothing happens before the first piece
         next(steps)
         assert not model.training
-        assert torch.is_inference_mode_enabled() is False
+        assert not torch.is_inference_mode_enabled()
+        assert torch.backends.mkldnn.enabled == onednn
         steps.close()  # type: ignore[attr-defined]
         assert model.training is training
         generate(model, TOKENIZER, "a", max_new_tokens=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 STATE_NAME = "state.json"
 REPLACED = ".replaced"
+
+_PATIENCE_SECONDS = 60  # with a run that prunes faster than one can read what it leaves
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(\.replaced)?")
 
@@ -151,7 +154,8 @@ def find_checkpoint(
     line to `warnings`; when all are damaged, CorruptError names the newest one's file. Folders
     that another process prunes meanwhile are no damage: the search starts over.
     """
-    for _ in range(20):
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while time.monotonic() < deadline:
         damage: list[CorruptError] = []
         vanished = False
         for candidate in list_checkpoints(folder):

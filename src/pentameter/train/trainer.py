@@ -143,6 +143,7 @@ class Trainer:
         stack.callback(self.recorder.close)
         for line in describe(self):
             self.console.say(line)
+        self._say_warnings()
         self._hooks = Hooks((self.recorder, self.console, *self._user_hooks))
         self._hooks.call("on_start", self)
 
@@ -301,8 +302,10 @@ class Trainer:
             "metrics_bytes": self.recorder.sync(),
             "log_bytes": self.console.sync(),
         }
+        keep = {state.best_step} if settings.keep_best and state.best_step is not None else set()
+        store = self.folder.store
         try:
-            saved = self.folder.store.save(
+            saved = store.save(
                 state.step,
                 {
                     "model": model_state(self.stage.model),
@@ -314,16 +317,22 @@ class Trainer:
                     "tokenizer.json": self.dataset.tokenizer.to_bytes(),
                 },
             )
+            store.prune(settings.keep_last, keep)
         except StorageError as error:
             if settings.on_error == "stop":
                 raise
             self.console.say(f"warning: step {state.step} is not saved: {error}")
             return
+        self._say_warnings()
         self._saved_step = state.step
-        keep = {state.best_step} if settings.keep_best and state.best_step is not None else set()
-        self.folder.store.prune(settings.keep_last, keep)
         self._hooks.call(
             "on_checkpoint",
             self,
             CheckpointMetrics(saved.step, saved.path, saved.n_bytes, saved.seconds),
         )
+
+    def _say_warnings(self) -> None:
+        """Print what the checkpoint store passed over since the last time."""
+        warnings = self.folder.store.warnings
+        while warnings:
+            self.console.say(f"warning: {warnings.pop(0)}")
