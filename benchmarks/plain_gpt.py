@@ -79,7 +79,7 @@ class Block(nn.Module):
 class PlainGPT(nn.Module):
     """Pre-norm GPT with learned positions and a tied head."""
 
-    def __init__(  # noqa: PLR0917 - positional, as such models usually are
+    def __init__(
         self,
         vocab_size: int,
         context_length: int,

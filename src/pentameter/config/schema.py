@@ -246,8 +246,8 @@ class TrainConfig(Section):
     """Steps between text samples."""
     sample_tokens: Positive = 256
     """Length of a sample."""
-    sample_prompt: str = "\n"
-    """What a sample continues."""
+    sample_prompt: str = ""
+    """What a sample continues; a newline when empty."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

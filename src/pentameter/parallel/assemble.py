@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from pentameter.data.batches import Batch
 from pentameter.model import GPT, build_model, dropout_keys, loss_sum
+from pentameter.model.fused import can_fuse, fused_loss_sum
 from pentameter.plan.plan import Plan
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,7 +56,9 @@ class Stage:
         assert model.config.vocab_size is not None  # the plan resolved it
         self._vocab_size = model.config.vocab_size
         self._training_loss: Callable[[Tensor, Tensor, Tensor | None], Tensor] = self._loss
-        if compiled:
+        if compiled and device.type == "cpu" and can_fuse(model.config):
+            self._training_loss = self._fused_loss
+        elif compiled:
             self._training_loss = torch.compile(self._loss, dynamic=False)
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
@@ -101,6 +104,10 @@ class Stage:
         with self.autocast():
             logits = self.model(tokens, dropout_keys=keys)
             return loss_sum(logits, targets, self._vocab_size)
+
+    def _fused_loss(self, tokens: Tensor, targets: Tensor, keys: Tensor | None) -> Tensor:
+        dtype = AUTOCAST.get(self.precision, next(self.model.parameters()).dtype)
+        return fused_loss_sum(self.model, tokens, targets, keys, dtype)
 
     def _to_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
         tensors = (torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets))

@@ -1,0 +1,138 @@
+"""The element-wise parts of attention, between its batched products.
+
+The matrix is cut into blocks of queries; a block reads only the keys it may see, so half a
+matrix of work is saved in the limit. The exponentials are kept unnormalised in the dtype of the
+products; each row's sum divides the small output instead.
+
+Shapes: B batch, H heads, T time, K head size; N = B · H; Q and S queries and keys of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pentameter.model.dropout import keep_mask
+from pentameter.model.fused.kernels import _plus, _precise, kernel
+
+
+@kernel
+def split_heads(
+    qkv: Tensor, bias: Tensor | None, n_heads: int, n_blocks: int
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """(B, T, H·3·K), its rows laid out head by head, → blocks of queries (N, Q, K), and all keys
+    and values (N, T, K)."""
+    B, T, width = qkv.shape
+    K = width // (3 * n_heads)
+    parts = _plus(qkv, bias).to(qkv.dtype).view(B, T, n_heads, 3, K)
+    q, k, v = parts.permute(3, 0, 2, 1, 4).reshape(3, B * n_heads, T, K)
+    return [block.contiguous() for block in q.chunk(n_blocks, 1)], k.contiguous(), v.contiguous()
+
+
+@kernel
+def join_heads(q_blocks: Sequence[Tensor], k: Tensor, v: Tensor, n_heads: int) -> Tensor:
+    """The inverse of `split_heads`: (B, T, H·3·K)."""
+    N, T, K = k.shape
+    q = torch.cat(list(q_blocks), 1)
+    parts = [part.view(N // n_heads, n_heads, T, K).permute(0, 2, 1, 3) for part in (q, k, v)]
+    return torch.stack(parts, 3).reshape(N // n_heads, T, n_heads * 3 * K)
+
+
+def _keep(keys: Tensor, shape: torch.Size, first: int, stride: int, p: float) -> Tensor:
+    N, Q, S = shape
+    B = keys.shape[0]
+    head = torch.arange(N // B, dtype=torch.int32)[:, None, None]
+    query = torch.arange(first, first + Q, dtype=torch.int32)[:, None]
+    key = torch.arange(S, dtype=torch.int32)
+    index = (head * stride + query) * stride + key  # `AttentionDropout`'s numbering
+    return keep_mask(keys, index, p).view(shape)
+
+
+@kernel
+def softmax_forward(
+    scores: Tensor, mask: Tensor, scale: float, first: int, keys: Tensor, stride: int, p: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Unnormalised weights (N, Q, S), the same dropped, and 1 / row sums (N, Q, 1).
+
+    `scores` are raw products: scaling them here is free. `mask` (Q, S) is 0 or -∞ (a table is
+    twice as fast as comparing places here). Sums are of the weights as they are stored, so that
+    rounding them does not change what a row adds up to. `first` is the time of query 0.
+    """
+    dtype = scores.dtype
+    scores = _precise(scores) * scale + mask
+    e = torch.exp(scores - scores.amax(-1, keepdim=True)).to(dtype)
+    inverse = 1 / _precise(e).sum(-1, keepdim=True)
+    if p == 0:
+        return e, e, inverse
+    keep = _keep(keys, e.shape, first, stride, p)
+    return e, torch.where(keep, _precise(e) * (1 / (1 - p)), 0.0).to(dtype), inverse
+
+
+@kernel
+def softmax_backward(
+    g: Tensor,
+    e: Tensor,
+    delta: Tensor,
+    inverse: Tensor,
+    scale: float,
+    first: int,
+    keys: Tensor,
+    stride: int,
+    p: float,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of the raw scores, and the dropped weights again.
+
+    `g` (N, Q, S) is the gradient of the dropped weights, `delta` (N, Q, 1) the sum over a row of
+    weight × gradient, which is also output · its gradient (Dao et al. 2022, section 3).
+    """
+    g, weights = _precise(g), _precise(e)
+    dropped = weights
+    if p > 0:
+        keep = _keep(keys, e.shape, first, stride, p)
+        g = torch.where(keep, g * (1 / (1 - p)), 0.0)
+        dropped = torch.where(keep, weights * (1 / (1 - p)), 0.0)
+    return (weights * (g - delta) * (inverse * scale)).to(e.dtype), dropped.to(e.dtype)
+
+
+@kernel
+def merge_heads(blocks: Sequence[Tensor], inverses: Sequence[Tensor], n_heads: int) -> Tensor:
+    """Each block (N, Q, K) divided by its row sums, heads side by side: (B, T, H·K)."""
+    parts = [_precise(y) * inverse for y, inverse in zip(blocks, inverses, strict=True)]
+    y = torch.cat(parts, 1).to(blocks[0].dtype)
+    N, T, K = y.shape
+    return y.view(N // n_heads, n_heads, T, K).permute(0, 2, 1, 3).reshape(-1, T, n_heads * K)
+
+
+@kernel
+def split_gradient(
+    g: Tensor, y: Tensor, inverses: Sequence[Tensor], n_heads: int
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """By blocks of queries: g (N, Q, K), g divided by the row sums, and delta = Σ g·y (N, Q, 1).
+
+    g and y are (B, T, H·K).
+    """
+    B, T, width = g.shape
+    K = width // n_heads
+    n_blocks = len(inverses)
+
+    def by_heads(x: Tensor) -> Tensor:
+        return x.view(B, T, n_heads, -1).permute(0, 2, 1, 3).reshape(B * n_heads, T, -1)
+
+    blocks = [block.contiguous() for block in by_heads(g).chunk(n_blocks, 1)]
+    scaled = [(_precise(g) * i).to(g.dtype) for g, i in zip(blocks, inverses, strict=True)]
+    delta = by_heads((_precise(g) * _precise(y)).view(B, T, n_heads, K).sum(-1))
+    return blocks, scaled, [block.contiguous() for block in delta.chunk(n_blocks, 1)]
+
+
+def causal_mask(T: int, dtype: torch.dtype) -> Tensor:
+    """(T, T): 0 where the key is not after the query, -∞ where it is."""
+    precise = torch.promote_types(dtype, torch.float32)
+    return torch.full((T, T), float("-inf"), dtype=precise).triu_(1)
+
+
+def score_scale(head_size: int) -> float:
+    """1 / √K."""
+    return 1 / math.sqrt(head_size)

@@ -1,0 +1,222 @@
+"""Element-wise work in one pass over memory each, compiled one small function at a time.
+
+Why not compile the whole model: a graph of forward and backward together saves dropout masks as
+booleans, which the CPU backend writes one by one (54 ms for a mask that takes 2 ms to compute
+again), and computes activations a second time inside reductions over rows. Here each kernel
+says what it reads and writes; nothing is left to a partitioner. See docs/performance.md.
+
+Shapes: M rows (batch × time), D d_model, B batch, T time, H heads, K head size; Q queries and S
+keys of a block of the attention matrix.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pentameter.model.dropout import keep_mask
+
+EPS = 1e-5
+ROWS_PER_SUM = 64
+
+
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, compiled at its first call; importing this file compiles nothing."""
+
+    @functools.cache
+    def compiled() -> Callable[..., Any]:
+        # Fused multiply-add: a tenth faster here, and rounds less.
+        options: dict[str, str | int | bool | Callable[..., Any]] = {
+            "cpp.enable_floating_point_contract_flag": "fast"
+        }
+        return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        return compiled()(*arguments)
+
+    return call
+
+
+def _precise(x: Tensor) -> Tensor:
+    """At least fp32: sums, exponentials and the residual stream are not for 8 bits."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
+    x = _precise(x)
+    return x if bias is None else x + bias
+
+
+def _dropped(x: Tensor, keys: Tensor, p: float) -> Tensor:
+    """x (B, T, D) with the keyed mask of `keys` (B, 2); computed anew wherever it is needed."""
+    if p == 0:
+        return x
+    T, D = x.shape[1:]
+    time = torch.arange(T, dtype=torch.int32)
+    channel = torch.arange(D, dtype=torch.int32)
+    keep = keep_mask(keys, time[:, None] * D + channel, p)
+    return torch.where(keep, x * (1 / (1 - p)), 0.0)
+
+
+def _sum_rows(x: Tensor) -> Tensor:
+    """(…, D) summed over all rows. In two stages: one would stride through all of memory for
+    every few columns."""
+    rows = math.prod(x.shape[:-1])
+    group = math.gcd(rows, ROWS_PER_SUM)
+    return _precise(x.reshape(rows // group, group, x.shape[-1])).sum(1).sum(0)
+
+
+sum_rows = kernel(_sum_rows)
+
+
+@kernel
+def transpose(x: Tensor) -> Tensor:
+    """(M, n) → (n, M), contiguous."""
+    return x.t().contiguous()
+
+
+# Norms. `mean` is absent for RMSNorm, whose input is not centred.
+
+
+def _normalise(
+    x: Tensor, weight: Tensor, bias: Tensor | None, centred: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    mean = x.mean(-1, keepdim=True) if centred else torch.zeros_like(x[..., :1])
+    x = x - mean
+    scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + EPS)
+    y = x * scale * weight
+    return (y if bias is None else y + bias).to(dtype), mean, scale
+
+
+def _norm_input_gradient(
+    g: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, centred: bool
+) -> Tensor:
+    x = (x - mean) * scale
+    g = _precise(g) * weight
+    g = g - x * (g * x).mean(-1, keepdim=True) - (g.mean(-1, keepdim=True) if centred else 0.0)
+    return scale * g
+
+
+@kernel
+def norm_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, centred: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """norm(x) in `dtype`, and the mean and scale (M, 1) that its backward needs."""
+    return _normalise(x, weight, bias, centred, dtype)
+
+
+@kernel
+def norm_backward(
+    g: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, centred: bool
+) -> Tensor:
+    """The gradient of x, of a gradient `g` of norm(x)."""
+    return _norm_input_gradient(g, x, mean, scale, weight, centred)
+
+
+@kernel
+def norm_weight_gradients(
+    g: Tensor, x: Tensor, mean: Tensor, scale: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients (D,) of a norm's weight and of its bias, if it has one."""
+    g_weight = _sum_rows(_precise(g) * ((x - mean) * scale))
+    return g_weight, _sum_rows(g) if has_bias else None
+
+
+# A sub-layer's output joins the residual stream: x + dropout(y + bias), then the next norm.
+
+
+@kernel
+def dropout(x: Tensor, keys: Tensor, p: float) -> Tensor:
+    """Keyed dropout, which is its own backward."""
+    return _dropped(x, keys, p)
+
+
+@kernel
+def add_norm_forward(
+    x: Tensor,
+    y: Tensor,
+    bias: Tensor | None,
+    keys: Tensor,
+    p: float,
+    weight: Tensor,
+    norm_bias: Tensor | None,
+    centred: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x + dropout(y + bias), its norm in y's dtype, and the norm's mean and scale."""
+    x = x + _dropped(_plus(y, bias), keys, p)
+    return x, *_normalise(x, weight, norm_bias, centred, y.dtype)
+
+
+@kernel
+def add_norm_backward(
+    g: Tensor | None,
+    g_norm: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    keys: Tensor,
+    p: float,
+    centred: bool,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the residual stream x and of y. `g` is what comes down the stream."""
+    total = _norm_input_gradient(g_norm, x, mean, scale, weight, centred)
+    if g is not None:
+        total = total + g
+    return total, _dropped(total, keys, p).to(g_norm.dtype)
+
+
+# Activations
+
+_GELU_TANH = math.sqrt(2 / math.pi)
+
+
+def _normal_cdf(x: Tensor, density: Tensor, *, exact: bool) -> Tensor:
+    """Φ(x), given `density` = exp(-x² / 2).
+
+    Where the result is rounded to 16 bits anyway, formula 7.1.26 of Abramowitz and Stegun (error
+    below 1.5e-7) shares the exponential with the derivative, and takes 2/3 of the time.
+    """
+    if exact:
+        return 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+    t = 1 / (1 + 0.3275911 * math.sqrt(0.5) * x.abs())
+    series = 1.421413741 + t * (-1.453152027 + t * 1.061405429)
+    upper = 0.5 * density * t * (0.254829592 + t * (-0.284496736 + t * series))
+    return torch.where(x >= 0, 1 - upper, upper)
+
+
+def _activation_and_slope(x: Tensor, kind: str, *, exact: bool) -> tuple[Tensor, Tensor]:
+    """f(x) and f'(x)."""
+    if kind == "relu":
+        return torch.relu(x), (x > 0).to(x.dtype)
+    if kind == "gelu":
+        density = torch.exp(-0.5 * x * x)
+        share = _normal_cdf(x, density, exact=exact)
+        return x * share, share + x * density * (1 / math.sqrt(2 * math.pi))
+    # gelu_tanh: Hendrycks & Gimpel 2016, the form GPT-2 uses
+    tanh = torch.tanh(_GELU_TANH * (x + 0.044715 * x * x * x))
+    inner = _GELU_TANH * (1 + 3 * 0.044715 * x * x)
+    return 0.5 * x * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * inner
+
+
+@kernel
+def activation_forward(h: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    """f(h + bias) in h's dtype; `kind` is relu, gelu or gelu_tanh."""
+    exact = h.dtype.itemsize > 2
+    return _activation_and_slope(_plus(h, bias), kind, exact=exact)[0].to(h.dtype)
+
+
+@kernel
+def activation_backward(
+    g: Tensor, h: Tensor, bias: Tensor | None, kind: str
+) -> tuple[Tensor, Tensor]:
+    """The gradient of h from that of f(h + bias), and f(h + bias) again."""
+    exact = h.dtype.itemsize > 2
+    y, slope = _activation_and_slope(_plus(h, bias), kind, exact=exact)
+    return (_precise(g) * slope).to(h.dtype), y.to(h.dtype)
