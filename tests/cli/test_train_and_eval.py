@@ -1,0 +1,112 @@
+"""The verbs of a run, as a user types them: train, the same again, eval, report."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pentameter.cli.main import main
+
+TINY = [
+    "--model.n-layers=1",
+    "--model.d-model=16",
+    "--model.n-heads=2",
+    "--model.context-length=16",
+    "--train.batch-size=4",
+    "--train.steps=6",
+    "--train.eval-interval=3",
+    "--train.precision=fp32",
+    "--train.compile=false",
+    "--data.grammar.n-characters=3000",
+    "--data.validation-fraction=0.1",
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    assert main(["train", "grammar", "--run-dir", str(folder), *TINY]) == 0
+    return folder
+
+
+def test_train_ends_with_a_report_and_what_to_do_next(run, capsys):
+    assert main(["train", "grammar", "--run-dir", str(run), *TINY]) == 0  # complete: says so
+    said = capsys.readouterr().out
+    assert "completed" in said
+    assert "sample" in said
+    assert (run / "report.html").exists()
+
+
+def test_another_configuration_in_the_same_folder_exits_2(run, capsys):
+    changed = [*TINY, "--optimizer.learning-rate", "0.5"]
+    assert main(["train", "grammar", "--run-dir", str(run), *changed]) == 2
+    assert "optimizer.learning_rate" in capsys.readouterr().err
+
+
+def test_print_config_can_be_trained_from(tmp_path, capsys):
+    assert main(["train", "grammar", *TINY, "--print-config"]) == 0
+    file = tmp_path / "printed.toml"
+    file.write_text(capsys.readouterr().out)
+    assert main(["train", str(file), "--print-config"]) == 0
+    assert capsys.readouterr().out == file.read_text()
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "grammar", *TINY, "--dry-run"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["batch"]["tokens_per_step"] == 4 * 16
+    assert plan["layout"]["data"] == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_eval_repeats_what_training_measured(run, capsys):
+    assert main(["eval", str(run / "checkpoints" / "step-00000006"), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    last = [e for e in map(json.loads, lines) if e["event"] == "eval"][-1]
+    assert result["tokens"] == last["tokens"] == 299
+    assert result["loss"] == pytest.approx(last["loss"], rel=1e-6)
+    assert result["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-6)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 1000])
+def test_eval_does_not_depend_on_the_batch_size(run, capsys, batch_size):
+    arguments = ["eval", str(run), "--precision", "fp64", "--json"]
+    assert main([*arguments, "--batch-size", str(batch_size)]) == 0
+    one = json.loads(capsys.readouterr().out)
+    assert main(arguments) == 0
+    other = json.loads(capsys.readouterr().out)
+    assert one["loss"] == pytest.approx(other["loss"], rel=1e-12)
+
+
+def test_eval_on_other_text(run, tmp_path, capsys):
+    text = tmp_path / "other.txt"
+    text.write_text("abcdefghijklmnop" * 100)
+    assert main(["eval", str(run), "--data.path", str(text), "--split", "train", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 1439
+    assert main(["eval", str(run), "--train.steps", "9"]) == 2
+    assert "data section only" in capsys.readouterr().err
+
+
+def test_eval_of_an_empty_split_says_how_to_get_one(run, capsys):
+    assert main(["eval", str(run), "--split", "test"]) == 2
+    assert "test_fraction" in capsys.readouterr().err
+
+
+def test_sample_from_the_run(run, capsys):
+    arguments = ["sample", str(run), "--prompt", "ab", "--max-new-tokens", "30", "--json"]
+    assert main(arguments) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert main(arguments) == 0
+    second = json.loads(capsys.readouterr().out)
+    assert first["samples"] == second["samples"]
+    assert first["samples"][0]["tokens"] == 30
+    assert set(first["samples"][0]["text"]) <= set("abcdefghijklmnop")
