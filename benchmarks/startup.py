@@ -57,7 +57,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--preset", default="quickstart")
-    parser.add_argument("--metrics", type=Path, help="metrics.jsonl of a run, for evaluation's share")
+    parser.add_argument(
+        "--metrics", type=Path, help="metrics.jsonl of a run, for evaluation's share"
+    )
     asked = parser.parse_args()
     result: dict[str, Any] = {
         "help_seconds": min(seconds_of(["--help"]) for _ in range(5)),

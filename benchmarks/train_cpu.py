@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from plain_gpt import PlainGPT, cosine_learning_rate, make_optimizer, train_step
 
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
@@ -34,6 +33,7 @@ from pentameter.parallel.assemble import assemble
 from pentameter.parallel.ceiling import product_ceiling
 from pentameter.parallel.device import choose_precision, tune_allocator
 from pentameter.plan.plan import Plan, make_plan
+from plain_gpt import PlainGPT, cosine_learning_rate, make_optimizer, train_step
 
 WARM_UP_STEPS = 3  # ours compiles, and both grow their heaps
 

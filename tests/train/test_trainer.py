@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError, StorageError, TrainingFailedError
@@ -99,6 +100,28 @@ def test_more_steps_continue_where_the_schedule_allows_it(tmp_path):
         (e["step"], e["loss"]) for e in events(whole, "train")
     ]
     assert load_config(run / "config.toml").train.steps == 20
+
+
+@pytest.mark.slow
+def test_a_compiled_bf16_run_continues_bit_for_bit(tmp_path):
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    compiled = {
+        "schedule": {"name": "constant"},
+        "model": {"dropout": 0.1, "attention_dropout": 0.1},
+    }
+    for folder, steps in ((run, 4), (run, 8), (whole, 8)):
+        train = {"steps": steps, "precision": "bf16", "compile": True}
+        fit(folder, sections={**compiled, "train": train})
+    assert [(e["step"], e["loss"], e["grad_norm"]) for e in events(run, "train")] == [
+        (e["step"], e["loss"], e["grad_norm"]) for e in events(whole, "train")
+    ]
+    ours, theirs = (
+        open_checkpoint(folder / "checkpoints" / "step-00000008") for folder in (run, whole)
+    )
+    for group in ("model", "optimizer"):
+        expected = theirs.tensors(group)
+        for name, tensor in ours.tensors(group).items():
+            assert torch.equal(tensor, expected[name]), name
 
 
 def test_another_configuration_is_refused_and_nothing_is_lost(tmp_path):

@@ -36,7 +36,7 @@ _ROCM_TF32 = ("gfx94",)
 COMPILE_SECONDS = 40.0
 COMPILE_SAVING = 0.5
 # FLOP/s that uncompiled training sustains, to tell a long run from a short one: per CPU core
-# (character GPT: 0.6 TFLOP/s on two cores with AMX, 0.14 in fp32), and per GPU.
+# (a small model on two cores with AMX: 0.07 TFLOP/s; the character GPT in fp32: 0.13), per GPU.
 _EAGER_CORE_BF16 = 0.05e12
 _EAGER_CORE_FP32 = 0.07e12
 _EAGER_GPU = 50e12
