@@ -22,23 +22,42 @@ from pentameter.model.fused.kernels import _plus, _precise, kernel
 @kernel
 def split_heads(
     qkv: Tensor, bias: Tensor | None, n_heads: int, n_blocks: int
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """(B, T, H·3·K), its rows laid out head by head, → blocks of queries (N, Q, K), and all keys
-    and values (N, T, K)."""
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """(B, T, H·3·K), its rows laid out head by head, → for each block its queries (N, Q, K), and
+    the keys and values (N, S, K) that it may see; all contiguous, as batched products want them."""
     B, T, width = qkv.shape
     K = width // (3 * n_heads)
     parts = _plus(qkv, bias).to(qkv.dtype).view(B, T, n_heads, 3, K)
     q, k, v = parts.permute(3, 0, 2, 1, 4).reshape(3, B * n_heads, T, K)
-    return [block.contiguous() for block in q.chunk(n_blocks, 1)], k.contiguous(), v.contiguous()
+    ends = [T // n_blocks * (i + 1) for i in range(n_blocks)]
+    return (
+        [block.contiguous() for block in q.chunk(n_blocks, 1)],
+        [k[:, :end].contiguous() for end in ends],
+        [v[:, :end].contiguous() for end in ends],
+    )
 
 
 @kernel
-def join_heads(q_blocks: Sequence[Tensor], k: Tensor, v: Tensor, n_heads: int) -> Tensor:
-    """The inverse of `split_heads`: (B, T, H·3·K)."""
-    N, T, K = k.shape
-    q = torch.cat(list(q_blocks), 1)
+def join_heads(
+    q_blocks: Sequence[Tensor],
+    k_blocks: Sequence[Tensor],
+    v_blocks: Sequence[Tensor],
+    n_heads: int,
+) -> Tensor:
+    """The gradient of `split_heads`, (B, T, H·3·K): what several blocks saw is summed."""
+    q, k, v = torch.cat(list(q_blocks), 1), _sum_blocks(k_blocks), _sum_blocks(v_blocks)
+    N, T, K = q.shape
     parts = [part.view(N // n_heads, n_heads, T, K).permute(0, 2, 1, 3) for part in (q, k, v)]
     return torch.stack(parts, 3).reshape(N // n_heads, T, n_heads * 3 * K)
+
+
+def _sum_blocks(blocks: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors (N, S, K) of growing length S, each at the beginning of the longest."""
+    total = _precise(blocks[-1])
+    for block in blocks[:-1]:
+        S = block.shape[1]
+        total = torch.cat([total[:, :S] + block, total[:, S:]], 1)
+    return total.to(blocks[0].dtype)
 
 
 def _keep(keys: Tensor, shape: torch.Size, first: int, stride: int, p: float) -> Tensor:
@@ -82,19 +101,19 @@ def softmax_backward(
     keys: Tensor,
     stride: int,
     p: float,
-) -> tuple[Tensor, Tensor]:
-    """The gradient of the raw scores, and the dropped weights again.
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of the raw scores, and the dropped weights again, where any are dropped.
 
     `g` (N, Q, S) is the gradient of the dropped weights, `delta` (N, Q, 1) the sum over a row of
     weight × gradient, which is also output · its gradient (Dao et al. 2022, section 3).
     """
     g, weights = _precise(g), _precise(e)
-    dropped = weights
+    dropped = None
     if p > 0:
         keep = _keep(keys, e.shape, first, stride, p)
         g = torch.where(keep, g * (1 / (1 - p)), 0.0)
-        dropped = torch.where(keep, weights * (1 / (1 - p)), 0.0)
-    return (weights * (g - delta) * (inverse * scale)).to(e.dtype), dropped.to(e.dtype)
+        dropped = torch.where(keep, weights * (1 / (1 - p)), 0.0).to(e.dtype)
+    return (weights * (g - delta) * (inverse * scale)).to(e.dtype), dropped
 
 
 @kernel

@@ -182,17 +182,22 @@ class CausalAttention(Function):
         mask = attention.causal_mask(T, qkv.dtype)
         queries, k, v = attention.split_heads(qkv, bias, n_heads, len(ends))
         outputs, weights, inverses = [], [], []
-        for q, end in zip(queries, ends, strict=True):
-            first = end - q.shape[1]
-            scores = torch.bmm(q, k[:, :end].transpose(1, 2))
+        for i, end in enumerate(ends):
+            first = end - queries[i].shape[1]
             e, dropped, inverse = attention.softmax_forward(
-                scores, mask[first:end, :end].contiguous(), scale, first, keys, context_length, p
+                torch.bmm(queries[i], k[i].transpose(1, 2)),
+                mask[first:end, :end].contiguous(),
+                scale,
+                first,
+                keys,
+                context_length,
+                p,
             )
-            outputs.append(torch.bmm(dropped, v[:, :end]))
+            outputs.append(torch.bmm(dropped, v[i]))
             weights.append(e)
             inverses.append(inverse)
         y = attention.merge_heads(outputs, inverses, n_heads)
-        ctx.save_for_backward(k, v, y, keys, *queries, *weights, *inverses)
+        ctx.save_for_backward(y, keys, *queries, *k, *v, *weights, *inverses)
         ctx.n_heads, ctx.context_length, ctx.p = n_heads, context_length, p
         ctx.has_bias = bias is not None
         return y
@@ -200,39 +205,31 @@ class CausalAttention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        k, v, y, keys, *blocks = ctx.saved_tensors
-        T, K = k.shape[1:]
-        ends = _block_ends(T)
-        n = len(ends)
-        queries, weights, inverses = blocks[:n], blocks[n : 2 * n], blocks[2 * n :]
+        y, keys, *saved = ctx.saved_tensors
+        n = len(saved) // 5
+        queries, k, v, weights, inverses = (saved[i * n : (i + 1) * n] for i in range(5))
         g_blocks, g_scaled, deltas = attention.split_gradient(
             g.contiguous(), y, inverses, ctx.n_heads
         )
-        scale = attention.score_scale(K)
-        g_queries: list[Tensor] = []
-        for i in reversed(range(n)):  # the last block sees every key: it starts the sums
-            end, q = ends[i], queries[i]
-            g_dropped = torch.bmm(g_blocks[i], v[:, :end].transpose(1, 2))
+        scale = attention.score_scale(queries[0].shape[2])
+        g_q, g_k, g_v = [], [], []
+        for i in range(n):
             g_scores, dropped = attention.softmax_backward(
-                g_dropped,
+                torch.bmm(g_blocks[i], v[i].transpose(1, 2)),
                 weights[i],
                 deltas[i],
                 inverses[i],
                 scale,
-                end - q.shape[1],
+                k[i].shape[1] - queries[i].shape[1],
                 keys,
                 ctx.context_length,
                 ctx.p,
             )
-            g_queries.insert(0, torch.bmm(g_scores, k[:, :end]))
-            g_k_block = torch.bmm(g_scores.transpose(1, 2), q)
-            g_v_block = torch.bmm(dropped.transpose(1, 2), g_scaled[i])
-            if i == n - 1:
-                g_k, g_v = g_k_block, g_v_block
-            else:
-                g_k[:, :end] += g_k_block
-                g_v[:, :end] += g_v_block
-        joined = attention.join_heads(g_queries, g_k, g_v, ctx.n_heads)
+            g_q.append(torch.bmm(g_scores, k[i]))
+            g_k.append(torch.bmm(g_scores.transpose(1, 2), queries[i]))
+            seen = weights[i] if dropped is None else dropped
+            g_v.append(torch.bmm(seen.transpose(1, 2), g_scaled[i]))
+        joined = attention.join_heads(g_q, g_k, g_v, ctx.n_heads)
         g_bias = kernels.sum_rows(joined) if ctx.has_bias else None
         return joined, g_bias, None, None, None, None
 
