@@ -16,28 +16,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pentameter import generate as generate
+    from pentameter import plan as plan
     from pentameter.checkpoint.model import load_model as load_model
     from pentameter.config.load import load_config as load_config
-    from pentameter.generate.loop import generate as generate
-    from pentameter.plan.plan import make_plan as make_plan
     from pentameter.train.trainer import Trainer as Trainer
 
 _HOMES = {
     "Trainer": "pentameter.train.trainer",
-    "generate": "pentameter.generate.loop",
     "load_config": "pentameter.config.load",
     "load_model": "pentameter.checkpoint.model",
-    "make_plan": "pentameter.plan.plan",
 }
+_CALLABLE_PACKAGES = ("generate", "plan")  # packages that are also functions, see `callable_module`
 
-__all__ = ["Trainer", "generate", "load_config", "load_model", "make_plan"]
+__all__ = ["Trainer", "generate", "load_config", "load_model", "plan"]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _CALLABLE_PACKAGES:
+        return importlib.import_module(f"pentameter.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'pentameter' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_HOMES]
+    return [*globals(), *_HOMES, *_CALLABLE_PACKAGES]

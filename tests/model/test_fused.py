@@ -88,5 +88,15 @@ def test_fused_equals_plain_in_fp64(variant):
             )
 
 
+@pytest.mark.slow
+def test_many_shapes_in_one_process():
+    """PyTorch gives up on a function after eight recompilations; a sweep has more than that."""
+    from pentameter.model.fused import kernels
+
+    for width in range(1, 13):
+        x = torch.randn(4, width)
+        assert torch.equal(kernels.transpose(x), x.t())
+
+
 def test_norms_after_the_sum_are_left_to_the_plain_model():
     assert not can_fuse(ModelConfig(**{**BASE, "norm_position": "post"}))

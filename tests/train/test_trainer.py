@@ -261,13 +261,10 @@ def test_a_failed_save_stops_or_warns_as_asked(tmp_path, monkeypatch, on_error):
     monkeypatch.setattr(CheckpointStore, "save", save)
     run = tmp_path / "run"
     sections = {"checkpoint": {"on_error": on_error}}
-    if on_error == "stop":
-        with pytest.raises(StorageError, match="no space left"):
-            fit(run, sections=sections)
-    else:
-        _, end = fit(run, sections=sections)
-        assert end.step == 12
-        assert "step 4 is not saved" in (run / "log.txt").read_text()
+    with pytest.raises(StorageError, match="no space left"):
+        fit(run, sections=sections)  # the last save must succeed, whatever was asked
+    assert [e["step"] for e in events(run, "train")][-1] == (4 if on_error == "stop" else 12)
+    assert ("step 4 is not saved" in (run / "log.txt").read_text()) == (on_error == "warn")
 
 
 def test_a_text_too_short_for_the_context_is_a_clear_error(tmp_path):
@@ -284,3 +281,106 @@ def test_fp16_finds_its_loss_scale(tmp_path):
     losses = [e["loss"] for e in events(run, "train")]
     assert losses[-1] < losses[0]
     assert all(torch.isfinite(p).all() for p in trainer.stage.parameters())
+
+
+def test_a_refused_branch_leaves_the_existing_run_as_it_was(tmp_path):
+    run, other = tmp_path / "run", tmp_path / "other"
+    fit(run)
+    fit(other, sections={"optimizer": {"learning_rate": 0.5}})
+    before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    checkpoint = other / "checkpoints" / "step-00000012"
+    with pytest.raises(ConfigError, match="did not start from that"):
+        fit(run, sections={"optimizer": {"learning_rate": 0.5}}, resume=str(checkpoint))
+    assert {path: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+    fit(run)  # and its own command still continues it
+
+
+@pytest.mark.parametrize("resume", ["atuo", "run"])
+def test_resume_from_what_is_no_checkpoint_creates_nothing(tmp_path, resume):
+    fit(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"auto, never, must|step-00000012"):
+        fit(tmp_path / "new", resume=str(tmp_path / resume) if resume == "run" else resume)
+    assert not (tmp_path / "new" / "config.toml").exists()
+
+
+def test_the_same_command_continues_a_branch(tmp_path):
+    run, branch = tmp_path / "run", tmp_path / "branch"
+    fit(run)
+    command = {
+        "resume": str(run / "checkpoints" / "step-00000012"),
+        "sections": {"train": {"steps": 30}, "schedule": {"name": "constant"}},
+    }
+
+    class Stop:
+        def on_step(self, trainer, step):
+            if step.step == 14:
+                trainer.stop("for a while")
+
+    fit(branch, hooks=[Stop()], **command)
+    fit(branch, **command)
+    assert [e["step"] for e in events(branch, "train")] == list(range(13, 31))
+
+
+def test_changed_data_is_refused(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh" * 200)
+    sections = {"data": {"corpus": None, "path": str(text)}, "schedule": {"name": "constant"}}
+    run = tmp_path / "run"
+    fit(run, sections=sections)
+    text.write_text("hgfedcba" * 200)
+    sections["train"] = {"steps": 20}
+    with pytest.raises(ConfigError, match="data has changed since step 12"):
+        fit(run, sections=sections)
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_starts_again_as_asked(tmp_path):
+    class Fail:
+        def on_step(self, trainer, step):
+            raise RuntimeError("out of memory")
+
+    run = tmp_path / "run"
+    with pytest.raises(RuntimeError):
+        fit(run, hooks=[Fail()])
+    _, end = fit(run, sections={"train": {"batch_size": 2}})
+    assert end.step == 12
+    assert [e["step"] for e in events(run, "train")] == list(range(1, 13))
+
+
+def test_a_non_finite_validation_loss_ends_with_70(tmp_path):
+    sections = {
+        "optimizer": {"learning_rate": 1e30, "clip_norm": 0.0},
+        "schedule": {"name": "constant"},
+        "train": {"eval_interval": 1},
+    }
+    with pytest.raises(TrainingFailedError, match=r"loss"):
+        fit(tmp_path / "run", sections=sections)
+
+
+def test_an_evaluation_that_a_signal_cut_off_still_finds_the_best(tmp_path, monkeypatch):
+    from pentameter.train import trainer as module
+
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    trainer, _ = fit(whole)
+    real = module.evaluate
+
+    def cut_off(stage, split, *, step, **options):
+        return None if step == 12 else real(stage, split, step=step, **options)
+
+    monkeypatch.setattr(module, "evaluate", cut_off)
+    fit(run)
+    monkeypatch.undo()
+    again, _ = fit(run)
+    assert again.state.best_step == trainer.state.best_step
+    saved = [
+        json.loads((path / "checkpoints" / "step-00000012" / "state.json").read_text())["best"]
+        for path in (whole, run)
+    ]
+    assert saved[0] == saved[1]
+
+
+def test_a_prompt_the_text_cannot_spell_is_left_out(tmp_path):
+    run = tmp_path / "run"
+    sections = {"train": {"sample_interval": 12, "sample_prompt": "def ", "sample_tokens": 4}}
+    fit(run, sections=sections)
+    assert "sample_prompt is left out" in (run / "log.txt").read_text()
+    assert len((run / "samples" / "step-00000012.txt").read_text()) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -68,7 +69,10 @@ def _evaluate(parsed: EvalArguments, overrides: list[str]) -> EvalMetrics:
 
     device = choose_device(parsed.device)
     precision, _ = choose_precision(parsed.precision, device)
-    loaded = load_model(parsed.model, device=device)
+    warnings: list[str] = []
+    loaded = load_model(parsed.model, device=device, warnings=warnings)
+    for warning in warnings:
+        print(f"pentameter: {warning}", file=sys.stderr)
     config = load_config(loaded.checkpoint.path / "config.toml", overrides)
     if config.model_copy(update={"data": loaded.config.data}) != loaded.config:
         raise ConfigError("eval takes overrides of the data section only: --data.path FILE")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import io
 import os
 import signal
 import sys
@@ -25,6 +26,9 @@ VERBS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; the process's exit code (see `pentameter.errors`)."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows a "?"
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     debug = "--debug" in arguments
     if debug:
         arguments.remove("--debug")
@@ -75,7 +79,7 @@ def usage() -> str:
     verbs = "\n".join(f"  {verb:<{width}}  {text}" for verb, text in VERBS.items())
     return (
         "usage: pentameter VERB …\n\n"
-        "Trains GPT language models on any mesh of devices, from one configuration file.\n\n"
+        "Trains GPT language models from one configuration file.\n\n"
         f"{verbs}\n\n"
         "pentameter VERB --help tells more of one verb. Start with: pentameter train quickstart\n"
         "--debug shows the traceback of an error, --version the version."

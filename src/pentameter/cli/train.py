@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from pentameter.cli.arguments import parse_arguments
 
 if TYPE_CHECKING:
     from pentameter.config.schema import Config
-    from pentameter.train.hooks import RunEnd
+    from pentameter.train.trainer import Trainer
 
 HELP = "Train a model, or continue a run."
 
@@ -53,8 +54,8 @@ def run(arguments: list[str]) -> int:
     from pentameter.train.trainer import Trainer
 
     trainer = Trainer(config, run_dir=parsed.run_dir, resume=parsed.resume)
-    end = trainer.fit()
-    _say_goodbye(trainer.run_dir, end)
+    trainer.fit()
+    _say_goodbye(trainer)
     return 0
 
 
@@ -69,16 +70,19 @@ def _plan(config: Config) -> dict[str, object]:
     return make_plan(config, open_dataset(config.data).vocab_size).to_json()
 
 
-def _say_goodbye(run_dir: Path, end: RunEnd) -> None:
-    """Write the report and name the commands that make sense next."""
+def _say_goodbye(trainer: Trainer) -> None:
+    """Write the report and name the commands that make sense next, ready to paste."""
     from pentameter.report.report import write_report
 
-    report = write_report(run_dir)
-    command = "pentameter" if Path(sys.argv[0]).name == "pentameter" else "python -m pentameter"
+    report = write_report(trainer.run_dir)
+    called = Path(sys.argv[0])
+    command = str(called) if called.name == "pentameter" else f"{sys.executable} -m pentameter"
+    run, prompt = shlex.quote(str(trainer.run_dir)), trainer.config.train.sample_prompt
+    asked = f" --prompt {shlex.quote(prompt)}" if prompt else ""
     print(
         f"\nreport: {report}\n\nnext:\n"
-        f"  {command} sample {run_dir} --prompt '…' --max-new-tokens 500\n"
-        f"  {command} eval {run_dir}\n"
-        f"  {command} train shakespeare-char\n"
+        f"  {command} sample {run}{asked} --max-new-tokens 500\n"
+        f"  {command} eval {run}\n"
+        f"  {command} train quickstart --name mine --data.path FILE-or-FOLDER\n"
         f"  {command} doctor"
     )

@@ -270,7 +270,7 @@ class CheckpointConfig(Section):
     keep_best: Switch = True
     """Also keep the one with the best validation loss."""
     on_error: Literal["stop", "warn"] = "stop"
-    """A save that fails (disk full): `stop` ends with exit 74, `warn` goes on training."""
+    """A save that fails (disk full): `stop` ends with exit 74, `warn` goes on until the last."""
 
 
 class LogConfig(Section):

@@ -1,5 +1,6 @@
 """Sampling text from a model."""
 
+from pentameter.callable_module import make_callable
 from pentameter.generate.detokenize import TextPieces
 from pentameter.generate.loop import encode_prompt, generate, stream, stream_tokens, window_tokens
 from pentameter.generate.sampling import Sampling
@@ -13,3 +14,5 @@ __all__ = [
     "stream_tokens",
     "window_tokens",
 ]
+
+make_callable(__name__, generate)

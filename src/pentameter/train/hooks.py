@@ -1,4 +1,4 @@
-"""Hooks: objects with any of six methods, called by the trainer in the order they were given.
+"""Hooks: objects with any of seven methods, called by the trainer in the order they were given.
 
     class PrintLoss:
         def on_step(self, trainer, step): print(step.step, step.loss)
@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HOOK_METHODS = ("on_start", "on_step", "on_eval", "on_checkpoint", "on_end", "on_error")
+HOOK_METHODS = (
+    "on_start",
+    "on_step",
+    "on_skip",
+    "on_eval",
+    "on_checkpoint",
+    "on_end",
+    "on_error",
+)
 
 
 @dataclass(frozen=True)

@@ -61,47 +61,75 @@ def open_run_folder(path: Path, plan: Plan, *, resume: str = "auto") -> RunFolde
     """The folder of `plan`'s run, created, or rewound to the checkpoint it continues from.
 
     `resume` is `auto` (continue a run of the same configuration, else start), `never` (only
-    start), `must` (only continue) or the path of a checkpoint to continue from. The caller holds
-    the folder's lock. Raises ConfigError when the folder holds another configuration's run,
-    saying what differs; nothing in the folder has been touched then.
+    start), `must` (only continue) or the path of a checkpoint to branch off from. The caller
+    holds the folder's lock. Raises ConfigError when the folder holds another run, saying what
+    differs; nothing in the folder has been touched then.
     """
-    exists = (path / "config.toml").exists()
-    if exists:
-        _check_resumable(path, plan, resume)
-        run_id = _read_run_id(path)
-        _describe(path, plan, run_id)  # what may change on resume (steps, intervals) may have
-    elif resume == "must":
-        raise ConfigError(f"--resume must: there is no run in {path}; use --resume auto to start")
+    given = None if resume in RESUME_WORDS else _open_given(resume)
+    identity = _read_identity(path)
+    if identity is not None and not _has_checkpoints(path) and resume == "auto":
+        identity = None  # it failed before its first checkpoint: there is nothing to continue
+    if identity is None:
+        if resume == "must":
+            raise ConfigError(
+                f"--resume must: there is no checkpoint in {path}; use --resume auto to start"
+            )
+        identity = {"run_id": uuid.uuid4().hex, "parent": _parent(given)}
+    elif resume == "never":
+        raise ConfigError(
+            f"--resume never: {path} already holds a run; give another --run-dir or --name, "
+            "or remove the folder"
+        )
+    elif given is not None and identity.get("parent") != _parent(given):
+        raise ConfigError(
+            f"--resume {resume}: {path} already holds a run that did not start from that "
+            "checkpoint; give another --run-dir to branch off from it"
+        )
     else:
-        run_id = uuid.uuid4().hex
-        _create(path, plan, run_id)
+        _check_same(path, plan)
+    run_id = str(identity["run_id"])
     store = CheckpointStore(
         path / "checkpoints", run_id=run_id, config_hash=config_hash(plan.config)
     )
-    store.clean()
     checkpoint = store.latest()
-    if resume not in RESUME_WORDS:
-        given = open_checkpoint(Path(resume))
-        if checkpoint is None or checkpoint.path.resolve() != given.path.resolve():
-            _check_foreign(checkpoint, given, path)
-            checkpoint = given
-    elif resume == "must" and checkpoint is None:
-        raise ConfigError(
-            f"--resume must: {path} has no checkpoint yet; use --resume auto to start it again"
-        )
+    if checkpoint is None:
+        if resume == "must":
+            raise ConfigError(
+                f"--resume must: {path} has no checkpoint yet; use --resume auto to start again"
+            )
+        checkpoint = given
+    store.clean()
+    _write_identity(path, plan, identity)
     folder = RunFolder(path, run_id, store, checkpoint)
     _rewind(folder)
     return folder
 
 
-def _check_resumable(path: Path, plan: Plan, resume: str) -> None:
-    if resume == "never":
+def _open_given(resume: str) -> Checkpoint:
+    """The checkpoint that the user named, or what else could have been meant."""
+    path = Path(resume)
+    if (path / "checkpoints").is_dir():
+        names = ", ".join(sorted(p.name for p in (path / "checkpoints").glob("step-*")))
         raise ConfigError(
-            f"--resume never: {path} already holds a run; give another --run-dir or --name, "
-            "or remove the folder"
+            f"--resume {resume} is a run folder; name one of its checkpoints: {names or 'none yet'}"
         )
-    if resume not in RESUME_WORDS:
-        return  # the user named a checkpoint: what differs is what they want to change
+    if not path.is_dir():
+        raise ConfigError(
+            f"--resume {resume} is neither a checkpoint folder nor one of: "
+            + ", ".join(RESUME_WORDS)
+        )
+    return open_checkpoint(path)
+
+
+def _parent(given: Checkpoint | None) -> dict[str, Any] | None:
+    return None if given is None else {"run_id": given.run_id, "step": given.step}
+
+
+def _has_checkpoints(path: Path) -> bool:
+    return any((path / "checkpoints").glob("step-*"))
+
+
+def _check_same(path: Path, plan: Plan) -> None:
     existing = load_config(path / "config.toml")
     if config_hash(existing) != config_hash(plan.config):
         differences = "\n  ".join(diff_configs(existing, plan.config))
@@ -111,34 +139,26 @@ def _check_resumable(path: Path, plan: Plan, resume: str) -> None:
         )
 
 
-def _check_foreign(own: Checkpoint | None, given: Checkpoint, path: Path) -> None:
-    if own is not None:
-        raise ConfigError(
-            f"--resume {given.path}: {path} has its own checkpoint at step {own.step}; give "
-            "another --run-dir to branch off from that checkpoint"
-        )
-
-
-def _create(path: Path, plan: Plan, run_id: str) -> None:
+def _write_identity(path: Path, plan: Plan, identity: Mapping[str, Any]) -> None:
+    """Write plan.json and config.toml; the latter last, since its presence makes it a run."""
     try:
         (path / "samples").mkdir(parents=True, exist_ok=True)
         (path / "checkpoints").mkdir(exist_ok=True)
     except OSError as error:
         raise StorageError(f"cannot create the run folder {path}: {error.strerror}") from error
-    _describe(path, plan, run_id)
-
-
-def _describe(path: Path, plan: Plan, run_id: str) -> None:
-    """Write plan.json and config.toml; the latter last, since its presence makes it a run."""
-    record = {"run_id": run_id, **plan.to_json()}
+    record = {**identity, **plan.to_json()}
     write_atomic(path / "plan.json", json.dumps(record, indent=2).encode() + b"\n")
     write_atomic(path / "config.toml", to_toml(plan.config).encode())
 
 
-def _read_run_id(path: Path) -> str:
+def _read_identity(path: Path) -> dict[str, Any] | None:
+    """What names the run in `path`: its id and, for a branch, its parent. None for no run."""
+    if not (path / "config.toml").exists():
+        return None
     try:
-        return str(json.loads((path / "plan.json").read_text(encoding="utf-8"))["run_id"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        record = json.loads((path / "plan.json").read_text(encoding="utf-8"))
+        return {"run_id": record["run_id"], "parent": record.get("parent")}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptError(
             f"{path / 'plan.json'} is missing or damaged, so the run's checkpoints cannot be "
             "recognised; continue in a new folder with --run-dir NEW --resume "

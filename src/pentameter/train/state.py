@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -48,7 +49,7 @@ class TrainState:
         The untrained model's is never the best: there is nothing of it worth keeping.
         """
         self.last_eval_step = self.step
-        if self.step == 0:
+        if self.step == 0 or not math.isfinite(loss):
             return False
         if self.best_loss is None or loss < self.best_loss:
             self.best_step, self.best_loss, self.evals_without_best = self.step, loss, 0

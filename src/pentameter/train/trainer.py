@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from pentameter.checkpoint.lock import RunLock
+from pentameter.checkpoint.opening import Checkpoint
 from pentameter.checkpoint.state import (
     load_model_state,
     load_optimizer_state,
@@ -25,7 +26,12 @@ from pentameter.config.load import to_toml
 from pentameter.config.schema import Config
 from pentameter.data.batches import Batch, training_batch
 from pentameter.data.dataset import open_dataset
-from pentameter.errors import InterruptedRunError, StorageError, TrainingFailedError
+from pentameter.errors import (
+    ConfigError,
+    InterruptedRunError,
+    StorageError,
+    TrainingFailedError,
+)
 from pentameter.generate.loop import generate
 from pentameter.optim.build import build_optimizer, set_learning_rate
 from pentameter.optim.clip import clip_gradients, gradient_norm, unscale_gradients
@@ -93,7 +99,7 @@ class Trainer:
             except Exception as error:
                 self._hooks.call("on_error", self, error)
                 raise
-            if self._signals.received is not None:
+            if end.reason == self._signals.received:
                 raise InterruptedRunError(
                     f"stopped by {end.reason} after step {end.step}, which is saved; "
                     "the same command continues"
@@ -111,6 +117,8 @@ class Trainer:
         self.dataset = open_dataset(self.config.data, progress=self.console.progress)
         self.plan = make_plan(self.config, self.dataset.vocab_size)
         self.config = self.plan.config
+        self.sample_prompt = self._encodable_prompt()
+        self._batch(0)  # a text shorter than the context is refused before a folder exists
         self.engine: Engine = choose_engine(self.plan)
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -134,6 +142,7 @@ class Trainer:
             load_optimizer_state(
                 self.optimizer, self.stage.named_parameters(), checkpoint.tensors("optimizer")
             )
+            self._check_data(checkpoint)
             self.state = TrainState.from_json(checkpoint.state)
             self._saved_step = self.state.step
         self.stopwatch = Stopwatch(self.plan, self.engine)
@@ -146,6 +155,27 @@ class Trainer:
         self._say_warnings()
         self._hooks = Hooks((self.recorder, self.console, *self._user_hooks))
         self._hooks.call("on_start", self)
+
+    def _encodable_prompt(self) -> str:
+        """`train.sample_prompt`, or nothing where the tokenizer lacks one of its characters: the
+        preset's prompt need not suit the user's text."""
+        prompt = self.config.train.sample_prompt
+        try:
+            self.dataset.tokenizer.encode(prompt)
+        except ConfigError as error:
+            self.console.say(f"warning: train.sample_prompt is left out: {error}")
+            return ""
+        return prompt
+
+    def _check_data(self, checkpoint: Checkpoint) -> None:
+        """Refuse to go on with other text than the run began with."""
+        saved = checkpoint.state.get("data_hash")
+        if checkpoint.run_id == self.folder.run_id and saved not in (None, self.dataset.hash):
+            raise ConfigError(
+                f"the data has changed since step {checkpoint.step} of {self.run_dir} was saved "
+                f"(sha256 {saved[:16]}…, now {self.dataset.hash[:16]}…); restore it, or start "
+                "anew with another --run-dir or --name"
+            )
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -181,7 +211,8 @@ class Trainer:
         state.step += 1
         state.tokens += self.plan.tokens_per_step
         state.train_seconds += self.stopwatch.step_seconds
-        state.loss_scale.update(finite=finite)
+        if self.engine.precision == "fp16":
+            state.loss_scale.update(finite=finite)
         if not finite:
             self._skip(batch, loss, norm_value)
             return
@@ -264,6 +295,12 @@ class Trainer:
             should_stop=lambda: self._signals.received is not None,
         )
         if metrics is not None:
+            if not math.isfinite(metrics.loss):
+                raise TrainingFailedError(
+                    f"the validation loss is {metrics.loss} at step {state.step}; the last "
+                    f"checkpoint is step {self._saved_step}. Lower optimizer.learning_rate="
+                    f"{self.config.optimizer.learning_rate}"
+                )
             self._new_best = state.record_eval(metrics.loss)
             self._hooks.call("on_eval", self, replace(metrics, best=self._new_best))
 
@@ -278,27 +315,27 @@ class Trainer:
         text = generate(
             self.stage.model,
             self.dataset.tokenizer,
-            train.sample_prompt,
+            self.sample_prompt,
             max_new_tokens=train.sample_tokens,
             seed=self.config.seed,
         )[0]
         path = self.folder.sample_path(state.step)
-        path.write_text(train.sample_prompt + text, encoding="utf-8")
+        path.write_text(self.sample_prompt + text, encoding="utf-8")
         self.console.say(f"sample at step {state.step}:")
-        for line in (train.sample_prompt + text).strip("\n").splitlines():
+        for line in (self.sample_prompt + text).strip("\n").splitlines():
             self.console.say(f"  │ {line}")
 
     def _save_if_due(self, *, stopping: bool) -> None:
         state, settings = self.state, self.config.checkpoint
         assert settings.interval is not None  # the plan resolved it
         due = stopping or state.step % settings.interval == 0
-        if settings.keep_best and self._new_best:
-            due = True
-        self._new_best = False
-        if not due or state.step == self._saved_step:
+        new_best, self._new_best = self._new_best and settings.keep_best, False
+        due = due or new_best
+        if not due or (state.step == self._saved_step and not new_best):
             return
         record = {
             **state.to_json(),
+            "data_hash": self.dataset.hash,
             "metrics_bytes": self.recorder.sync(),
             "log_bytes": self.console.sync(),
         }
@@ -317,14 +354,17 @@ class Trainer:
                     "tokenizer.json": self.dataset.tokenizer.to_bytes(),
                 },
             )
-            store.prune(settings.keep_last, keep)
         except StorageError as error:
-            if settings.on_error == "stop":
+            if stopping or settings.on_error == "stop":
                 raise
             self.console.say(f"warning: step {state.step} is not saved: {error}")
             return
-        self._say_warnings()
         self._saved_step = state.step
+        try:
+            store.prune(settings.keep_last, keep)
+        except StorageError as error:  # the new checkpoint stands; only the old ones stay too
+            self.console.say(f"warning: an old checkpoint could not be removed: {error}")
+        self._say_warnings()
         self._hooks.call(
             "on_checkpoint",
             self,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pentameter.model.dropout import keep_mask
-from pentameter.model.fused.kernels import _plus, _precise, kernel
+from pentameter.model.fused.kernels import kernel, plus_bias, precise
 
 
 @kernel
@@ -27,7 +27,7 @@ def split_heads(
     the keys and values (N, S, K) that it may see; all contiguous, as batched products want them."""
     B, T, width = qkv.shape
     K = width // (3 * n_heads)
-    parts = _plus(qkv, bias).to(qkv.dtype).view(B, T, n_heads, 3, K)
+    parts = plus_bias(qkv, bias).to(qkv.dtype).view(B, T, n_heads, 3, K)
     q, k, v = parts.permute(3, 0, 2, 1, 4).reshape(3, B * n_heads, T, K)
     ends = [T // n_blocks * (i + 1) for i in range(n_blocks)]
     return (
@@ -53,7 +53,7 @@ def join_heads(
 
 def _sum_blocks(blocks: Sequence[Tensor]) -> Tensor:
     """The sum of tensors (N, S, K) of growing length S, each at the beginning of the longest."""
-    total = _precise(blocks[-1])
+    total = precise(blocks[-1])
     for block in blocks[:-1]:
         S = block.shape[1]
         total = torch.cat([total[:, :S] + block, total[:, S:]], 1)
@@ -81,13 +81,13 @@ def softmax_forward(
     rounding them does not change what a row adds up to. `first` is the time of query 0.
     """
     dtype = scores.dtype
-    scores = _precise(scores) * scale + mask
+    scores = precise(scores) * scale + mask
     e = torch.exp(scores - scores.amax(-1, keepdim=True)).to(dtype)
-    inverse = 1 / _precise(e).sum(-1, keepdim=True)
+    inverse = 1 / precise(e).sum(-1, keepdim=True)
     if p == 0:
         return e, e, inverse
     keep = _keep(keys, e.shape, first, stride, p)
-    return e, torch.where(keep, _precise(e) * (1 / (1 - p)), 0.0).to(dtype), inverse
+    return e, torch.where(keep, precise(e) * (1 / (1 - p)), 0.0).to(dtype), inverse
 
 
 @kernel
@@ -107,7 +107,7 @@ def softmax_backward(
     `g` (N, Q, S) is the gradient of the dropped weights, `delta` (N, Q, 1) the sum over a row of
     weight × gradient, which is also output · its gradient (Dao et al. 2022, section 3).
     """
-    g, weights = _precise(g), _precise(e)
+    g, weights = precise(g), precise(e)
     dropped = None
     if p > 0:
         keep = _keep(keys, e.shape, first, stride, p)
@@ -119,7 +119,7 @@ def softmax_backward(
 @kernel
 def merge_heads(blocks: Sequence[Tensor], inverses: Sequence[Tensor], n_heads: int) -> Tensor:
     """Each block (N, Q, K) divided by its row sums, heads side by side: (B, T, H·K)."""
-    parts = [_precise(y) * inverse for y, inverse in zip(blocks, inverses, strict=True)]
+    parts = [precise(y) * inverse for y, inverse in zip(blocks, inverses, strict=True)]
     y = torch.cat(parts, 1).to(blocks[0].dtype)
     N, T, K = y.shape
     return y.view(N // n_heads, n_heads, T, K).permute(0, 2, 1, 3).reshape(-1, T, n_heads * K)
@@ -141,8 +141,8 @@ def split_gradient(
         return x.view(B, T, n_heads, -1).permute(0, 2, 1, 3).reshape(B * n_heads, T, -1)
 
     blocks = [block.contiguous() for block in by_heads(g).chunk(n_blocks, 1)]
-    scaled = [(_precise(g) * i).to(g.dtype) for g, i in zip(blocks, inverses, strict=True)]
-    delta = by_heads((_precise(g) * _precise(y)).view(B, T, n_heads, K).sum(-1))
+    scaled = [(precise(g) * i).to(g.dtype) for g, i in zip(blocks, inverses, strict=True)]
+    delta = by_heads((precise(g) * precise(y)).view(B, T, n_heads, K).sum(-1))
     return blocks, scaled, [block.contiguous() for block in delta.chunk(n_blocks, 1)]
 
 
