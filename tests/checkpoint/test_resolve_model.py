@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pentameter.checkpoint import find_model, resolve_model
+from pentameter.checkpoint import find_model
 from pentameter.errors import ConfigError, CorruptError
 
 
@@ -14,37 +14,37 @@ def run(store):
 def test_a_run_means_its_best_checkpoint(store, save, run):
     for step in (1, 2, 3):
         save(store, step, best=min(step, 2))
-    assert resolve_model(run) == (store.folder / "step-00000002").resolve()
+    assert find_model(run).path == (store.folder / "step-00000002").resolve()
     assert find_model(run).state["step"] == 2
 
 
 def test_a_run_without_a_best_means_its_last(store, save, run):
     for step in (1, 2):
         save(store, step)
-    assert resolve_model(run).name == "step-00000002"
+    assert find_model(run).path.name == "step-00000002"
 
 
 def test_a_best_that_is_gone_or_damaged_gives_way_to_the_last(store, save, run):
     for step in (1, 2, 3):
         save(store, step, best=1)
     store.prune(2)
-    assert resolve_model(run).name == "step-00000003"
+    assert find_model(run).path.name == "step-00000003"
     save(store, 4, best=2)
     (store.folder / "step-00000002" / "model.safetensors").write_bytes(b"")
-    assert resolve_model(run).name == "step-00000004"
+    assert find_model(run).path.name == "step-00000004"
     (store.folder / "step-00000004" / "state.json").unlink()
     warnings: list[str] = []
-    assert resolve_model(run, warnings).name == "step-00000003"
+    assert find_model(run, warnings).path.name == "step-00000003"
     assert any("step-00000004" in warning for warning in warnings)
 
 
 def test_a_checkpoint_folder_means_itself(store, save):
     save(store, 1, best=7)
     path = save(store, 2, best=1).path
-    assert resolve_model(path) == path.resolve()
+    assert find_model(path).path == path.resolve()
     (path / "config.toml").unlink()
     with pytest.raises(CorruptError, match=r"config\.toml is missing"):
-        resolve_model(path)
+        find_model(path)
 
 
 def test_anything_else_says_what_was_found(tmp_path, store, save, run):
@@ -67,11 +67,11 @@ def test_anything_else_says_what_was_found(tmp_path, store, save, run):
         if path.name == "new":
             (path / "checkpoints").mkdir()
         with pytest.raises(ConfigError, match=message) as caught:
-            resolve_model(path)
+            find_model(path)
         assert str(path) in str(caught.value)
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_corrupt(store, save, run):
     (save(store, 1).path / "state.json").unlink()
     with pytest.raises(CorruptError, match=r"every checkpoint .*state\.json is missing"):
-        resolve_model(run)
+        find_model(run)

@@ -4,7 +4,7 @@ from pentameter.checkpoint.files import write_atomic
 from pentameter.checkpoint.lock import RunLock
 from pentameter.checkpoint.model import LoadedModel, load_model
 from pentameter.checkpoint.opening import Checkpoint, open_checkpoint
-from pentameter.checkpoint.resolve import find_model, resolve_model
+from pentameter.checkpoint.resolve import find_model
 from pentameter.checkpoint.state import (
     load_model_state,
     load_optimizer_state,
@@ -26,6 +26,5 @@ __all__ = [
     "model_state",
     "open_checkpoint",
     "optimizer_state",
-    "resolve_model",
     "write_atomic",
 ]

@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from pentameter.checkpoint.files import make_folder, storage_errors
@@ -84,12 +83,7 @@ class RunLock:
         self.acquire()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
     def acquire(self) -> None:

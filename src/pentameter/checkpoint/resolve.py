@@ -17,11 +17,6 @@ from pentameter.errors import ConfigError, CorruptError
 _HUGGING_FACE_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
 
-def resolve_model(path: Path, warnings: list[str] | None = None) -> Path:
-    """The checkpoint folder that `path` means, verified; see `find_model`."""
-    return find_model(path, warnings).path
-
-
 def find_model(path: Path, warnings: list[str] | None = None) -> Checkpoint:
     """The verified checkpoint that `path` means: a checkpoint folder, or a run folder's best.
 

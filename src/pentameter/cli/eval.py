@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from pentameter.cli.arguments import parse_arguments
+from pentameter.cli.loading import load_for_verb
 from pentameter.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,7 +59,6 @@ def run(arguments: list[str]) -> int:
 
 
 def _evaluate(parsed: EvalArguments, overrides: list[str]) -> EvalMetrics:
-    from pentameter.checkpoint.model import load_model
     from pentameter.config.load import load_config
     from pentameter.data.dataset import open_dataset
     from pentameter.parallel.assemble import Stage
@@ -69,10 +68,7 @@ def _evaluate(parsed: EvalArguments, overrides: list[str]) -> EvalMetrics:
 
     device = choose_device(parsed.device)
     precision, _ = choose_precision(parsed.precision, device)
-    warnings: list[str] = []
-    loaded = load_model(parsed.model, device=device, warnings=warnings)
-    for warning in warnings:
-        print(f"pentameter: {warning}", file=sys.stderr)
+    loaded = load_for_verb(parsed.model, device)
     config = load_config(loaded.checkpoint.path / "config.toml", overrides)
     if config.model_copy(update={"data": loaded.config.data}) != loaded.config:
         raise ConfigError("eval takes overrides of the data section only: --data.path FILE")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from pentameter.cli.loading import load_for_verb
 from pentameter.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
@@ -78,15 +79,11 @@ def _prompt(asked: Arguments) -> str:
 
 
 def _sample(asked: Arguments, prompt: str) -> None:
-    from pentameter.checkpoint.model import load_model
     from pentameter.generate import Sampling, encode_prompt, stream_tokens
     from pentameter.parallel.device import choose_device
 
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
-    warnings: list[str] = []
-    loaded = load_model(asked.model, device=choose_device(asked.device), warnings=warnings)
-    for warning in warnings:
-        print(f"pentameter: {warning}", file=sys.stderr)
+    loaded = load_for_verb(asked.model, choose_device(asked.device))
     steps = stream_tokens(
         loaded.model,
         encode_prompt(loaded.tokenizer, prompt),

@@ -34,6 +34,11 @@ class Batch:
     rows: Int64
     """(B,) number of each row in the whole global batch (or evaluation pass)."""
 
+    @property
+    def n_targets(self) -> int:
+        """Targets that count."""
+        return int((self.targets != IGNORED).sum())
+
     def hash(self) -> str:
         """sha256, in hex, of all three arrays."""
         digest = hashlib.sha256()

@@ -24,6 +24,7 @@ from pentameter.model.dropout import (
 )
 from pentameter.model.initial import initialize
 from pentameter.plan.table import (
+    embedding_dropout,
     feed_forward_width,
     layer_range,
     norm_has_bias,
@@ -66,8 +67,7 @@ class GPT(nn.Module):
         if self.is_first:
             if config.positions == "learned":
                 self.position_embedding = nn.Embedding(config.context_length, D)
-            p = config.dropout if config.embedding_dropout is None else config.embedding_dropout
-            self.embedding_dropout = KeyedDropout(EMBEDDING_SITE, p, D)
+            self.embedding_dropout = KeyedDropout(EMBEDDING_SITE, embedding_dropout(config), D)
         self.blocks = nn.ModuleDict(
             {str(layer): Block(config, layer) for layer in range(*self.layers)}
         )

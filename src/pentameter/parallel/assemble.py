@@ -77,7 +77,7 @@ class Stage:
         accumulation is exact whatever the micro-batches hold.
         """
         self.model.train()
-        n_targets = int((batch.targets >= 0).sum())
+        n_targets = batch.n_targets
         micro_losses = []
         for micro in split_batch(batch, self.plan.micro_batch_size):
             keys = self._keys(step, micro.rows)
@@ -91,7 +91,7 @@ class Stage:
         """The loss of a batch without dropout and without gradients."""
         self.model.eval()
         loss = self._loss(*self._to_device(batch), None)
-        return LossSum(loss.item(), int((batch.targets >= 0).sum()))
+        return LossSum(loss.item(), batch.n_targets)
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """The arithmetic of the run's precision, for a forward pass."""

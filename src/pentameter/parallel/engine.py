@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pentameter.parallel.capabilities import machine_capabilities
 from pentameter.parallel.ceiling import product_ceiling
 from pentameter.parallel.device import (
     choose_compile,
@@ -64,16 +65,18 @@ class Engine:
 def choose_engine(plan: Plan) -> Engine:
     """The Engine for `plan` on this machine. Tunes the process's memory allocator on a CPU."""
     train = plan.config.train
-    device = choose_device(train.device)
-    precision, precision_reason = choose_precision(train.precision, device)
+    capabilities = machine_capabilities()
+    device = choose_device(train.device, capabilities)
+    precision, precision_reason = choose_precision(train.precision, device, capabilities)
     compiled, compile_reason = choose_compile(
         train.compile,
         device,
         total_flops=plan.total_tokens * plan.flops_per_token,
         precision=precision,
+        capabilities=capabilities,
     )
     if device.type == "cpu":
         tune_allocator()
-    name = device_name(device)
+    name = device_name(device, capabilities)
     ceiling = peak_flops(name, precision) or product_ceiling(device, PRODUCT_DTYPES[precision])
     return Engine(device, name, precision, precision_reason, compiled, compile_reason, ceiling)

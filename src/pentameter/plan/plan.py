@@ -10,7 +10,13 @@ from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
 from pentameter.plan.flops import CONVENTION, flops_per_token
 from pentameter.plan.layout import Layout, stage_layers
-from pentameter.plan.table import ParameterSpec, padded_vocab_size, parameter_table
+from pentameter.plan.table import (
+    ParameterSpec,
+    embedding_dropout,
+    feed_forward_width,
+    padded_vocab_size,
+    parameter_table,
+)
 
 # What AdamW and SGD keep beside each weight, in elements of the weight's own type.
 OPTIMIZER_SLOTS = {"adamw": 2, "sgd": 0, "sgd+momentum": 1}
@@ -144,10 +150,8 @@ def _resolve(config: Config, vocab_size: int | None) -> Config:
             "model": model.model_copy(
                 update={
                     "vocab_size": model.vocab_size or vocab_size,
-                    "d_ff": model.d_ff or 4 * model.d_model,
-                    "embedding_dropout": model.dropout
-                    if model.embedding_dropout is None
-                    else model.embedding_dropout,
+                    "d_ff": feed_forward_width(model),
+                    "embedding_dropout": embedding_dropout(model),
                 }
             ),
             "train": train.model_copy(

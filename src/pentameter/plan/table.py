@@ -65,6 +65,11 @@ def feed_forward_width(model: ModelConfig) -> int:
     return model.d_ff if model.d_ff is not None else 4 * model.d_model
 
 
+def embedding_dropout(model: ModelConfig) -> float:
+    """Return the dropout rate after the embedding: `dropout` when it has none of its own."""
+    return model.dropout if model.embedding_dropout is None else model.embedding_dropout
+
+
 def norm_has_bias(model: ModelConfig) -> bool:
     """Return whether norms have a bias; RMSNorm has none by definition."""
     return model.bias and model.norm == "layernorm"
@@ -119,11 +124,6 @@ def layer_range(model: ModelConfig, first_layer: int, last_layer: int | None) ->
             f"0 … n_layers={model.n_layers}"
         )
     return first_layer, last_layer
-
-
-def parameter_count(model: ModelConfig) -> int:
-    """Return the number of trainable numbers in the whole model, padded rows included."""
-    return sum(spec.n_elements for spec in parameter_table(model))
 
 
 def _matrix(

@@ -6,15 +6,21 @@ import os
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.text import Text
 
-from pentameter.errors import StorageError
-from pentameter.train.hooks import CheckpointMetrics, EvalMetrics, RunEnd, SkippedStep, StepMetrics
+from pentameter.checkpoint.files import storage_errors
+from pentameter.train.hooks import (
+    CheckpointMetrics,
+    EvalMetrics,
+    RunEnd,
+    SkippedStep,
+    StepMetrics,
+    is_logged,
+)
 
 if TYPE_CHECKING:
     from pentameter.train.trainer import Trainer
@@ -25,8 +31,7 @@ REFRESH_SECONDS = 0.1
 class Console:
     """A hook that prints the run; also the only way anything of the trainer reaches the screen."""
 
-    def __init__(self, *, interval: int, total_steps: int, quiet: bool = False) -> None:
-        self._interval = interval
+    def __init__(self, *, total_steps: int, quiet: bool = False) -> None:
         self._total_steps = total_steps
         self._rich = RichConsole(
             file=sys.stdout, highlight=False, soft_wrap=True, quiet=quiet, markup=False
@@ -42,12 +47,7 @@ class Console:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._live is not None:
             self._live.stop()
         if self._log is not None:
@@ -55,10 +55,8 @@ class Console:
 
     def open_log(self, path: Path) -> None:
         """Copy everything said from now on, and so far, into `path`."""
-        try:
+        with storage_errors(path, "write"):
             self._log = path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise StorageError(f"cannot write {path}: {error.strerror}") from error
         for line in self._pending:
             self._to_log(line)
         self._pending.clear()
@@ -89,9 +87,9 @@ class Console:
         self.status(f"{what} the text · {size(done)} of {size(total)}{share}")
 
     def on_step(self, trainer: Trainer, step: StepMetrics) -> None:
-        """One line every `log.interval` steps, the live line at every step."""
+        """A line where the step is one to log, the live line at every step."""
         line = self._step_line(step)
-        if step.step == 1 or step.step % self._interval == 0 or step.step == self._total_steps:
+        if is_logged(step.step, trainer.config):
             self.say(line)
         self.status(f"{line} · eta {duration(step.eta_seconds)}")
 
@@ -129,11 +127,9 @@ class Console:
         if self._log is None:
             self._pending.append(text)
             return
-        try:
+        with storage_errors(Path(self._log.name), "write"):
             self._log.write(text + "\n")
             self._log.flush()
-        except OSError as error:
-            raise StorageError(f"cannot write {self._log.name}: {error.strerror}") from error
 
 
 def duration(seconds: float) -> str:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pentameter.config.schema import Config
+
 HOOK_METHODS = (
     "on_start",
     "on_step",
@@ -82,6 +84,11 @@ class RunEnd:
     step: int
     reason: str
     seconds: float
+
+
+def is_logged(step: int, config: Config) -> bool:
+    """Whether a step gets a line: every `log.interval` steps, and the first and the last."""
+    return step == 1 or step % config.log.interval == 0 or step == config.train.steps
 
 
 class Hooks:

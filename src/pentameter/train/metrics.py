@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pentameter.checkpoint.files import write_atomic
-from pentameter.errors import StorageError
+from pentameter.checkpoint.files import storage_errors, write_atomic
 
 
 class MetricsLog:
@@ -18,18 +17,14 @@ class MetricsLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with storage_errors(path, "write"):
             self._file = path.open("ab")
-        except OSError as error:
-            raise StorageError(f"cannot write {path}: {error.strerror}") from error
 
     def write(self, event: str, **values: Any) -> None:
         """Append one event. Non-finite numbers become null, which every JSON reader accepts."""
-        try:
+        with storage_errors(self.path, "write"):
             self._file.write(_line(event, values))
             self._file.flush()
-        except OSError as error:
-            raise StorageError(f"cannot write {self.path}: {error.strerror}") from error
 
     def sync(self) -> int:
         """Bytes written so far, all of them safely on disk."""
@@ -63,6 +58,11 @@ def rewind_metrics(path: Path, *, n_bytes: int, checkpoint: Mapping[str, Any] | 
                 break
         kept += own
     write_atomic(path, kept)
+
+
+def checkpoint_event(step: int, path: Path, n_bytes: int, seconds: float | None) -> dict[str, Any]:
+    """The values of a `checkpoint` line; the path is relative to the run folder, which may move."""
+    return {"step": step, "path": f"checkpoints/{path.name}", "bytes": n_bytes, "seconds": seconds}
 
 
 def _is_checkpoint_of(line: bytes, step: int) -> bool:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pentameter.config.schema import DataConfig
 from pentameter.data.grammar import grammar_entropy_rate
-from pentameter.train.hooks import CheckpointMetrics, EvalMetrics, RunEnd, SkippedStep, StepMetrics
-from pentameter.train.metrics import MetricsLog
+from pentameter.train.hooks import (
+    CheckpointMetrics,
+    EvalMetrics,
+    RunEnd,
+    SkippedStep,
+    StepMetrics,
+    is_logged,
+)
+from pentameter.train.metrics import MetricsLog, checkpoint_event
 
 if TYPE_CHECKING:
     from pentameter.train.trainer import Trainer
@@ -18,11 +24,8 @@ if TYPE_CHECKING:
 class Recorder:
     """Turns what the hooks report into lines of metrics.jsonl."""
 
-    def __init__(self, path: Path, *, interval: int) -> None:
-        self._log = MetricsLog(path)
-        self._interval = interval
-        self.sync = self._log.sync
-        self.close = self._log.close
+    def __init__(self, log: MetricsLog) -> None:
+        self._log = log
 
     def on_start(self, trainer: Trainer) -> None:
         """`start` for a new run, `resume` for one that continues."""
@@ -44,9 +47,8 @@ class Recorder:
         )
 
     def on_step(self, trainer: Trainer, step: StepMetrics) -> None:
-        """A `train` line every `log.interval` steps, for the first and for the last."""
-        last = trainer.config.train.steps
-        if step.step == 1 or step.step % self._interval == 0 or step.step == last:
+        """A `train` line, where the step is one to log."""
+        if is_logged(step.step, trainer.config):
             self._log.write("train", **asdict(step))
 
     def on_skip(self, trainer: Trainer, skip: SkippedStep) -> None:
@@ -59,9 +61,10 @@ class Recorder:
 
     def on_checkpoint(self, trainer: Trainer, metrics: CheckpointMetrics) -> None:
         """A `checkpoint` line; the path is relative to the run folder, so the folder may move."""
-        values = asdict(metrics)
-        values["path"] = f"checkpoints/{metrics.path.name}"
-        self._log.write("checkpoint", **values)
+        self._log.write(
+            "checkpoint",
+            **checkpoint_event(metrics.step, metrics.path, metrics.bytes, metrics.seconds),
+        )
 
     def on_end(self, trainer: Trainer, end: RunEnd) -> None:
         """An `end` line."""
@@ -78,7 +81,7 @@ def _entropy_rate(data: DataConfig) -> float | None:
 
 
 def describe(trainer: Trainer) -> list[str]:
-    """What a run says of itself before its first step: five lines."""
+    """What a run says of itself before its first step, line by line."""
     config, plan, engine = trainer.config, trainer.plan, trainer.engine
     model, data = config.model, config.data
     source = data.corpus or data.path

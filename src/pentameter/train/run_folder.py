@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentameter.checkpoint.files import write_atomic
+from pentameter.checkpoint.files import make_folder, write_atomic
 from pentameter.checkpoint.opening import Checkpoint, open_checkpoint
-from pentameter.checkpoint.store import CheckpointStore
+from pentameter.checkpoint.store import CheckpointStore, step_folder_name
 from pentameter.config.load import config_hash, diff_configs, load_config, to_toml
-from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.errors import ConfigError, CorruptError
 from pentameter.plan.plan import Plan
-from pentameter.train.metrics import rewind_metrics
+from pentameter.train.metrics import checkpoint_event, rewind_metrics
 
 RESUME_WORDS = ("auto", "never", "must")
 
@@ -41,7 +41,7 @@ class RunFolder:
 
     def sample_path(self, step: int) -> Path:
         """The file of the text sampled at `step`."""
-        return self.path / "samples" / f"step-{step:08d}.txt"
+        return self.path / "samples" / f"{step_folder_name(step)}.txt"
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
         """Record versions and devices of this start; earlier starts are kept beside it."""
@@ -57,13 +57,13 @@ class RunFolder:
         write_atomic(path, json.dumps(record, indent=2).encode() + b"\n")
 
 
-def open_run_folder(path: Path, plan: Plan, *, resume: str = "auto") -> RunFolder:
+def open_run_folder(path: Path, plan: Plan, *, data_hash: str, resume: str = "auto") -> RunFolder:
     """The folder of `plan`'s run, created, or rewound to the checkpoint it continues from.
 
     `resume` is `auto` (continue a run of the same configuration, else start), `never` (only
-    start), `must` (only continue) or the path of a checkpoint to branch off from. The caller
-    holds the folder's lock. Raises ConfigError when the folder holds another run, saying what
-    differs; nothing in the folder has been touched then.
+    start), `must` (only continue) or the path of a checkpoint to branch off from. `data_hash` is
+    the data set's. The caller holds the folder's lock. Raises ConfigError when the folder holds
+    another run, or one on other data, saying what differs; nothing has been touched then.
     """
     given = None if resume in RESUME_WORDS else _open_given(resume)
     identity = _read_identity(path)
@@ -98,6 +98,8 @@ def open_run_folder(path: Path, plan: Plan, *, resume: str = "auto") -> RunFolde
                 f"--resume must: {path} has no checkpoint yet; use --resume auto to start again"
             )
         checkpoint = given
+    else:
+        _check_data(path, checkpoint, data_hash)
     store.clean()
     _write_identity(path, plan, identity)
     folder = RunFolder(path, run_id, store, checkpoint)
@@ -139,13 +141,21 @@ def _check_same(path: Path, plan: Plan) -> None:
         )
 
 
+def _check_data(path: Path, checkpoint: Checkpoint, data_hash: str) -> None:
+    """Refuse to go on with other text than the run began with."""
+    saved = checkpoint.state.get("data_hash")
+    if saved not in (None, data_hash):
+        raise ConfigError(
+            f"the data has changed since step {checkpoint.step} of {path} was saved "
+            f"(sha256 {saved[:16]}…, now {data_hash[:16]}…); restore it, or start "
+            "anew with another --run-dir or --name"
+        )
+
+
 def _write_identity(path: Path, plan: Plan, identity: Mapping[str, Any]) -> None:
     """Write plan.json and config.toml; the latter last, since its presence makes it a run."""
-    try:
-        (path / "samples").mkdir(parents=True, exist_ok=True)
-        (path / "checkpoints").mkdir(exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot create the run folder {path}: {error.strerror}") from error
+    for name in ("samples", "checkpoints"):
+        make_folder(path / name)
     record = {**identity, **plan.to_json()}
     write_atomic(path / "plan.json", json.dumps(record, indent=2).encode() + b"\n")
     write_atomic(path / "config.toml", to_toml(plan.config).encode())
@@ -174,12 +184,9 @@ def _rewind(folder: RunFolder) -> None:
     else:
         last_step = checkpoint.step
         metrics_bytes, log_bytes = checkpoint.state["metrics_bytes"], checkpoint.state["log_bytes"]
-        event = {
-            "step": checkpoint.step,
-            "path": f"checkpoints/{checkpoint.path.name}",
-            "bytes": checkpoint.manifest.n_bytes,
-            "seconds": None,
-        }
+        event = checkpoint_event(
+            checkpoint.step, checkpoint.path, checkpoint.manifest.n_bytes, None
+        )
     rewind_metrics(folder.metrics_path, n_bytes=metrics_bytes, checkpoint=event)
     if folder.log_path.exists():
         write_atomic(folder.log_path, folder.log_path.read_bytes()[:log_bytes])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from statistics import median
-from types import TracebackType
 from typing import Self
 
 from pentameter.parallel.engine import Engine
@@ -30,12 +29,7 @@ class Stopwatch:
         self._start = time.perf_counter()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.step_seconds = time.perf_counter() - self._start
         self._n_steps += 1
         if self._n_steps == 2:

@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 
 from pentameter.checkpoint.lock import RunLock
-from pentameter.checkpoint.opening import Checkpoint
 from pentameter.checkpoint.state import (
     load_model_state,
     load_optimizer_state,
@@ -42,6 +41,7 @@ from pentameter.plan.plan import make_plan
 from pentameter.train.console import Console
 from pentameter.train.evaluation import evaluate
 from pentameter.train.hooks import CheckpointMetrics, Hooks, RunEnd, SkippedStep, StepMetrics
+from pentameter.train.metrics import MetricsLog
 from pentameter.train.recorder import Recorder, describe
 from pentameter.train.run_folder import open_run_folder
 from pentameter.train.signals import StopSignals
@@ -70,9 +70,7 @@ class Trainer:
     ) -> None:
         self.config = config
         self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / config.name
-        self.console = Console(
-            interval=config.log.interval, total_steps=config.train.steps, quiet=quiet
-        )
+        self.console = Console(total_steps=config.train.steps, quiet=quiet)
         self.state = TrainState()
         self._resume = resume
         self._user_hooks = tuple(hooks)
@@ -120,16 +118,12 @@ class Trainer:
         self.sample_prompt = self._encodable_prompt()
         self._batch(0)  # a text shorter than the context is refused before a folder exists
         self.engine: Engine = choose_engine(self.plan)
-        try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(
-                f"cannot create the run folder {self.run_dir}: {error.strerror}"
-            ) from error
 
     def _open(self, stack: contextlib.ExitStack) -> None:
         """Build the model, and rewind folder and state to where the run continues."""
-        self.folder = open_run_folder(self.run_dir, self.plan, resume=self._resume)
+        self.folder = open_run_folder(
+            self.run_dir, self.plan, data_hash=self.dataset.hash, resume=self._resume
+        )
         self.stage = assemble(
             self.plan, self.engine.device, self.engine.precision, compiled=self.engine.compiled
         )
@@ -142,18 +136,17 @@ class Trainer:
             load_optimizer_state(
                 self.optimizer, self.stage.named_parameters(), checkpoint.tensors("optimizer")
             )
-            self._check_data(checkpoint)
             self.state = TrainState.from_json(checkpoint.state)
             self._saved_step = self.state.step
         self.stopwatch = Stopwatch(self.plan, self.engine)
         self.folder.write_environment(self.engine.environment())
         self.console.open_log(self.folder.log_path)
-        self.recorder = Recorder(self.folder.metrics_path, interval=self.config.log.interval)
-        stack.callback(self.recorder.close)
+        self._metrics = MetricsLog(self.folder.metrics_path)
+        stack.callback(self._metrics.close)
         for line in describe(self):
             self.console.say(line)
         self._say_warnings()
-        self._hooks = Hooks((self.recorder, self.console, *self._user_hooks))
+        self._hooks = Hooks((Recorder(self._metrics), self.console, *self._user_hooks))
         self._hooks.call("on_start", self)
 
     def _encodable_prompt(self) -> str:
@@ -166,16 +159,6 @@ class Trainer:
             self.console.say(f"warning: train.sample_prompt is left out: {error}")
             return ""
         return prompt
-
-    def _check_data(self, checkpoint: Checkpoint) -> None:
-        """Refuse to go on with other text than the run began with."""
-        saved = checkpoint.state.get("data_hash")
-        if checkpoint.run_id == self.folder.run_id and saved not in (None, self.dataset.hash):
-            raise ConfigError(
-                f"the data has changed since step {checkpoint.step} of {self.run_dir} was saved "
-                f"(sha256 {saved[:16]}…, now {self.dataset.hash[:16]}…); restore it, or start "
-                "anew with another --run-dir or --name"
-            )
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -279,16 +262,22 @@ class Trainer:
             return f"no better validation loss in {patience} evaluations"
         return self._stop_word
 
+    def _is_due(self, interval: int | None, last_step: int) -> bool:
+        """Whether what is done every `interval` steps, and at the end, is still to do now."""
+        step = self.state.step
+        if interval is None or last_step == step:
+            return False
+        return step % interval == 0 or step == self.config.train.steps
+
     def _evaluate_if_due(self) -> None:
-        state, train = self.state, self.config.train
-        interval = train.eval_interval
-        due = interval is not None and (state.step % interval == 0 or state.step == train.steps)
-        n_tokens = self.dataset.split("val").n_tokens
-        if not due or state.last_eval_step == state.step or n_tokens < 2:
+        state, split = self.state, self.dataset.split("val")
+        if not self._is_due(self.config.train.eval_interval, state.last_eval_step):
+            return
+        if split.n_tokens < 2:  # nothing is held out
             return
         metrics = evaluate(
             self.stage,
-            self.dataset.split("val"),
+            split,
             name="val",
             step=state.step,
             batch_size=self.plan.micro_batch_size,
@@ -306,10 +295,9 @@ class Trainer:
 
     def _sample_if_due(self) -> None:
         state, train = self.state, self.config.train
-        due = train.sample_interval is not None and (
-            state.step % train.sample_interval == 0 or state.step == train.steps
-        )
-        if not due or state.last_sample_step == state.step or self._signals.received:
+        if self._signals.received or not self._is_due(
+            train.sample_interval, state.last_sample_step
+        ):
             return
         state.last_sample_step = state.step
         text = generate(
@@ -336,7 +324,7 @@ class Trainer:
         record = {
             **state.to_json(),
             "data_hash": self.dataset.hash,
-            "metrics_bytes": self.recorder.sync(),
+            "metrics_bytes": self._metrics.sync(),
             "log_bytes": self.console.sync(),
         }
         keep = {state.best_step} if settings.keep_best and state.best_step is not None else set()

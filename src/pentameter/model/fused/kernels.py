@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from pentameter.model.dropout import keep_mask
+from pentameter.model.gpt import NORM_EPS
 
-EPS = 1e-5
 ROWS_PER_SUM = 64
 
 
@@ -108,7 +108,7 @@ def _normalise(
 ) -> tuple[Tensor, Tensor, Tensor]:
     mean = x.mean(-1, keepdim=True) if centred else torch.zeros_like(x[..., :1])
     x = x - mean
-    scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + EPS)
+    scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + NORM_EPS)
     y = x * scale * weight
     return (y if bias is None else y + bias).to(dtype), mean, scale
 

@@ -3,8 +3,8 @@ import time
 import pytest
 import torch
 
-from pentameter.bench import product_ceiling
 from pentameter.errors import ConfigError
+from pentameter.parallel.ceiling import product_ceiling
 
 
 def test_a_ceiling_is_a_rate_and_is_measured_once():

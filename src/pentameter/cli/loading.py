@@ -1,0 +1,23 @@
+"""How verbs load the MODEL they are given."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from pentameter.checkpoint.model import LoadedModel
+
+
+def load_for_verb(path: Path, device: torch.device) -> LoadedModel:
+    """The model of a run or checkpoint folder; damaged checkpoints passed over go to stderr."""
+    from pentameter.checkpoint.model import load_model
+
+    warnings: list[str] = []
+    loaded = load_model(path, device=device, warnings=warnings)
+    for warning in warnings:
+        print(f"pentameter: {warning}", file=sys.stderr)
+    return loaded
