@@ -43,7 +43,7 @@ def test_shakespeare_tutorial_is_the_sources_recipe():
 def test_shakespeare_char_is_the_recipe_to_use():
     config = load_config("shakespeare-char")
     model, optimizer, schedule = config.model, config.optimizer, config.schedule
-    assert (model.tied_head, model.bias, model.attention_dropout) == (True, False, 0.0)
+    assert (model.tied_head, model.bias, model.attention_dropout) == (True, False, 0.2)
     assert (model.activation, model.residual_init_scale, model.dropout) == ("gelu", True, 0.2)
     assert (optimizer.learning_rate, optimizer.betas, optimizer.clip_norm) == (1e-3, (0.9, 0.99), 1)
     assert (schedule.name, schedule.warmup_steps, schedule.min_learning_rate) == (
