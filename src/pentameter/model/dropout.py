@@ -62,8 +62,12 @@ def keep_mask(row_keys: Tensor, index: Tensor, p: float) -> Tensor:
     """
     shape = (-1,) + (1,) * index.ndim
     key = (row_keys[:, 0].view(shape), row_keys[:, 1].view(shape))
-    # The hash is uniform over -2^31 … 2^31 - 1: below this bound lies a share p of it.
-    return bits(key, index) >= round(p * 2**32) - 2**31
+    return bits(key, index) >= keep_bound(p)
+
+
+def keep_bound(p: float) -> int:
+    """Return the bound below which a share p of the hash lies, uniform over -2^31 … 2^31 - 1."""
+    return round(p * 2**32) - 2**31
 
 
 class Dropout(nn.Module):

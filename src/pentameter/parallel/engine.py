@@ -20,6 +20,7 @@ from pentameter.parallel.device import (
     tune_allocator,
 )
 from pentameter.parallel.environment import device_name, environment
+from pentameter.parallel.native import load_amx
 from pentameter.plan.plan import Plan
 
 PRODUCT_DTYPES = {
@@ -43,6 +44,8 @@ class Engine:
     compiled: bool
     compile_reason: str
     ceiling_flops: float
+    amx_kernels: bool
+    """Whether the step uses the kernels of `model/fused/amx.py`, which round differently."""
 
     def peak_memory_bytes(self) -> int:
         """The most memory the run has held so far: the GPU's, or the process's on a CPU."""
@@ -57,6 +60,7 @@ class Engine:
             **environment(self.device),
             "precision": self.precision,
             "compiled": self.compiled,
+            "amx_kernels": self.amx_kernels,
             "n_threads": torch.get_num_threads(),
             "ceiling_flops": self.ceiling_flops,
         }
@@ -75,8 +79,22 @@ def choose_engine(plan: Plan) -> Engine:
         precision=precision,
         capabilities=capabilities,
     )
+    amx_kernels = False
     if device.type == "cpu":
         tune_allocator()
+        if compiled and precision == "bf16":
+            missing = load_amx(capabilities)
+            amx_kernels = missing is None
+            compile_reason += f"; {missing or 'with AMX kernels'}"
     name = device_name(device, capabilities)
     ceiling = peak_flops(name, precision) or product_ceiling(device, PRODUCT_DTYPES[precision])
-    return Engine(device, name, precision, precision_reason, compiled, compile_reason, ceiling)
+    return Engine(
+        device,
+        name,
+        precision,
+        precision_reason,
+        compiled,
+        compile_reason,
+        ceiling,
+        amx_kernels,
+    )

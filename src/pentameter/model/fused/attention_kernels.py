@@ -45,18 +45,24 @@ def join_heads(
     n_heads: int,
 ) -> Tensor:
     """The gradient of `split_heads`, (B, T, H·3·K): what several blocks saw is summed."""
-    q, k, v = torch.cat(list(q_blocks), 1), _sum_blocks(k_blocks), _sum_blocks(v_blocks)
-    N, T, K = q.shape
-    parts = [part.view(N // n_heads, n_heads, T, K).permute(0, 2, 1, 3) for part in (q, k, v)]
-    return torch.stack(parts, 3).reshape(N // n_heads, T, n_heads * 3 * K)
+    N, _, K = q_blocks[0].shape
+    rows, first = [], 0
+    for i, q in enumerate(q_blocks):
+        last = first + q.shape[1]
+        # Times before `last` are seen by this block of queries and by all after it.
+        k, v = (
+            _sum([block[:, first:last] for block in blocks[i:]]) for blocks in (k_blocks, v_blocks)
+        )
+        parts = [x.view(-1, n_heads, last - first, K).permute(0, 2, 1, 3) for x in (q, k, v)]
+        rows.append(torch.stack(parts, 3))
+        first = last
+    return torch.cat(rows, 1).reshape(N // n_heads, first, n_heads * 3 * K)
 
 
-def _sum_blocks(blocks: Sequence[Tensor]) -> Tensor:
-    """The sum of tensors (N, S, K) of growing length S, each at the beginning of the longest."""
+def _sum(blocks: Sequence[Tensor]) -> Tensor:
     total = precise(blocks[-1])
     for block in blocks[:-1]:
-        S = block.shape[1]
-        total = torch.cat([total[:, :S] + block, total[:, S:]], 1)
+        total = total + block
     return total.to(blocks[0].dtype)
 
 

@@ -16,28 +16,28 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from pentameter.model.fused import amx, kernels
 from pentameter.model.fused import attention_kernels as attention
-from pentameter.model.fused import kernels
 
 QUERY_BLOCKS = 2  # more save products but add calls: 2 was fastest at 256 tokens
 
 
 class Product(Function):
-    """x (…, k) in the step's dtype, times a weight (n, k) of the parameters' dtype."""
+    """x (…, k) in the step's dtype, times weight · scale: a weight (n, k) of the parameters' dtype
+    and the weight (k,) of the norm that gave x, if one did."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
         """(…, n)."""
-        low = weight.to(x.dtype)
-        ctx.save_for_backward(x, low)
-        ctx.weight_dtype = weight.dtype
+        low = kernels.fold(weight, scale, x.dtype)
+        ctx.save_for_backward(x, low, weight, scale)
         return x @ low.t()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return g @ weight, _weight_gradient(g, x, ctx.weight_dtype)
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, low, weight, scale = ctx.saved_tensors
+        return g @ low, *kernels.unfold(_weight_gradient(g, x), weight, scale)
 
 
 class Dropout(Function):
@@ -57,34 +57,24 @@ class Dropout(Function):
 
 
 class Norm(Function):
-    """norm(x), in `dtype`."""
+    """x normalised, in `dtype`; without the norm's weight and bias."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        centred: bool,
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, centred: bool, dtype: torch.dtype) -> Tensor:
         """(B, T, D)."""
-        y, mean, scale = kernels.norm_forward(x, weight, bias, centred, dtype)
-        ctx.save_for_backward(x, mean, scale, weight)
-        ctx.centred, ctx.has_bias = centred, bias is not None
+        y, mean, scale = kernels.norm_forward(x, centred, dtype)
+        ctx.save_for_backward(x, mean, scale)
+        ctx.centred = centred
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
-        x, mean, scale, weight = ctx.saved_tensors
-        g_weight, g_bias = kernels.norm_weight_gradients(g, x, mean, scale, ctx.has_bias)
-        g_x = kernels.norm_backward(g, x, mean, scale, weight, ctx.centred)
-        return g_x, g_weight, g_bias, None, None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return kernels.norm_backward(g, *ctx.saved_tensors, ctx.centred), None, None
 
 
 class AddNorm(Function):
-    """x' = x + dropout(y + bias), and norm(x') for the next sub-layer."""
+    """x' = x + dropout(y + bias), and x' normalised for the next sub-layer."""
 
     @staticmethod
     def forward(
@@ -94,72 +84,69 @@ class AddNorm(Function):
         bias: Tensor | None,
         keys: Tensor,
         p: float,
-        weight: Tensor,
-        norm_bias: Tensor | None,
         centred: bool,
     ) -> tuple[Tensor, Tensor]:
         """Both (B, T, D): the stream in its own dtype, the norm in y's."""
-        x, normed, mean, scale = kernels.add_norm_forward(
-            x, y, bias, keys, p, weight, norm_bias, centred
-        )
-        ctx.save_for_backward(x, mean, scale, weight, keys)
-        ctx.p, ctx.centred = p, centred
-        ctx.has_bias, ctx.has_norm_bias = bias is not None, norm_bias is not None
+        x, normed, mean, scale = kernels.add_norm_forward(x, y, bias, keys, p, centred)
+        ctx.save_for_backward(x, mean, scale, keys)
+        ctx.p, ctx.centred, ctx.has_bias = p, centred, bias is not None
         ctx.set_materialize_grads(False)  # nothing comes down the stream after the last norm
         return x, normed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor | None, g_norm: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, scale, weight, keys = ctx.saved_tensors
-        g_weight, g_norm_bias = kernels.norm_weight_gradients(
-            g_norm, x, mean, scale, ctx.has_norm_bias
-        )
-        g_x, g_y = kernels.add_norm_backward(
-            g, g_norm, x, mean, scale, weight, keys, ctx.p, ctx.centred
-        )
+        x, mean, scale, keys = ctx.saved_tensors
+        g_x, g_y = kernels.add_norm_backward(g, g_norm, x, mean, scale, keys, ctx.p, ctx.centred)
         g_bias = kernels.sum_rows(g_y) if ctx.has_bias else None
-        return g_x, g_y, g_bias, None, None, g_weight, g_norm_bias, None
+        return g_x, g_y, g_bias, None, None, None
 
 
 class FeedForward(Function):
-    """down · f(up · x + bias). Only the product with `up` is kept: backward computes the
-    activation again on its way, which costs less than storing and reading it."""
+    """down · f(up · scale · x + bias), where `scale` is the weight of the norm that gave x.
+
+    Only the product with `up` is kept: backward computes the activation again on its way, which
+    costs less than storing and reading it.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, up: Tensor, bias: Tensor | None, down: Tensor, kind: str
+        ctx: Any,
+        x: Tensor,
+        up: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        down: Tensor,
+        kind: str,
     ) -> Tensor:
         """(B, T, D), without the bias of `down`."""
-        low_up, low_down = up.to(x.dtype), down.to(x.dtype)
+        low_up, low_down = kernels.fold(up, scale, x.dtype), kernels.fold(down, None, x.dtype)
         h = x @ low_up.t()
-        ctx.save_for_backward(x, h, low_up, low_down, bias)
-        ctx.kind, ctx.weight_dtype = kind, up.dtype
+        ctx.save_for_backward(x, h, low_up, low_down, bias, up, scale, down)
+        ctx.kind = kind
         return kernels.activation_forward(h, bias, kind) @ low_down.t()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, h, up, down, bias = ctx.saved_tensors
-        g_h, wide = kernels.activation_backward(g @ down, h, bias, ctx.kind)
-        g_up = _weight_gradient(g_h, x, ctx.weight_dtype)
-        g_down = _weight_gradient(g, wide, ctx.weight_dtype)
+        x, h, low_up, low_down, bias, up, scale, down = ctx.saved_tensors
+        g_h, wide = kernels.activation_backward(g @ low_down, h, bias, ctx.kind)
+        g_up, g_scale = kernels.unfold(_weight_gradient(g_h, x), up, scale)
+        g_down, _ = kernels.unfold(_weight_gradient(g, wide), down, None)
         g_bias = None if bias is None else kernels.sum_rows(g_h)
-        return g_h @ up, g_up, g_bias, g_down, None
+        return g_h @ low_up, g_up, g_scale, g_bias, g_down, None
 
 
-def _weight_gradient(g: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """gᵀ · x over all rows, (n, k) in `dtype`.
+def _weight_gradient(g: Tensor, x: Tensor) -> Tensor:
+    """gᵀ · x over all rows, (n, k).
 
     The narrower side is transposed by copying, which takes a tenth of the time that a product
     of many rows with a transposed view loses.
     """
     g, x = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
     if g.shape[1] <= x.shape[1]:
-        gradient = kernels.transpose(g) @ x
-    else:
-        gradient = (kernels.transpose(x) @ g).t()
-    return gradient.to(dtype, memory_format=torch.contiguous_format)
+        return kernels.transpose(g) @ x
+    return (kernels.transpose(x) @ g).t()
 
 
 class CausalAttention(Function):
@@ -232,6 +219,36 @@ class CausalAttention(Function):
         joined = attention.join_heads(g_q, g_k, g_v, ctx.n_heads)
         g_bias = kernels.sum_rows(joined) if ctx.has_bias else None
         return joined, g_bias, None, None, None, None
+
+
+class AmxAttention(Function):
+    """The same as `CausalAttention`, for bf16 on a CPU with AMX."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        bias: Tensor | None,
+        n_heads: int,
+        keys: Tensor,
+        context_length: int,
+        p: float,
+    ) -> Tensor:
+        """(B, T, H·K)."""
+        y, logs = amx.attention_forward(qkv, bias, n_heads, keys, context_length, p)
+        ctx.save_for_backward(y, logs, qkv, bias, keys)
+        ctx.n_heads, ctx.context_length, ctx.p = n_heads, context_length, p
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        y, logs, qkv, bias, keys = ctx.saved_tensors
+        g_qkv = amx.attention_backward(
+            g.contiguous(), y, logs, qkv, bias, ctx.n_heads, keys, ctx.context_length, ctx.p
+        )
+        g_bias = None if bias is None else kernels.sum_rows(g_qkv)
+        return g_qkv, g_bias, None, None, None, None
 
 
 def _block_ends(T: int) -> list[int]:

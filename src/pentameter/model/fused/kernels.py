@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 
 from pentameter.model.dropout import keep_mask
+from pentameter.model.fused import amx
 from pentameter.model.gpt import NORM_EPS
 
 ROWS_PER_SUM = 64
+PADDING = 64  # elements: one or two lines of a cache
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,56 +97,71 @@ sum_rows = kernel(_sum_rows)
 
 
 @kernel
+def copy_transposed(out: Tensor, x: Tensor) -> None:
+    """Write x (M, n) to out (n, M)."""
+    out.copy_(x.t())
+
+
 def transpose(x: Tensor) -> Tensor:
-    """(M, n) → (n, M), contiguous."""
-    return x.t().contiguous()
+    """(M, n) → (n, M), its rows padded in memory.
+
+    M is often a power of two. Rows that far apart fall on the same few lines of a cache: without
+    the padding, writing them takes three times as long, and the product that reads them 8 % more.
+    """
+    M, n = x.shape
+    padded = x.new_empty(n, M + PADDING)[:, :M]
+    (amx.transpose_into if amx.can_transpose(x) else copy_transposed)(padded, x)
+    return padded
 
 
-# Norms. `mean` is absent for RMSNorm, whose input is not centred.
+# A norm's weight is folded into the linear layer that reads the norm: with x the normalised input,
+# (x · scale) · Wᵀ = x · (W · scale)ᵀ. So no pass over all rows is needed for its gradient.
 
 
-def _normalise(
-    x: Tensor, weight: Tensor, bias: Tensor | None, centred: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+@kernel
+def fold(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """W · scale in `dtype`, of a weight (n, k) and a norm's weight (k,), if there is one."""
+    return (weight if scale is None else weight * scale).to(dtype)
+
+
+@kernel
+def unfold(g: Tensor, weight: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The gradients of `fold`'s weight and scale, contiguous and in their dtype."""
+    g = g.to(weight.dtype)
+    if scale is None:
+        return g.contiguous(), None
+    return (g * scale).contiguous(), (g * weight).sum(0)
+
+
+# Norms, without weight and bias. RMSNorm does not centre its input.
+
+
+def _normalise(x: Tensor, centred: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     mean = x.mean(-1, keepdim=True) if centred else torch.zeros_like(x[..., :1])
     x = x - mean
     scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + NORM_EPS)
-    y = x * scale * weight
-    return (y if bias is None else y + bias).to(dtype), mean, scale
+    return (x * scale).to(dtype), mean, scale
 
 
 def _norm_input_gradient(
-    g: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, centred: bool
+    g: Tensor, x: Tensor, mean: Tensor, scale: Tensor, centred: bool
 ) -> Tensor:
     x = (x - mean) * scale
-    g = precise(g) * weight
+    g = precise(g)
     g = g - x * (g * x).mean(-1, keepdim=True) - (g.mean(-1, keepdim=True) if centred else 0.0)
     return scale * g
 
 
 @kernel
-def norm_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, centred: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """norm(x) in `dtype`, and the mean and scale (M, 1) that its backward needs."""
-    return _normalise(x, weight, bias, centred, dtype)
+def norm_forward(x: Tensor, centred: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x normalised, in `dtype`, and the mean and scale (M, 1) that its backward needs."""
+    return _normalise(x, centred, dtype)
 
 
 @kernel
-def norm_backward(
-    g: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, centred: bool
-) -> Tensor:
+def norm_backward(g: Tensor, x: Tensor, mean: Tensor, scale: Tensor, centred: bool) -> Tensor:
     """The gradient of x, of a gradient `g` of norm(x)."""
-    return _norm_input_gradient(g, x, mean, scale, weight, centred)
-
-
-@kernel
-def norm_weight_gradients(
-    g: Tensor, x: Tensor, mean: Tensor, scale: Tensor, has_bias: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The gradients (D,) of a norm's weight and of its bias, if it has one."""
-    g_weight = _sum_rows(precise(g) * ((x - mean) * scale))
-    return g_weight, _sum_rows(g) if has_bias else None
+    return _norm_input_gradient(g, x, mean, scale, centred)
 
 
 # A sub-layer's output joins the residual stream: x + dropout(y + bias), then the next norm.
@@ -163,13 +180,11 @@ def add_norm_forward(
     bias: Tensor | None,
     keys: Tensor,
     p: float,
-    weight: Tensor,
-    norm_bias: Tensor | None,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x + dropout(y + bias), its norm in y's dtype, and the norm's mean and scale."""
     x = x + _dropped(plus_bias(y, bias), keys, p)
-    return x, *_normalise(x, weight, norm_bias, centred, y.dtype)
+    return x, *_normalise(x, centred, y.dtype)
 
 
 @kernel
@@ -179,13 +194,12 @@ def add_norm_backward(
     x: Tensor,
     mean: Tensor,
     scale: Tensor,
-    weight: Tensor,
     keys: Tensor,
     p: float,
     centred: bool,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the residual stream x and of y. `g` is what comes down the stream."""
-    total = _norm_input_gradient(g_norm, x, mean, scale, weight, centred)
+    total = _norm_input_gradient(g_norm, x, mean, scale, centred)
     if g is not None:
         total = total + g
     return total, _dropped(total, keys, p).to(g_norm.dtype)

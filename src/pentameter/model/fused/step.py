@@ -7,15 +7,16 @@ operation. A test holds both ways equal in fp64.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pentameter.config.schema import ModelConfig
 from pentameter.model.dropout import KeyedDropout
+from pentameter.model.fused import amx
 from pentameter.model.fused.functions import (
     AddNorm,
+    AmxAttention,
     CausalAttention,
     Dropout,
     FeedForward,
@@ -52,30 +53,35 @@ def fused_loss_sum(
         x = Dropout.apply(x, sites[model.embedding_dropout.site], model.embedding_dropout.p)
 
     blocks = [block for block in model.blocks.values() if isinstance(block, Block)]
-    next_norms = [*(after.attention_norm for _, after in pairwise(blocks)), model.final_norm]
-    h = _norm(x, blocks[0].attention_norm, dtype)
-    for block, next_norm in zip(blocks, next_norms, strict=True):
-        attention = block.attention
+    centred = isinstance(model.final_norm, nn.LayerNorm)
+    on_amx = amx.can_attend(dtype, config.d_model // config.n_heads)
+    attend = AmxAttention.apply if on_amx else CausalAttention.apply
+    h = Norm.apply(x, centred, dtype)
+    for block in blocks:
+        attention, norm = block.attention, block.attention_norm
         weights_dropout = attention.weights_dropout
-        y = CausalAttention.apply(
-            Product.apply(h, attention.qkv.weight),
-            attention.qkv.bias,
+        y = attend(
+            Product.apply(h, attention.qkv.weight, norm.weight),
+            _folded_bias(attention.qkv.weight, attention.qkv.bias, norm),
             config.n_heads,
             sites[weights_dropout.site],
             config.context_length,
             weights_dropout.p if dropping else 0.0,
         )
-        y = Product.apply(y, attention.out.weight)
-        x, h = _add_norm(
-            x, y, attention.out.bias, attention.dropout, sites, dropping, block.mlp_norm
+        y = Product.apply(y, attention.out.weight, None)
+        x, h = _add_norm(x, y, attention.out.bias, attention.dropout, sites, dropping, centred)
+        mlp, norm = block.mlp, block.mlp_norm
+        bias = _folded_bias(mlp.up.weight, mlp.up.bias, norm)
+        y = FeedForward.apply(
+            h, mlp.up.weight, norm.weight, bias, mlp.down.weight, config.activation
         )
-        mlp = block.mlp
-        y = FeedForward.apply(h, mlp.up.weight, mlp.up.bias, mlp.down.weight, config.activation)
-        x, h = _add_norm(x, y, mlp.down.bias, mlp.dropout, sites, dropping, next_norm)
+        x, h = _add_norm(x, y, mlp.down.bias, mlp.dropout, sites, dropping, centred)
 
-    head_weight = model.token_embedding.weight if config.tied_head else model.head.weight
-    logits = Product.apply(h, head_weight)
-    return _biased_loss_sum(logits, model.head.bias, targets, config.vocab_size)
+    head = model.token_embedding if config.tied_head else model.head
+    head_weight = head.get_parameter("weight")
+    logits = Product.apply(h, head_weight, model.final_norm.weight)
+    bias = _folded_bias(head_weight, getattr(model.head, "bias", None), model.final_norm)
+    return _biased_loss_sum(logits, bias, targets, config.vocab_size)
 
 
 @kernel
@@ -85,8 +91,10 @@ def _biased_loss_sum(
     return loss_sum(logits if bias is None else logits + bias, targets, vocab_size)
 
 
-def _norm(x: Tensor, norm: nn.Module, dtype: torch.dtype) -> Tensor:
-    return Norm.apply(x, norm.weight, getattr(norm, "bias", None), _centres(norm), dtype)
+def _folded_bias(weight: Tensor, bias: Tensor | None, norm: nn.Module) -> Tensor | None:
+    """The bias (n,) of a linear layer after `norm`: its own, and what it makes of the norm's."""
+    norm_bias = getattr(norm, "bias", None)
+    return bias if norm_bias is None else F.linear(norm_bias, weight, bias)
 
 
 def _add_norm(
@@ -96,20 +104,8 @@ def _add_norm(
     dropout: KeyedDropout,
     sites: Tensor,
     dropping: bool,
-    norm: nn.Module,
+    centred: bool,
 ) -> tuple[Tensor, Tensor]:
-    """x + dropout(y + bias), and its norm: what ends each sub-layer and begins the next."""
-    return AddNorm.apply(
-        x,
-        y,
-        bias,
-        sites[dropout.site],
-        dropout.p if dropping else 0.0,
-        norm.weight,
-        getattr(norm, "bias", None),
-        _centres(norm),
-    )
-
-
-def _centres(norm: nn.Module) -> bool:
-    return isinstance(norm, nn.LayerNorm)
+    """x + dropout(y + bias), and it normalised: what ends each sub-layer and begins the next."""
+    p = dropout.p if dropping else 0.0
+    return AddNorm.apply(x, y, bias, sites[dropout.site], p, centred)
