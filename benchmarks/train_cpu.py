@@ -31,7 +31,7 @@ from pentameter.optim.clip import clip_gradients, gradient_norm
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.ceiling import product_ceiling
-from pentameter.parallel.device import choose_precision, tune_allocator
+from pentameter.parallel.engine import choose_engine
 from pentameter.plan.plan import Plan, make_plan
 from plain_gpt import PlainGPT, cosine_learning_rate, make_optimizer, train_step
 
@@ -59,10 +59,8 @@ def batches(plan: Plan) -> Any:
 
 def serve_ours(pipe: Connection, plan: Plan) -> None:
     """Run the steps that the parent asks for, as the trainer runs them."""
-    tune_allocator()
-    device = torch.device("cpu")
-    precision, _ = choose_precision("auto", device)
-    stage = assemble(plan, device, precision, compiled=True)
+    engine = choose_engine(plan)  # as the trainer does it: AMX kernels, memory allocator
+    stage = assemble(plan, engine.device, engine.precision, compiled=engine.compiled)
     config = plan.config.optimizer
     optimizer = build_optimizer(stage.named_parameters(), plan.table, config)
     batch = batches(plan)
@@ -167,7 +165,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    overrides = {"model.attention_dropout": asked.attention_dropout}
+    overrides = {"model.attention_dropout": asked.attention_dropout, "train.device": "cpu"}
     config = load_config("shakespeare-char", overrides)
     plan = make_plan(config, open_dataset(config.data).vocab_size)
     result = summary(config, plan, asked.rounds)
