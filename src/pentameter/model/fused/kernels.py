@@ -106,7 +106,7 @@ def transpose(x: Tensor) -> Tensor:
     """(M, n) → (n, M), its rows padded in memory.
 
     M is often a power of two. Rows that far apart fall on the same few lines of a cache: without
-    the padding, writing them takes three times as long, and the product that reads them 8 % more.
+    the padding, writing and reading them takes longer, the product that follows 8 %.
     """
     M, n = x.shape
     padded = x.new_empty(n, M + PADDING)[:, :M]
