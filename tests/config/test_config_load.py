@@ -229,3 +229,20 @@ def test_odd_sources_are_refused(tmp_path):
 def test_one_string_of_overrides_is_a_programming_error():
     with pytest.raises(TypeError):
         load_config("quickstart", "--train.steps 5")
+
+
+def test_a_cosine_that_rises_is_refused(toml):
+    message = refusal(
+        toml(MINIMAL),
+        "--optimizer.learning_rate=1e-4",
+        "--schedule.name=cosine",
+        "--schedule.min_learning_rate=1e-3",
+    )
+    assert "schedule.min_learning_rate=0.001 is above optimizer.learning_rate=0.0001" in message
+
+
+@pytest.mark.parametrize("none", ["--train.eval_interval=none", "--data.validation_fraction=0"])
+def test_patience_without_evaluations_is_refused(toml, none):
+    message = refusal(toml(MINIMAL), "--train.patience=3", none)
+    assert "train.patience=3 counts evaluations, and there are none" in message
+    load_config(toml(MINIMAL), [none])

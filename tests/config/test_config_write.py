@@ -40,7 +40,7 @@ def test_reference_page_is_up_to_date():
 FREE = ["--name=other", "--train.micro-batch-size=1", "--train.device=cpu", "--log.interval=1",
         "--train.eval-interval=none", "--checkpoint.keep-last=9", "--train.patience=2"]  # fmt: skip
 DEFINING = ["--seed=1", "--model.dropout=0.1", "--data.order=shuffled", "--train.batch-size=2",
-            "--optimizer.learning-rate=1e-4", "--train.precision=fp32", "--train.steps=10",
+            "--optimizer.learning-rate=5e-4", "--train.precision=fp32", "--train.steps=10",
             "--schedule.min-learning-rate=0", "--data.max-bytes=5"]  # fmt: skip
 
 

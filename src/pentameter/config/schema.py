@@ -294,3 +294,19 @@ class Config(Section):
     train: TrainConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        peak, floor = self.optimizer.learning_rate, self.schedule.min_learning_rate
+        if self.schedule.name == "cosine" and floor > peak:
+            raise ValueError(
+                f"schedule.min_learning_rate={floor} is above optimizer.learning_rate={peak}, "
+                "where the cosine begins; lower the one or raise the other"
+            )
+        evaluates = self.data.validation_fraction > 0 and self.train.eval_interval is not None
+        if self.train.patience is not None and not evaluates:
+            raise ValueError(
+                f"train.patience={self.train.patience} counts evaluations, and there are none: set "
+                "train.eval_interval and data.validation_fraction, or leave patience out"
+            )
+        return self
