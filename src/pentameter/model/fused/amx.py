@@ -62,7 +62,7 @@ def attention_forward(
     """y (B, T, H·K) and the logarithms of each row's sum of weights, for qkv (B, T, H·3·K)."""
     B, T, width = qkv.shape
     y = qkv.new_empty(B, T, width // 3)
-    logs = torch.empty(B, n_heads, -(-T // 32) * 32)
+    logs = torch.empty(B, n_heads, -(-T // 32) * 32, dtype=torch.float32)
     _loaded[0].pentameter_attention_forward(
         *map(_at, (y, logs, qkv, bias, keys)), *_numbers(qkv, n_heads, context_length, p)
     )
