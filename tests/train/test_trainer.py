@@ -360,19 +360,24 @@ def test_an_evaluation_that_a_signal_cut_off_still_finds_the_best(tmp_path, monk
     from pentameter.train import trainer as module
 
     whole, run = tmp_path / "whole", tmp_path / "run"
-    trainer, _ = fit(whole)
+    eight = {"train": {"steps": 8}}
+    trainer, _ = fit(whole, sections=eight)
+    assert trainer.state.best_step == 8
     real = module.evaluate
 
     def cut_off(stage, split, *, step, **options):
-        return None if step == 12 else real(stage, split, step=step, **options)
+        return None if step == 8 else real(stage, split, step=step, **options)
 
     monkeypatch.setattr(module, "evaluate", cut_off)
-    fit(run)
+    fit(run, sections=eight)
     monkeypatch.undo()
-    again, _ = fit(run)
+    again, _ = fit(run, sections=eight)
     assert again.state.best_step == trainer.state.best_step
+    for _ in range(2):  # the second start rewinds to the checkpoint that was saved again
+        assert [e["step"] for e in events(run, "checkpoint")] == [4, 8]
+        fit(run, sections=eight)
     saved = [
-        json.loads((path / "checkpoints" / "step-00000012" / "state.json").read_text())["best"]
+        json.loads((path / "checkpoints" / "step-00000008" / "state.json").read_text())["best"]
         for path in (whole, run)
     ]
     assert saved[0] == saved[1]

@@ -75,6 +75,8 @@ class CheckpointMetrics:
     path: Path
     bytes: int
     seconds: float
+    again: bool = False
+    """It replaces the checkpoint of the same step, which a signal had asked for too early."""
 
 
 @dataclass(frozen=True)

@@ -50,10 +50,12 @@ def rewind_metrics(path: Path, *, n_bytes: int, checkpoint: Mapping[str, Any] | 
     raw = path.read_bytes()
     kept = raw[:n_bytes]
     kept = kept[: kept.rfind(b"\n") + 1]  # a half-written last line is not an event
-    if checkpoint is not None:
+    step = None if checkpoint is None else checkpoint["step"]
+    noted = any(_is_checkpoint_of(line, step) for line in kept.splitlines(keepends=True))
+    if checkpoint is not None and not noted:  # a checkpoint that was saved again is noted already
         own = _line("checkpoint", checkpoint)
         for line in raw[len(kept) :].splitlines(keepends=True):
-            if _is_checkpoint_of(line, checkpoint["step"]):
+            if _is_checkpoint_of(line, step):
                 own = line
                 break
         kept += own

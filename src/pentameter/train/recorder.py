@@ -60,7 +60,9 @@ class Recorder:
         self._log.write("eval", **asdict(metrics))
 
     def on_checkpoint(self, trainer: Trainer, metrics: CheckpointMetrics) -> None:
-        """A `checkpoint` line; the path is relative to the run folder, so the folder may move."""
+        """A `checkpoint` line, one for a step."""
+        if metrics.again:
+            return
         self._log.write(
             "checkpoint",
             **checkpoint_event(metrics.step, metrics.path, metrics.bytes, metrics.seconds),

@@ -347,7 +347,7 @@ class Trainer:
                 raise
             self.console.say(f"warning: step {state.step} is not saved: {error}")
             return
-        self._saved_step = state.step
+        again, self._saved_step = self._saved_step == state.step, state.step
         try:
             store.prune(settings.keep_last, keep)
         except StorageError as error:  # the new checkpoint stands; only the old ones stay too
@@ -356,7 +356,7 @@ class Trainer:
         self._hooks.call(
             "on_checkpoint",
             self,
-            CheckpointMetrics(saved.step, saved.path, saved.n_bytes, saved.seconds),
+            CheckpointMetrics(saved.step, saved.path, saved.n_bytes, saved.seconds, again),
         )
 
     def _say_warnings(self) -> None:
