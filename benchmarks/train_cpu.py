@@ -19,12 +19,11 @@ from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
-from pentameter.data.batches import Batch, training_batch
+from pentameter.data.batches import training_batches
 from pentameter.data.dataset import open_dataset
 from pentameter.optim.build import build_optimizer, set_learning_rate
 from pentameter.optim.clip import clip_gradients, gradient_norm
@@ -40,21 +39,8 @@ WARM_UP_STEPS = 3  # ours compiles, and both grow their heaps
 
 def batches(plan: Plan) -> Any:
     """The step's batch of the run itself, so that both sides learn from the same text."""
-    config = plan.config
-    split = open_dataset(config.data).split("train")
-
-    def batch(step: int) -> Batch:
-        return training_batch(
-            split,
-            config.data.order,
-            seed=config.seed,
-            step=step,
-            rows=np.arange(plan.batch_size),
-            batch_size=plan.batch_size,
-            context_length=config.model.context_length,
-        )
-
-    return batch
+    split = open_dataset(plan.config.data).split("train")
+    return training_batches(plan.config, split).batch
 
 
 def serve_ours(pipe: Connection, plan: Plan) -> None:

@@ -27,6 +27,9 @@ def test_files_become_shards_that_training_opens(tmp_path, text_file, capsys):
     assert dataset.split("train").n_tokens == 800
     assert sorted(file.name for file in out.iterdir()) == [
         "notes-00000.bin",
+        "notes-00001.bin",
+        "notes-00002.bin",
+        "notes-documents.bin",
         "notes.json",
         "tokenizer.json",
     ]
@@ -58,7 +61,8 @@ def test_a_corpus_with_settings(tmp_path):
         (["missing/folder"], "does not exist"),
         (["stdlob"], "did you mean 'stdlib'"),
         ([], "name a corpus"),
-        (["grammar", "--tokenizer", "gpt2"], "not available in this version"),
+        (["grammar", "--tokenizer", "bpe:12"], "size must be at least 257"),
+        (["tokens.bin"], r"tokens\.bin does not exist"),
         (["grammar", "--tokenizer", "no.json"], r"no\.json does not exist"),
         (["grammar", "--validation-fraction", "1.5"], r"data\.validation_fraction=1\.5"),
         (["grammar", "--max-bytes", "0"], r"data\.max_bytes=0"),
@@ -77,7 +81,7 @@ def test_an_existing_folder_and_a_binary_file_are_refused(tmp_path, text_file):
     (tmp_path / "out" / "mine").touch()
     with pytest.raises(ConfigError, match="not an empty folder"):
         run([str(text_file), "--out", str(tmp_path / "out")])
-    binary = tmp_path / "binary.bin"
+    binary = tmp_path / "binary.dat"
     binary.write_bytes(b"\x00\x01")
     with pytest.raises(CorruptError, match="offset 0"):
         run([str(binary), "--out", str(tmp_path / "new")])

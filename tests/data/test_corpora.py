@@ -67,6 +67,18 @@ def test_a_download_with_another_content_is_refused_and_not_kept(served, cache):
     assert not (cache / "some").exists()
 
 
+def test_a_file_may_be_known_by_its_git_id(served, cache):
+    file, _ = served
+    # What `git hash-object` prints of the content.
+    git_blob = hashlib.sha1(b"blob 1200\0" + CONTENT).hexdigest()
+    known = replaced(file, sha256=None, n_bytes=5000, git_blob=git_blob)
+    assert public_file(known).read_bytes() == CONTENT
+    path = cache / "some" / "text.txt"
+    path.write_bytes(b"other")
+    with pytest.raises(CorruptError, match=f"git blob id .*, expected git blob id {git_blob}"):
+        public_file(known)
+
+
 def test_without_a_network_the_error_says_what_to_put_where(served, cache):
     file, _ = served
     for url in ("http://127.0.0.1:1/text", file.url + "/missing"):
@@ -116,6 +128,29 @@ def test_stdlib_without_source_says_what_to_do(monkeypatch, tmp_path):
 def test_an_unknown_corpus_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'shakespeare'"):
         corpus_text(DataConfig(corpus="shakespear"))
+
+
+def test_wikitext_has_splits_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("PENTAMETER_DATA_DIR", str(tmp_path))
+    (tmp_path / "wikitext-2").mkdir()
+    files = {}
+    for split, file in corpora.WIKITEXT_2.items():
+        text = f" = {split} = \n"
+        (tmp_path / file.place).write_text(text)
+        files[split] = replaced(file, sha256=hashlib.sha256(text.encode()).hexdigest())
+    monkeypatch.setattr(corpora, "WIKITEXT_2", files)
+    dataset = open_dataset(DataConfig(corpus="wikitext-2", tokenizer="word", test_fraction=0.5))
+    assert dataset.tokenizer.words == ("<unk>", "=", "train")
+    for split, ids in (("train", [1, 2, 1]), ("val", [1, 0, 1]), ("test", [1, 0, 1])):
+        assert dataset.split(split).tokens[:].tolist() == ids
+
+
+def test_wikitext_without_its_train_split_says_what_to_put_where(tmp_path, monkeypatch):
+    monkeypatch.setenv("PENTAMETER_DATA_DIR", str(tmp_path))
+    file = replaced(corpora.WIKITEXT_2["train"], url="http://127.0.0.1:1/train.txt")
+    monkeypatch.setattr(corpora, "WIKITEXT_2", {**corpora.WIKITEXT_2, "train": file})
+    with pytest.raises(StorageError, match=r"git blob id 2d84b35a.* at .*wikitext-2/train\.txt"):
+        corpus_text(DataConfig(corpus="wikitext-2"))
 
 
 @pytest.mark.skipif(

@@ -4,11 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from pentameter.config.schema import DataConfig, GrammarConfig
-from pentameter.data import CharTokenizer, evaluation_batches, open_dataset, training_batch
+from pentameter.data import CharTokenizer, TrainingBatches, evaluation_batches, open_dataset
 from pentameter.data import dataset as dataset_module
 from pentameter.errors import ConfigError, CorruptError
 
@@ -68,7 +67,13 @@ def test_the_cache_knows_a_changed_text_by_its_content(text_file):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"validation_fraction": 0.2}, {"test_fraction": 0.1}, {"max_bytes": 101}]
+    "settings",
+    [
+        {"validation_fraction": 0.2},
+        {"test_fraction": 0.1},
+        {"max_bytes": 101},
+        {"split_by": "document"},
+    ],
 )
 def test_settings_that_shape_the_tokens_have_their_own_entry(text_file, settings, cache):
     plain = open_dataset(DataConfig(path=str(text_file)))
@@ -82,7 +87,7 @@ def test_settings_that_shape_the_tokens_have_their_own_entry(text_file, settings
 def test_damage_in_the_cache_is_found_and_says_what_to_delete(text_file, cache):
     data = DataConfig(path=str(text_file))
     open_dataset(data)
-    (shard,) = cache.glob("*/*.bin")
+    shard = next(cache.glob("*/*-00000.bin"))
     shard.write_bytes(shard.read_bytes()[:-2])
     with pytest.raises(CorruptError, match=rf"truncated.*delete {shard.parent}"):
         open_dataset(data)
@@ -124,9 +129,9 @@ def test_what_a_killed_process_left_is_removed(text_file, cache):
         "open_dataset(DataConfig(path=sys.argv[1]), progress=kill)\n"
     )
     subprocess.run([sys.executable, "-c", script, str(text_file)], check=False)
-    assert [folder.name for folder in cache.iterdir() if ".tmp-" in folder.name]
+    assert [folder.name for folder in cache.iterdir() if ".part-" in folder.name]
     open_dataset(data)
-    assert not [folder.name for folder in cache.iterdir() if ".tmp-" in folder.name]
+    assert not [folder.name for folder in cache.iterdir() if ".part-" in folder.name]
 
 
 def test_prepared_shards_are_opened_as_they_are(text_file, cache):
@@ -157,10 +162,40 @@ def test_a_given_tokenizer_is_used_and_shares_the_entry_where_it_is_the_same(tex
     assert len(list(cache.iterdir())) == 2
 
 
-@pytest.mark.parametrize("tokenizer", ["gpt2", "word", "bpe:1000"])
-def test_tokenizers_to_come_are_named_as_such(text_file, tokenizer):
-    with pytest.raises(ConfigError, match="not available in this version"):
-        open_dataset(DataConfig(path=str(text_file), tokenizer=tokenizer))
+@pytest.mark.parametrize("tokenizer", ["word", "bpe:300"])
+def test_vocabularies_are_made_from_the_train_split(text_file, cache, tokenizer):
+    text_file.write_text("to learn from, to learn from\n" * 20 + "held\n" * 2)
+    data = DataConfig(path=str(text_file), tokenizer=tokenizer, validation_fraction=0.05)
+    dataset = open_dataset(data)
+    assert dataset.tokenizer.kind == tokenizer.partition(":")[0]
+    assert "held" not in dataset.tokenizer.to_bytes().decode()
+    # A trained model's own tokenizer finds the same entry.
+    assert open_dataset(data, tokenizer=dataset.tokenizer).hash == dataset.hash
+    assert len(list(cache.iterdir())) == 1
+    by_shards = DataConfig(path=str(next(cache.iterdir())), tokenizer="gpt2")
+    with pytest.raises(ConfigError, match=r"bpe:5'.*size must be at least"):
+        open_dataset(by_shards.model_copy(update={"tokenizer": "bpe:5"}))
+    other = "word" if tokenizer != "word" else "bpe:300"
+    with pytest.raises(ConfigError, match=f"not data.tokenizer='{other}'"):
+        open_dataset(by_shards.model_copy(update={"tokenizer": other}))
+
+
+def test_texts_of_their_own_are_held_out(text_file, cache, tmp_path):
+    val, test = tmp_path / "val.txt", tmp_path / "test.jsonl"
+    val.write_text("a validation text")
+    test.write_text('{"text": "Q"}\n{"text": "R!"}\n')
+    held_out = {"validation_path": str(val), "test_path": str(test)}
+    data = DataConfig(path=str(text_file), **held_out)
+    dataset = open_dataset(data)
+    splits = [dataset.split(name) for name in ("train", "val", "test")]
+    texts = [dataset.tokenizer.decode(split.tokens[:]) for split in splits]
+    assert texts == [text_file.read_bytes().decode(), "a validation text", "QR!"]
+    assert splits[2].document_starts.tolist() == [0, 1]
+    test.write_text('{"text": "QR"}\n{"text": "!"}\n')  # the same text, cut elsewhere
+    assert open_dataset(data).split("test").document_starts.tolist() == [0, 2]
+    assert len(list(cache.iterdir())) == 2
+    with pytest.raises(ConfigError, match=r"validation_path=.*beside prepared shards"):
+        open_dataset(DataConfig(path=str(next(cache.iterdir())), **held_out))
 
 
 def test_empty_tiny_and_missing_texts(tmp_path):
@@ -171,17 +206,8 @@ def test_empty_tiny_and_missing_texts(tmp_path):
     tiny = tmp_path / "tiny.txt"
     tiny.write_bytes(b"tiny text, twenty ch")
     dataset = open_dataset(DataConfig(path=str(tiny)))
-    rows = np.arange(1)
     with pytest.raises(ConfigError, match=r"'train' has 18 tokens.*context_length of at most 17"):
-        training_batch(
-            dataset.split("train"),
-            "random",
-            seed=0,
-            step=0,
-            rows=rows,
-            batch_size=1,
-            context_length=64,
-        )
+        TrainingBatches(dataset.split("train"), "random", seed=0, batch_size=1, context_length=64)
     (batch,) = evaluation_batches(dataset.split("val"), context_length=64, batch_size=8)
     assert (batch.targets >= 0).sum() == 1
     with pytest.raises(ConfigError, match="does not exist"):

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.data import CharTokenizer, Dataset, prepare
-from pentameter.data.prepare import split_ends
-from pentameter.data.shards import ShardWriter, find_header, header_hash, open_shards
-from pentameter.data.text import Text
+from pentameter.data import CharTokenizer, Dataset, Splitting, prepare
+from pentameter.data.contents import split_ends
+from pentameter.data.shard_writer import ShardWriter
+from pentameter.data.shards import find_header, header_hash, open_shards
+from pentameter.data.text import text_of_pieces
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 SPLITS = ("train", "val", "test")
@@ -19,12 +20,12 @@ TEXT = "the quick brown fox jumps over the lazy dog. " * 4
 def text_of(content, *, name="text", pieces=1):
     cut = -(-len(content) // pieces) or 1
     parts = [content[i : i + cut] for i in range(0, len(content), cut)]
-    return Text(name, lambda: iter(parts), len(content.encode()))
+    return text_of_pieces(name, lambda: iter(parts), len(content.encode()))
 
 
 @pytest.fixture
 def folder(tmp_path):
-    prepare(text_of(TEXT), tmp_path / "out", test_fraction=0.1, shard_tokens=50)
+    prepare(text_of(TEXT), tmp_path / "out", splitting=Splitting(0.1, 0.1), shard_tokens=50)
     return tmp_path / "out"
 
 
@@ -39,8 +40,7 @@ def test_text_comes_back_from_shards(tmp_path_factory, content, pieces, shard_to
     prepare(
         text_of(content, pieces=pieces),
         out,
-        validation_fraction=held_out[0],
-        test_fraction=held_out[1],
+        splitting=Splitting(*held_out),
         shard_tokens=shard_tokens,
     )
     dataset = Dataset(open_shards(out / "text.json"))
@@ -58,6 +58,7 @@ def test_ids_take_two_bytes_while_they_fit(tmp_path, vocab_size):
     tokenizer = CharTokenizer(characters[:vocab_size])
     ids = np.array([0, vocab_size - 1, 1])
     with ShardWriter(tmp_path, "big", tokenizer) as writer:
+        writer.start_document("train")
         writer.write("train", ids, 3)
         writer.finish({})
     shards = open_shards(tmp_path / "big.json")
@@ -69,14 +70,20 @@ def test_shards_of_the_same_text_are_the_same_bytes(tmp_path):
     for name, pieces in (("a", 1), ("b", 7)):
         prepare(text_of(TEXT, pieces=pieces), tmp_path / name)
     files = sorted(file.name for file in (tmp_path / "a").iterdir())
-    assert files == ["text-00000.bin", "text.json", "tokenizer.json"]
+    assert files == [
+        "text-00000.bin",
+        "text-00001.bin",
+        "text-documents.bin",
+        "text.json",
+        "tokenizer.json",
+    ]
     for file in files:
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
 
 def test_tokens_read_like_an_array_over_file_borders(folder):
     shards = open_shards(folder / "text.json")
-    assert len(shards.files) == 4
+    assert len(shards.files) == 5
     train = shards.tokens()["train"]
     whole = np.asarray(train)
     assert len(train) == whole.size == 144
@@ -141,15 +148,25 @@ def swap(folder):
     (folder / "x").rename(folder / "text-00003.bin")
 
 
+def starts(*places):
+    return lambda folder: np.array(places, "<u8").tofile(folder / "text-documents.bin")
+
+
 DAMAGE = {
     "file missing": (remove("text-00001.bin"), "text-00001.bin is missing"),
     "header missing": (remove("text.json"), "text.json is missing"),
     "tokenizer missing": (remove("tokenizer.json"), "tokenizer.json is missing"),
     "tokenizer of another text": (other_tokenizer("abc"), "not the tokenizer that wrote"),
-    "truncated": (resize(-2), "text-00002.bin is truncated: 98 bytes"),
-    "cut inside a token": (resize(-1), "text-00002.bin is truncated: 99 bytes"),
-    "emptied": (resize(-100), "text-00002.bin is truncated: 0 bytes"),
-    "too long": (resize(4), "text-00002.bin is too long: 104 bytes"),
+    "truncated": (resize(-2), "text-00002.bin is truncated: 86 bytes"),
+    "cut inside a token": (resize(-1), "text-00002.bin is truncated: 87 bytes"),
+    "emptied": (resize(-88), "text-00002.bin is truncated: 0 bytes"),
+    "too long": (resize(4), "text-00002.bin is too long: 92 bytes"),
+    "documents missing": (remove("text-documents.bin"), "text-documents.bin is missing"),
+    "documents truncated": (starts(0, 0), "text-documents.bin is truncated: 16 bytes"),
+    "document beyond its split": (starts(0, 0, 1 << 62), "must start at 0"),
+    "first document late": (starts(1, 0, 0), "'train' must start at 0"),
+    "documents elsewhere": (put("documents", "name", value="../x"), '"documents" names'),
+    "documents uncounted": (put("splits", "val", "documents", value=-1), "not a count"),
     "files swapped": (swap, "text-00001.bin is truncated"),
     "id beyond the vocabulary": (poke(7, 28), r"text-00001.bin: token 7 \(byte 14\) has id 28"),
     "id far beyond": (poke(0, 65535), r"token 0 \(byte 0\) has id 65535"),
@@ -166,7 +183,7 @@ DAMAGE = {
         lambda folder: rewrite(folder, lambda h: h.update(bytes_per_token=2.0), rehash=False),
         'match its "sha256"',
     ),
-    "version": (put("version", value=2), '"version" is 2'),
+    "version": (put("version", value=3), '"version" is 3'),
     "name": (put("name", value="other"), "the file is named 'text'"),
     "dtype unknown": (put("dtype", value="float32"), '"dtype" is'),
     "dtype of another width": (put("dtype", value="uint32"), "truncated"),
@@ -223,6 +240,32 @@ def test_no_flipped_bit_of_the_header_is_accepted_or_crashes(tmp_path_factory, p
         assert shards.hash == json.loads(data)["sha256"] == header_hash(json.loads(data))
 
 
+def test_version_1_opens_with_a_document_per_split(folder):
+    def older(header):
+        header["version"] = 1
+        del header["documents"]
+        for part in header["splits"].values():
+            del part["documents"]
+
+    rewrite(folder, older)
+    (folder / "text-documents.bin").unlink()
+    dataset = Dataset(open_shards(folder / "text.json"))
+    assert [dataset.split(s).document_starts.tolist() for s in SPLITS] == [[0], [0], [0]]
+    dataset.verify()
+
+
+@pytest.mark.parametrize(("starts", "wrong"), [([0, 3, 3], 2), ([0, 4, 2], 2), ([0, 2, 9], 2)])
+def test_starts_of_documents_rise_within_their_split(tmp_path, starts, wrong):
+    with ShardWriter(tmp_path, "text", CharTokenizer("abc")) as writer:
+        for _ in range(3):
+            writer.start_document("train")
+            writer.write("train", np.array([0, 1, 2]), 3)
+        writer.finish({})
+    np.array(starts, "<u8").tofile(tmp_path / "text-documents.bin")
+    with pytest.raises(CorruptError, match=rf"document {wrong} of 'train' starts at"):
+        open_shards(tmp_path / "text.json")
+
+
 def test_a_folder_with_two_data_sets_asks_for_one(folder):
     for file in list(folder.glob("text*")):
         shutil.copy(file, folder / file.name.replace("text", "more", 1))
@@ -249,12 +292,12 @@ def test_what_is_not_prepared_has_no_header(tmp_path):
     ],
 )
 def test_split_ends(n, val, test, ends):
-    assert split_ends(n, val, test) == {"train": ends[0], "val": ends[1], "test": n}
+    assert split_ends(n, val, test) == (*ends, n)
 
 
 def test_a_text_that_changes_while_it_is_read_is_refused_and_leaves_nothing(tmp_path):
     versions = iter(["abcabc", "abcbca"])
-    text = Text("text", lambda: iter([next(versions)]), 6)
+    text = text_of_pieces("text", lambda: iter([next(versions)]), 6)
     with pytest.raises(StorageError, match="changed while it was read"):
         prepare(text, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pentameter.data.reading import read_pieces
 from pentameter.data.text import (
-    Text,
     files_below,
     first_bytes,
-    read_pieces,
     safe_name,
     text_from_paths,
+    text_of_pieces,
 )
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
@@ -98,18 +98,16 @@ def test_a_link_to_nowhere_and_an_unreadable_file_are_named(tmp_path):
         list(text_from_paths([tmp_path]).pieces())
 
 
-def test_missing_empty_and_jsonl_paths_are_refused(tmp_path):
+def test_missing_and_empty_paths_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         text_from_paths([tmp_path / "no.txt"])
     with pytest.raises(ConfigError, match="no text file below"):
         text_from_paths([tmp_path])
-    with pytest.raises(ConfigError, match="JSONL is not available"):
-        text_from_paths([write(tmp_path / "a.jsonl", b"{}")])
 
 
 @given(file_text, st.integers(1, 40))
 def test_first_bytes_is_the_longest_start_that_fits(text, max_bytes):
-    whole = Text("t", lambda: iter([text[:3], text[3:]]), len(text.encode()), "id")
+    whole = text_of_pieces("t", lambda: iter([text[:3], text[3:]]), len(text.encode()), "id")
     start = "".join(first_bytes(whole, max_bytes).pieces())
     assert text.startswith(start)
     assert len(start.encode()) <= max_bytes

@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.data.tokenizer import CharTokenizer
+from pentameter.data.building import train_bpe
+from pentameter.data.tokenizer import CharTokenizer, WordTokenizer
 from pentameter.generate import TextPieces
 
 
@@ -71,3 +72,49 @@ def test_garbage_is_not_held_back_forever() -> None:
     text = TextPieces(Bytes([b"\xff"]))  # type: ignore[arg-type]
     shown = "".join(text.push(0) for _ in range(50))
     assert len(shown) == 49
+
+
+BPE = train_bpe(["né à Paris 👋🏽 中文 中文 né à Paris 👋🏽 né"], 290)
+WORDS = WordTokenizer(["<unk>", "the", "cat", "."])
+
+
+@given(st.lists(st.integers(0, BPE.vocab_size - 1), max_size=20))
+def test_any_tokens_of_a_byte_level_tokenizer(ids: list[int]) -> None:
+    assert "".join(pieces(BPE, ids)) == BPE.decode(ids)
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), max_size=20))
+def test_text_through_a_byte_level_tokenizer_is_never_cut_in_a_character(text: str) -> None:
+    came = pieces(BPE, BPE.encode(text).tolist())
+    assert "".join(came) == text
+    assert not any("\ufffd" in piece for piece in came)
+
+
+def test_a_character_in_parts_waits_for_its_end_or_for_the_sample_s() -> None:
+    ids = [BPE.vocabulary[byte] for byte in "ðŁĳĭ"]  # the four bytes of a waving hand
+    assert pieces(BPE, ids) == ["", "", "", "👋", ""]
+    assert pieces(BPE, ids[:3]) == ["", "", "", "\ufffd"]
+    assert pieces(BPE, [*ids[:3], BPE.vocabulary["a"]]) == ["", "", "", "\ufffda", ""]
+
+
+def test_an_end_of_text_is_text() -> None:
+    end = BPE.end_of_text
+    assert end is not None
+    a = BPE.vocabulary["a"]
+    assert pieces(BPE, [a, end, a]) == ["a", "<|endoftext|>", "a", ""]
+
+
+def test_words_are_set_apart_and_off_from_the_prompt() -> None:
+    assert pieces(WORDS, [1, 2, 0]) == ["the", " cat", " <unk>", ""]
+    text = TextPieces(WORDS, WORDS.encode("The cat"))
+    assert [text.push(token) for token in (1, 2, 3)] == [" the", " cat", " ."]
+    assert text.flush() == ""
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.integers(0, 9))
+def test_pieces_behind_a_prompt_continue_its_text(ids: list[int], n_prompt: int) -> None:
+    prompt, new = ids[:n_prompt], ids[n_prompt:]
+    for tokenizer in (WORDS, CharTokenizer("a\né→")):
+        text = TextPieces(tokenizer, prompt)
+        came = "".join([*map(text.push, new), text.flush()])
+        assert tokenizer.decode(prompt) + came == tokenizer.decode(ids)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
+
     from pentameter.data import Dataset, Progress
     from pentameter.data.text import Text
 
@@ -36,22 +39,35 @@ class GrammarOptions:
 class Options:
     """Turn text into token shards.
 
-    Writes NAME-00000.bin, …, NAME.json and tokenizer.json into a new folder, which `data.path`
-    of a configuration takes. The folder appears whole or not at all.
+    Writes NAME-00000.bin, …, NAME-documents.bin, NAME.json and tokenizer.json into a new folder,
+    which `data.path` of a configuration takes. The folder appears whole or not at all; the same
+    command after a kill goes on where it was.
     """
 
     source: Annotated[
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="CORPUS-or-FILES")
     ]
-    """A corpus (stdlib, grammar, shakespeare), or text files and folders (UTF-8)."""
+    """A corpus (stdlib, grammar, shakespeare, wikitext-2), or files and folders: UTF-8 text, each
+    file a document, or .jsonl with a document's `text` in each line; .gz and .zst of either. Or
+    tokens of nanoGPT, llm.c, modded-nanogpt (.bin) or Megatron (.bin and .idx), taken as they
+    are."""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """The folder to make."""
-    tokenizer: Annotated[str, tyro.conf.arg(metavar="char|FILE")] = "char"
-    """`char`: one token per character; or a tokenizer file of an earlier `prepare`."""
+    tokenizer: Annotated[str, tyro.conf.arg(metavar="char|word|gpt2|bpe:N|FILE")] = "char"
+    """`char`: one token per character; `word`: per word of lower-cased English; `gpt2`: GPT-2's
+    own; `bpe:8192`: byte-level BPE of that size, trained on the text; or a tokenizer file of an
+    earlier `prepare`. Tokens of other programs need the one that wrote them."""
+    split_by: Literal["position", "document"] = "position"
+    """`position`: the last part of the text is held out; `document`: each document goes to the
+    split that the hash of its text decides."""
     validation_fraction: float = 0.1
     """Share of the text held out for validation."""
     test_fraction: float = 0.0
-    """Share of the text held out for `eval --split test`: the tail."""
+    """Share of the text held out for `eval --split test`; by position, the tail."""
+    validation_path: Path | None = None
+    """Held-out text of its own; the rest is then trained on whole."""
+    test_path: Path | None = None
+    """Text of its own for `eval --split test`."""
     max_bytes: int | None = None
     """Read at most this many bytes."""
     grammar: GrammarOptions = field(default_factory=GrammarOptions)
@@ -64,24 +80,73 @@ def run(arguments: list[str]) -> int:
 
 
 def _prepare(options: Options) -> int:
-    from pentameter.data import prepare
     from pentameter.data.dataset import Dataset
-    from pentameter.data.shards import open_shards
+    from pentameter.data.importing import are_token_files
+    from pentameter.data.shards import find_header, open_shards
+
+    started = time.perf_counter()
+    warnings: list[str] = []
+    if are_token_files([Path(source) for source in options.source]):
+        _import(options)
+    else:
+        _encode(options, warnings)
+    seconds = time.perf_counter() - started
+    header = find_header(options.out)
+    assert header is not None
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    _report(Dataset(open_shards(header)), options.out, seconds)
+    return 0
+
+
+def _encode(options: Options, warnings: list[str]) -> None:
+    from pentameter.data import Splitting, prepare
 
     text = _text(options)
-    started = time.perf_counter()
-    with _progress_bar() as progress:
+    with _progress_bar() as (progress, count_tokens):
         prepare(
             text,
             options.out,
             tokenizer=options.tokenizer,
+            splitting=Splitting(
+                options.validation_fraction, options.test_fraction, options.split_by
+            ),
+            progress=progress,
+            count_tokens=count_tokens,
+            warnings=warnings,
+        )
+
+
+def _import(options: Options) -> None:
+    from pentameter.data.importing import import_tokens, open_token_file, with_neighbours
+    from pentameter.data.prepare import chosen_tokenizer
+    from pentameter.errors import ConfigError
+
+    if options.max_bytes is not None:
+        raise ConfigError("--max-bytes cannot shorten files of tokens; leave it out")
+    paths = with_neighbours([Path(source) for source in options.source])
+    for split, path in (("val", options.validation_path), ("test", options.test_path)):
+        if path is not None:
+            paths[split] = [path]
+    files = {split: [open_token_file(path) for path in here] for split, here in paths.items()}
+    tokenizer = chosen_tokenizer(options.tokenizer)
+    if isinstance(tokenizer, str):
+        raise ConfigError(
+            f"--tokenizer {tokenizer} cannot be made from tokens ({options.source[0]}); name the "
+            "one that wrote them: gpt2, or a tokenizer file"
+        )
+    for split, here in files.items():
+        for file in here:
+            print(f"{file.path}: {file.format}, {file.n_tokens:,} tokens, {split}")
+    with _progress_bar() as (progress, _):
+        import_tokens(
+            files,
+            options.out,
+            tokenizer,
             validation_fraction=options.validation_fraction,
             test_fraction=options.test_fraction,
             progress=progress,
         )
-    seconds = time.perf_counter() - started
-    _report(Dataset(open_shards(options.out / f"{text.name}.json")), options.out, seconds)
-    return 0
 
 
 def _text(options: Options) -> Text:
@@ -93,7 +158,8 @@ def _text(options: Options) -> Text:
     from pentameter.config.problems import problems
     from pentameter.config.schema import Config
     from pentameter.data import CORPORA, corpus_text
-    from pentameter.data.text import first_bytes, text_from_paths
+    from pentameter.data.corpora import text_from_data_paths
+    from pentameter.data.text import first_bytes
     from pentameter.errors import ConfigError
 
     if not options.source:
@@ -107,6 +173,10 @@ def _text(options: Options) -> Text:
     section = {
         "corpus": corpus,
         "path": options.source[0] if corpus is None else None,
+        "validation_path": _as_text(options.validation_path),
+        "test_path": _as_text(options.test_path),
+        "tokenizer": options.tokenizer,
+        "split_by": options.split_by,
         "validation_fraction": options.validation_fraction,
         "test_fraction": options.test_fraction,
         "max_bytes": options.max_bytes,
@@ -119,25 +189,34 @@ def _text(options: Options) -> Text:
         raise ConfigError("; ".join(problems(error, tree))) from error
     if len(options.source) == 1:
         return corpus_text(data)
-    text = text_from_paths([Path(path) for path in options.source])
+    text = text_from_data_paths(data, [Path(path) for path in options.source])
     return text if options.max_bytes is None else first_bytes(text, options.max_bytes)
+
+
+def _as_text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _report(dataset: Dataset, folder: Path, seconds: float) -> None:
     splits = [dataset.split(name) for name in ("train", "val", "test")]
     n_tokens = sum(split.n_tokens for split in splits)
     n_bytes = sum(split.n_bytes for split in splits)
+    n_documents = sum(len(split.document_starts) for split in splits)
     sizes = ", ".join(f"{split.name} {split.n_tokens:,}" for split in splits if split.n_tokens)
     print(
-        f"{folder}: {n_tokens:,} tokens ({sizes}), vocabulary {dataset.vocab_size:,}, "
+        f"{folder}: {n_tokens:,} tokens ({sizes}) in {n_documents:,} "
+        f"document{'s' if n_documents != 1 else ''}, vocabulary {dataset.vocab_size:,}, "
         f"{n_bytes / n_tokens:.2f} bytes per token, {seconds:.1f} s, "
         f"{n_tokens / seconds:,.0f} tokens/s"
     )
 
 
 @contextmanager
-def _progress_bar() -> Iterator[Progress]:
-    """A callback that draws one bar per pass on standard error, if that is a terminal."""
+def _progress_bar() -> Iterator[tuple[Progress, Callable[[int], None]]]:
+    """Callbacks that draw one bar per pass on standard error, if that is a terminal.
+
+    The second is told the tokens so far, and adds tokens/s to the bar of the last pass.
+    """
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -155,13 +234,24 @@ def _progress_bar() -> Iterator[Progress]:
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
+        TextColumn("{task.fields[tokens]}"),
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        tasks = {}
+        tasks: dict[str, TaskID] = {}
+        first: list[tuple[float, int]] = []  # when and with how many tokens this process began
 
-        def update(stage: str, done_bytes: int, total_bytes: int) -> None:
+        def update(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total_bytes)
-            bar.update(tasks[stage], completed=done_bytes, total=max(total_bytes, done_bytes))
+                tasks[stage] = bar.add_task(stage, total=total, tokens="")
+            bar.update(tasks[stage], completed=done, total=max(total, done))
 
-        yield update
+        def count_tokens(n_tokens: int) -> None:
+            now = time.perf_counter()
+            if not first:
+                first.append((now, n_tokens))
+            began, before = first[0]
+            if now > began:
+                speed = f"{(n_tokens - before) / (now - began):,.0f} tokens/s"
+                bar.update(list(tasks.values())[-1], tokens=speed)
+
+        yield update, count_tokens

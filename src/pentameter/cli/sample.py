@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,7 +19,7 @@ from pentameter.errors import ConfigError, StorageError
 if TYPE_CHECKING:
     import numpy as np
 
-    from pentameter.data.tokenizer import Tokenizer
+    from pentameter.generate import TextPieces
 
 HELP = "Stream text from a trained model."
 
@@ -28,9 +29,11 @@ class Arguments:
     """Continue a prompt with a trained model. The text is printed as it comes, after the prompt."""
 
     model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A run folder (its best checkpoint, else its last) or a checkpoint folder."""
+    """A run folder (its best checkpoint, else its last), a checkpoint folder, or a Hugging Face
+    GPT-2 folder."""
     prompt: str = ""
-    """What to continue. Without one the text starts after a newline, which is not printed."""
+    """What to continue. Without one the text starts after <|endoftext|> where the tokenizer has
+    it, else after a newline; neither is printed."""
     prompt_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Read the prompt from this UTF-8 file instead."""
     max_new_tokens: int = 256
@@ -79,14 +82,16 @@ def _prompt(asked: Arguments) -> str:
 
 
 def _sample(asked: Arguments, prompt: str) -> None:
-    from pentameter.generate import Sampling, encode_prompt, stream_tokens
+    from pentameter.generate import Sampling, TextPieces, encode_prompt, stream_tokens
     from pentameter.parallel.device import choose_device
 
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
     loaded = load_for_verb(asked.model, choose_device(asked.device))
+    prompt_ids = encode_prompt(loaded.tokenizer, prompt)
+    pieces = partial(TextPieces, loaded.tokenizer, prompt_ids.tolist() if prompt else ())
     steps = stream_tokens(
         loaded.model,
-        encode_prompt(loaded.tokenizer, prompt),
+        prompt_ids,
         vocab_size=loaded.tokenizer.vocab_size,
         max_new_tokens=asked.max_new_tokens,
         sampling=sampling,
@@ -94,31 +99,35 @@ def _sample(asked: Arguments, prompt: str) -> None:
         seed=asked.seed,
     )
     if asked.json:
-        _print_json(steps, loaded.tokenizer, prompt)
+        _print_json(steps, pieces, prompt)
     else:
-        _print_text(steps, loaded.tokenizer, prompt, asked.num_samples)
+        _print_text(steps, pieces, prompt, asked.num_samples)
 
 
-def _print_json(steps: Iterator[np.ndarray], tokenizer: Tokenizer, prompt: str) -> None:
+def _print_json(
+    steps: Iterator[np.ndarray], new_pieces: Callable[[], TextPieces], prompt: str
+) -> None:
     """Print the object of the interface; the rate counts the new tokens of all samples."""
     start = time.perf_counter()
     ids_of_samples = list(zip(*(tokens.tolist() for tokens in steps), strict=True))
     seconds = time.perf_counter() - start
-    samples = [
-        {"text": tokenizer.decode(ids), "tokens": len(ids), "token_ids": list(ids)}
-        for ids in ids_of_samples
-    ]
+    samples = []
+    for ids in ids_of_samples:
+        pieces = new_pieces()
+        text = "".join(map(pieces.push, ids)) + pieces.flush()
+        samples.append({"text": text, "tokens": len(ids), "token_ids": list(ids)})
     rate = sum(len(ids) for ids in ids_of_samples) / seconds
     print(json.dumps({"prompt": prompt, "samples": samples, "tokens_per_second": rate}), flush=True)
 
 
 def _print_text(
-    steps: Iterator[np.ndarray], tokenizer: Tokenizer, prompt: str, num_samples: int
+    steps: Iterator[np.ndarray],
+    new_pieces: Callable[[], TextPieces],
+    prompt: str,
+    num_samples: int,
 ) -> None:
     """Print the first sample while it grows and the others, complete, behind it."""
-    from pentameter.generate import TextPieces
-
-    samples = [TextPieces(tokenizer) for _ in range(num_samples)]
+    samples = [new_pieces() for _ in range(num_samples)]
     texts: list[list[str]] = [[] for _ in range(num_samples)]
     if num_samples > 1:
         _write(_rule(0, num_samples))

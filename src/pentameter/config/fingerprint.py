@@ -14,8 +14,10 @@ from pentameter.config.write import value_at
 NOT_THE_TRAINING = {
     "name": "only names the run folder",
     "train.steps": "where the run ends; the cosine's end is schedule.decay_steps",
+    "train.epochs": "as above",
     "train.micro_batch_size": "cuts the same batch into other pieces; sums agree to rounding",
     "train.device": "a run may move to another machine",
+    "train.activation_checkpoint": "the same arithmetic, done twice",
     "train.compile": "the same arithmetic, compiled",
     "train.eval_interval": "evaluation reads, it changes nothing",
     "train.patience": "where the run ends",
@@ -31,7 +33,7 @@ NOT_THE_TRAINING = {
 """Keys that a resumed run may change, and why. Every other key defines the weights of each step.
 
 `train.steps` is free because step N does not depend on how many follow it, with one exception
-that `defining_values` makes: a cosine without `decay_steps` ends at `train.steps`.
+that `defining_values` makes: a decay without `decay_steps` ends at `train.steps`.
 """
 
 
@@ -42,10 +44,15 @@ def defining_values(config: Config) -> dict[str, Any]:
         for path, leaf in leaves().items()
         if path not in NOT_THE_TRAINING
     }
-    if config.schedule.name != "cosine":
+    schedule = config.schedule
+    if schedule.name not in ("cosine", "linear", "wsd"):
         del values["schedule.decay_steps"]
-    elif config.schedule.decay_steps is None:
+    elif schedule.decay_steps is None:
         values["schedule.decay_steps"] = config.train.steps
+    if schedule.name != "wsd":
+        del values["schedule.cooldown_steps"]
+    if schedule.name != "step":
+        del values["schedule.decay_interval"]
     return values
 
 

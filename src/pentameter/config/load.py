@@ -32,21 +32,28 @@ __all__ = [
     "to_toml",
 ]
 
-EXCLUSIVE = (("data", "corpus", "path"), ("train", "batch_size", "tokens_per_step"))
+EXCLUSIVE = (
+    ("data", "corpus", "path"),
+    ("train", "batch_size", "tokens_per_step"),
+    ("train", "steps", "epochs"),
+)
 """Section and two keys that exclude each other: a newer layer's choice replaces an older one's."""
 
 Tree = dict[str, Any]
 
 
-def load_config(source: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
+def load_config(
+    source: str | Path | Config, overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> Config:
     """The configuration that `source` describes, with `overrides` on top.
 
-    `source` is a preset's name or a TOML file; either may say `extends = "preset-or-file"` (a file
-    relative to the one that names it). `overrides` is what a command line holds (see
-    `parse_overrides`), or a mapping, nested or with dotted keys. Raises ConfigError naming every
-    problem at once.
+    `source` is a preset's name, a TOML file or a configuration; the first two may say
+    `extends = "preset-or-file"` (a file relative to the one that names it). `overrides` is what a
+    command line holds (see `parse_overrides`), or a mapping, nested or with dotted keys. Raises
+    ConfigError naming every problem at once.
     """
-    tree = _read_chain(source)
+    tree = source.model_dump() if isinstance(source, Config) else _read_chain(source)
+    label = source.name if isinstance(source, Config) else str(source)
     wrong: list[str] = []
     tree = merge(tree, _override_tree(overrides, wrong))
     for name in ("data", "train"):  # absent ones fail with the validator's advice, not "missing"
@@ -59,7 +66,7 @@ def load_config(source: str | Path, overrides: Sequence[str] | Mapping[str, Any]
     except ValidationError as error:
         wrong += [problem for problem in problems(error, tree) if problem not in wrong]
     if wrong or config is None:
-        raise _refusal(str(source), wrong)
+        raise _refusal(label, wrong)
     return config
 
 

@@ -146,18 +146,30 @@ class DataConfig(Section):
     """Where the text comes from, how it is cut into tokens, and in which order it is read."""
 
     corpus: str | None = None
-    """A corpus by name: stdlib, grammar, shakespeare."""
+    """A corpus by name: stdlib, grammar, shakespeare, wikitext-2."""
     path: str | None = None
-    """Instead of `corpus`: a text file, a folder of them, or prepared shards."""
+    """Instead of `corpus`: a text or JSONL file, a folder of them, or prepared shards."""
+    validation_path: str | None = None
+    """Held-out text of its own; `path` is then trained on whole."""
+    test_path: str | None = None
+    """Text of its own for `eval --split test`."""
     tokenizer: Annotated[str, Field(min_length=1)] = "char"
-    """`char`, or a tokenizer file."""
-    order: Literal["random", "shuffled", "sequential"] = "random"
+    """`char`, `word` (basic English words), `gpt2`, `bpe:VOCAB_SIZE` (trained on the text), or a
+    tokenizer file."""
+    order: Literal["random", "shuffled", "sequential", "columns", "documents"] = "random"
     """`random`: windows at random offsets; `shuffled`: every window once an epoch, permuted;
-    `sequential`: windows in the order of the text."""
+    `sequential`: windows in the order of the text; `columns`: the text cut into batch_size
+    columns, read side by side; `documents`: a document a row, permuted anew each epoch."""
+    packing: Switch = False
+    """With `documents`: rows filled with one document after another instead of one each, cut at
+    context_length and padded; nothing is dropped then."""
+    split_by: Literal["position", "document"] = "position"
+    """`position`: the last part of the text is held out; `document`: each document goes to the
+    split that the hash of its text decides."""
     validation_fraction: Rate = 0.1
-    """The last part of the text, held out."""
+    """The part of the text that is held out."""
     test_fraction: Rate = 0.0
-    """The part after that, for `eval --split test`."""
+    """The part for `eval --split test`; by position, the tail."""
     max_bytes: ByteCount | None = None
     """Read at most this many bytes of the corpus."""
     grammar: GrammarConfig = GrammarConfig()
@@ -172,7 +184,18 @@ class DataConfig(Section):
             )
         if self.corpus is None and self.path is None:
             raise ValueError(
-                "set data.corpus (stdlib, grammar, shakespeare) or data.path (a file or a folder)"
+                "set data.corpus (stdlib, grammar, shakespeare, wikitext-2) or data.path (a file "
+                "or a folder)"
+            )
+        for key in ("validation_path", "test_path"):
+            if getattr(self, key) is not None and self.path is None:
+                raise ValueError(
+                    f"data.{key}={getattr(self, key)!r} stands beside data.path, which is not set"
+                )
+        if self.packing and self.order != "documents":
+            raise ValueError(
+                f"data.packing=true fills rows with documents, but data.order={self.order!r}; set "
+                "data.order='documents', or leave packing out"
             )
         if self.validation_fraction + self.test_fraction >= 1:
             raise ValueError(
@@ -185,20 +208,21 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """The update rule."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """AdamW (decoupled weight decay) or SGD with momentum."""
+    name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
+    """`adamw`: decoupled weight decay; `adam`, `sgd`: weight decay as an L2 penalty; `muon`:
+    orthogonalised momentum for the matrices of the blocks, AdamW for everything else."""
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate; `schedule` shapes it over steps."""
     betas: tuple[Rate, Rate] = (0.9, 0.99)
-    """AdamW's decay rates of the first and second moment."""
+    """AdamW's and Adam's decay rates of the first and second moment."""
     eps: PositiveFloat = 1e-8
-    """AdamW's denominator offset."""
+    """AdamW's and Adam's denominator offset."""
     weight_decay: NonNegativeFloat = 0.1
     """Decay of the parameters that `decay` selects."""
     decay: Literal["matrices", "all"] = "matrices"
     """`matrices`: biases, norms excluded (GPT-2); `all`: every parameter (PyTorch's default)."""
-    momentum: Rate = 0.0
-    """SGD's momentum."""
+    momentum: Rate | None = None
+    """SGD's momentum, 0 when absent; Muon's, 0.95 when absent."""
     clip_norm: NonNegativeFloat = 1.0
     """Clip the gradient's global norm to this; 0 does not clip."""
 
@@ -206,25 +230,31 @@ class OptimizerConfig(Section):
 class ScheduleConfig(Section):
     """The learning rate as a function of the step; nothing to save."""
 
-    name: Literal["constant", "cosine", "step"] = "cosine"
-    """`cosine`: to min_learning_rate at decay_steps; `step`: × gamma every decay_interval steps."""
+    name: Literal["constant", "cosine", "linear", "wsd", "step"] = "cosine"
+    """`cosine`, `linear`: to min_learning_rate at decay_steps; `wsd` (warm-up, stable, decay): the
+    peak until cooldown_steps before decay_steps, then linear; `step`: × gamma every decay_interval
+    steps."""
     warmup_steps: NonNegative = 0
     """Linear from learning_rate/warmup_steps at step 0."""
     decay_steps: Positive | None = None
-    """Where the cosine ends; train.steps when absent."""
+    """Where `cosine`, `linear` and `wsd` end; train.steps when absent."""
+    cooldown_steps: Positive | None = None
+    """Length of `wsd`'s decay; a fifth of decay_steps when absent."""
     min_learning_rate: NonNegativeFloat = 0.0
-    """Where the cosine ends."""
+    """Where `cosine`, `linear` and `wsd` end."""
     gamma: Factor = 0.95
     """Factor of `step`."""
-    decay_interval: Positive = 1000
-    """Steps between two decays of `step`."""
+    decay_interval: Positive | None = None
+    """Steps between two decays of `step`; an epoch when absent."""
 
 
 class TrainConfig(Section):
     """The loop. "Step" always means an optimizer step."""
 
-    steps: Positive = 1000
-    """Optimizer steps."""
+    steps: Positive | None = None
+    """Optimizer steps; 1000 when neither this nor `epochs` is set."""
+    epochs: Positive | None = None
+    """Instead of steps: passes over the training split."""
     batch_size: Positive | None = None
     """Sequences per step, over all devices and micro-batches."""
     tokens_per_step: ByteCount | None = None
@@ -236,10 +266,17 @@ class TrainConfig(Section):
     precision: Literal["auto", "fp64", "fp32", "tf32", "bf16", "fp16"] = "auto"
     """Arithmetic of the matrix products; weights and optimizer stay fp32 (fp64 for fp64).
     `auto` takes what the machine does well; `doctor` says which, and why."""
+    matmul_precision: Literal["highest", "high", "medium"] | None = None
+    """How exactly a GPU multiplies what stays fp32: `high` is TF32, `medium` may be bf16. When
+    absent, `high` for precision tf32, else `highest`."""
+    activation_checkpoint: Literal["selective", "full"] | None = None
+    """Recompute activations in the backward pass to save memory: `full` keeps a block's input
+    only, `selective` also the results of its matrix products and attention."""
     compile: Literal["auto"] | Switch = "auto"
     """`torch.compile` the step; `auto` where a compiler is present and the run is long enough."""
-    eval_interval: Positive | None = 250
-    """Steps between passes over the whole validation split; none when absent ("none")."""
+    eval_interval: Positive | Literal["epoch"] | None = 250
+    """Steps between passes over the whole validation split, or `epoch`; none when absent
+    ("none")."""
     patience: Positive | None = None
     """Stop after this many evaluations in a row without a new best."""
     sample_interval: Positive | None = None
@@ -256,6 +293,11 @@ class TrainConfig(Section):
                 "set exactly one of train.batch_size (sequences per step, now "
                 f"{self.batch_size or ABSENT}) and train.tokens_per_step (now "
                 f"{self.tokens_per_step or ABSENT})"
+            )
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(
+                f"train.steps={self.steps} and train.epochs={self.epochs} exclude each other; set "
+                f"one to {ABSENT!r}"
             )
         return self
 
@@ -298,12 +340,13 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         peak, floor = self.optimizer.learning_rate, self.schedule.min_learning_rate
-        if self.schedule.name == "cosine" and floor > peak:
+        if self.schedule.name in ("cosine", "linear", "wsd") and floor > peak:
             raise ValueError(
                 f"schedule.min_learning_rate={floor} is above optimizer.learning_rate={peak}, "
-                "where the cosine begins; lower the one or raise the other"
+                "where the decay begins; lower the one or raise the other"
             )
-        evaluates = self.data.validation_fraction > 0 and self.train.eval_interval is not None
+        held_out = self.data.validation_fraction > 0 or self.data.validation_path is not None
+        evaluates = held_out and self.train.eval_interval is not None
         if self.train.patience is not None and not evaluates:
             raise ValueError(
                 f"train.patience={self.train.patience} counts evaluations, and there are none: set "

@@ -2,14 +2,15 @@
 
 from pentameter.data.batches import (
     Batch,
+    TrainingBatches,
     evaluation_batches,
-    training_batch,
-    windows_per_epoch,
+    training_batches,
 )
+from pentameter.data.contents import Progress, Splitting
 from pentameter.data.corpora import CORPORA, corpus_text
 from pentameter.data.dataset import Dataset, TokenSplit, open_dataset
 from pentameter.data.grammar import grammar_entropy_rate
-from pentameter.data.prepare import Progress, prepare
+from pentameter.data.prepare import prepare
 from pentameter.data.tokenizer import (
     CharTokenizer,
     Tokenizer,
@@ -23,8 +24,10 @@ __all__ = [
     "CharTokenizer",
     "Dataset",
     "Progress",
+    "Splitting",
     "TokenSplit",
     "Tokenizer",
+    "TrainingBatches",
     "UnseenCharacterError",
     "corpus_text",
     "evaluation_batches",
@@ -32,6 +35,5 @@ __all__ = [
     "load_tokenizer",
     "open_dataset",
     "prepare",
-    "training_batch",
-    "windows_per_epoch",
+    "training_batches",
 ]

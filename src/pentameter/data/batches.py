@@ -1,6 +1,6 @@
 """Which tokens a step sees: a pure function of (seed, step, global row); nothing is stored.
 
-A window is context_length + 1 tokens: inputs, and targets one place later. Because each row of
+A row is up to context_length + 1 tokens: inputs, and targets one place later. Because each row of
 the global batch is computed for itself, any division of rows over processes and micro-batches
 sees the same data, and a resumed run continues in the middle of an epoch without any state.
 """
@@ -8,16 +8,17 @@ sees the same data, and a resumed run continues in the middle of an epoch withou
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
-from pentameter import keyed
+from pentameter.config.schema import Config
 from pentameter.data.dataset import TokenSplit
+from pentameter.data.orders import ORDERS, PackedDocuments, Row
 from pentameter.errors import ConfigError
+from pentameter.plan.plan import global_batch_size
 
 Int64 = npt.NDArray[np.int64]
 IGNORED = -1  # as a target: not counted in the loss
@@ -48,148 +49,104 @@ class Batch:
         return digest.hexdigest()
 
 
-def windows_per_epoch(n_tokens: int, context_length: int) -> int:
-    """How many windows `shuffled` and `sequential` cut out of n_tokens, side by side.
+class TrainingBatches:
+    """The batches of a training split, by step.
 
-    Neighbours share one token: the last target of one is the first input of the next. Up to
-    context_length - 1 tokens at the end, too few for a window, are left over.
+    `order` is one of `pentameter.data.orders.ORDERS`; with `packing`, `documents` fills rows
+    with one document after another. `batch_size` counts the sequences of the whole step, over
+    all devices. Raises ConfigError when the split is too short or the order unknown.
     """
-    return max(n_tokens - 1, 0) // context_length
+
+    def __init__(
+        self,
+        split: TokenSplit,
+        order: str,
+        *,
+        seed: int,
+        batch_size: int,
+        context_length: int,
+        packing: bool = False,
+    ) -> None:
+        if order not in ORDERS:
+            raise ConfigError(f"data.order={order!r} is unknown; possible: {', '.join(ORDERS)}")
+        kind = PackedDocuments if order == "documents" and packing else ORDERS[order]
+        self._order = kind(split, seed=seed, batch_size=batch_size, context_length=context_length)
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Rows in one pass over the split; steps run on across its end."""
+        return self._order.rows_per_epoch
+
+    def batch(self, step: int, rows: Int64 | None = None) -> Batch:
+        """The global batch of a step, or the rows (B,) of it, numbers in 0 … batch_size - 1.
+
+        Places without a token are padded: inputs 0, targets -1. Raises ValueError for rows
+        outside the batch.
+        """
+        size, context = self._order.batch_size, self._order.context_length
+        rows = np.arange(size, dtype=np.int64) if rows is None else np.asarray(rows, np.int64)
+        if rows.size and not 0 <= rows.min() <= rows.max() < size:
+            raise ValueError(f"rows must be in 0 … {size - 1}, got {rows.min()} … {rows.max()}")
+        return _batch(self._order.split, self._order.rows(step, rows), rows, context)
 
 
-def training_batch(
-    split: TokenSplit,
-    order: str,
-    *,
-    seed: int,
-    step: int,
-    rows: Int64,
-    batch_size: int,
-    context_length: int,
-) -> Batch:
-    """The given rows of the global batch of a step.
-
-    `rows` (B,) are numbers in 0 … batch_size - 1; `batch_size` counts the sequences of the whole
-    step, over all devices. `order`:
-
-    - `random`: every row's window starts at its own uniformly random token;
-    - `shuffled`: windows side by side, all of them once an epoch in an order drawn anew for each
-      epoch; steps run on across the end of an epoch;
-    - `sequential`: the same windows in the order of the text, from the start again after the last.
-
-    Raises ConfigError when the split is shorter than one window or the order unknown, ValueError
-    for rows outside the batch.
-    """
-    if order not in ORDERS:
-        raise ConfigError(f"data.order={order!r} is unknown; possible: {', '.join(ORDERS)}")
-    _check_long_enough(split, context_length)
-    rows = np.asarray(rows, dtype=np.int64)
-    if rows.size and not 0 <= rows.min() <= rows.max() < batch_size:
-        raise ValueError(f"rows must be in 0 … {batch_size - 1}, got {rows.min()} … {rows.max()}")
-    starts = ORDERS[order](
-        n_tokens=split.n_tokens,
-        context_length=context_length,
-        seed=seed,
-        step=step,
-        rows=rows,
-        batch_size=batch_size,
+def training_batches(config: Config, split: TokenSplit) -> TrainingBatches:
+    """The batches that a run of `config` trains on; errors are those of `TrainingBatches`."""
+    return TrainingBatches(
+        split,
+        config.data.order,
+        packing=config.data.packing,
+        seed=config.seed,
+        batch_size=global_batch_size(config),
+        context_length=config.model.context_length,
     )
-    windows = np.empty((len(rows), context_length + 1), dtype=np.int64)
-    for window, start in zip(windows, starts.tolist(), strict=True):
-        window[:] = split.tokens[start : start + context_length + 1]
-    return Batch(windows[:, :-1].copy(), windows[:, 1:].copy(), rows)
+
+
+def _batch(split: TokenSplit, pieces: list[Row], numbers: Int64, context_length: int) -> Batch:
+    """Inputs and targets of rows that are given as pieces of the split."""
+    inputs = np.zeros((len(pieces), context_length), dtype=np.int64)
+    targets = np.full((len(pieces), context_length), IGNORED, dtype=np.int64)
+    for row, parts in enumerate(pieces):
+        tokens = [split.tokens[start:stop] for start, stop in parts]
+        ids = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
+        n_targets = len(ids) - 1
+        inputs[row, :n_targets] = ids[:-1]
+        targets[row, :n_targets] = ids[1:]
+    return Batch(inputs, targets, numbers)
 
 
 def evaluation_batches(
-    split: TokenSplit, *, context_length: int, batch_size: int
+    split: TokenSplit, *, context_length: int, batch_size: int, within_documents: bool = False
 ) -> Iterator[Batch]:
-    """A pass over the whole split, each token but the first a target exactly once, in order.
+    """A pass over the whole split in order, each token but the first a target exactly once.
 
-    Rows are windows side by side; each is predicted from its own tokens only. The last row is
-    padded: inputs 0, targets -1. All batches have batch_size rows but the last, which may have
-    fewer. Raises ConfigError, at once, when the split has fewer than two tokens.
+    Rows are windows side by side; each is predicted from its own tokens only. `within_documents`
+    starts a row at every document, whose first token is then no target. What is missing to a full
+    row is padded: inputs 0, targets -1. All batches have batch_size rows but the last, which may
+    have fewer. Raises ConfigError, at once, when the split has fewer than two tokens.
     """
     if split.n_tokens < 2:
         raise ConfigError(
             f"split {split.name!r} has {split.n_tokens} tokens; evaluation needs at least 2. "
             "Raise data.validation_fraction (test_fraction for test), or use a longer text"
         )
-    return _evaluation_batches(split, context_length, batch_size)
+    starts = split.document_starts if within_documents else np.zeros(1, dtype=np.int64)
+    return _evaluation_batches(split, starts, context_length, batch_size)
 
 
-def _evaluation_batches(split: TokenSplit, context_length: int, batch_size: int) -> Iterator[Batch]:
-    n_rows = -(-(split.n_tokens - 1) // context_length)
-    for first in range(0, n_rows, batch_size):
-        rows = np.arange(first, min(first + batch_size, n_rows), dtype=np.int64)
-        start = first * context_length
-        tokens = split.tokens[start : start + len(rows) * context_length + 1]
-        inputs = np.zeros(len(rows) * context_length, dtype=np.int64)
-        targets = np.full(len(rows) * context_length, IGNORED, dtype=np.int64)
-        n_targets = len(tokens) - 1
-        inputs[:n_targets] = tokens[:-1]
-        targets[:n_targets] = tokens[1:]
-        shape = (len(rows), context_length)
-        yield Batch(inputs.reshape(shape), targets.reshape(shape), rows)
-
-
-def _check_long_enough(split: TokenSplit, context_length: int) -> None:
-    if split.n_tokens <= context_length:
-        longest = split.n_tokens - 1
-        remedy = f", or model.context_length of at most {longest}" if longest > 0 else ""
-        raise ConfigError(
-            f"split {split.name!r} has {split.n_tokens} tokens, a training window of "
-            f"model.context_length={context_length} needs {context_length + 1}; use a longer text, "
-            f"a smaller data.validation_fraction{remedy}"
-        )
-
-
-def _random_starts(
-    *, n_tokens: int, context_length: int, seed: int, step: int, rows: Int64, batch_size: int
-) -> Int64:
-    """Uniform over every place a window fits: 64 bits scaled to that many places.
-
-    The bias of scaling is below n_tokens / 2^64.
-    """
-    key = keyed.make_key("batch", seed, step)
-    places = n_tokens - context_length
-    words = [
-        keyed.bits(key, (2 * rows + half).astype(np.int32)).astype(np.int64) & 0xFFFFFFFF
-        for half in (0, 1)
-    ]
-    # Python integers: the product has up to 128 bits.
-    return np.array(
-        [
-            (((high << 32) | low) * places) >> 64
-            for high, low in zip(words[0].tolist(), words[1].tolist(), strict=True)
-        ],
-        dtype=np.int64,
-    )
-
-
-def _shuffled_starts(
-    *, n_tokens: int, context_length: int, seed: int, step: int, rows: Int64, batch_size: int
-) -> Int64:
-    n_windows = windows_per_epoch(n_tokens, context_length)
-    epochs, places = np.divmod(step * batch_size + rows, n_windows)
-    windows = np.empty_like(places)
-    for epoch in np.unique(epochs).tolist():
-        here = epochs == epoch
-        key = keyed.make_key("epoch", seed, epoch)
-        windows[here] = keyed.permute(key, n_windows, places[here])
-    return windows * context_length
-
-
-def _sequential_starts(
-    *, n_tokens: int, context_length: int, seed: int, step: int, rows: Int64, batch_size: int
-) -> Int64:
-    n_windows = windows_per_epoch(n_tokens, context_length)
-    return (step * batch_size + rows) % n_windows * context_length
-
-
-ORDERS: Mapping[str, Callable[..., Int64]] = MappingProxyType(
-    {
-        "random": _random_starts,
-        "shuffled": _shuffled_starts,
-        "sequential": _sequential_starts,
-    }
-)
+def _evaluation_batches(
+    split: TokenSplit, starts: Int64, context_length: int, batch_size: int
+) -> Iterator[Batch]:
+    waiting: list[Row] = []
+    n_done = 0
+    for number, first in enumerate(starts.tolist()):
+        end = int(starts[number + 1]) if number + 1 < len(starts) else split.n_tokens
+        for start in range(first, end - 1, context_length):
+            waiting.append([(start, min(start + context_length + 1, end))])
+            if len(waiting) == batch_size:
+                rows = np.arange(n_done, n_done + batch_size, dtype=np.int64)
+                yield _batch(split, waiting, rows, context_length)
+                n_done, waiting = n_done + batch_size, []
+    if waiting:
+        rows = np.arange(n_done, n_done + len(waiting), dtype=np.int64)
+        yield _batch(split, waiting, rows, context_length)

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from pentameter.config.schema import DataConfig
+from pentameter.data.contents import Contents, Progress, Splitting, read_contents
 from pentameter.data.corpora import corpus_text
-from pentameter.data.prepare import (
-    Contents,
-    Progress,
-    check_tokenizer_setting,
-    prepare,
-    read_contents,
-)
-from pentameter.data.shards import SPLITS, Shards, find_header, open_shards
+from pentameter.data.prepare import chosen_tokenizer, is_made_from_text, prepare
+from pentameter.data.shards import SPLITS, TOKENIZER_FILE, Shards, find_header, open_shards
 from pentameter.data.storage import cache_folder
 from pentameter.data.text import Text
 from pentameter.data.token_sequence import TokenSequence
 from pentameter.data.tokenizer import CharTokenizer, Tokenizer, load_tokenizer
 from pentameter.errors import ConfigError, CorruptError
 
-CACHE_VERSION = 1  # raise it when prepared data must change for the same text and settings
+CACHE_VERSION = 2  # raise it when prepared data must change for the same text and settings
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,8 @@ class TokenSplit:
     """Token ids (n_tokens,), memory-mapped; reads like a 1-D array."""
     n_bytes: int
     """UTF-8 bytes of the split's text: bits per byte are per these."""
+    document_starts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
+    """Where each document begins (n_documents,), in the split's own tokens."""
 
     @property
     def n_tokens(self) -> int:
@@ -48,9 +48,10 @@ class Dataset:
 
     def __init__(self, shards: Shards) -> None:
         self.shards = shards
-        tokens = shards.tokens()
+        tokens, starts = shards.tokens(), shards.document_starts()
         self._splits = {
-            name: TokenSplit(name, tokens[name], shards.splits[name][2]) for name in SPLITS
+            name: TokenSplit(name, tokens[name], shards.splits[name][2], starts[name])
+            for name in SPLITS
         }
 
     @property
@@ -80,11 +81,16 @@ class Dataset:
 
 
 def open_dataset(
-    data: DataConfig, *, tokenizer: Tokenizer | None = None, progress: Progress | None = None
+    data: DataConfig,
+    *,
+    tokenizer: Tokenizer | None = None,
+    progress: Progress | None = None,
+    warnings: list[str] | None = None,
 ) -> Dataset:
     """The data set that `data` describes, prepared into the cache if it is not there yet.
 
     `tokenizer` takes the place of `data.tokenizer`: a trained model's own, for other text.
+    `warnings` takes what the user should know of a preparation.
 
     The cache is keyed by the sha256 of the text itself with the settings that shape the tokens,
     so a changed file is never mistaken for the old one, at the price of reading the text once per
@@ -95,28 +101,26 @@ def open_dataset(
     not know, …), CorruptError (damaged shards, a file that is not UTF-8 text), StorageError
     (reading or writing fails).
     """
-    check_tokenizer_setting(data.tokenizer)
-    if tokenizer is None and data.tokenizer != "char":
-        tokenizer = load_tokenizer(data.tokenizer)
+    wanted = chosen_tokenizer(tokenizer or data.tokenizer)
     if data.path is not None and (header := find_header(Path(data.path))) is not None:
-        return _open_prepared(data, header, tokenizer)
+        return _open_prepared(data, header, wanted)
     text = corpus_text(data)
+    splitting = Splitting(data.validation_fraction, data.test_fraction, data.split_by)
     contents = None
     if text.identity is None:
-        contents = read_contents(text, progress=progress)
-        if tokenizer is not None and tokenizer.hash == CharTokenizer(contents.characters).hash:
-            tokenizer = None  # what `char` makes of this text: do not keep the same tokens twice
-    folder = _cached_folder(data, text, contents, tokenizer)
+        contents = read_contents(text, splitting, progress=progress)
+        wanted = _as_setting(data, text, contents, wanted)
+    folder = _cached_folder(data, text, contents, wanted)
     header = folder / f"{text.name}.json"
     if not header.exists():
         prepare(
             text,
             folder,
-            tokenizer=tokenizer or "char",
-            validation_fraction=data.validation_fraction,
-            test_fraction=data.test_fraction,
+            tokenizer=wanted,
+            splitting=splitting,
             contents=contents,
             progress=progress,
+            warnings=warnings,
             keep_existing=True,
         )
     try:
@@ -125,32 +129,67 @@ def open_dataset(
         raise CorruptError(f"{error} (it is a cache: delete {folder} and start again)") from error
 
 
+def _as_setting(
+    data: DataConfig, text: Text, contents: Contents, wanted: str | Tokenizer
+) -> str | Tokenizer:
+    """The setting that makes the wanted tokenizer of this text, if it is known to.
+
+    So a trained model's tokenizer finds what its training prepared: the same tokens are not kept
+    twice.
+    """
+    if isinstance(wanted, str):
+        return wanted
+    if wanted.hash == CharTokenizer(contents.characters).hash:
+        return "char"
+    if is_made_from_text(data.tokenizer):
+        made = _cached_folder(data, text, contents, data.tokenizer) / TOKENIZER_FILE
+        if made.exists() and load_tokenizer(made).hash == wanted.hash:
+            return data.tokenizer
+    return wanted
+
+
 def _cached_folder(
-    data: DataConfig, text: Text, contents: Contents | None, tokenizer: Tokenizer | None
+    data: DataConfig, text: Text, contents: Contents | None, tokenizer: str | Tokenizer
 ) -> Path:
     """Where the cache keeps this text, cut with these settings."""
+    held_out = contents.held_out if contents else {}
     settings = {
         "version": CACHE_VERSION,
         "name": text.name,
         "text": contents.sha256 if contents else text.identity,
-        "tokenizer": tokenizer.hash if tokenizer else "char",
-        "splits": [data.validation_fraction, data.test_fraction],
+        "held_out": {split: other.sha256 for split, other in held_out.items()},
+        "tokenizer": tokenizer if isinstance(tokenizer, str) else tokenizer.hash,
+        "splits": [data.split_by, data.validation_fraction, data.test_fraction],
     }
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return cache_folder() / "prepared" / f"{text.name}-{key[:24]}"
 
 
-def _open_prepared(data: DataConfig, header: Path, tokenizer: Tokenizer | None) -> Dataset:
+def _open_prepared(data: DataConfig, header: Path, wanted: str | Tokenizer) -> Dataset:
     if data.max_bytes is not None:
         raise ConfigError(
             f"data.max_bytes={data.max_bytes} cannot shorten prepared shards ({data.path}); "
             "give it to `prepare`, or leave it out"
         )
+    for key in ("validation_path", "test_path"):
+        if (value := getattr(data, key)) is not None:
+            raise ConfigError(
+                f"data.{key}={value!r} stands beside prepared shards ({data.path}), which have "
+                "their own splits; give it to `prepare`, or leave it out"
+            )
     shards = open_shards(header)
-    if tokenizer is not None and tokenizer.hash != shards.tokenizer.hash:
+    found = shards.tokenizer
+    if isinstance(wanted, str):
+        # `char` is the default, and says nothing of shards.
+        if wanted != "char" and wanted.partition(":")[0] != found.kind:
+            raise ConfigError(
+                f"the shards {data.path} were written by a tokenizer of kind {found.kind!r}, not "
+                f"data.tokenizer={wanted!r}; leave that out, or prepare the text again"
+            )
+    elif wanted.hash != found.hash:
         raise ConfigError(
             f"the shards {data.path} were written by another tokenizer (hash "
-            f"{shards.tokenizer.hash[:12]}…) than is asked for ({tokenizer.hash[:12]}…); prepare "
+            f"{found.hash[:12]}…) than is asked for ({wanted.hash[:12]}…); prepare "
             "the text again with `--tokenizer FILE`"
         )
     return Dataset(shards)

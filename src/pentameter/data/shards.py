@@ -1,10 +1,13 @@
 """Token shards: `NAME-00000.bin`, … of little-endian ids, and `NAME.json` that describes them.
 
-    DIR/NAME.json         dtype, counts, vocabulary size, hashes, split boundaries, bytes per token
-    DIR/NAME-00000.bin    uint16 or uint32 ids, nothing else; then NAME-00001.bin, …
-    DIR/tokenizer.json    the tokenizer that wrote them
+    DIR/NAME.json           dtype, counts, vocabulary size, hashes, split bounds, bytes per token
+    DIR/NAME-00000.bin      uint16 or uint32 ids, nothing else; then NAME-00001.bin, …
+    DIR/NAME-documents.bin  uint64: the place in its split where each document starts
+    DIR/tokenizer.json      the tokenizer that wrote them
 
-The files together are one sequence; `train`, `val` and `test` are its first, middle and last part.
+The files together are one sequence; `train`, `val` and `test` are its first, middle and last part,
+and so they are in the file of documents. Version 1 had no such file: each split was one document.
+`pentameter.data.shard_writer` writes them.
 """
 
 from __future__ import annotations
@@ -17,23 +20,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pentameter.data.storage import sync
 from pentameter.data.token_sequence import TokenSequence
 from pentameter.data.tokenizer import FORMAT as TOKENIZER_FORMAT
 from pentameter.data.tokenizer import Tokenizer, load_tokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 FORMAT = "pentameter-shards"
+VERSION = 2
 SPLITS = ("train", "val", "test")
 DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 )
-SHARD_TOKENS = 1 << 28  # half a GiB of uint16
+PLACE = np.dtype("<u8")
 CHECK_TOKENS = 1 << 21
 HEADER_LIMIT_BYTES = 1 << 24
 TOKENIZER_FILE = "tokenizer.json"
@@ -51,6 +54,10 @@ class Shards:
     """(file name, tokens, sha256) of each file."""
     splits: dict[str, tuple[int, int, int]]
     """(first token, end, UTF-8 bytes of its text) of each split."""
+    documents: tuple[str, str] | None
+    """(file name, sha256) of the file of documents; None in version 1."""
+    n_documents: dict[str, int]
+    """Documents in each split."""
     hash: str
     """sha256 of the header, and through the files' hashes of all content."""
 
@@ -65,9 +72,22 @@ class Shards:
             for split, (start, stop, _) in self.splits.items()
         }
 
+    def document_starts(self) -> dict[str, npt.NDArray[np.int64]]:
+        """The place of each document's first token in its split, memory-mapped."""
+        if self.documents is None:
+            return {split: np.zeros(n, np.int64) for split, n in self.n_documents.items()}
+        # Places are far below 2^63, so the same bytes are int64, which indexing wants.
+        places = _map(self.folder / self.documents[0], np.dtype("<i8"))
+        starts, first = {}, 0
+        for split, n in self.n_documents.items():
+            starts[split] = places[first : first + n]
+            first += n
+        return starts
+
     def verify(self) -> None:
         """Check every file against its sha256; CorruptError names the first that differs."""
-        for name, _, expected in self.files:
+        hashes = [(name, sha256) for name, _, sha256 in self.files]
+        for name, expected in [*hashes, *([self.documents] if self.documents else [])]:
             path = self.folder / name
             try:
                 with path.open("rb") as stream:
@@ -79,88 +99,6 @@ class Shards:
                     f"{path} was changed: sha256 {found}, its header says {expected}; "
                     "prepare the data again"
                 )
-
-
-class ShardWriter:
-    """Writes shards into a folder: `write` ids split by split, then `finish`."""
-
-    def __init__(
-        self, folder: Path, name: str, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS
-    ) -> None:
-        self._folder, self._name, self._tokenizer = folder, name, tokenizer
-        self._shard_tokens = shard_tokens
-        self._dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-        self._splits = {split: [0, 0] for split in SPLITS}  # tokens, bytes
-        self._files: list[dict[str, Any]] = []
-        self._stream: BinaryIO | None = None
-        self._hasher = hashlib.sha256()
-        self._in_file = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._stream is not None:
-            self._stream.close()
-
-    def write(self, split: str, ids: npt.NDArray[Any], n_bytes: int) -> None:
-        """Append ids (n_tokens,) that stand for `n_bytes` UTF-8 bytes of text to a split."""
-        later = SPLITS[SPLITS.index(split) + 1 :]
-        if any(self._splits[name][0] for name in later):
-            raise ValueError(f"{split!r} must be written before {', '.join(later)}")
-        self._splits[split][0] += len(ids)
-        self._splits[split][1] += n_bytes
-        while len(ids):
-            if self._stream is None:
-                path = self._folder / f"{self._name}-{len(self._files):05d}.bin"
-                self._stream, self._hasher, self._in_file = path.open("xb"), hashlib.sha256(), 0
-            part = ids[: self._shard_tokens - self._in_file]
-            data = np.ascontiguousarray(part, dtype=DTYPES[self._dtype]).data
-            self._stream.write(data)
-            self._hasher.update(data)
-            self._in_file += len(part)
-            ids = ids[len(part) :]
-            if self._in_file == self._shard_tokens:
-                self._close_file()
-
-    def finish(self, text: dict[str, Any]) -> None:
-        """Write the tokenizer and the header, with `text` (what was read) noted in it."""
-        self._close_file()
-        n_tokens = sum(n for n, _ in self._splits.values())
-        start, splits = 0, {}
-        for split, (n, n_bytes) in self._splits.items():
-            splits[split] = {"start": start, "stop": start + n, "bytes": n_bytes}
-            start += n
-        header: dict[str, Any] = {
-            "format": FORMAT,
-            "version": 1,
-            "name": self._name,
-            "dtype": self._dtype,
-            "vocab_size": self._tokenizer.vocab_size,
-            "n_tokens": n_tokens,
-            "bytes_per_token": sum(b for _, b in self._splits.values()) / max(n_tokens, 1),
-            "tokenizer": {"kind": self._tokenizer.kind, "hash": self._tokenizer.hash},
-            "splits": splits,
-            "files": self._files,
-            "text": text,
-        }
-        header["sha256"] = header_hash(header)
-        self._tokenizer.save(self._folder / TOKENIZER_FILE)
-        path = self._folder / f"{self._name}.json"
-        path.write_text(json.dumps(header, indent=1) + "\n", encoding="ascii")
-        sync(self._folder / TOKENIZER_FILE)
-        sync(path)
-
-    def _close_file(self) -> None:
-        if self._stream is None:
-            return
-        name = Path(self._stream.name).name
-        self._stream.close()
-        sync(self._folder / name)
-        self._stream = None
-        self._files.append(
-            {"name": name, "tokens": self._in_file, "sha256": self._hasher.hexdigest()}
-        )
 
 
 def header_hash(header: dict[str, Any]) -> str:
@@ -241,11 +179,30 @@ def open_shards(header_path: Path) -> Shards:
             split: (part["start"], part["stop"], part["bytes"])
             for split, part in header["splits"].items()
         },
+        documents=_documents_file(header),
+        n_documents={
+            # Version 1: one document, if there is anything.
+            split: part.get("documents", min(1, part["stop"] - part["start"]))
+            for split, part in header["splits"].items()
+        },
         hash=header["sha256"],
     )
     for file_name, n_tokens, _ in shards.files:
         _check_file(folder / file_name, n_tokens, shards.dtype, tokenizer.vocab_size)
+    if shards.documents is not None:
+        _check_documents(folder / shards.documents[0], shards)
     return shards
+
+
+def _documents_file(header: dict[str, Any]) -> tuple[str, str] | None:
+    file = header.get("documents")
+    return None if file is None else (file["name"], file["sha256"])
+
+
+def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    if path.stat().st_size == 0:
+        return np.empty(0, dtype)  # an empty file cannot be mapped
+    return np.memmap(path, dtype=dtype, mode="r")
 
 
 def _read_header(path: Path) -> dict[str, Any]:
@@ -276,8 +233,8 @@ def _check_header(header: Any, name: str) -> None:
     """Raise CorruptError (or a lookup error) unless a parsed header is whole and consistent."""
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise CorruptError(f'"format" is not {FORMAT!r}')
-    if header.get("version") != 1:
-        raise CorruptError(f'"version" is {header.get("version")!r}; this version reads 1')
+    if header.get("version") not in (1, VERSION):
+        raise CorruptError(f'"version" is {header.get("version")!r}; this version reads 1 and 2')
     if header["name"] != name:
         raise CorruptError(f'"name" is {header["name"]!r}, the file is named {name!r}')
     if header["dtype"] not in DTYPES:
@@ -286,6 +243,12 @@ def _check_header(header: Any, name: str) -> None:
     if not 1 <= vocab_size <= 1 << (8 * DTYPES[header["dtype"]].itemsize):
         raise CorruptError(f'"vocab_size" {vocab_size} does not fit "dtype" {header["dtype"]}')
     _check_counts(header, name)
+    if header["version"] != 1:
+        file, expected = header["documents"], f"{name}-documents.bin"
+        if file["name"] != expected or not re.fullmatch("[0-9a-f]{64}", file["sha256"]):
+            raise CorruptError(f'"documents" names {file["name"]!r}, not {expected!r}, or no hash')
+        for part in header["splits"].values():
+            _count(part, "documents")
     if not isinstance(header["tokenizer"]["hash"], str):
         raise CorruptError('"tokenizer" has no "hash"')
     if header.get("sha256") != header_hash(header):
@@ -350,3 +313,26 @@ def _check_file(path: Path, n_tokens: int, dtype: np.dtype[Any], vocab_size: int
                     )
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _check_documents(path: Path, shards: Shards) -> None:
+    """Raise CorruptError unless the starts of each split begin at 0, rise, and lie in the split."""
+    if not path.is_file():
+        raise CorruptError(f"{path} is missing or not a file; prepare the data again")
+    size, expected = path.stat().st_size, sum(shards.n_documents.values()) * PLACE.itemsize
+    if size != expected:
+        what = "truncated" if size < expected else "too long"
+        raise CorruptError(f"{path} is {what}: {size} bytes, its header says {expected}")
+    for split, starts in shards.document_starts().items():
+        start, stop, _ = shards.splits[split]
+        if (len(starts) > 0) != (stop > start) or (len(starts) and starts[0] != 0):
+            raise CorruptError(f"{path}: the first document of {split!r} must start at 0")
+        for first in range(0, len(starts), CHECK_TOKENS):
+            block = starts[first : first + CHECK_TOKENS + 1]
+            wrong = np.flatnonzero(np.diff(block) <= 0)
+            if wrong.size or block[-1] >= stop - start:
+                place = first + int(wrong[0]) + 1 if wrong.size else first + len(block) - 1
+                raise CorruptError(
+                    f"{path}: document {place} of {split!r} starts at {starts[place]}, not between "
+                    f"the one before and the split's {stop - start} tokens; prepare the data again"
+                )

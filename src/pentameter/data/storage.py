@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import http.client
 import os
@@ -28,8 +29,22 @@ class PublicFile:
     place: str
     """Its path below PENTAMETER_DATA_DIR or the cache, such as `shakespeare/input.txt`."""
     url: str
-    sha256: str
+    sha256: str | None
     n_bytes: int
+    """Its size; at most so many bytes where only git's id is known."""
+    git_blob: str | None = None
+    """Instead of sha256: the id that git gives the content."""
+
+    def checksum(self) -> str:
+        """The known one, with what it is: `sha256 86c4…`."""
+        return f"sha256 {self.sha256}" if self.sha256 else f"git blob id {self.git_blob}"
+
+    def checksum_of(self, content: bytes) -> str:
+        """The same of any content."""
+        if self.sha256:
+            return f"sha256 {hashlib.sha256(content).hexdigest()}"
+        blob = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
+        return f"git blob id {blob.hexdigest()}"
 
 
 def cache_folder() -> Path:
@@ -47,10 +62,10 @@ def data_folder() -> Path | None:
 
 
 def public_file(file: PublicFile) -> Path:
-    """The local path of a public file, checked against its sha256.
+    """The local path of a public file, checked against its checksum.
 
     It is looked for below PENTAMETER_DATA_DIR, then in the cache, then downloaded into the cache.
-    Raises CorruptError when a file or the download has another sha256, StorageError when it is
+    Raises CorruptError when a file or the download has another one, StorageError when it is
     nowhere and cannot be downloaded or written.
     """
     folders = [cache_folder()]
@@ -60,12 +75,12 @@ def public_file(file: PublicFile) -> Path:
         path = folder / file.place
         if path.exists():
             try:
-                found = hashlib.sha256(path.read_bytes()).hexdigest()
+                found = file.checksum_of(path.read_bytes())
             except OSError as error:
                 raise StorageError(f"cannot read {path}: {error.strerror}") from error
-            if found != file.sha256:
+            if found != file.checksum():
                 raise CorruptError(
-                    f"{path} is not the expected file: sha256 {found}, expected {file.sha256}; "
+                    f"{path} is not the expected file: {found}, expected {file.checksum()}; "
                     "delete it and it is downloaded again"
                 )
             return path
@@ -95,13 +110,13 @@ def _download(file: PublicFile, folders: list[Path]) -> bytes:
         raise StorageError(
             f"{file.place} is in none of {', '.join(map(str, folders))}, and downloading "
             f"{file.url} failed ({reason}). Without a network: put the file "
-            f"(sha256 {file.sha256}) at {folders[0] / file.place}, or set "
+            f"({file.checksum()}) at {folders[0] / file.place}, or set "
             f"PENTAMETER_DATA_DIR to a folder that has it as {file.place}"
         ) from error
-    found = hashlib.sha256(content).hexdigest()
-    if found != file.sha256:
+    found = file.checksum_of(content)
+    if found != file.checksum():
         raise CorruptError(
-            f"{file.url} gave other content than expected: sha256 {found}, expected {file.sha256}; "
+            f"{file.url} gave other content than expected: {found}, expected {file.checksum()}; "
             "nothing was kept"
         )
     return content
@@ -144,6 +159,86 @@ def building(target: Path, *, keep_existing: bool = False) -> Iterator[Path]:
             f"cannot write {error.filename or target}: {error.strerror}; "
             "free space or choose another folder"
         ) from error
+
+
+@contextlib.contextmanager
+def continuing(
+    target: Path, key: str, worth_keeping: str, *, keep_existing: bool = False
+) -> Iterator[Path | None]:
+    """A folder beside `target` that becomes `target` on leaving, and that outlives a kill.
+
+    Its name tells `target` and `key` (letters and digits that stand for the work to be done), so
+    that the same work finds what an earlier process left. What has no file named `worth_keeping`
+    is not worth that: then the folder is empty on entering and removed after an error. Unfinished
+    folders of other keys are removed. One process at a time has the folder, others wait; None when
+    `target` has appeared meanwhile and `keep_existing`, else ConfigError. Raises StorageError when
+    writing fails.
+    """
+    folder = target.parent / f".{target.name}.part-{key}"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = _lock_folder(folder, target, keep_existing)
+        if descriptor is None:
+            yield None
+            return
+        try:
+            _remove_others(folder, target)
+            if not (folder / worth_keeping).exists():
+                _empty(folder)
+            yield folder
+            sync(folder)
+            _rename(folder, target, keep_existing)
+            sync(target.parent)
+        finally:
+            if not (folder / worth_keeping).exists():
+                shutil.rmtree(folder, ignore_errors=True)
+            os.close(descriptor)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {error.filename or target}: {error.strerror}; "
+            "free space or choose another folder"
+        ) from error
+
+
+def _lock_folder(folder: Path, target: Path, keep_existing: bool) -> int | None:
+    """A descriptor that locks the folder, made if need be; None when `target` is there."""
+    while True:
+        if target.exists() and keep_existing:
+            return None
+        refuse_existing(target)
+        folder.mkdir(exist_ok=True)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:
+            continue  # its owner has just finished
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            if os.path.samestat(folder.stat(), os.fstat(descriptor)):
+                return descriptor
+        except FileNotFoundError:
+            pass  # while this process waited, the folder became the target, or was removed
+        os.close(descriptor)
+
+
+def _remove_others(folder: Path, target: Path) -> None:
+    """Remove what was begun for the same target from other text or settings, and left."""
+    for other in target.parent.glob(f".{target.name}.part-*"):
+        if other == folder:
+            continue
+        descriptor = os.open(other, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(other, ignore_errors=True)
+        except OSError:
+            pass  # somebody is at work there
+        finally:
+            os.close(descriptor)
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
 
 
 def _rename(folder: Path, target: Path, keep_existing: bool) -> None:

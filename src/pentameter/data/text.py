@@ -1,8 +1,7 @@
-"""Text as pieces that can be read again: files, folders, generators; memory stays bounded.
+"""Text as documents that can be read again: files, folders, generators; memory stays bounded.
 
-Files are read as bytes and decoded as UTF-8, so line ends stay as they are; a byte order mark at
-the start of a file is an encoding mark, not text, and is dropped. Files follow one another with
-nothing between them.
+A document is an iterator of pieces, so that one of any length streams. Files follow one another
+with nothing between them; `pentameter.data.reading` says what is inside a file.
 """
 
 from __future__ import annotations
@@ -10,15 +9,15 @@ from __future__ import annotations
 import codecs
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.data.reading import about_bytes, read_documents
+from pentameter.errors import ConfigError, StorageError
 
-# Small on purpose: decoding pieces of a MiB left holes in glibc's heap that it did not fill again
-# (0.4 GB more after each GB read); at 64 KiB memory stays flat, and the work in the fast cache.
-PIECE_BYTES = 1 << 16
+Documents = Iterator[Iterator[str]]
+"""Each document's pieces, to be read before the next document is asked for."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,26 @@ class Text:
 
     name: str
     """Letters, digits, `.`, `_`, `-`: names the prepared files."""
-    pieces: Callable[[], Iterator[str]]
-    """Starts a new pass over the text; pieces have at most about `PIECE_BYTES` characters."""
+    documents: Callable[[], Documents]
+    """Starts a new pass over the text. Only a JSONL record's piece may be large."""
     n_bytes: int
     """About how many UTF-8 bytes a pass yields; for progress only."""
     identity: str | None = None
     """Names the content where it is known without reading it (generated text)."""
+    held_out: Mapping[str, Text] = field(default_factory=dict)
+    """The texts of `val` and `test` where they are texts of their own."""
+
+    def pieces(self) -> Iterator[str]:
+        """A pass over the text without regard to documents."""
+        for document in self.documents():
+            yield from document
+
+
+def text_of_pieces(
+    name: str, pieces: Callable[[], Iterator[str]], n_bytes: int, identity: str | None = None
+) -> Text:
+    """A text that is one document; `pieces` starts a new pass over it."""
+    return Text(name, lambda: iter([pieces()]), n_bytes, identity)
 
 
 def text_from_paths(paths: Sequence[Path], name: str | None = None) -> Text:
@@ -51,16 +64,13 @@ def text_from_paths(paths: Sequence[Path], name: str | None = None) -> Text:
 
 def text_from_files(files: Sequence[Path], name: str) -> Text:
     """The text of exactly these files, read lazily, one after another."""
-    try:
-        n_bytes = sum(file.stat().st_size for file in files)
-    except OSError as error:
-        raise StorageError(f"cannot read {error.filename}: {error.strerror}") from error
+    n_bytes = sum(about_bytes(file) for file in files)
 
-    def pieces() -> Iterator[str]:
+    def documents() -> Documents:
         for file in files:
-            yield from read_pieces(file)
+            yield from read_documents(file)
 
-    return Text(name, pieces, n_bytes)
+    return Text(name, documents, n_bytes)
 
 
 def files_below(folder: Path, skip: Collection[str] = ("__pycache__",)) -> list[Path]:
@@ -80,73 +90,48 @@ def files_below(folder: Path, skip: Collection[str] = ("__pycache__",)) -> list[
             # A link to nowhere is kept: reading it then fails with its name.
             regular = path.is_file() or (path.is_symlink() and not path.exists())
             if regular and not name.startswith("."):
-                found.append(_refuse_jsonl(path))
+                found.append(path)
     if not found:
         raise ConfigError(f"no text file below {folder}; hidden files do not count")
     return sorted(found, key=lambda path: path.relative_to(folder).parts)
 
 
-def read_pieces(file: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[str]:
-    """The text of a UTF-8 file in pieces of at most about `piece_bytes` bytes.
-
-    Raises CorruptError, with the byte offset, where the file is not UTF-8 text or holds a NUL
-    (binary data); StorageError when it cannot be read.
-    """
-    offset = 0  # of the first byte of `data` in the file
-    data = b""
-    try:
-        with file.open("rb", buffering=0) as stream:
-            while True:
-                block = stream.read(piece_bytes)
-                data += block
-                text, used = _decode(data, offset, file, final=not block)
-                if offset == 0 and text.startswith("\ufeff"):
-                    text = text[1:]
-                if text:
-                    yield text
-                offset, data = offset + used, data[used:]
-                if not block:
-                    return
-    except OSError as error:
-        raise StorageError(f"cannot read {file}: {error.strerror}") from error
-
-
-def _decode(data: bytes, offset: int, file: Path, *, final: bool) -> tuple[str, int]:
-    """The characters that `data` completes, and how many bytes they take."""
-    try:
-        text, used = codecs.utf_8_decode(data, "strict", final)
-    except UnicodeDecodeError as error:
-        hint = "convert it to UTF-8, or leave it out"
-        if offset == 0 and data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            hint = "it looks like UTF-16; convert it to UTF-8"
-        raise CorruptError(
-            f"{file} is not UTF-8 text: byte 0x{data[error.start]:02x} at offset "
-            f"{offset + error.start} ({error.reason}); {hint}"
-        ) from error
-    if (nul := data.find(b"\0", 0, used)) >= 0:
-        raise CorruptError(
-            f"{file} is binary, not text: NUL byte at offset {offset + nul}; leave it out"
-        )
-    return text, used
-
-
 def first_bytes(text: Text, max_bytes: int) -> Text:
-    """The longest start of `text` that fits in `max_bytes` UTF-8 bytes; no character is cut."""
+    """The longest start of `text` that fits in `max_bytes` UTF-8 bytes; no character is cut.
 
-    def pieces() -> Iterator[str]:
+    Texts held out of their own stay whole.
+    """
+
+    def documents() -> Documents:
         left = max_bytes
-        for piece in text.pieces():
-            data = piece.encode()
-            if len(data) > left:
+
+        def shortened(document: Iterator[str]) -> Iterator[str]:
+            nonlocal left
+            for piece in document:
+                data = piece.encode()
+                if len(data) <= left:
+                    left -= len(data)
+                    yield piece
+                    continue
                 start = codecs.utf_8_decode(data[:left], "strict", False)[0]
+                left = 0
                 if start:
                     yield start
                 return
-            left -= len(data)
-            yield piece
+
+        for document in text.documents():
+            yield shortened(document)
+            if left == 0:
+                return
 
     identity = None if text.identity is None else f"{text.identity}, first {max_bytes} bytes"
-    return Text(text.name, pieces, min(text.n_bytes, max_bytes), identity)
+    n_bytes = min(text.n_bytes, max_bytes)
+    return replace(text, documents=documents, n_bytes=n_bytes, identity=identity)
+
+
+def utf8_size(text: str) -> int:
+    """Bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def safe_name(name: str) -> str:
@@ -159,13 +144,4 @@ def _regular_file(path: Path) -> Path:
         raise ConfigError(f"{path} does not exist (in {Path.cwd()}); give a text file or a folder")
     if not path.is_file():
         raise ConfigError(f"{path} is neither a regular file nor a folder; save the text to a file")
-    return _refuse_jsonl(path)
-
-
-def _refuse_jsonl(path: Path) -> Path:
-    if path.suffix.lower() in {".jsonl", ".ndjson"}:
-        raise ConfigError(
-            f"{path}: JSONL is not available in this version; "
-            "write each record's text to a .txt file"
-        )
     return path

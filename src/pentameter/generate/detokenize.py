@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pentameter.data.tokenizer import Tokenizer
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -13,12 +15,16 @@ class TextPieces:
     A byte-level tokenizer can end in the middle of a character, which decodes to U+FFFD for now:
     that last character is held back until the next ids settle it. A tokenizer may also join its
     tokens (words with spaces), so each piece is decoded behind the token before it.
+
+    prompt: ids that the sample continues and that are shown already: the pieces are then what
+    decoding all of it adds to them, so that a word is set off from the prompt's last word.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Iterable[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []  # the last settled token, then those not settled yet
-        self._n_shown = 0  # characters of decode(self._ids) that were given out
+        # The last settled token, then those not settled yet.
+        self._ids: list[int] = [int(token) for token in prompt][-1:]
+        self._n_shown = len(self._decode(self._ids))  # characters of them that were given out
 
     def push(self, token: int) -> str:
         """Return the text that `token` settles, perhaps none."""

@@ -77,25 +77,27 @@ def stream(
 ) -> Iterator[tuple[int, str]]:
     """Return an iterator of (sample index, piece of text), pieces in order within a sample.
 
-    prompt: what to continue; an empty one starts from a newline if the vocabulary has it, else
-    from token 0. max_new_tokens: tokens per sample. temperature: 0 takes the likeliest token.
-    top_k, top_p: keep only the likeliest tokens (see `Sampling`). num_samples: texts at once.
+    prompt: what to continue; an empty one starts as `encode_prompt` says. max_new_tokens: tokens
+    per sample; a drawn end of text is one of them, reads `<|endoftext|>`, and another text
+    follows it. temperature: 0 takes the likeliest token. top_k, top_p: keep only the
+    likeliest tokens (see `Sampling`). num_samples: texts at once.
     seed: the token of (seed, sample, position in the text) is drawn from bits keyed by them, so
     sample 0 of 16 is the text of 1. The model is in `eval()` until the iterator ends.
 
     Raises ConfigError for arguments out of range and for a prompt the tokenizer cannot encode,
     at once, and CorruptError if the model's logits are not finite.
     """
+    ids = encode_prompt(tokenizer, prompt)
     steps = stream_tokens(
         model,
-        encode_prompt(tokenizer, prompt),
+        ids,
         vocab_size=tokenizer.vocab_size,
         max_new_tokens=max_new_tokens,
         sampling=Sampling(temperature, top_k, top_p),
         num_samples=num_samples,
         seed=seed,
     )
-    return _pieces(steps, tokenizer, num_samples)
+    return _pieces(steps, tokenizer, num_samples, ids.tolist() if prompt else [])
 
 
 def stream_tokens(
@@ -126,13 +128,21 @@ def stream_tokens(
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Tokens:
-    """Return the prompt's ids (n,), n ≥ 1: an empty one becomes a newline, or token 0."""
-    if prompt:
-        return np.asarray(tokenizer.encode(prompt), dtype=np.int64)
+    """Return the prompt's ids (n,), n ≥ 1.
+
+    One without tokens (empty, or without words) becomes the tokenizer's end of text, behind
+    which a model has learned that a text begins; where there is none, a newline, or token 0.
+    Raises ConfigError for a prompt that the tokenizer cannot encode.
+    """
+    if len(ids := tokenizer.encode(prompt)):
+        return ids
+    if tokenizer.end_of_text is not None:
+        return np.array([tokenizer.end_of_text], dtype=np.int64)
     try:
-        return np.asarray(tokenizer.encode("\n"), dtype=np.int64)
+        newline = tokenizer.encode("\n")
     except ConfigError:
-        return np.zeros(1, dtype=np.int64)
+        newline = ids
+    return newline if len(newline) else np.zeros(1, dtype=np.int64)
 
 
 def window_tokens(n_tokens: int, context_length: int) -> int:
@@ -148,9 +158,9 @@ def window_tokens(n_tokens: int, context_length: int) -> int:
 
 
 def _pieces(
-    steps: Iterator[Tokens], tokenizer: Tokenizer, num_samples: int
+    steps: Iterator[Tokens], tokenizer: Tokenizer, num_samples: int, prompt: list[int]
 ) -> Iterator[tuple[int, str]]:
-    samples = [TextPieces(tokenizer) for _ in range(num_samples)]
+    samples = [TextPieces(tokenizer, prompt) for _ in range(num_samples)]
     for tokens in steps:
         for sample, token in enumerate(tokens.tolist()):
             if piece := samples[sample].push(token):

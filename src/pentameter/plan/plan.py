@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from pentameter.config.divisors import nearest_divisors
-from pentameter.config.schema import Config
+from pentameter.config.schema import Config, OptimizerConfig, ScheduleConfig
 from pentameter.errors import ConfigError
 from pentameter.plan.flops import CONVENTION, flops_per_token
 from pentameter.plan.layout import Layout, stage_layers
@@ -18,8 +20,7 @@ from pentameter.plan.table import (
     parameter_table,
 )
 
-# What AdamW and SGD keep beside each weight, in elements of the weight's own type.
-OPTIMIZER_SLOTS = {"adamw": 2, "sgd": 0, "sgd+momentum": 1}
+DEFAULT_STEPS = 1000  # of a configuration that names neither steps nor epochs
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Plan:
     vocab_size_padded: int
     n_parameters: int
     n_parameters_padded: int
+    rows_per_epoch: int | None
+    """Rows of the training split; None where the plan was made without the data."""
     batch_size: int
     micro_batch_size: int
     n_micro_batches: int
@@ -42,6 +45,16 @@ class Plan:
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run."""
+        assert self.config.train.steps is not None  # resolved
+        return self.config.train.steps
+
+    def epoch(self, step: int) -> int:
+        """Whole passes over the training split that `step` completed steps have made."""
+        return step * self.batch_size // self.rows_per_epoch if self.rows_per_epoch else 0
 
     def to_json(self) -> dict[str, Any]:
         """The shape of `plan --json` and of a run folder's plan.json."""
@@ -61,7 +74,8 @@ class Plan:
                 "micro_batch_size": self.micro_batch_size,
                 "n_micro_batches": self.n_micro_batches,
             },
-            "steps": self.config.train.steps,
+            "steps": self.steps,
+            "rows_per_epoch": self.rows_per_epoch,
             "total_tokens": self.total_tokens,
             "total_flops": self.total_tokens * self.flops_per_token,
             "memory": {
@@ -73,25 +87,26 @@ class Plan:
         }
 
 
-def make_plan(config: Config, vocab_size: int | None = None) -> Plan:
+def make_plan(
+    config: Config, vocab_size: int | None = None, rows_per_epoch: int | None = None
+) -> Plan:
     """The Plan of `config` for one process.
 
-    `vocab_size` is the tokenizer's, and needed when the configuration does not state one. Raises
-    ConfigError where the numbers cannot be (a batch that does not divide, a vocabulary smaller
-    than the tokenizer's), naming the nearest that can.
+    `vocab_size` is the tokenizer's, and needed when the configuration does not state one;
+    `rows_per_epoch` counts the rows of the training split, and is needed where the configuration
+    counts in epochs. Raises ConfigError where the numbers cannot be (a batch that does not
+    divide, a vocabulary smaller than the tokenizer's), naming the nearest that can.
     """
-    config = _resolve(config, vocab_size)
-    model, train, optimizer = config.model, config.train, config.optimizer
+    config = _resolve(config, vocab_size, rows_per_epoch)
+    model, train = config.model, config.train
     table = parameter_table(model)
     n_padded = sum(spec.n_elements for spec in table)
     n_padding = _padding_elements(config)
     assert train.batch_size is not None
     assert train.micro_batch_size is not None
+    assert train.steps is not None
     tokens_per_step = train.batch_size * model.context_length
     element_bytes = 8 if train.precision == "fp64" else 4
-    slots = OPTIMIZER_SLOTS[
-        "sgd+momentum" if optimizer.name == "sgd" and optimizer.momentum else optimizer.name
-    ]
     layout = Layout()
     return Plan(
         config=config,
@@ -101,6 +116,7 @@ def make_plan(config: Config, vocab_size: int | None = None) -> Plan:
         vocab_size_padded=padded_vocab_size(model),
         n_parameters=n_padded - n_padding,
         n_parameters_padded=n_padded,
+        rows_per_epoch=rows_per_epoch,
         batch_size=train.batch_size,
         micro_batch_size=train.micro_batch_size,
         n_micro_batches=train.batch_size // train.micro_batch_size,
@@ -109,11 +125,48 @@ def make_plan(config: Config, vocab_size: int | None = None) -> Plan:
         flops_per_token=flops_per_token(model, table),
         weights_bytes=n_padded * element_bytes,
         gradients_bytes=n_padded * element_bytes,
-        optimizer_bytes=n_padded * element_bytes * slots,
+        optimizer_bytes=_optimizer_elements(config.optimizer, table) * element_bytes,
     )
 
 
-def _resolve(config: Config, vocab_size: int | None) -> Config:
+def global_batch_size(config: Config) -> int:
+    """Sequences of a step, over all devices and micro-batches.
+
+    Raises ConfigError when `tokens_per_step` is no multiple of the context length.
+    """
+    if config.train.batch_size is not None:
+        return config.train.batch_size
+    assert config.train.tokens_per_step is not None  # the schema asks for exactly one of the two
+    context = config.model.context_length
+    batch_size, rest = divmod(config.train.tokens_per_step, context)
+    if rest or batch_size == 0:
+        raise ConfigError(
+            f"train.tokens_per_step={config.train.tokens_per_step} must be a multiple of "
+            f"model.context_length={context}; nearest possible: "
+            f"{max(1, batch_size) * context}, {(batch_size + 1) * context}"
+        )
+    return batch_size
+
+
+def needs_data(config: Config) -> bool:
+    """Whether `make_plan` must be told of the data: its vocabulary, or the length of an epoch."""
+    counts_epochs = config.train.epochs is not None or config.train.eval_interval == "epoch"
+    decays_by_epoch = config.schedule.name == "step" and config.schedule.decay_interval is None
+    return config.model.vocab_size is None or counts_epochs or decays_by_epoch
+
+
+def _optimizer_elements(optimizer: OptimizerConfig, table: tuple[ParameterSpec, ...]) -> int:
+    """Numbers that the optimizer keeps beside the weights, each of a weight's size."""
+
+    def slots(spec: ParameterSpec) -> int:
+        if optimizer.name == "sgd":
+            return 1 if optimizer.momentum else 0
+        return 1 if optimizer.name == "muon" and spec.is_block_matrix else 2
+
+    return sum(spec.n_elements * slots(spec) for spec in table)
+
+
+def _resolve(config: Config, vocab_size: int | None, rows_per_epoch: int | None) -> Config:
     """`config` with every value that others imply filled in."""
     model, train = config.model, config.train
     if model.vocab_size is None and vocab_size is None:
@@ -126,25 +179,20 @@ def _resolve(config: Config, vocab_size: int | None) -> Config:
             f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's {vocab_size} "
             "tokens; leave it out to take the tokenizer's"
         )
-    context = model.context_length
-    batch_size = train.batch_size
-    if batch_size is None:
-        assert train.tokens_per_step is not None  # the schema asks for exactly one of the two
-        batch_size, rest = divmod(train.tokens_per_step, context)
-        if rest or batch_size == 0:
-            raise ConfigError(
-                f"train.tokens_per_step={train.tokens_per_step} must be a multiple of "
-                f"model.context_length={context}; nearest possible: "
-                f"{max(1, batch_size) * context}, {(batch_size + 1) * context}"
-            )
+    batch_size = global_batch_size(config)
     micro = train.micro_batch_size or batch_size
     if batch_size % micro:
         raise ConfigError(
             f"train.micro_batch_size={micro} must divide the {batch_size} sequences of a step; "
             f"nearest possible: {', '.join(map(str, nearest_divisors(batch_size, micro)))}"
         )
-    schedule, checkpoint = config.schedule, config.checkpoint
-    interval = checkpoint.interval or train.eval_interval or train.steps
+    epoch = None if rows_per_epoch is None else Fraction(rows_per_epoch, batch_size)
+    steps = train.steps or DEFAULT_STEPS
+    if train.epochs is not None:
+        steps = _steps(train.epochs, epoch, "train.epochs")
+    interval = train.eval_interval
+    if interval == "epoch":
+        interval = _steps(1, epoch, "train.eval_interval='epoch'")
     return config.model_copy(
         update={
             "model": model.model_copy(
@@ -156,17 +204,53 @@ def _resolve(config: Config, vocab_size: int | None) -> Config:
             ),
             "train": train.model_copy(
                 update={
+                    "steps": steps,
+                    "epochs": None,
                     "batch_size": batch_size,
                     "tokens_per_step": None,
                     "micro_batch_size": micro,
+                    "eval_interval": interval,
                 }
             ),
-            "schedule": schedule.model_copy(
-                update={"decay_steps": schedule.decay_steps or train.steps}
+            "schedule": _resolve_schedule(config.schedule, steps, epoch),
+            "checkpoint": config.checkpoint.model_copy(
+                update={"interval": config.checkpoint.interval or interval or steps}
             ),
-            "checkpoint": checkpoint.model_copy(update={"interval": interval}),
         }
     )
+
+
+def _resolve_schedule(
+    schedule: ScheduleConfig, steps: int, epoch: Fraction | None
+) -> ScheduleConfig:
+    """`schedule` with the numbers that the run's length implies."""
+    decay_steps = schedule.decay_steps or steps
+    cooldown, interval = schedule.cooldown_steps, schedule.decay_interval
+    if schedule.name == "wsd":
+        cooldown = cooldown or max(1, decay_steps // 5)
+        longest = decay_steps - schedule.warmup_steps
+        if cooldown > longest:
+            raise ConfigError(
+                f"schedule.cooldown_steps={cooldown} begins before the warm-up of "
+                f"{schedule.warmup_steps} steps ends; at most {max(longest, 0)} of the "
+                f"{decay_steps} steps are left for it"
+            )
+    if schedule.name == "step":
+        interval = interval or _steps(1, epoch, "schedule.decay_interval, an epoch when absent,")
+    return schedule.model_copy(
+        update={
+            "decay_steps": decay_steps,
+            "cooldown_steps": cooldown,
+            "decay_interval": interval,
+        }
+    )
+
+
+def _steps(n_epochs: int, epoch: Fraction | None, key: str) -> int:
+    """Steps that complete `n_epochs` passes over the training split, rounded up."""
+    if epoch is None:
+        raise ConfigError(f"{key} counts in epochs, and no data is at hand to say how long one is")
+    return max(1, math.ceil(n_epochs * epoch))
 
 
 def _padding_elements(config: Config) -> int:

@@ -46,6 +46,11 @@ class ParameterSpec:
         """Numbers in the parameter."""
         return math.prod(self.shape)
 
+    @property
+    def is_block_matrix(self) -> bool:
+        """Whether it is a matrix between layers' activations, as Muon takes: in a block, 2-D."""
+        return self.layer is not None and len(self.shape) == 2
+
 
 def padded_vocab_size(model: ModelConfig) -> int:
     """Return the rows of embedding and head: `vocab_size`, up to the next `vocab_multiple`.

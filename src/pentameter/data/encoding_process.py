@@ -1,0 +1,40 @@
+"""The process that `pentameter.data.encoding` starts: texts come in by its pipe, ids go out.
+
+python -m pentameter.data.encoding_process TOKENIZER-FILE
+"""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import sys
+from typing import IO
+
+import numpy as np
+
+from pentameter.data.tokenizer import Tokenizer, load_tokenizer
+from pentameter.errors import PentameterError
+
+
+def serve(tokenizer: Tokenizer, requests: IO[bytes], answers: IO[bytes]) -> None:
+    """Answer each list of texts with (all their ids, their lengths), or with the error raised."""
+    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    while True:
+        try:
+            texts = pickle.load(requests)  # written by the process that started this one
+        except EOFError:
+            return
+        answer: object
+        try:
+            ids = tokenizer.encode_batch(texts)
+            answer = np.concatenate(ids).astype(dtype), [len(part) for part in ids]
+        except PentameterError as error:
+            answer = error
+        pickle.dump(answer, answers, protocol=5)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    # Ctrl-C reaches the whole group of processes; the one that started this ends it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    serve(load_tokenizer(sys.argv[1]), sys.stdin.buffer, sys.stdout.buffer)

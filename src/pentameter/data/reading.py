@@ -1,0 +1,207 @@
+"""What is inside a file: UTF-8 text or JSONL records, plain, gzipped or as Zstandard.
+
+Files are read as bytes and decoded as UTF-8, so line ends stay as they are; a byte order mark at
+the start of a file is an encoding mark, not text, and is dropped. A text file is one document; of
+a `.jsonl` or `.ndjson` file each record's `text` is one.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import importlib
+import io
+import json
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from pentameter.errors import ConfigError, CorruptError, StorageError
+
+# Small on purpose: decoding pieces of a MiB left holes in glibc's heap that it did not fill again
+# (0.4 GB more after each GB read); at 64 KiB memory stays flat, and the work in the fast cache.
+PIECE_BYTES = 1 << 16
+JSONL_SUFFIXES = (".jsonl", ".ndjson")
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+USUAL_COMPRESSION = 3  # of English text by gzip; only the progress bar's total depends on it
+
+
+def about_bytes(file: Path) -> int:
+    """About how many bytes of text a file holds. Raises StorageError when it cannot be read."""
+    try:
+        size = file.stat().st_size
+    except OSError as error:
+        raise StorageError(f"cannot read {file}: {error.strerror}") from error
+    return size * USUAL_COMPRESSION if _compression(file) else size
+
+
+def read_documents(file: Path) -> Iterator[Iterator[str]]:
+    """The documents of a file, each as its pieces.
+
+    Raises CorruptError, with the place, where the file is not what its name says: not UTF-8, a
+    NUL in a text file (binary data), a record that is not JSON or has no string `text`, damaged
+    compression. StorageError when it cannot be read; ConfigError for `.zst` without a decoder.
+    """
+    name = file.name.lower().removesuffix(_compression(file))
+    if name.endswith(JSONL_SUFFIXES):
+        for text in _read_records(file):
+            yield iter((text,))
+    else:
+        yield read_pieces(file)
+
+
+def read_pieces(file: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[str]:
+    """The text of a UTF-8 file in pieces of at most about `piece_bytes` bytes.
+
+    Where the pieces end depends only on the content. Raises as `read_documents` does.
+    """
+    offset = 0  # of the first byte of `data` in the text
+    data = b""
+    with _open(file) as stream:
+        while True:
+            block = stream.read(piece_bytes)
+            data += block
+            text, used = _decode(data, offset, file, final=not block)
+            if offset == 0 and text.startswith("\ufeff"):
+                text = text[1:]
+            if text:
+                yield text
+            offset, data = offset + used, data[used:]
+            if not block:
+                return
+
+
+def _decode(data: bytes, offset: int, file: Path, *, final: bool) -> tuple[str, int]:
+    """The characters that `data` completes, and how many bytes they take."""
+    try:
+        text, used = codecs.utf_8_decode(data, "strict", final)
+    except UnicodeDecodeError as error:
+        hint = "convert it to UTF-8, or leave it out"
+        if offset == 0 and data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            hint = "it looks like UTF-16; convert it to UTF-8"
+        raise CorruptError(
+            f"{file} is not UTF-8 text: byte 0x{data[error.start]:02x} at offset "
+            f"{offset + error.start} ({error.reason}); {hint}"
+        ) from error
+    if (nul := data.find(b"\0", 0, used)) >= 0:
+        raise CorruptError(
+            f"{file} is binary, not text: NUL byte at offset {offset + nul}; leave it out"
+        )
+    return text, used
+
+
+def _read_records(file: Path) -> Iterator[str]:
+    """The `text` of each record; empty lines are passed over."""
+    with _open(file) as stream:
+        for number, line in enumerate(stream, start=1):
+            record = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if record.strip():
+                yield _record_text(record, f"{file}, line {number}")
+
+
+def _record_text(record: bytes, where: str) -> str:
+    try:
+        parsed = json.loads(record.decode())
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(
+            f"{where} is not JSON ({error}); JSONL has one object a line, with its text in 'text'"
+        ) from error
+    if not isinstance(parsed, dict) or "text" not in parsed:
+        found = f"its keys are {sorted(parsed)}" if isinstance(parsed, dict) else "no object"
+        raise CorruptError(f"{where} has no field 'text' ({found}); put the document's text there")
+    text = parsed["text"]
+    if not isinstance(text, str):
+        raise CorruptError(
+            f"{where}: 'text' is {type(text).__name__} {text!r:.40}, not a string; write the "
+            "document's text, or leave the record out"
+        )
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise CorruptError(
+                f"{where}: 'text' holds half a surrogate pair (\\u{ord(text[error.start]):04x}), "
+                "which is no character; write both halves, or leave it out"
+            ) from error
+    return text
+
+
+def _compression(file: Path) -> str:
+    """`.gz`, `.zst`, or nothing."""
+    suffix = file.suffix.lower()
+    return suffix if suffix in COMPRESSED_SUFFIXES else ""
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[BinaryIO]:
+    """The file's bytes, decompressed; reads are full until the end."""
+    errors = (EOFError, gzip.BadGzipFile, zlib.error)
+    try:
+        with file.open("rb") as stream:
+            match _compression(file):
+                case ".gz":
+                    yield cast(BinaryIO, gzip.GzipFile(fileobj=stream))
+                case ".zst":
+                    yield cast(BinaryIO, io.BufferedReader(_ZstdReader(stream), PIECE_BYTES))
+                case _:
+                    yield stream
+    except errors as error:
+        raise CorruptError(
+            f"{file} is damaged or cut short ({error}); fetch it again, or leave it out"
+        ) from error
+    except OSError as error:
+        raise StorageError(f"cannot read {file}: {error.strerror}") from error
+
+
+class _ZstdReader(io.RawIOBase):
+    """Decompresses frame after frame; EOFError where the last is cut short."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._new_frame, self._error = _zstd_decompressor()
+        self._frame: Any = None
+        self._compressed = self._ready = b""
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """The number of bytes put into `buffer`; 0 at the end."""
+        while not self._ready:
+            if not self._compressed:
+                self._compressed = self._stream.read(1 << 14)
+            if not self._compressed:
+                if self._frame is not None:
+                    raise EOFError("the last Zstandard frame has no end")
+                return 0
+            if self._frame is None:
+                self._frame = self._new_frame()
+            try:
+                self._ready = self._frame.decompress(self._compressed)
+            except self._error as error:
+                raise EOFError(str(error)) from error
+            self._compressed = b""
+            if self._frame.eof:
+                self._compressed, self._frame = self._frame.unused_data, None
+        n = min(len(buffer), len(self._ready))
+        buffer[:n], self._ready = self._ready[:n], self._ready[n:]
+        return n
+
+
+def _zstd_decompressor() -> tuple[Any, type[Exception]]:
+    """A function that starts a frame's decompressor, and the error it raises."""
+    if sys.version_info >= (3, 14):
+        library = importlib.import_module("compression.zstd")
+        return library.ZstdDecompressor, library.ZstdError
+    try:
+        library = importlib.import_module("zstandard")
+    except ImportError as error:
+        raise ConfigError(
+            "reading .zst files needs the package zstandard, which is not installed; "
+            "`pip install 'pentameter[zstd]'`, or decompress them with `zstd -d`"
+        ) from error
+    return lambda: library.ZstdDecompressor().decompressobj(), library.ZstdError
