@@ -182,7 +182,7 @@ except SystemExit as stop:
 """
 
 VERBS = sorted(
-    path.stem
+    path.stem.rstrip("_")  # `import` is in import_.py
     for path in (SOURCE / "cli").glob("*.py")
     if "HELP" in path.read_text(encoding="utf-8") and path.stem != "main"
 )

@@ -13,6 +13,7 @@ from pentameter.checkpoint import (
     optimizer_state,
 )
 from pentameter.errors import CorruptError
+from pentameter.optim.build import JointOptimizer
 
 
 class Net(nn.Module):
@@ -40,6 +41,9 @@ def build(kind, seed=0, reverse=False):
         "amsgrad": lambda: torch.optim.AdamW(groups, lr=1e-2, amsgrad=True),
         "momentum": lambda: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
         "sgd": lambda: torch.optim.SGD(groups, lr=1e-2),
+        "muon": lambda: JointOptimizer(
+            torch.optim.Muon(groups[:1], lr=1e-2), torch.optim.AdamW(groups[1:], lr=1e-2)
+        ),
         "rmsprop": lambda: torch.optim.RMSprop(groups, lr=1e-2),
     }[kind]
     return net, make()
@@ -64,7 +68,9 @@ def through_disk(store, net, optimizer):
     return checkpoint.tensors("model"), checkpoint.tensors("optimizer")
 
 
-@pytest.mark.parametrize("kind", ["adamw", "fused", "amsgrad", "momentum", "sgd", "rmsprop"])
+@pytest.mark.parametrize(
+    "kind", ["adamw", "fused", "amsgrad", "momentum", "sgd", "rmsprop", "muon"]
+)
 @pytest.mark.parametrize("n_steps", [0, 3])
 def test_training_continues_bit_for_bit(store, kind, n_steps):
     net, optimizer = build(kind)
@@ -92,6 +98,41 @@ def test_names_are_parameter_and_slot(store):
         for slot in ("step", "exp_avg", "exp_avg_sq")
     }
     assert state["up.weight.step"].item() == 2
+
+
+def test_parts_of_a_joint_optimizer_keep_slots_of_their_own():
+    net, optimizer = build("muon")
+    assert optimizer_state(optimizer, net.named_parameters()) == {}
+    train(net, optimizer, 2, seed=1)
+    state = optimizer_state(optimizer, net.named_parameters())
+    matrices = {"embedding.weight", "up.weight", "head.weight"}
+    assert set(state) == {f"{name}.momentum_buffer" for name in matrices} | {
+        f"up.bias.{slot}" for slot in ("step", "exp_avg", "exp_avg_sq")
+    }
+
+
+def test_a_joint_state_that_does_not_fit_leaves_every_part_as_it_was():
+    net, optimizer = build("muon")
+    train(net, optimizer, 2, seed=1)
+    state = optimizer_state(optimizer, net.named_parameters())
+    for change, message in [
+        (lambda s: s.pop("up.bias.step"), r"missing: up\.bias\.step"),
+        (lambda s: [s.pop(n) for n in state if n.startswith("up.bias")], "missing"),
+        (lambda s: s.update({"x.step": torch.tensor(1.0)}), r"unexpected: x\.step"),
+        (lambda s: s.update({"up.bias.exp_avg": torch.zeros(2)}), r"up\.bias\.exp_avg is \(2,\)"),
+        (lambda s: s.update({"up.bias.momentum_buffer": torch.zeros(9)}), "AdamW keeps"),
+        (lambda s: s.update({"up.weight.exp_avg": torch.zeros(9, 6)}), "Muon keeps"),
+    ]:
+        wrong = {name: tensor + 1 for name, tensor in state.items()}
+        change(wrong)
+        before = {name: tensor.clone() for name, tensor in state.items()}
+        with pytest.raises(CorruptError, match=message):
+            load_optimizer_state(optimizer, net.named_parameters(), wrong)
+        now = optimizer_state(optimizer, net.named_parameters())
+        assert all(torch.equal(now[name], before[name]) for name in before)
+    other, adamw = build("adamw")
+    with pytest.raises(CorruptError, match="another optimizer"):
+        load_optimizer_state(adamw, other.named_parameters(), state)
 
 
 def test_plain_and_fused_read_each_others_state():

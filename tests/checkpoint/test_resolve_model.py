@@ -53,7 +53,7 @@ def test_anything_else_says_what_was_found(tmp_path, store, save, run):
         (tmp_path / "file", "is a file"),
         (tmp_path / "empty", "found there: nothing"),
         (tmp_path / "other", r"found there: notes\.txt"),
-        (tmp_path / "gpt2", "Hugging Face model, which is not supported in this version"),
+        (tmp_path / "gpt2", "a Hugging Face folder, in which there is no checkpoint"),
         (tmp_path / "new", "without a checkpoint yet"),
     ]:
         if path.name not in ("absent", "file"):

@@ -2,7 +2,7 @@
 
 from pentameter.checkpoint.files import write_atomic
 from pentameter.checkpoint.lock import RunLock
-from pentameter.checkpoint.model import LoadedModel, load_model
+from pentameter.checkpoint.model import LoadedModel, load_model, open_model
 from pentameter.checkpoint.opening import Checkpoint, open_checkpoint
 from pentameter.checkpoint.resolve import find_model
 from pentameter.checkpoint.state import (
@@ -25,6 +25,7 @@ __all__ = [
     "load_optimizer_state",
     "model_state",
     "open_checkpoint",
+    "open_model",
     "optimizer_state",
     "write_atomic",
 ]

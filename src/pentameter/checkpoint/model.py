@@ -1,4 +1,4 @@
-"""From a folder on disk to a model that runs."""
+"""From a folder on disk to a model: as it is stored, or loaded so that it runs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pentameter.checkpoint.opening import Checkpoint
-from pentameter.checkpoint.resolve import find_model
+from pentameter.checkpoint.resolve import find_model, is_hugging_face
 from pentameter.checkpoint.state import load_model_state
+from pentameter.checkpoint.tensors import materialize
 from pentameter.errors import PentameterError
 
 if TYPE_CHECKING:
     import torch
 
+    from pentameter.checkpoint.stored import StoredModel
     from pentameter.config.schema import Config
     from pentameter.data.tokenizer import Tokenizer
     from pentameter.model import GPT
@@ -28,7 +30,13 @@ class LoadedModel:
     model: GPT
     tokenizer: Tokenizer
     config: Config
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | None
+    """None of a Hugging Face folder."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps completed; 0 where nobody counted."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
 
 
 def load_model(
@@ -37,36 +45,74 @@ def load_model(
     device: torch.device | str = "cpu",
     warnings: list[str] | None = None,
 ) -> LoadedModel:
-    """The model of a run folder (its best checkpoint, else its last) or of a checkpoint folder.
+    """The model of MODEL: a run folder (its best checkpoint, else its last), a checkpoint folder,
+    or a Hugging Face GPT-2 folder.
 
-    Its weights have the dtype they were saved with. Raises what `find_model` raises; a damaged
-    checkpoint that was passed over adds a line to `warnings`.
+    A checkpoint's weights have the dtype they were saved with; half-precision ones of a Hugging
+    Face folder become fp32. Raises what `find_model` and `read_hf` raise; what was passed over or
+    left out adds a line to `warnings`.
     """
     for n_tries in range(1, _N_TRIES + 1):
-        checkpoint = find_model(Path(path), warnings)
+        stored = open_model(path, warnings=warnings)
         try:
-            return _load(checkpoint, device)
+            return _load(stored, device)
         except PentameterError:
-            # Training may prune a checkpoint between our finding and our reading it.
-            if checkpoint.path.is_dir() or n_tries == _N_TRIES:
+            if not _is_pruned(stored.checkpoint) or n_tries == _N_TRIES:
                 raise
     raise AssertionError("unreachable")
 
 
-def _load(checkpoint: Checkpoint, device: torch.device | str) -> LoadedModel:
-    import torch
+def open_model(path: Path | str, *, warnings: list[str] | None = None) -> StoredModel:
+    """What `load_model` loads, still on disk: configuration, tokenizer and weights to be read."""
+    from pentameter.checkpoint.hugging_face import read_hf
 
+    path = Path(path)
+    if is_hugging_face(path):
+        return read_hf(path, warnings=warnings)
+    for n_tries in range(1, _N_TRIES + 1):
+        checkpoint = find_model(path, warnings)
+        try:
+            return _open(checkpoint)
+        except PentameterError:
+            if not _is_pruned(checkpoint) or n_tries == _N_TRIES:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _is_pruned(checkpoint: Checkpoint | None) -> bool:
+    """Whether training removed the checkpoint between our finding and our reading it."""
+    return checkpoint is not None and not checkpoint.path.is_dir()
+
+
+def _open(checkpoint: Checkpoint) -> StoredModel:
+    from pentameter.checkpoint.stored import StoredModel, check_weights
     from pentameter.config.load import load_config
     from pentameter.data import load_tokenizer
+
+    path = checkpoint.path
+    config = load_config(path / "config.toml")
+    tokenizer = load_tokenizer(path / "tokenizer.json")
+    tensors = checkpoint.tensors("model")
+    check_weights(config, tensors, path)
+    files = tuple(path / name for name in checkpoint.manifest.groups["model"])
+    return StoredModel(path, config, tokenizer, tensors, files, checkpoint)
+
+
+def _load(stored: StoredModel, device: torch.device | str) -> LoadedModel:
+    import torch
+
     from pentameter.model import GPT
 
-    config = load_config(checkpoint.path / "config.toml")
-    tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
-    tensors = checkpoint.tensors("model")
+    weights = stored.weights
     with torch.device("meta"):  # no memory and no random numbers for weights about to be replaced
-        model = GPT(config.model)
-    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+        model = GPT(stored.config.model)
+    dtypes = {tensor.dtype for tensor in weights.values() if tensor.dtype.is_floating_point}
     if len(dtypes) == 1:
         model.to(dtypes.pop())
-    load_model_state(model.to_empty(device=device), tensors)
-    return LoadedModel(model.eval(), tokenizer, config, checkpoint)
+    model.to_empty(device=device)
+    if stored.checkpoint is not None:
+        load_model_state(model, stored.checkpoint.tensors("model"))
+    else:
+        for name, own in model.state_dict().items():  # names and shapes were checked on opening
+            own.copy_(materialize(weights[name]))
+    return LoadedModel(model.eval(), stored.tokenizer, stored.config, stored.checkpoint)

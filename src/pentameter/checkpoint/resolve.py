@@ -1,7 +1,11 @@
-"""MODEL on the command line: a run folder stands for its best checkpoint, else its last."""
+"""MODEL on the command line: a run folder stands for its best checkpoint, else its last.
+
+A Hugging Face folder is told apart here, and read by `pentameter.checkpoint.hugging_face`.
+"""
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +18,11 @@ from pentameter.checkpoint.opening import (
 )
 from pentameter.errors import ConfigError, CorruptError
 
-_HUGGING_FACE_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether `path` is a model folder of Hugging Face, of whatever architecture."""
+    ours = (path / MANIFEST_NAME, path / "checkpoints")
+    return (path / "config.json").is_file() and not any(map(os.path.lexists, ours))
 
 
 def find_model(path: Path, warnings: list[str] | None = None) -> Checkpoint:
@@ -29,7 +37,10 @@ def find_model(path: Path, warnings: list[str] | None = None) -> Checkpoint:
     warnings = [] if warnings is None else warnings
     if not path.is_dir():
         found = "is a file" if path.exists() else "does not exist"
-        raise ConfigError(f"{path} {found}; give a run folder (runs/NAME) or a checkpoint folder")
+        raise ConfigError(
+            f"{path} {found}; give a run folder (runs/NAME), a checkpoint folder or a Hugging Face "
+            "GPT-2 folder"
+        )
     if (path / MANIFEST_NAME).exists() or (path / MANIFEST_NAME).is_symlink():
         return open_checkpoint(path)
     folder = path / "checkpoints"
@@ -69,17 +80,12 @@ def _best(folder: Path) -> tuple[str, int] | None:
 
 
 def _describe(path: Path) -> str:
-    is_hugging_face = (path / "config.json").is_file() and any(
-        next(path.glob(pattern), None) for pattern in _HUGGING_FACE_WEIGHTS
-    )
-    if is_hugging_face:
-        return (
-            f"{path} is a Hugging Face model, which is not supported in this version; give a run "
-            "folder (runs/NAME) or a checkpoint folder"
-        )
+    if is_hugging_face(path):
+        return f"{path} is a Hugging Face folder, in which there is no checkpoint; use load_model"
     names = sorted(entry.name for entry in path.iterdir())
     found = ", ".join(names[:5]) + (" …" if len(names) > 5 else "") if names else "nothing"
     return (
         f"{path} is neither a run folder (it has no checkpoints/) nor a checkpoint folder (it has "
-        f"no {MANIFEST_NAME}); found there: {found}"
+        f"no {MANIFEST_NAME}) nor a Hugging Face folder (it has no config.json); found there: "
+        f"{found}"
     )

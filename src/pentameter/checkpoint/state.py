@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from pentameter.optim.build import AnyOptimizer
+
 NamedParameters = Iterable[tuple[str, "nn.Parameter"]]
+Held = list[tuple[str, "nn.Parameter"]]
 
 _N_SHOWN = 5
 
@@ -38,36 +41,38 @@ def load_model_state(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> N
 
 
 def optimizer_state(
-    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters
+    optimizer: AnyOptimizer, named_parameters: NamedParameters
 ) -> dict[str, torch.Tensor]:
     """`PARAMETER.SLOT` → tensor of the optimizer's state; the tensors are its own.
 
-    Empty before the first step, and for SGD without momentum. Raises ValueError when some
-    parameters have state and others none: such a state could not be loaded again.
+    Empty before the first step, and for SGD without momentum. Raises ValueError when an optimizer
+    has state for some of its parameters and none for others: such a state could not be loaded
+    again. The parts of a joint optimizer may keep different slots.
     """
     import torch
 
     tensors: dict[str, torch.Tensor] = {}
-    slots_of: dict[str, frozenset[str]] = {}
-    for name, parameter in _held(optimizer, named_parameters):
-        slots = {
-            slot: value
-            for slot, value in optimizer.state.get(parameter, {}).items()
-            if value is not None  # SGD keeps a None where momentum is off
-        }
-        for slot, value in slots.items():
-            if not isinstance(value, torch.Tensor):
-                value = torch.tensor(value)  # noqa: PLW2901
-            tensors[f"{name}.{slot}"] = value.detach()
-        slots_of[name] = frozenset(slots)
-    if len(set(slots_of.values())) > 1:
-        without = [name for name, slots in slots_of.items() if not slots] or list(slots_of)
-        raise ValueError(f"optimizer state is uneven; not (fully) present for: {_few(without)}")
+    for part, held in _held(optimizer, named_parameters):
+        slots_of: dict[str, frozenset[str]] = {}
+        for name, parameter in held:
+            slots = {
+                slot: value
+                for slot, value in part.state.get(parameter, {}).items()
+                if value is not None  # SGD keeps a None where momentum is off
+            }
+            for slot, value in slots.items():
+                if not isinstance(value, torch.Tensor):
+                    value = torch.tensor(value)  # noqa: PLW2901
+                tensors[f"{name}.{slot}"] = value.detach()
+            slots_of[name] = frozenset(slots)
+        if len(set(slots_of.values())) > 1:
+            without = [name for name, slots in slots_of.items() if not slots] or list(slots_of)
+            raise ValueError(f"optimizer state is uneven; not (fully) present for: {_few(without)}")
     return tensors
 
 
 def load_optimizer_state(
-    optimizer: torch.optim.Optimizer,
+    optimizer: AnyOptimizer,
     named_parameters: NamedParameters,
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
@@ -76,46 +81,75 @@ def load_optimizer_state(
     Raises CorruptError, before anything is changed, when a parameter lacks what others have, a
     name is not one of this optimizer's, or a shape differs.
     """
-    held = _held(optimizer, named_parameters)
-    slots = {name.rpartition(".")[2] for name in tensors}
+    parts = _held(optimizer, named_parameters)
+    slots_of = [_slots_to_load(part, held, tensors) for part, held in parts]
+    expected = [
+        f"{name}.{slot}"
+        for (_, held), slots in zip(parts, slots_of, strict=True)
+        for name, _ in held
+        for slot in slots
+    ]
+    _check_names("optimizer", expected, tensors.keys())
+
+    states = []
+    for (part, held), slots in zip(parts, slots_of, strict=True):
+        number_of = _numbers(part)
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for name, parameter in held:
+            values = {slot: tensors[f"{name}.{slot}"] for slot in sorted(slots)}
+            for slot, value in values.items():
+                if slot != "step":
+                    _check_fits(f"{name}.{slot}", value, parameter.shape, None)
+            # Copied: the tensors may be mapped from a file, the optimizer writes in place.
+            if values:
+                state[number_of[id(parameter)]] = {
+                    slot: value.clone() for slot, value in values.items()
+                }
+        states.append(state)
+    for (part, _), state in zip(parts, states, strict=True):
+        groups = part.state_dict()["param_groups"]
+        part.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _slots_to_load(
+    optimizer: torch.optim.Optimizer, held: Held, tensors: Mapping[str, torch.Tensor]
+) -> set[str]:
+    """What `tensors` must have for each parameter that this optimizer holds."""
+    own = {name for name, _ in held}
+    named = (name.rpartition(".") for name in tensors)
+    slots = {slot for parameter, _, slot in named if parameter in own}
     allowed = _slots(optimizer)
-    if allowed is not None and slots - allowed:
+    if allowed is None:
+        return slots
+    if slots - allowed:
         raise CorruptError(
             f"the optimizer state is of another optimizer: it has {_few(slots - allowed)}, "
             f"{type(optimizer).__name__} keeps {_few(allowed) if allowed else 'nothing'}"
         )
-    if allowed and tensors:
-        slots = set(allowed)
-    expected = [f"{name}.{slot}" for name, _ in held for slot in slots]
-    _check_names("optimizer", expected, tensors.keys())
-
-    saved = optimizer.state_dict()
-    number_of = _numbers(optimizer)
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for name, parameter in held:
-        values = {slot: tensors[f"{name}.{slot}"] for slot in sorted(slots)}
-        for slot, value in values.items():
-            if slot != "step":
-                _check_fits(f"{name}.{slot}", value, parameter.shape, None)
-        # Copied: the tensors may be mapped from a file, the optimizer writes in place.
-        if values:
-            state[number_of[id(parameter)]] = {
-                slot: value.clone() for slot, value in values.items()
-            }
-    optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})
+    return allowed if tensors else set()
 
 
 def _held(
-    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters
-) -> list[tuple[str, nn.Parameter]]:
-    """The named parameters that the optimizer holds; ValueError when one it holds has no name."""
-    numbers = _numbers(optimizer)
-    held = [(name, value) for name, value in named_parameters if id(value) in numbers]
-    if len({id(value) for _, value in held}) != len(numbers):
-        raise ValueError(
-            f"the optimizer holds {len(numbers)} parameters, only {len(held)} of them have a name"
-        )
-    return held
+    optimizer: AnyOptimizer, named_parameters: NamedParameters
+) -> list[tuple[torch.optim.Optimizer, Held]]:
+    """Each torch optimizer, and those of the named parameters that it holds.
+
+    Raises ValueError when one of them holds a parameter that has no name.
+    """
+    from pentameter.optim.build import JointOptimizer
+
+    named = list(named_parameters)
+    parts = []
+    for part in optimizer.parts if isinstance(optimizer, JointOptimizer) else (optimizer,):
+        numbers = _numbers(part)
+        held = [(name, value) for name, value in named if id(value) in numbers]
+        if len({id(value) for _, value in held}) != len(numbers):
+            raise ValueError(
+                f"the optimizer holds {len(numbers)} parameters, only {len(held)} of them have "
+                "a name"
+            )
+        parts.append((part, held))
+    return parts
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
@@ -132,6 +166,8 @@ def _slots(optimizer: torch.optim.Optimizer) -> set[str] | None:
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         extra = {"max_exp_avg_sq"} if any(group["amsgrad"] for group in groups) else set()
         return {"step", "exp_avg", "exp_avg_sq"} | extra
+    if isinstance(optimizer, torch.optim.Muon):
+        return {"momentum_buffer"}
     if isinstance(optimizer, torch.optim.SGD):
         return {"momentum_buffer"} if any(group["momentum"] for group in groups) else set()
     return None

@@ -9,7 +9,8 @@ tensors that share storage, and lets nobody hash what passes. The library reads.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,11 +41,25 @@ _CODES = {
 
 
 @dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that is computed each time it is asked for; shape and dtype are known before."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    compute: Callable[[], torch.Tensor]
+
+
+def materialize(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
+    """The tensor itself, computed now if it is lazy."""
+    return tensor.compute() if isinstance(tensor, LazyTensor) else tensor
+
+
+@dataclass(frozen=True)
 class TensorFile:
     """A safetensors file about to be written: its size is known, its bytes come as they go out."""
 
     header: bytes
-    tensors: tuple[torch.Tensor, ...]
+    tensors: tuple[torch.Tensor | LazyTensor, ...]
     """In the order of the file."""
     n_bytes: int
 
@@ -52,28 +67,28 @@ class TensorFile:
         """The bytes of the file; each tensor is brought to the host only when its turn comes."""
         yield self.header
         for tensor in self.tensors:
-            if tensor.numel():
-                yield _host_bytes(tensor)
+            if math.prod(tensor.shape):
+                yield _host_bytes(materialize(tensor))
 
 
-def plan_file(tensors: Mapping[str, torch.Tensor]) -> TensorFile:
+def plan_file(tensors: Mapping[str, torch.Tensor | LazyTensor]) -> TensorFile:
     """The file of these tensors, largest items first so that each stays aligned.
 
     Tensors that share memory are written once per name. Raises TypeError for what has no bytes
     of its own (sparse, meta) or a dtype the format lacks.
     """
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset_bytes = 0
     for name in names:
         tensor = tensors[name]
         code = _CODES.get(str(tensor.dtype))
-        if code is None or str(tensor.layout) != "torch.strided" or tensor.is_meta:
+        if code is None or not _is_dense(tensor):
             raise TypeError(
-                f"tensor {name!r} ({tensor.dtype}, {tensor.layout}, {tensor.device}) cannot be "
-                "saved: only dense tensors with data, of a dtype safetensors knows"
+                f"tensor {name!r} ({_described(tensor)}) cannot be saved: only dense tensors with "
+                "data, of a dtype safetensors knows"
             )
-        n_bytes = tensor.numel() * tensor.element_size()
+        n_bytes = math.prod(tensor.shape) * tensor.dtype.itemsize
         header[name] = {
             "dtype": code,
             "shape": list(tensor.shape),
@@ -85,6 +100,18 @@ def plan_file(tensors: Mapping[str, torch.Tensor]) -> TensorFile:
     prefix = len(text).to_bytes(8, "little") + text
     ordered = tuple(tensors[name] for name in names)
     return TensorFile(prefix, ordered, len(prefix) + offset_bytes)
+
+
+def _is_dense(tensor: torch.Tensor | LazyTensor) -> bool:
+    if isinstance(tensor, LazyTensor):
+        return True  # what it computes comes out of other tensors with data
+    return str(tensor.layout) == "torch.strided" and not tensor.is_meta
+
+
+def _described(tensor: torch.Tensor | LazyTensor) -> str:
+    if isinstance(tensor, LazyTensor):
+        return str(tensor.dtype)
+    return f"{tensor.dtype}, {tensor.layout}, {tensor.device}"
 
 
 def _host_bytes(tensor: torch.Tensor) -> memoryview:

@@ -1,35 +1,47 @@
-"""`pentameter eval`: how well a model predicts a whole split."""
+"""`pentameter eval`: how well a model predicts a whole split, or answers questions."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from pentameter.cli.arguments import parse_arguments
 from pentameter.cli.loading import load_for_verb
+from pentameter.config.overrides import parse_overrides
 from pentameter.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pentameter.train.hooks import EvalMetrics
+    from pentameter.checkpoint.model import LoadedModel
+    from pentameter.config.schema import Config
+    from pentameter.parallel.assemble import Stage
 
-HELP = "Loss, perplexity and bits per byte of a model over a whole split."
+HELP = "Loss, perplexity and bits per byte of a model over a whole split; multiple choice."
 
 
 @dataclass(frozen=True)
 class EvalArguments:
-    """Evaluate a model on a whole split, every token once.
+    """Evaluate a model on a whole split, every token once, or on multiple-choice questions.
 
     Other text than the model's own: --data.path FILE, or any other --data.… key.
     """
 
     model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A run folder (its best checkpoint, else its last) or a checkpoint folder."""
+    """A run folder (its best checkpoint, else its last), a checkpoint folder or a Hugging Face
+    GPT-2 folder."""
     split: Literal["val", "test", "train"] = "val"
     """The part of the data, as the data section cuts it."""
+    stride: Annotated[int | None, tyro.conf.arg(metavar="TOKENS")] = None
+    """Windows begin this many tokens apart and overlap, so that each token is predicted from at
+    least the model's context_length - stride tokens before it; context_length when absent."""
+    multiple_choice: Annotated[Path | None, tyro.conf.arg(metavar="FILE.jsonl")] = None
+    """Instead of a split: questions, one a line, in HellaSwag's form (ctx, endings, label) or as
+    context, choices, answer."""
     batch_size: int = 32
     """Sequences at once; the result does not depend on it."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
@@ -45,43 +57,115 @@ def run(arguments: list[str]) -> int:
     parsed, overrides = parse_arguments(EvalArguments, arguments, verb="eval")
     if parsed.batch_size < 1:
         raise ConfigError(f"--batch-size {parsed.batch_size} must be at least 1")
-    metrics = _evaluate(parsed, overrides)
-    if parsed.json:
-        names = ("step", "split", "loss", "perplexity", "bits_per_byte", "tokens", "seconds")
-        print(json.dumps({name: getattr(metrics, name) for name in names}))
+    if parsed.multiple_choice is not None:
+        values, line = _multiple_choice(parsed, parsed.multiple_choice, overrides)
     else:
-        print(
-            f"{metrics.split}: loss {metrics.loss:.4f} nats/token · perplexity "
-            f"{metrics.perplexity:.4f} · {metrics.bits_per_byte:.4f} bits/byte · "
-            f"{metrics.tokens:,} tokens · step {metrics.step}"
-        )
+        values, line = _split(parsed, overrides)
+    print(_to_json(values) if parsed.json else line)
     return 0
 
 
-def _evaluate(parsed: EvalArguments, overrides: list[str]) -> EvalMetrics:
-    from pentameter.config.load import load_config
+def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any], str]:
+    """What `--json` prints of a split, and the line for people."""
     from pentameter.data.dataset import open_dataset
-    from pentameter.parallel.assemble import Stage
-    from pentameter.parallel.device import choose_device, choose_precision
-    from pentameter.plan.plan import make_plan
     from pentameter.train.evaluation import evaluate
 
-    device = choose_device(parsed.device)
-    precision, _ = choose_precision(parsed.precision, device)
-    loaded = load_for_verb(parsed.model, device)
-    config = load_config(loaded.checkpoint.path / "config.toml", overrides)
-    if config.model_copy(update={"data": loaded.config.data}) != loaded.config:
-        raise ConfigError("eval takes overrides of the data section only: --data.path FILE")
+    loaded, config, stage = _load(parsed, overrides)
+    if loaded.checkpoint is None and not overrides:
+        raise ConfigError(
+            f"{parsed.model} is a Hugging Face folder, which names no text: add --data.path FILE "
+            "or --data.corpus NAME"
+        )
+    context_length = config.model.context_length
+    if parsed.stride is not None and not 1 <= parsed.stride <= context_length:
+        raise ConfigError(
+            f"--stride {parsed.stride} must be in 1 … {context_length}, the model's context_length"
+        )
     dataset = open_dataset(config.data, tokenizer=loaded.tokenizer)
-    if precision == "fp64":
-        loaded.model.double()
-    stage = Stage(loaded.model, make_plan(config), device, precision, compiled=False)
     metrics = evaluate(
         stage,
         dataset.split(parsed.split),
         name=parsed.split,
-        step=loaded.checkpoint.step,
+        step=loaded.step,
         batch_size=parsed.batch_size,
+        stride=parsed.stride,
     )
     assert metrics is not None  # nothing asks it to stop
-    return metrics
+    names = ("step", "split", "loss", "perplexity", "bits_per_byte", "tokens", "seconds")
+    stride = parsed.stride or context_length
+    values = {**{name: getattr(metrics, name) for name in names}, "stride": stride}
+    line = (
+        f"{metrics.split}: loss {metrics.loss:.4f} nats/token · perplexity "
+        f"{metrics.perplexity:.4f} · {metrics.bits_per_byte:.4f} bits/byte · "
+        f"{metrics.tokens:,} tokens · stride {stride} of context {context_length} · "
+        f"step {metrics.step}"
+    )
+    return values, line
+
+
+def _multiple_choice(
+    parsed: EvalArguments, file: Path, overrides: list[str]
+) -> tuple[dict[str, Any], str]:
+    """The same of a file of questions."""
+    from pentameter.data.multiple_choice import read_questions
+    from pentameter.train.multiple_choice import evaluate_multiple_choice
+
+    if parsed.stride is not None or overrides:
+        given = "--stride" if parsed.stride is not None else overrides[0]
+        raise ConfigError(f"--multiple-choice reads its own file; leave out {given}")
+    questions = read_questions(file)
+    loaded, _, stage = _load(parsed, overrides)
+    metrics = evaluate_multiple_choice(
+        stage, loaded.tokenizer, questions, batch_size=parsed.batch_size
+    )
+    step = loaded.step
+    line = (
+        f"{file.name}: accuracy {metrics.accuracy:.4f} · per token "
+        f"{metrics.accuracy_per_token:.4f} · per byte {metrics.accuracy_per_byte:.4f} · "
+        f"{metrics.examples:,} examples · step {step}"
+    )
+    return {"step": step, "file": str(file), **asdict(metrics)}, line
+
+
+def _load(parsed: EvalArguments, overrides: list[str]) -> tuple[LoadedModel, Config, Stage]:
+    """The model, its configuration with the overrides of the data section, and how it runs."""
+    import torch
+
+    from pentameter.parallel.assemble import Stage
+    from pentameter.parallel.device import choose_device, choose_precision
+    from pentameter.plan.plan import make_plan
+
+    device = choose_device(parsed.device)
+    precision, _ = choose_precision(parsed.precision, device)
+    loaded = load_for_verb(parsed.model, device)
+    config = _with_other_data(loaded.config, overrides)
+    # The weights may be saved in another type: a double model trained, a half one imported.
+    loaded.model.to(torch.float64 if precision == "fp64" else torch.float32)
+    stage = Stage(loaded.model, make_plan(config), device, precision, compiled=False)
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    return loaded, config, stage
+
+
+def _with_other_data(config: Config, overrides: list[str]) -> Config:
+    if not overrides:
+        return config
+    from pentameter.config.load import load_config
+
+    for path, _ in parse_overrides(overrides):
+        if not path.startswith("data."):
+            raise ConfigError(
+                f"eval takes overrides of the data section only, not {path}: --data.path FILE"
+            )
+        if path in ("data.path", "data.corpus"):  # the splits of the other text go with it
+            own = {"validation_path": None, "test_path": None}
+            config = config.model_copy(update={"data": config.data.model_copy(update=own)})
+    return load_config(config, overrides)
+
+
+def _to_json(values: Mapping[str, Any]) -> str:
+    """One object; a number that is not finite becomes null, which every JSON reader accepts."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+    return json.dumps(finite)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def load_for_verb(path: Path, device: torch.device) -> LoadedModel:
-    """The model of a run or checkpoint folder; damaged checkpoints passed over go to stderr."""
+    """The model of a MODEL; what was passed over or left out goes to stderr, a line each."""
     from pentameter.checkpoint.model import load_model
 
     warnings: list[str] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import io
+import keyword
 import os
 import signal
 import sys
@@ -18,6 +19,8 @@ VERBS = {
     "sample": "write text with a model: sample MODEL [--prompt TEXT]",
     "eval": "loss, perplexity and bits per byte of a model over a whole split: eval MODEL",
     "prepare": "turn text into token shards: prepare CORPUS-or-FILES --out DIR",
+    "export": "write a model for other programs: export MODEL --to hf|safetensors --out DIR",
+    "import": "make a MODEL of a Hugging Face GPT-2 folder: import HF_DIR --out DIR",
     "report": "write report.html for a run: report RUN_DIR",
     "doctor": "what this machine can do, and what training on it would choose",
 }
@@ -51,7 +54,8 @@ def _run_verb(verb: str, arguments: list[str]) -> int:
         near = difflib.get_close_matches(verb, VERBS, n=1)
         hint = f"; did you mean {near[0]}?" if near else "."
         raise ConfigError(f"unknown verb {verb!r}{hint} Known: {', '.join(VERBS)}")
-    run: Callable[[list[str]], int] = importlib.import_module(f"pentameter.cli.{verb}").run
+    module = f"{verb}_" if keyword.iskeyword(verb) else verb  # `import` is in import_.py
+    run: Callable[[list[str]], int] = importlib.import_module(f"pentameter.cli.{module}").run
     return run(arguments)
 
 

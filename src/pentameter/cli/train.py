@@ -33,6 +33,8 @@ class TrainArguments:
     """The run folder; runs/NAME when absent."""
     resume: str = "auto"
     """auto: continue a run of the same configuration, else start; never; must; or a checkpoint."""
+    init_from: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Begin with the weights of a run, a checkpoint or a Hugging Face GPT-2 folder (fine-tune)."""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the Plan and train nothing."""
     print_config: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -53,21 +55,25 @@ def run(arguments: list[str]) -> int:
         return 0
     from pentameter.train.trainer import Trainer
 
-    trainer = Trainer(config, run_dir=parsed.run_dir, resume=parsed.resume)
+    trainer = Trainer(
+        config, run_dir=parsed.run_dir, resume=parsed.resume, init_from=parsed.init_from
+    )
     trainer.fit()
     _say_goodbye(trainer)
     return 0
 
 
 def _plan(config: Config) -> dict[str, object]:
-    """The Plan as JSON; reads the data only when the vocabulary is not stated."""
-    from pentameter.plan.plan import make_plan
+    """The Plan as JSON; the data is read only for a vocabulary or an epoch that is not stated."""
+    from pentameter.plan.plan import make_plan, needs_data
 
-    if config.model.vocab_size is not None:
+    if not needs_data(config):
         return make_plan(config).to_json()
-    from pentameter.data.dataset import open_dataset
+    from pentameter.data import open_dataset, training_batches
 
-    return make_plan(config, open_dataset(config.data).vocab_size).to_json()
+    dataset = open_dataset(config.data)
+    batches = training_batches(config, dataset.split("train"))
+    return make_plan(config, dataset.vocab_size, batches.rows_per_epoch).to_json()
 
 
 def _say_goodbye(trainer: Trainer) -> None:

@@ -15,6 +15,7 @@ from rich.text import Text
 from pentameter.checkpoint.files import storage_errors
 from pentameter.train.hooks import (
     CheckpointMetrics,
+    EpochMetrics,
     EvalMetrics,
     RunEnd,
     SkippedStep,
@@ -31,8 +32,7 @@ REFRESH_SECONDS = 0.1
 class Console:
     """A hook that prints the run; also the only way anything of the trainer reaches the screen."""
 
-    def __init__(self, *, total_steps: int, quiet: bool = False) -> None:
-        self._total_steps = total_steps
+    def __init__(self, *, quiet: bool = False) -> None:
         self._rich = RichConsole(
             file=sys.stdout, highlight=False, soft_wrap=True, quiet=quiet, markup=False
         )
@@ -84,11 +84,12 @@ class Console:
     def progress(self, what: str, done: int, total: int) -> None:
         """The live line of preparing data: pass, bytes done, bytes in all."""
         share = f" · {100 * done / total:.0f}%" if total else ""
-        self.status(f"{what} the text · {size(done)} of {size(total)}{share}")
+        text = "the tokenizer on the text" if what == "training" else "the text"
+        self.status(f"{what} {text} · {size(done)} of {size(total)}{share}")
 
     def on_step(self, trainer: Trainer, step: StepMetrics) -> None:
         """A line where the step is one to log, the live line at every step."""
-        line = self._step_line(step)
+        line = _step_line(step, trainer.plan.steps)
         if is_logged(step.step, trainer.config):
             self.say(line)
         self.status(f"{line} · eta {duration(step.eta_seconds)}")
@@ -96,6 +97,13 @@ class Console:
     def on_skip(self, trainer: Trainer, skip: SkippedStep) -> None:
         """A skipped update is always worth a line."""
         self.say(f"step {skip.step:>6} skipped: {skip.reason}")
+
+    def on_epoch(self, trainer: Trainer, metrics: EpochMetrics) -> None:
+        """The epoch's mean loss, and what a step cost."""
+        self.say(
+            f"epoch {metrics.epoch:>5} │ train loss {metrics.loss:.4f} │ perplexity "
+            f"{metrics.perplexity:.4g} │ {1000 * metrics.seconds / metrics.steps:,.1f} ms/step"
+        )
 
     def on_eval(self, trainer: Trainer, metrics: EvalMetrics) -> None:
         """The validation figures, and whether they are the best yet."""
@@ -114,15 +122,6 @@ class Console:
         """How it ended."""
         self.say(f"ended at step {end.step}: {end.reason}, {duration(end.seconds)} of training")
 
-    def _step_line(self, step: StepMetrics) -> str:
-        mfu = "" if step.mfu is None else f" │ mfu {100 * step.mfu:.0f}%"
-        width = len(str(self._total_steps))
-        return (
-            f"step {step.step:>{width}}/{self._total_steps} │ loss {step.loss:.4f} │ lr "
-            f"{step.learning_rate:.2e} │ norm {step.grad_norm:.2f} │ "
-            f"{step.tokens_per_second:,.0f} tok/s{mfu} │ {size(step.peak_memory_bytes)}"
-        )
-
     def _to_log(self, text: str) -> None:
         if self._log is None:
             self._pending.append(text)
@@ -130,6 +129,15 @@ class Console:
         with storage_errors(Path(self._log.name), "write"):
             self._log.write(text + "\n")
             self._log.flush()
+
+
+def _step_line(step: StepMetrics, total_steps: int) -> str:
+    mfu = "" if step.mfu is None else f" │ mfu {100 * step.mfu:.0f}%"
+    return (
+        f"step {step.step:>{len(str(total_steps))}}/{total_steps} │ loss {step.loss:.4f} │ lr "
+        f"{step.learning_rate:.2e} │ norm {step.grad_norm:.2f} │ "
+        f"{step.tokens_per_second:,.0f} tok/s{mfu} │ {size(step.peak_memory_bytes)}"
+    )
 
 
 def duration(seconds: float) -> str:

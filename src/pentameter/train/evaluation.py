@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from pentameter.data.batches import evaluation_batches
+from pentameter.data.batches import Batch, evaluation_batches
 from pentameter.data.dataset import TokenSplit
+from pentameter.data.evaluation import strided_batches
 from pentameter.parallel.assemble import LossSum, Stage
 from pentameter.train.hooks import EvalMetrics
 
@@ -19,18 +20,20 @@ def evaluate(
     name: str,
     step: int,
     batch_size: int,
+    stride: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> EvalMetrics | None:
     """Loss, perplexity and bits per byte of `split`; None if `should_stop` said so half-way.
 
-    Every target token counts once, so the figures do not depend on `batch_size`.
+    Every target token counts once, so the figures do not depend on `batch_size`. Windows lie side
+    by side, or overlap where a `stride` is given (see `strided_batches`); where training reads a
+    document a row, so does evaluation.
     Bits per byte are nats per token ÷ ln 2 × tokens per UTF-8 byte of the split's text; they
     compare models with different tokenizers.
     """
     start = time.perf_counter()
-    context_length = stage.plan.config.model.context_length
     loss = LossSum(0.0, 0)
-    for batch in evaluation_batches(split, context_length=context_length, batch_size=batch_size):
+    for batch in _batches(stage, split, batch_size, stride):
         if should_stop():
             return None
         loss += stage.evaluate(batch)
@@ -42,6 +45,28 @@ def evaluate(
         bits_per_byte=loss.mean / math.log(2) * len(split.tokens) / split.n_bytes,
         tokens=loss.n_targets,
         seconds=time.perf_counter() - start,
+    )
+
+
+def _batches(
+    stage: Stage, split: TokenSplit, batch_size: int, stride: int | None
+) -> Iterator[Batch]:
+    config = stage.plan.config
+    context_length = config.model.context_length
+    within_documents = config.data.order == "documents" and not config.data.packing
+    if stride is None:
+        return evaluation_batches(
+            split,
+            context_length=context_length,
+            batch_size=batch_size,
+            within_documents=within_documents,
+        )
+    return strided_batches(
+        split,
+        context_length=context_length,
+        stride=stride,
+        batch_size=batch_size,
+        within_documents=within_documents,
     )
 
 

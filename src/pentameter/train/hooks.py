@@ -1,4 +1,4 @@
-"""Hooks: objects with any of seven methods, called by the trainer in the order they were given.
+"""Hooks: objects with any of eight methods, called by the trainer in the order they were given.
 
     class PrintLoss:
         def on_step(self, trainer, step): print(step.step, step.loss)
@@ -22,6 +22,7 @@ HOOK_METHODS = (
     "on_start",
     "on_step",
     "on_skip",
+    "on_epoch",
     "on_eval",
     "on_checkpoint",
     "on_end",
@@ -51,6 +52,20 @@ class SkippedStep:
 
     step: int
     reason: str
+
+
+@dataclass(frozen=True)
+class EpochMetrics:
+    """A pass over the training split, just completed; `loss` is the mean of its target tokens,
+    each as it was when it was trained on. `epoch` counts completed passes."""
+
+    epoch: int
+    step: int
+    loss: float
+    perplexity: float
+    tokens: int
+    steps: int
+    seconds: float
 
 
 @dataclass(frozen=True)

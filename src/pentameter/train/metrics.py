@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -50,15 +51,11 @@ def rewind_metrics(path: Path, *, n_bytes: int, checkpoint: Mapping[str, Any] | 
     raw = path.read_bytes()
     kept = raw[:n_bytes]
     kept = kept[: kept.rfind(b"\n") + 1]  # a half-written last line is not an event
-    step = None if checkpoint is None else checkpoint["step"]
-    noted = any(_is_checkpoint_of(line, step) for line in kept.splitlines(keepends=True))
-    if checkpoint is not None and not noted:  # a checkpoint that was saved again is noted already
-        own = _line("checkpoint", checkpoint)
-        for line in raw[len(kept) :].splitlines(keepends=True):
-            if _is_checkpoint_of(line, step):
-                own = line
-                break
-        kept += own
+    if checkpoint is not None and not _find_checkpoint(kept, checkpoint["step"]):
+        # A checkpoint that was saved again has its line in what is kept.
+        kept += _find_checkpoint(raw[len(kept) :], checkpoint["step"]) or _line(
+            "checkpoint", checkpoint
+        )
     write_atomic(path, kept)
 
 
@@ -67,14 +64,15 @@ def checkpoint_event(step: int, path: Path, n_bytes: int, seconds: float | None)
     return {"step": step, "path": f"checkpoints/{path.name}", "bytes": n_bytes, "seconds": seconds}
 
 
-def _is_checkpoint_of(line: bytes, step: int) -> bool:
-    if not line.endswith(b"\n"):
-        return False
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return False
-    return record.get("event") == "checkpoint" and record.get("step") == step
+def _find_checkpoint(lines: bytes, step: int) -> bytes | None:
+    """The complete line that says `step` was saved."""
+    for line in lines.splitlines(keepends=True):
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            is_event = record.get("event") == "checkpoint" and record.get("step") == step
+            if is_event and line.endswith(b"\n"):
+                return line
+    return None
 
 
 def _line(event: str, values: Mapping[str, Any]) -> bytes:

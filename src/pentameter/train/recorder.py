@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from pentameter.config.schema import DataConfig
 from pentameter.data.grammar import grammar_entropy_rate
+from pentameter.plan.plan import Plan
 from pentameter.train.hooks import (
     CheckpointMetrics,
+    EpochMetrics,
     EvalMetrics,
     RunEnd,
     SkippedStep,
@@ -37,7 +39,7 @@ class Recorder:
             name=trainer.config.name,
             parameters=plan.n_parameters,
             tokens_per_step=plan.tokens_per_step,
-            steps=trainer.config.train.steps,
+            steps=plan.steps,
             flops_per_token=plan.flops_per_token,
             device=engine.device_name,
             precision=engine.precision,
@@ -54,6 +56,10 @@ class Recorder:
     def on_skip(self, trainer: Trainer, skip: SkippedStep) -> None:
         """A `skip` line."""
         self._log.write("skip", **asdict(skip))
+
+    def on_epoch(self, trainer: Trainer, metrics: EpochMetrics) -> None:
+        """An `epoch` line."""
+        self._log.write("epoch", **asdict(metrics))
 
     def on_eval(self, trainer: Trainer, metrics: EvalMetrics) -> None:
         """An `eval` line."""
@@ -75,6 +81,14 @@ class Recorder:
     def on_error(self, trainer: Trainer, error: Exception) -> None:
         """An `end` line that says what went wrong."""
         self._log.write("end", step=trainer.state.step, reason=f"error: {error}", seconds=None)
+
+
+def _epochs(plan: Plan) -> str:
+    """How many passes over the training split a run makes, in words; nothing where unknown."""
+    if not plan.rows_per_epoch:
+        return ""
+    n_epochs = plan.steps * plan.batch_size / plan.rows_per_epoch
+    return f" = {n_epochs:,.3g} epochs"
 
 
 def _entropy_rate(data: DataConfig) -> float | None:
@@ -101,8 +115,8 @@ def describe(trainer: Trainer) -> list[str]:
         f"{model.n_heads} heads · context {model.context_length}",
         f"data    {source} · {trainer.dataset.tokenizer.kind} tokens: {splits} · "
         f"vocabulary {model.vocab_size:,}",
-        f"run     {config.train.steps:,} steps × {plan.tokens_per_step:,} tokens{micro} = "
-        f"{plan.total_tokens:,} tokens",
+        f"run     {plan.steps:,} steps × {plan.tokens_per_step:,} tokens{micro} = "
+        f"{plan.total_tokens:,} tokens{_epochs(plan)}",
         f"device  {engine.device_name} · {engine.precision} ({engine.precision_reason}) · "
         f"{'compiled' if engine.compiled else 'eager'} ({engine.compile_reason})",
     ]

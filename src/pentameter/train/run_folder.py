@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from pentameter.checkpoint.files import make_folder, write_atomic
+from pentameter.checkpoint.initial_weights import InitialWeights, check_origin, initial_weights
 from pentameter.checkpoint.opening import Checkpoint, open_checkpoint
 from pentameter.checkpoint.store import CheckpointStore, step_folder_name
 from pentameter.config.load import config_hash, diff_configs, load_config, to_toml
+from pentameter.data.dataset import Dataset
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.plan.plan import Plan
 from pentameter.train.metrics import checkpoint_event, rewind_metrics
@@ -28,6 +30,8 @@ class RunFolder:
     run_id: str
     store: CheckpointStore
     checkpoint: Checkpoint | None
+    initial_weights: InitialWeights | None = None
+    """Those of another model that the run begins with, where there is no checkpoint yet."""
 
     @property
     def metrics_path(self) -> Path:
@@ -57,15 +61,24 @@ class RunFolder:
         write_atomic(path, json.dumps(record, indent=2).encode() + b"\n")
 
 
-def open_run_folder(path: Path, plan: Plan, *, data_hash: str, resume: str = "auto") -> RunFolder:
+def open_run_folder(
+    path: Path,
+    plan: Plan,
+    dataset: Dataset,
+    *,
+    resume: str = "auto",
+    init_from: Path | None = None,
+) -> RunFolder:
     """The folder of `plan`'s run, created, or rewound to the checkpoint it continues from.
 
     `resume` is `auto` (continue a run of the same configuration, else start), `never` (only
-    start), `must` (only continue) or the path of a checkpoint to branch off from. `data_hash` is
-    the data set's. The caller holds the folder's lock. Raises ConfigError when the folder holds
-    another run, or one on other data, saying what differs; nothing has been touched then.
+    start), `must` (only continue) or the path of a checkpoint to branch off from. A run that
+    starts begins with the weights of the model `init_from`. The caller holds the folder's lock.
+    Raises ConfigError when the folder holds another run, or one on other data, saying what
+    differs; nothing has been touched then.
     """
-    given = None if resume in RESUME_WORDS else _open_given(resume)
+    given = None if resume in RESUME_WORDS else _open_given(resume, init_from)
+    weights = None
     identity = _read_identity(path)
     if identity is not None and not _has_checkpoints(path) and resume == "auto":
         identity = None  # it failed before its first checkpoint: there is nothing to continue
@@ -74,19 +87,12 @@ def open_run_folder(path: Path, plan: Plan, *, data_hash: str, resume: str = "au
             raise ConfigError(
                 f"--resume must: there is no checkpoint in {path}; use --resume auto to start"
             )
-        identity = {"run_id": uuid.uuid4().hex, "parent": _parent(given)}
-    elif resume == "never":
-        raise ConfigError(
-            f"--resume never: {path} already holds a run; give another --run-dir or --name, "
-            "or remove the folder"
-        )
-    elif given is not None and identity.get("parent") != _parent(given):
-        raise ConfigError(
-            f"--resume {resume}: {path} already holds a run that did not start from that "
-            "checkpoint; give another --run-dir to branch off from it"
-        )
+        identity = {"run_id": uuid.uuid4().hex, "parent": _parent(given), "init_from": None}
+        if init_from is not None:
+            weights = initial_weights(init_from, plan.config, dataset.tokenizer)
+            identity["init_from"] = weights.origin
     else:
-        _check_same(path, plan)
+        _check_continues(path, plan, identity, resume, _parent(given), init_from)
     run_id = str(identity["run_id"])
     store = CheckpointStore(
         path / "checkpoints", run_id=run_id, config_hash=config_hash(plan.config)
@@ -99,16 +105,44 @@ def open_run_folder(path: Path, plan: Plan, *, data_hash: str, resume: str = "au
             )
         checkpoint = given
     else:
-        _check_data(path, checkpoint, data_hash)
+        _check_data(path, checkpoint, dataset.hash)
     store.clean()
     _write_identity(path, plan, identity)
-    folder = RunFolder(path, run_id, store, checkpoint)
+    folder = RunFolder(path, run_id, store, checkpoint, weights)
     _rewind(folder)
     return folder
 
 
-def _open_given(resume: str) -> Checkpoint:
+def _check_continues(
+    path: Path,
+    plan: Plan,
+    identity: Mapping[str, Any],
+    resume: str,
+    parent: Mapping[str, Any] | None,
+    init_from: Path | None,
+) -> None:
+    """Raise ConfigError unless the run in `path` is the one that is asked for."""
+    if resume == "never":
+        raise ConfigError(
+            f"--resume never: {path} already holds a run; give another --run-dir or --name, "
+            "or remove the folder"
+        )
+    if parent is not None and identity.get("parent") != parent:
+        raise ConfigError(
+            f"--resume {resume}: {path} already holds a run that did not start from that "
+            "checkpoint; give another --run-dir to branch off from it"
+        )
+    _check_same(path, plan)
+    check_origin(identity["init_from"], init_from, path)
+
+
+def _open_given(resume: str, init_from: Path | None) -> Checkpoint:
     """The checkpoint that the user named, or what else could have been meant."""
+    if init_from is not None:
+        raise ConfigError(
+            f"--resume {resume} and --init-from {init_from} both say where the weights come from; "
+            "keep one"
+        )
     path = Path(resume)
     if (path / "checkpoints").is_dir():
         names = ", ".join(sorted(p.name for p in (path / "checkpoints").glob("step-*")))
@@ -162,12 +196,16 @@ def _write_identity(path: Path, plan: Plan, identity: Mapping[str, Any]) -> None
 
 
 def _read_identity(path: Path) -> dict[str, Any] | None:
-    """What names the run in `path`: its id and, for a branch, its parent. None for no run."""
+    """What names the run in `path`: its id, and where its weights came from. None for no run."""
     if not (path / "config.toml").exists():
         return None
     try:
         record = json.loads((path / "plan.json").read_text(encoding="utf-8"))
-        return {"run_id": record["run_id"], "parent": record.get("parent")}
+        return {
+            "run_id": record["run_id"],
+            "parent": record.get("parent"),
+            "init_from": record.get("init_from"),
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptError(
             f"{path / 'plan.json'} is missing or damaged, so the run's checkpoints cannot be "

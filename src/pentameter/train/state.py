@@ -8,6 +8,28 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pentameter.optim.clip import LossScale
+from pentameter.parallel.assemble import LossSum
+
+
+@dataclass
+class EpochSums:
+    """What the running epoch has added up, step by step; skipped updates count nowhere."""
+
+    loss: float = 0.0
+    n_targets: int = 0
+    n_steps: int = 0
+    seconds: float = 0.0
+
+    def add(self, loss: LossSum, seconds: float) -> None:
+        """Count a step."""
+        self.loss += loss.total
+        self.n_targets += loss.n_targets
+        self.n_steps += 1
+        self.seconds += seconds
+
+    def reset(self) -> None:
+        """Begin the next epoch."""
+        self.loss, self.n_targets, self.n_steps, self.seconds = 0.0, 0, 0, 0.0
 
 
 @dataclass
@@ -17,7 +39,7 @@ class TrainState:
     step: int = 0
     """Optimizer steps completed."""
     tokens: int = 0
-    """Tokens trained on."""
+    """Target tokens trained on."""
     train_seconds: float = 0.0
     """Time spent in steps, over all starts."""
     last_eval_step: int = -1
@@ -27,6 +49,7 @@ class TrainState:
     evals_without_best: int = 0
     consecutive_skips: int = 0
     loss_scale: LossScale = field(default_factory=LossScale)
+    epoch: EpochSums = field(default_factory=EpochSums)
 
     def to_json(self) -> dict[str, Any]:
         """The state as checkpoints keep it; `best` is where readers look for the best step."""
@@ -39,17 +62,18 @@ class TrainState:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> TrainState:
         """The state `to_json` wrote."""
-        names = cls.__dataclass_fields__.keys()
-        values = {name: record[name] for name in names if name != "loss_scale"}
-        return cls(**values, loss_scale=LossScale(**record["loss_scale"]))
+        values = {name: record[name] for name in cls.__dataclass_fields__}
+        values["loss_scale"] = LossScale(**record["loss_scale"])
+        values["epoch"] = EpochSums(**record["epoch"])
+        return cls(**values)
 
-    def record_eval(self, loss: float) -> bool:
+    def record_eval(self, loss: float, *, trained: bool) -> bool:
         """Count an evaluation; whether its loss is the best so far.
 
-        The untrained model's is never the best: there is nothing of it worth keeping.
+        That of a model not yet `trained` is never the best: there is nothing worth keeping.
         """
         self.last_eval_step = self.step
-        if self.step == 0 or not math.isfinite(loss):
+        if not trained or not math.isfinite(loss):
             return False
         if self.best_loss is None or loss < self.best_loss:
             self.best_step, self.best_loss, self.evals_without_best = self.step, loss, 0

@@ -8,22 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from pentameter.checkpoint.lock import RunLock
-from pentameter.checkpoint.state import (
-    load_model_state,
-    load_optimizer_state,
-    model_state,
-    optimizer_state,
-)
-from pentameter.config.load import to_toml
+from pentameter.checkpoint.state import load_model_state, load_optimizer_state
 from pentameter.config.schema import Config
-from pentameter.data.batches import Batch, training_batch
+from pentameter.data.batches import Batch, training_batches
 from pentameter.data.dataset import open_dataset
 from pentameter.errors import (
     ConfigError,
@@ -39,24 +31,35 @@ from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import Engine, choose_engine
 from pentameter.plan.plan import make_plan
 from pentameter.train.console import Console
-from pentameter.train.evaluation import evaluate
-from pentameter.train.hooks import CheckpointMetrics, Hooks, RunEnd, SkippedStep, StepMetrics
+from pentameter.train.evaluation import evaluate, perplexity
+from pentameter.train.hooks import (
+    CheckpointMetrics,
+    EpochMetrics,
+    Hooks,
+    RunEnd,
+    SkippedStep,
+    StepMetrics,
+)
 from pentameter.train.metrics import MetricsLog
 from pentameter.train.recorder import Recorder, describe
 from pentameter.train.run_folder import open_run_folder
+from pentameter.train.saving import save_checkpoint
 from pentameter.train.signals import StopSignals
 from pentameter.train.state import TrainState
 from pentameter.train.stopwatch import Stopwatch
 
 MAX_CONSECUTIVE_SKIPS = 3
+EVALUATION_TOKENS = 4096  # at least so many at once: short rows alone leave a machine idle
 
 
 class Trainer:
     """Trains what a configuration asks for, in its run folder, continuing where it stopped.
 
     `fit` returns how the run ended. Beside the configuration: `run_dir` (runs/NAME when absent),
-    `resume` (auto, never, must, or a checkpoint's path), `hooks` (see `train/hooks.py`), and
-    `quiet`, which prints nothing but still writes log.txt.
+    `resume` (auto, never, must, or a checkpoint's path), `init_from` (a model whose weights a new
+    run begins with), `hooks` (see `train/hooks.py`),
+    `schedule`, the learning rate as a function of the step (0-based) instead of the
+    configuration's, and `quiet`, which prints nothing but still writes log.txt.
     """
 
     def __init__(
@@ -65,15 +68,19 @@ class Trainer:
         *,
         run_dir: Path | str | None = None,
         resume: str = "auto",
+        init_from: Path | str | None = None,
         hooks: Sequence[object] = (),
+        schedule: Callable[[int], float] | None = None,
         quiet: bool = False,
     ) -> None:
         self.config = config
         self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / config.name
-        self.console = Console(total_steps=config.train.steps, quiet=quiet)
+        self.console = Console(quiet=quiet)
         self.state = TrainState()
         self._resume = resume
+        self._init_from = None if init_from is None else Path(init_from)
         self._user_hooks = tuple(hooks)
+        self._schedule = schedule
         self._signals = StopSignals()
         self._stop_word: str | None = None
         self._saved_step = 0
@@ -108,21 +115,34 @@ class Trainer:
         """Ask the run to end after the current step, as if it were complete."""
         self._stop_word = reason
 
+    def record(self, event: str, **values: float | str | None) -> None:
+        """Append a line of one's own to metrics.jsonl: what a hook measured."""
+        self._metrics.write(event, **values)
+
     # -- before the first step ------------------------------------------------------------------
 
     def _prepare(self) -> None:
         """Everything that needs no run folder: data, Plan, device."""
-        self.dataset = open_dataset(self.config.data, progress=self.console.progress)
-        self.plan = make_plan(self.config, self.dataset.vocab_size)
+        warnings: list[str] = []
+        self.dataset = open_dataset(
+            self.config.data, progress=self.console.progress, warnings=warnings
+        )
+        for warning in warnings:
+            self.console.say(f"warning: {warning}")
+        self._batches = training_batches(self.config, self.dataset.split("train"))
+        self.plan = make_plan(self.config, self.dataset.vocab_size, self._batches.rows_per_epoch)
         self.config = self.plan.config
         self.sample_prompt = self._encodable_prompt()
-        self._batch(0)  # a text shorter than the context is refused before a folder exists
         self.engine: Engine = choose_engine(self.plan)
 
     def _open(self, stack: contextlib.ExitStack) -> None:
         """Build the model, and rewind folder and state to where the run continues."""
         self.folder = open_run_folder(
-            self.run_dir, self.plan, data_hash=self.dataset.hash, resume=self._resume
+            self.run_dir,
+            self.plan,
+            self.dataset,
+            resume=self._resume,
+            init_from=self._init_from,
         )
         self.stage = assemble(
             self.plan, self.engine.device, self.engine.precision, compiled=self.engine.compiled
@@ -138,6 +158,10 @@ class Trainer:
             )
             self.state = TrainState.from_json(checkpoint.state)
             self._saved_step = self.state.step
+        elif self.folder.initial_weights is not None:
+            self.folder.initial_weights.load_into(self.stage.model)
+            for warning in self.folder.initial_weights.warnings:
+                self.console.say(f"warning: {warning}")
         self.stopwatch = Stopwatch(self.plan, self.engine)
         self.folder.write_environment(self.engine.environment())
         self.console.open_log(self.folder.log_path)
@@ -175,43 +199,54 @@ class Trainer:
             self._train_step()
 
     def _train_step(self) -> None:
-        state, optimizer = self.state, self.config.optimizer
+        state, clip_norm = self.state, self.config.optimizer.clip_norm
         with self.stopwatch:
-            batch = self._batch(state.step)
+            batch = self._batches.batch(state.step)
             scale = state.loss_scale.scale if self.engine.precision == "fp16" else 1.0
-            loss = self.stage.forward_backward(batch, state.step, loss_scale=scale).mean
+            loss_sum = self.stage.forward_backward(batch, state.step, loss_scale=scale)
+            loss = loss_sum.mean
             unscale_gradients(self.stage.parameters(), scale)
             norm = gradient_norm(self.stage.parameters())
             norm_value = norm.item()
             finite = math.isfinite(loss) and math.isfinite(norm_value)
-            rate = learning_rate(state.step, optimizer, self.config.schedule)
+            rate = self._learning_rate(state.step)
             if finite:
-                clip_gradients(self.stage.parameters(), norm, optimizer.clip_norm)
+                clip_gradients(self.stage.parameters(), norm, clip_norm)
                 set_learning_rate(self.optimizer, rate)
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         self._signals.nothing_to_lose = False
         state.step += 1
-        state.tokens += self.plan.tokens_per_step
+        state.tokens += batch.n_targets
         state.train_seconds += self.stopwatch.step_seconds
         if self.engine.precision == "fp16":
             state.loss_scale.update(finite=finite)
-        if not finite:
+        if finite:
+            state.consecutive_skips = 0
+            state.epoch.add(loss_sum, self.stopwatch.step_seconds)
+            self._hooks.call("on_step", self, self._step_metrics(loss, rate, norm_value))
+        else:
             self._skip(batch, loss, norm_value)
-            return
-        state.consecutive_skips = 0
-        self._hooks.call("on_step", self, self._step_metrics(loss, rate, norm_value))
+        self._end_epoch_if_due()
 
-    def _batch(self, step: int) -> Batch:
-        return training_batch(
-            self.dataset.split("train"),
-            self.config.data.order,
-            seed=self.config.seed,
-            step=step,
-            rows=np.arange(self.plan.batch_size, dtype=np.int64),
-            batch_size=self.plan.batch_size,
-            context_length=self.config.model.context_length,
-        )
+    def _learning_rate(self, step: int) -> float:
+        if self._schedule is not None:
+            return self._schedule(step)
+        return learning_rate(step, self.config.optimizer, self.config.schedule)
+
+    def _end_epoch_if_due(self) -> None:
+        """Report a pass over the training split when the step just made completed it."""
+        step, sums = self.state.step, self.state.epoch
+        epoch = self.plan.epoch(step)
+        if epoch == self.plan.epoch(step - 1):
+            return
+        if sums.n_targets:
+            loss = sums.loss / sums.n_targets
+            metrics = EpochMetrics(
+                epoch, step, loss, perplexity(loss), sums.n_targets, sums.n_steps, sums.seconds
+            )
+            self._hooks.call("on_epoch", self, metrics)
+        sums.reset()
 
     def _step_metrics(self, loss: float, rate: float, norm: float) -> StepMetrics:
         watch = self.stopwatch
@@ -225,7 +260,7 @@ class Trainer:
             tokens_per_second=watch.tokens_per_second,
             mfu=watch.mfu,
             peak_memory_bytes=self.engine.peak_memory_bytes(),
-            eta_seconds=watch.eta_seconds(self.config.train.steps - self.state.step),
+            eta_seconds=watch.eta_seconds(self.plan.steps - self.state.step),
         )
 
     def _skip(self, batch: Batch, loss: float, norm: float) -> None:
@@ -256,7 +291,7 @@ class Trainer:
         patience = self.config.train.patience
         if self._signals.received is not None:
             return self._signals.received
-        if self.state.step >= self.config.train.steps:
+        if self.state.step >= self.plan.steps:
             return "completed"
         if patience is not None and self.state.evals_without_best >= patience:
             return f"no better validation loss in {patience} evaluations"
@@ -267,11 +302,13 @@ class Trainer:
         step = self.state.step
         if interval is None or last_step == step:
             return False
-        return step % interval == 0 or step == self.config.train.steps
+        return step % interval == 0 or step == self.plan.steps
 
     def _evaluate_if_due(self) -> None:
         state, split = self.state, self.dataset.split("val")
-        if not self._is_due(self.config.train.eval_interval, state.last_eval_step):
+        interval = self.config.train.eval_interval
+        assert interval != "epoch"  # the plan resolved it
+        if not self._is_due(interval, state.last_eval_step):
             return
         if split.n_tokens < 2:  # nothing is held out
             return
@@ -280,7 +317,9 @@ class Trainer:
             split,
             name="val",
             step=state.step,
-            batch_size=self.plan.micro_batch_size,
+            batch_size=max(
+                self.plan.micro_batch_size, EVALUATION_TOKENS // self.config.model.context_length
+            ),
             should_stop=lambda: self._signals.received is not None,
         )
         if metrics is not None:
@@ -290,7 +329,8 @@ class Trainer:
                     f"checkpoint is step {self._saved_step}. Lower optimizer.learning_rate="
                     f"{self.config.optimizer.learning_rate}"
                 )
-            self._new_best = state.record_eval(metrics.loss)
+            trained = state.step > 0 or self._init_from is not None
+            self._new_best = state.record_eval(metrics.loss, trained=trained)
             self._hooks.call("on_eval", self, replace(metrics, best=self._new_best))
 
     def _sample_if_due(self) -> None:
@@ -321,26 +361,16 @@ class Trainer:
         due = due or new_best
         if not due or (state.step == self._saved_step and not new_best):
             return
-        record = {
-            **state.to_json(),
-            "data_hash": self.dataset.hash,
-            "metrics_bytes": self._metrics.sync(),
-            "log_bytes": self.console.sync(),
-        }
-        keep = {state.best_step} if settings.keep_best and state.best_step is not None else set()
         store = self.folder.store
         try:
-            saved = store.save(
-                state.step,
-                {
-                    "model": model_state(self.stage.model),
-                    "optimizer": optimizer_state(self.optimizer, self.stage.named_parameters()),
-                },
-                record,
-                extra_files={
-                    "config.toml": to_toml(self.config).encode(),
-                    "tokenizer.json": self.dataset.tokenizer.to_bytes(),
-                },
+            saved = save_checkpoint(
+                store,
+                state,
+                self.stage,
+                self.optimizer,
+                config=self.config,
+                dataset=self.dataset,
+                log_sizes={"metrics_bytes": self._metrics.sync(), "log_bytes": self.console.sync()},
             )
         except StorageError as error:
             if stopping or settings.on_error == "stop":
@@ -348,6 +378,7 @@ class Trainer:
             self.console.say(f"warning: step {state.step} is not saved: {error}")
             return
         again, self._saved_step = self._saved_step == state.step, state.step
+        keep = {state.best_step} if settings.keep_best and state.best_step is not None else set()
         try:
             store.prune(settings.keep_last, keep)
         except StorageError as error:  # the new checkpoint stands; only the old ones stay too

@@ -1,0 +1,138 @@
+"""config.json of a GPT-2 and our model section, each from the other; what does not fit is refused.
+
+The keys and their defaults are those of `transformers.GPT2Config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pentameter.config.problems import shown
+from pentameter.config.schema import ModelConfig
+from pentameter.errors import ConfigError
+from pentameter.plan.table import embedding_dropout, feed_forward_width
+
+NORM_EPS = 1e-5
+"""GPT-2's, and that of every norm in `pentameter.model`."""
+
+ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+}
+"""Theirs → ours; of several that are one function the first is written."""
+
+NOT_GPT2 = {
+    "norm_position": ("pre", "GPT-2 normalises before each sub-layer"),
+    "norm": ("layernorm", "GPT-2 has no RMSNorm"),
+    "positions": ("learned", "GPT-2 learns its positions"),
+    "embedding_scale": (False, "GPT-2 does not scale its embeddings"),
+    "head_bias": (False, "GPT-2's output projection has no bias"),
+}
+"""Our key → the only value that GPT-2 can express, and why another is refused."""
+
+NOT_OURS = {
+    "layer_norm_epsilon": (NORM_EPS, "norms here have eps 1e-5"),
+    "scale_attn_weights": (True, "attention here is always scaled by 1/√(head size)"),
+    "scale_attn_by_inverse_layer_idx": (False, "attention here is scaled alike in every layer"),
+    "reorder_and_upcast_attn": (False, "attention here is computed in the step's own precision"),
+    "add_cross_attention": (False, "there is no encoder to attend to"),
+    "pruned_heads": ({}, "every layer here has all of its heads"),
+    "quantization_config": (None, "quantised weights are not read; save it dequantised"),
+}
+"""Their key → its default, the only value that is read, and why another is refused."""
+
+
+def to_gpt2_config(
+    model: ModelConfig, *, vocab_size: int, end_of_text: int | None, dtype: str
+) -> dict[str, Any]:
+    """The content of config.json for a model.
+
+    vocab_size: rows of its embedding without padding. end_of_text: the tokenizer's id for it.
+    dtype: of the weights (`float32`). Raises ConfigError, naming every key and value that GPT-2's
+    architecture does not have.
+    """
+    wrong = [
+        f"model.{key}={shown(getattr(model, key))} ({reason})"
+        for key, (possible, reason) in NOT_GPT2.items()
+        if getattr(model, key) != possible
+    ]
+    if wrong:
+        raise ConfigError(
+            f"a Hugging Face GPT-2 cannot express {'; '.join(wrong)}; `export --to safetensors` "
+            "writes any model"
+        )
+    theirs = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": vocab_size,
+        "n_positions": model.context_length,
+        "n_embd": model.d_model,
+        "n_layer": model.n_layers,
+        "n_head": model.n_heads,
+        "n_inner": feed_forward_width(model),
+        "activation_function": theirs[model.activation],
+        "resid_pdrop": model.dropout,
+        "embd_pdrop": embedding_dropout(model),
+        "attn_pdrop": model.attention_dropout,
+        "layer_norm_epsilon": NORM_EPS,
+        "initializer_range": model.init_std,
+        "scale_attn_weights": True,
+        "tie_word_embeddings": model.tied_head,
+        # Written even where there is none: absent, they would be GPT-2's own 50256.
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        "use_cache": True,
+        "torch_dtype": dtype,  # the name that old and new versions of transformers read
+    }
+
+
+def from_gpt2_config(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The model section, as yet unchecked, of what config.json (`path`, for messages) says.
+
+    Biases are everywhere, as GPT-2 has them. Raises ConfigError for another architecture and for
+    a setting that is not GPT-2's own.
+    """
+    kind = content.get("model_type")
+    if kind != "gpt2":
+        raise ConfigError(
+            f"{path}: model_type={shown(kind)} is not supported; only GPT-2 folders "
+            '(model_type "gpt2") are read'
+        )
+    for key, (default, reason) in NOT_OURS.items():
+        value = content.get(key, default)
+        if value not in (default, None):
+            raise ConfigError(f"{path}: {key}={shown(value)} is not supported: {reason}")
+    activation = content.get("activation_function", "gelu_new")
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise ConfigError(
+            f"{path}: activation_function={shown(activation)} is not supported; possible: "
+            f"{', '.join(ACTIVATIONS)}"
+        )
+
+    def value_of(key: str, default: Any, other_name: str = "") -> Any:
+        return content.get(key, content.get(other_name, default))
+
+    width = value_of("n_embd", 768, "hidden_size")
+    inner = value_of("n_inner", None)
+    return {
+        "vocab_size": value_of("vocab_size", 50257),
+        "context_length": value_of("n_positions", 1024, "max_position_embeddings"),
+        "n_layers": value_of("n_layer", 12, "num_hidden_layers"),
+        "n_heads": value_of("n_head", 12, "num_attention_heads"),
+        "d_model": width,
+        "d_ff": 4 * width if inner is None and isinstance(width, int) else inner,
+        "activation": ACTIVATIONS[activation],
+        "tied_head": value_of("tie_word_embeddings", True),
+        "qkv_bias": True,
+        "bias": True,
+        "dropout": value_of("resid_pdrop", 0.1),
+        "attention_dropout": value_of("attn_pdrop", 0.1),
+        "embedding_dropout": value_of("embd_pdrop", 0.1),
+        "init_std": value_of("initializer_range", 0.02),
+        "residual_init_scale": True,
+    }

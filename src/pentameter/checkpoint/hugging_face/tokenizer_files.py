@@ -1,0 +1,244 @@
+"""A tokenizer in the files that `transformers` opens, and from such files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pentameter.checkpoint.hugging_face.json_files import read_json, read_text
+from pentameter.data.bpe_tokenizer import (
+    BYTE_CHARACTERS,
+    END_OF_TEXT,
+    BpeTokenizer,
+    parse_merge,
+)
+from pentameter.data.char_tokenizer import CharTokenizer
+from pentameter.data.tokenizer import Tokenizer
+from pentameter.errors import ConfigError, CorruptError
+
+VOCABULARY, MERGES, WHOLE = "vocab.json", "merges.txt", "tokenizer.json"
+SETTINGS, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
+
+GPT2_SHA256 = "9e52e2d09323136cf31fca11e3a80463fe013e9ccfa1c04ac36c8bb825af904d"
+"""Of GPT-2's tokens and merges, see `is_gpt2`."""
+
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+_EACH_CHARACTER = {
+    "type": "Split",
+    "pattern": {"Regex": r"[\s\S]"},
+    "behavior": "Isolated",
+    "invert": False,
+}
+
+
+def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, bytes]:
+    """Name → content of the files for `transformers.AutoTokenizer`; none for a word tokenizer.
+
+    BPE gives GPT-2's tokenizer, in its old files and its new one. Characters give a tokenizer
+    with one token per character, which refuses a character that it does not know.
+    """
+    if isinstance(tokenizer, BpeTokenizer):
+        return _bpe_files(tokenizer, context_length)
+    if isinstance(tokenizer, CharTokenizer):
+        return _char_files(tokenizer, context_length)
+    return {}
+
+
+def _bpe_files(tokenizer: BpeTokenizer, context_length: int) -> dict[str, bytes]:
+    vocabulary = dict(tokenizer.vocabulary)
+    merges = [" ".join(merge) for merge in tokenizer.merges]
+    has_end = tokenizer.end_of_text is not None
+    special = {f"{use}_token": END_OF_TEXT for use in ("bos", "eos", "unk")} if has_end else {}
+    added = {
+        "content": END_OF_TEXT,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    whole = _library_file(
+        added=[{"id": tokenizer.end_of_text, **added}] if has_end else [],
+        pre_tokenizer={**_BYTE_LEVEL, "use_regex": True},
+        decoder={**_BYTE_LEVEL, "use_regex": True},
+        model={
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": "",
+            "end_of_word_suffix": "",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": vocabulary,
+            "merges": [list(merge) for merge in tokenizer.merges],
+        },
+    )
+    settings = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "model_max_length": context_length,
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "added_tokens_decoder": {str(tokenizer.end_of_text): added} if has_end else {},
+        **special,
+    }
+    return {
+        VOCABULARY: _json(vocabulary),
+        MERGES: "".join(f"{line}\n" for line in ["#version: 0.2", *merges]).encode(),
+        WHOLE: _json(whole),
+        SETTINGS: _json(settings),
+        SPECIAL: _json(special),
+    }
+
+
+def _char_files(tokenizer: CharTokenizer, context_length: int) -> dict[str, bytes]:
+    vocabulary = {character: number for number, character in enumerate(tokenizer.characters)}
+    whole = _library_file(
+        added=[],
+        pre_tokenizer=_EACH_CHARACTER,
+        decoder={"type": "Fuse"},
+        # No such token exists: an unknown character is an error there as it is here.
+        model={"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"},
+    )
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context_length,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {WHOLE: _json(whole), SETTINGS: _json(settings), SPECIAL: _json({})}
+
+
+def _library_file(
+    *, added: list[Any], pre_tokenizer: Any, decoder: Any, model: dict[str, Any]
+) -> dict[str, Any]:
+    """The content of tokenizer.json, as the `tokenizers` library writes it."""
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": None,
+        "decoder": decoder,
+        "model": model,
+    }
+
+
+def _json(content: Any) -> bytes:
+    return (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode()
+
+
+def read_tokenizer(folder: Path, warnings: list[str]) -> Tokenizer | None:
+    """The tokenizer whose files lie in `folder`: tokenizer.json, else vocab.json and merges.txt.
+
+    None when there are none. Tokens that were added to the vocabulary keep their ids, but no text
+    becomes one: a line in `warnings` names them. Raises ConfigError for a tokenizer of another
+    kind than GPT-2's (or our characters), CorruptError for a file that is not what it should be.
+    """
+    if (path := folder / WHOLE).is_file():
+        return _read_whole(read_json(path), path, warnings)
+    path = folder / VOCABULARY
+    if not (path.is_file() and (folder / MERGES).is_file()):
+        return None
+    settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
+    if settings.get("add_prefix_space"):
+        raise ConfigError(f"{folder / SETTINGS}: add_prefix_space=true {_NOT_GPT2}")
+    vocabulary = dict(read_json(path))
+    lines = read_text(folder / MERGES).split("\n")
+    lines = [line for line in lines[lines[0].startswith("#version") :] if line]
+    added = read_json(folder / "added_tokens.json") if _has(folder, "added_tokens.json") else {}
+    _add(vocabulary, added, path, warnings)
+    return _bpe(vocabulary, lines, path)
+
+
+_NOT_GPT2 = "is not GPT-2's; give another tokenizer: `import … --tokenizer gpt2`, or a file"
+
+
+def _has(folder: Path, name: str) -> bool:
+    return (folder / name).is_file()
+
+
+def _read_whole(content: Mapping[str, Any], path: Path, warnings: list[str]) -> Tokenizer:
+    model = content.get("model")
+    model = model if isinstance(model, dict) else {}
+    vocabulary = model.get("vocab")
+    if not isinstance(vocabulary, dict):
+        raise CorruptError(f"{path} is malformed: it has no model.vocab")
+    pre_tokenizer = content.get("pre_tokenizer")
+    if model.get("type") == "WordLevel" and pre_tokenizer == _EACH_CHARACTER:
+        return _characters(vocabulary, path)
+    is_bytes = (
+        isinstance(pre_tokenizer, dict)
+        and pre_tokenizer.get("type") == "ByteLevel"
+        and not pre_tokenizer.get("add_prefix_space")
+        and pre_tokenizer.get("use_regex", True)
+    )
+    plain = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
+    for what, is_gpt2 in (
+        (f"model.type={model.get('type')!r}", model.get("type", "BPE") == "BPE"),
+        (f"pre_tokenizer={json.dumps(pre_tokenizer)[:200]}", is_bytes),
+        (
+            f"normalizer={json.dumps(content.get('normalizer'))[:200]}",
+            not content.get("normalizer"),
+        ),
+        *((f"model.{key}={model.get(key)!r}", not model.get(key)) for key in plain),
+    ):
+        if not is_gpt2:
+            raise ConfigError(f"{path}: {what} {_NOT_GPT2}")
+    merges = model.get("merges")
+    if not isinstance(merges, list):
+        raise CorruptError(f"{path} is malformed: it has no model.merges")
+    lines = [merge if isinstance(merge, str) else " ".join(map(str, merge)) for merge in merges]
+    added = content.get("added_tokens") or []
+    try:
+        named = {token["content"]: token["id"] for token in added}
+    except (TypeError, LookupError) as error:
+        raise CorruptError(f"{path} is malformed: added_tokens: {error!r}") from error
+    vocabulary = dict(vocabulary)
+    _add(vocabulary, named, path, warnings)
+    return _bpe(vocabulary, lines, path)
+
+
+def _add(
+    vocabulary: dict[str, Any], added: Mapping[str, Any], path: Path, warnings: list[str]
+) -> None:
+    """Give the added tokens that follow the vocabulary without a gap their places in it."""
+    unknown = [token for token, number in added.items() if vocabulary.get(token) != number]
+    by_id = {added[token]: token for token in unknown if BYTE_CHARACTERS.keys() >= set(token)}
+    while (token := by_id.get(len(vocabulary))) is not None and token not in vocabulary:
+        vocabulary[token] = len(vocabulary)
+    others = [token for token in unknown if token != END_OF_TEXT]
+    if others:
+        warnings.append(
+            f"{path}: text never becomes one of the added tokens {', '.join(others[:5])}"
+            + (" …" if len(others) > 5 else "")
+        )
+
+
+def _bpe(vocabulary: Mapping[str, Any], lines: list[str], path: Path) -> BpeTokenizer:
+    try:
+        return BpeTokenizer.from_vocabulary(vocabulary, [parse_merge(line) for line in lines])
+    except (ConfigError, CorruptError) as error:
+        raise CorruptError(f"{path}: {error}") from error
+
+
+def _characters(vocabulary: Mapping[str, Any], path: Path) -> CharTokenizer:
+    try:
+        tokenizer = CharTokenizer(list(vocabulary))
+    except ConfigError as error:
+        raise CorruptError(f"{path}: {error}") from error
+    if {character: n for n, character in enumerate(tokenizer.characters)} != vocabulary:
+        raise CorruptError(f"{path}: the ids of its characters are not their ranks")
+    return tokenizer
+
+
+def is_gpt2(tokenizer: Tokenizer) -> bool:
+    """Whether this is GPT-2's own tokenizer, which `data.tokenizer = "gpt2"` names."""
+    if not isinstance(tokenizer, BpeTokenizer):
+        return False
+    text = "\n".join([*tokenizer.tokens, *map(" ".join, tokenizer.merges)])
+    return hashlib.sha256(text.encode()).hexdigest() == GPT2_SHA256

@@ -1,0 +1,155 @@
+"""`train --init-from MODEL`: another model's weights as the first ones of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pentameter.checkpoint.model import open_model
+from pentameter.checkpoint.tensors import materialize
+from pentameter.config.problems import shown
+from pentameter.config.schema import Config
+from pentameter.data.tokenizer import Tokenizer
+from pentameter.errors import ConfigError
+from pentameter.plan.table import feed_forward_width, parameter_table
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from pentameter.checkpoint.stored import StoredModel
+
+ARCHITECTURE = (
+    *("vocab_size", "n_layers", "n_heads", "d_model", "d_ff", "activation", "norm"),
+    *("norm_position", "positions", "tied_head", "head_bias", "qkv_bias", "bias"),
+    "embedding_scale",
+)
+"""What must be the same there and here: the weights mean nothing in another architecture.
+
+Not among them: `vocab_multiple` (padding), dropout, how weights begin, and `context_length`, of
+which a learned position table can give up its end.
+"""
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """A model on disk that was found to fit a configuration."""
+
+    path: Path
+    """As it was given."""
+    stored: StoredModel
+    warnings: tuple[str, ...]
+    """What was passed over or left out in reading it, one line each."""
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """What a run records of where it began, for `check_origin`."""
+        return {"path": str(self.path.resolve()), "identity": self.stored.identity}
+
+    def load_into(self, model: nn.Module) -> None:
+        """Copy the weights into a model of the configuration, or a slice of one, in place.
+
+        Of a longer context the first positions are taken; rows that pad the vocabulary here stay
+        as they are. Values are rounded to the dtype of the model.
+        """
+        axes = {spec.name: spec.axes for spec in parameter_table(self.stored.config.model)}
+        vocab_size = self.stored.config.model.vocab_size
+        for name, own in model.state_dict().items():
+            theirs = materialize(self.stored.weights[name])
+            if axes[name][0] == "vocab":
+                theirs, own = theirs[:vocab_size], own[:vocab_size]  # noqa: PLW2901
+            elif axes[name][0] == "position":
+                theirs = theirs[: own.shape[0]]
+            own.copy_(theirs)
+
+
+def initial_weights(path: Path | str, config: Config, tokenizer: Tokenizer) -> InitialWeights:
+    """The weights of MODEL (a run, checkpoint or Hugging Face folder) for a run of `config`.
+
+    `config` is resolved (its vocab_size is set), `tokenizer` is the data's. Nothing is loaded
+    yet. Raises ConfigError when the architecture differs, naming each key and both values, when
+    MODEL was trained with another tokenizer, or for fewer positions than the context has; else
+    what `open_model` raises.
+    """
+    warnings: list[str] = []
+    stored = open_model(path, warnings=warnings)
+    there, here = stored.config.model, config.model
+    there = there.model_copy(update={"d_ff": feed_forward_width(there)})
+    here = here.model_copy(update={"d_ff": feed_forward_width(here)})
+    wrong = [
+        f"model.{key}: {shown(getattr(there, key))} there, {shown(getattr(here, key))} here"
+        for key in ARCHITECTURE
+        if getattr(there, key) != getattr(here, key)
+    ]
+    if here.positions == "learned" and here.context_length > there.context_length:
+        wrong.append(
+            f"model.context_length: {there.context_length} there, {here.context_length} here "
+            "(positions that were never learned; it may be shorter, not longer)"
+        )
+    if wrong:
+        raise ConfigError(
+            f"--init-from {path}: the architecture differs; {'; '.join(wrong)}. {_remedy(stored)}"
+        )
+    if stored.tokenizer.hash != tokenizer.hash:
+        raise ConfigError(
+            f"--init-from {path}: its tokenizer ({stored.tokenizer.kind}, "
+            f"{stored.tokenizer.vocab_size} tokens, hash {stored.tokenizer.hash[:12]}…) is not the "
+            f"data's ({tokenizer.kind}, {tokenizer.vocab_size} tokens, hash "
+            f"{tokenizer.hash[:12]}…), so the same ids mean other text. {_tokenizer_remedy(stored)}"
+        )
+    return InitialWeights(Path(path), stored, tuple(warnings))
+
+
+def check_origin(
+    recorded: Mapping[str, str] | None, given: Path | str | None, run_dir: Path
+) -> None:
+    """Raise ConfigError unless `--init-from given` is how the run in `run_dir` began.
+
+    `recorded` is the `origin` of its weights, None where they were random. The same path is the
+    same command line, whatever lies there by now: the run has its own weights since. Another path
+    must hold the same weights.
+    """
+    other = "another --run-dir or --name starts anew"
+    if recorded is None and given is not None:
+        raise ConfigError(
+            f"--init-from {given}: {run_dir} holds a run that began with random weights; leave "
+            f"--init-from out to continue it, or {other}"
+        )
+    if recorded is None:
+        return
+    if given is None:
+        raise ConfigError(
+            f"{run_dir} holds a run that began with the weights of {recorded['path']}; add "
+            f"--init-from {recorded['path']} to continue it, or {other}"
+        )
+    if str(Path(given).resolve()) == recorded["path"]:
+        return
+    if open_model(given).identity != recorded["identity"]:
+        raise ConfigError(
+            f"--init-from {given}: {run_dir} holds a run that began with other weights, those of "
+            f"{recorded['path']}; {other}"
+        )
+
+
+def _remedy(stored: StoredModel) -> str:
+    if stored.checkpoint is None:
+        return (
+            f"Start from its own configuration: `pentameter import {stored.path} --out DIR`, then "
+            "`pentameter train DIR/config.toml --init-from DIR --data.path FILE`"
+        )
+    return (
+        f"Start from its own configuration: `pentameter train {stored.path / 'config.toml'} "
+        f"--init-from {stored.path} …`"
+    )
+
+
+def _tokenizer_remedy(stored: StoredModel) -> str:
+    if stored.config.data.tokenizer == "gpt2":
+        return "Set --data.tokenizer gpt2"
+    if stored.checkpoint is None:
+        return (
+            f"`pentameter import {stored.path} --out DIR`, then set --data.tokenizer "
+            "DIR/tokenizer.json"
+        )
+    return f"Set --data.tokenizer {stored.path / 'tokenizer.json'}"

@@ -1,0 +1,121 @@
+"""A model as it lies on disk: its weights are mapped, not loaded, until somebody asks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pentameter.checkpoint.files import storage_errors, write_hashed
+from pentameter.checkpoint.manifest import MANIFEST_NAME, Manifest, encode_json
+from pentameter.checkpoint.opening import STATE_NAME, Checkpoint
+from pentameter.checkpoint.tensors import LazyTensor, plan_file
+from pentameter.config.load import config_hash, to_toml
+from pentameter.config.schema import Config
+from pentameter.data.storage import building, refuse_existing
+from pentameter.data.tokenizer import Tokenizer
+from pentameter.errors import CorruptError
+from pentameter.plan.table import parameter_table
+
+if TYPE_CHECKING:
+    import torch
+
+    Weights = Mapping[str, torch.Tensor | LazyTensor]
+
+_GROUP = "model"
+_N_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A checkpoint's model, or a Hugging Face folder read as one."""
+
+    path: Path
+    config: Config
+    tokenizer: Tokenizer
+    weights: Weights
+    """By our parameter names; shapes and dtypes are the configuration's, vocabulary padding too."""
+    files: tuple[Path, ...]
+    """Where the weights lie."""
+    checkpoint: Checkpoint | None
+    """None of a Hugging Face folder."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps completed; 0 where nobody counted."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+    @property
+    def identity(self) -> str:
+        """sha256, in hex, of the weights' files: the same weights, wherever they lie."""
+        return hashlib.sha256("".join(self._file_hashes()).encode()).hexdigest()
+
+    def _file_hashes(self) -> list[str]:
+        if self.checkpoint is not None:  # verified when it was opened
+            manifest = self.checkpoint.manifest
+            records = [manifest.record(name) for name in manifest.groups[_GROUP]]
+            return [record.sha256 for record in records if record is not None]
+        hashes = []
+        for path in self.files:
+            with storage_errors(path, "read"), path.open("rb") as file:
+                hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
+        return hashes
+
+
+def check_weights(config: Config, weights: Weights, where: Path) -> None:
+    """Raise CorruptError unless the weights are those of the configuration's parameter table."""
+    expected = {spec.name: spec.shape for spec in parameter_table(config.model)}
+    missing, unexpected = expected.keys() - weights.keys(), weights.keys() - expected.keys()
+    if missing or unexpected:
+        parts = [f"missing: {few(missing)}"] if missing else []
+        parts += [f"unexpected: {few(unexpected)}"] if unexpected else []
+        raise CorruptError(f"{where}: its tensors are not its configuration's; {'; '.join(parts)}")
+    for name, shape in expected.items():
+        if tuple(weights[name].shape) != shape:
+            raise CorruptError(
+                f"{where}: {name} is {tuple(weights[name].shape)}, its configuration says {shape}"
+            )
+
+
+def few(names: Iterable[str]) -> str:
+    """The names in order, as many as a message can bear."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - _N_SHOWN} more" if len(ordered) > _N_SHOWN else ""
+    return ", ".join(ordered[:_N_SHOWN]) + more
+
+
+def save_model(stored: StoredModel, out: Path, config: Config | None = None) -> Path:
+    """The checkpoint folder `out`, made of a model alone: `sample`, `eval`, `train` take it.
+
+    It holds model.safetensors (our names), config.toml, tokenizer.json, and what makes it a
+    checkpoint: state.json and a manifest with every file's sha256. One tensor is in memory at a
+    time. The folder appears whole or not at all; the same model gives the same bytes.
+
+    `config` takes the place of the model's own. Raises ConfigError when `out` exists and is not
+    an empty folder, StorageError when writing fails.
+    """
+    out = Path(out)
+    refuse_existing(out)
+    config = stored.config if config is None else config
+    state: dict[str, Any] = {"step": stored.step, "best": None}
+    small = {
+        "config.toml": to_toml(config).encode(),
+        "tokenizer.json": stored.tokenizer.to_bytes(),
+        STATE_NAME: encode_json(state),
+    }
+    name = f"{_GROUP}.safetensors"
+    with building(out) as folder:
+        records = [write_hashed(folder / name, plan_file(stored.weights).chunks())]
+        records += [write_hashed(folder / file, [data]) for file, data in small.items()]
+        manifest = Manifest(
+            run_id=stored.identity[:32],
+            step=stored.step,
+            config_hash=config_hash(config),
+            layout={},
+            groups={_GROUP: (name,)},
+            files=tuple(records),
+        )
+        write_hashed(folder / MANIFEST_NAME, [manifest.to_bytes()])
+    return out

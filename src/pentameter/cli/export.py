@@ -1,0 +1,52 @@
+"""`pentameter export`: a model as files for other programs."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+HELP = "Write a model as files that other programs open."
+
+
+@dataclass(frozen=True)
+class ExportArguments:
+    """Write a model into a new folder, which appears whole or not at all."""
+
+    model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A run folder (its best checkpoint, else its last), a checkpoint folder, or a Hugging Face
+    GPT-2 folder."""
+    to: Literal["hf", "safetensors"]
+    """`hf`: a GPT-2 folder that `transformers` opens, with the same logits. `safetensors`: this
+    library's names, with config.toml and tokenizer.json; any model, and itself a MODEL."""
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """The folder to make."""
+
+
+def run(arguments: list[str]) -> int:
+    """Export; 0."""
+    asked = tyro.cli(ExportArguments, prog="pentameter export", args=arguments)
+    _export(asked)
+    return 0
+
+
+def _export(asked: ExportArguments) -> None:
+    from pentameter.checkpoint.hugging_face import export_hf
+    from pentameter.checkpoint.model import open_model
+    from pentameter.checkpoint.stored import save_model
+    from pentameter.data.storage import refuse_existing
+
+    refuse_existing(asked.out)  # before gigabytes are verified
+    warnings: list[str] = []
+    stored = open_model(asked.model, warnings=warnings)
+    if asked.to == "hf":
+        warnings += export_hf(stored, asked.out).notes
+    else:
+        save_model(stored, asked.out)
+    for warning in warnings:
+        print(f"pentameter: {warning}", file=sys.stderr)
+    n_bytes = sum(file.stat().st_size for file in asked.out.iterdir())
+    print(f"{asked.out}: step {stored.step}, {n_bytes:,} bytes")

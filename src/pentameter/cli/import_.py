@@ -1,0 +1,90 @@
+"""`pentameter import`: GPT-2 weights of Hugging Face become a MODEL."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+if TYPE_CHECKING:
+    from pentameter.checkpoint.stored import StoredModel
+    from pentameter.config.schema import Config
+
+HELP = "Turn a Hugging Face GPT-2 folder into a MODEL."
+
+
+@dataclass(frozen=True)
+class ImportArguments:
+    """Turn a Hugging Face GPT-2 folder into a checkpoint folder, which appears whole or not at all.
+
+    `sample`, `eval`, `export` and `train --init-from` take it. Its config.toml is complete but
+    for the text: pentameter train DIR/config.toml --init-from DIR --data.path FILE.
+    """
+
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="HF_DIR")]
+    """A folder with config.json, model.safetensors (or its parts and index) and the tokenizer."""
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """The folder to make."""
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="gpt2|FILE")] = None
+    """Instead of the folder's own: GPT-2's, or a tokenizer file of `prepare`."""
+
+
+def run(arguments: list[str]) -> int:
+    """Import; 0."""
+    asked = tyro.cli(ImportArguments, prog="pentameter import", args=arguments)
+    _import(asked)
+    return 0
+
+
+def _import(asked: ImportArguments) -> None:
+    from pentameter.checkpoint.hugging_face import read_hf
+    from pentameter.checkpoint.resolve import is_hugging_face
+    from pentameter.checkpoint.stored import save_model
+    from pentameter.data.building import build_tokenizer
+    from pentameter.data.storage import refuse_existing
+    from pentameter.errors import ConfigError
+
+    refuse_existing(asked.out)
+    if not is_hugging_face(asked.source):
+        raise ConfigError(f"{asked.source} is not a Hugging Face folder: it has no config.json")
+    if asked.tokenizer is not None and asked.tokenizer.partition(":")[0] in _MADE_FROM_TEXT:
+        raise ConfigError(
+            f"--tokenizer {asked.tokenizer}: weights go with the tokenizer that they were trained "
+            "with; give gpt2 or a file"
+        )
+    tokenizer = None if asked.tokenizer is None else build_tokenizer(asked.tokenizer, _no_text)
+    warnings: list[str] = []
+    stored = read_hf(asked.source, tokenizer=tokenizer, warnings=warnings)
+    save_model(stored, asked.out, _with_tokenizer_of(stored, asked.out))
+    for warning in warnings:
+        print(f"pentameter: {warning}", file=sys.stderr)
+    model = stored.config.model
+    out = shlex.quote(str(asked.out))
+    print(
+        f"{asked.out}: {model.n_layers} layers, d_model {model.d_model}, {model.n_heads} heads, "
+        f"context {model.context_length}, vocabulary {model.vocab_size}, "
+        f"tokenizer {stored.config.data.tokenizer}\n"
+        f"fine-tune it: pentameter train {out}/config.toml --init-from {out} "
+        "--data.path FILE"
+    )
+
+
+_MADE_FROM_TEXT = ("char", "word", "bpe")
+
+
+def _no_text() -> Iterator[str]:
+    return iter(())
+
+
+def _with_tokenizer_of(stored: StoredModel, out: Path) -> Config:
+    """The configuration, whose data are to be cut by the tokenizer that lies in `out`."""
+    config = stored.config
+    if config.data.tokenizer == "gpt2":
+        return config
+    setting = str((out / "tokenizer.json").resolve())
+    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": setting})})

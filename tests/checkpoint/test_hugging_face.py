@@ -1,0 +1,288 @@
+"""GPT-2 both ways, held against `transformers` itself."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+
+from pentameter.checkpoint import CheckpointStore, load_model, model_state, open_model
+from pentameter.checkpoint.hugging_face import export_hf, read_hf
+from pentameter.config.load import to_toml
+from pentameter.config.schema import Config
+from pentameter.data import CharTokenizer
+from pentameter.data.building import train_bpe
+from pentameter.errors import ConfigError
+from pentameter.generate import generate
+from pentameter.model import build_model
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
+transformers = pytest.importorskip("transformers")
+
+TEXT = "the cat sat on the mat, and that was that; then the hat sat on the cat.\n" * 4
+BPE = train_bpe([TEXT], 300)
+CHARACTERS = CharTokenizer(TEXT + "é😀")
+
+HARD = [
+    "the mat",
+    "",
+    " ",
+    "a  b\t\n\n c",
+    "naïve — 😀 日本語",
+    "it's that's",
+    "\x00\x7f\r\n",
+    "12345",
+]
+
+
+def configuration(**model):
+    section = {
+        "vocab_size": BPE.vocab_size,
+        "vocab_multiple": 64,
+        "context_length": 24,
+        "n_layers": 3,
+        "n_heads": 4,
+        "d_model": 32,
+        "init_std": 0.3,
+        "dropout": 0.1,
+        **model,
+    }
+    data = {"corpus": "stdlib", "tokenizer": "bpe:300"}
+    return Config.model_validate({"model": section, "data": data, "train": {"batch_size": 2}})
+
+
+def saved(folder, config, tokenizer=BPE, *, dtype=torch.float64):
+    """A run with one checkpoint; every parameter is random, biases too."""
+    model = build_model(config.model, seed=5, dtype=dtype).eval()
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in model.state_dict().items():
+        if name.endswith("bias") or "norm" in name:
+            tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.1)
+    extra = {"config.toml": to_toml(config).encode(), "tokenizer.json": tokenizer.to_bytes()}
+    store = CheckpointStore(folder / "checkpoints", run_id="r", config_hash="c")
+    store.save(3, {"model": model_state(model)}, {"step": 3}, extra)
+    return model
+
+
+def open_there(folder, **options):
+    return transformers.GPT2LMHeadModel.from_pretrained(folder, **options).eval()
+
+
+@torch.inference_mode()
+def logits_there(model, tokens):
+    return model(tokens).logits
+
+
+@torch.inference_mode()
+def logits_here(model, tokens):
+    return model(tokens)[..., : model.config.vocab_size]
+
+
+def some_tokens(vocab_size):
+    return torch.randint(vocab_size, (2, 24), generator=torch.Generator().manual_seed(2))
+
+
+FORMS = [
+    {},
+    {"bias": True, "qkv_bias": True},
+    {"bias": True, "activation": "relu", "vocab_multiple": 1},
+    {"qkv_bias": True, "activation": "gelu_tanh", "tied_head": False},
+    {"bias": True, "qkv_bias": True, "tied_head": False, "d_ff": 40, "embedding_dropout": 0.2},
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_an_exported_model_computes_the_same_there(form, tmp_path):
+    config = configuration(**form)
+    model = saved(tmp_path / "run", config)
+    exported = export_hf(open_model(tmp_path / "run"), tmp_path / "hf")
+    assert exported.notes == ()
+    assert exported.n_bytes == sum(file.stat().st_size for file in exported.path.iterdir())
+    theirs = open_there(tmp_path / "hf", dtype=torch.float64)
+    tokens = some_tokens(BPE.vocab_size)
+    expected = logits_here(model, tokens)
+    found = logits_there(theirs, tokens)
+    assert found.shape == (2, 24, BPE.vocab_size)  # rows that pad the vocabulary are gone
+    assert expected.std() > 0.5
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    assert (theirs.config.resid_pdrop, theirs.config.attn_pdrop) == (0.1, 0.0)
+    assert theirs.config.embd_pdrop == form.get("embedding_dropout", 0.1)
+    assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == BPE.end_of_text
+    single = open_there(tmp_path / "hf", dtype=torch.float32)
+    model.float()
+    torch.testing.assert_close(
+        logits_there(single, tokens), logits_here(model, tokens), rtol=0, atol=1e-5
+    )
+
+
+def test_transformers_finds_nothing_missing_and_nothing_too_much(tmp_path):
+    saved(tmp_path / "run", configuration(), dtype=torch.float32)
+    export_hf(open_model(tmp_path / "run"), tmp_path / "hf")
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", output_loading_info=True
+    )
+    assert isinstance(model, transformers.GPT2LMHeadModel)
+    assert next(model.parameters()).dtype == torch.float32
+    assert {kind: list(names) for kind, names in report.items() if names} == {}
+
+
+def their_model(folder, *, body_only=False, half=None, **options):
+    """A random GPT-2 as `transformers` saves it, with our BPE's files beside it."""
+    torch.manual_seed(3)
+    settings = {
+        "vocab_size": BPE.vocab_size,
+        "n_positions": 24,
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 4,
+        "initializer_range": 0.3,
+        "bos_token_id": BPE.end_of_text,
+        "eos_token_id": BPE.end_of_text,
+    }
+    save = {key: options.pop(key) for key in ("max_shard_size",) if key in options}
+    config = transformers.GPT2Config(**{**settings, **options})
+    model = transformers.GPT2LMHeadModel(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.to(half or torch.float64)
+    (model.transformer if body_only else model).save_pretrained(folder, **save)
+    tokenizer = transformers.GPT2Tokenizer(
+        vocab=dict(BPE.vocabulary), merges=[tuple(merge) for merge in BPE.merges]
+    )
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"n_inner": 48, "activation_function": "relu"},
+        {"activation_function": "gelu", "tie_word_embeddings": False},
+        {"activation_function": "gelu_pytorch_tanh", "max_shard_size": "60KB"},
+        {"body_only": True},
+        {"vocab_size": BPE.vocab_size + 7},
+    ],
+    ids=str,
+)
+def test_a_model_of_theirs_computes_the_same_here(options, tmp_path):
+    theirs = their_model(tmp_path / "hf", **options)
+    if "max_shard_size" in options:
+        assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 2
+    loaded = load_model(tmp_path / "hf")
+    tokens = some_tokens(theirs.config.vocab_size)
+    expected = logits_there(theirs, tokens)
+    torch.testing.assert_close(logits_here(loaded.model, tokens), expected, rtol=0, atol=1e-10)
+    assert loaded.checkpoint is None
+    assert loaded.step == 0
+    assert loaded.tokenizer.hash == BPE.hash
+    assert loaded.config.model.dropout == 0.1
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_half_precision_becomes_fp32_exactly(half, tmp_path):
+    theirs = their_model(tmp_path / "hf", half=half)
+    loaded = load_model(tmp_path / "hf")
+    assert loaded.model.token_embedding.weight.dtype == torch.float32
+    tokens = some_tokens(BPE.vocab_size)
+    expected = logits_there(theirs.float(), tokens)
+    torch.testing.assert_close(logits_here(loaded.model, tokens), expected, rtol=0, atol=1e-5)
+
+
+def test_there_and_back_is_the_same_bit_for_bit(tmp_path):
+    theirs = their_model(tmp_path / "hf", half=torch.float32)
+    export_hf(read_hf(tmp_path / "hf"), tmp_path / "again")
+    again = open_there(tmp_path / "again")
+    before, after = theirs.state_dict(), again.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    kept = ("n_inner", "activation_function", "resid_pdrop", "attn_pdrop", "embd_pdrop")
+    for key in ("n_positions", "n_embd", "n_head", "tie_word_embeddings", *kept[1:]):
+        assert getattr(theirs.config, key) == getattr(again.config, key)
+
+
+def test_greedy_text_is_the_same_there_and_here(tmp_path):
+    model = saved(tmp_path / "run", configuration(context_length=64), dtype=torch.float32)
+    export_hf(open_model(tmp_path / "run"), tmp_path / "hf")
+    theirs = open_there(tmp_path / "hf")
+    theirs.generation_config.eos_token_id = None  # neither stops
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    prompt = tokenizer("the cat", return_tensors="pt")
+    ids = theirs.generate(**prompt, max_new_tokens=40, do_sample=False, pad_token_id=0)[0]
+    (text,) = generate(model, BPE, "the cat", max_new_tokens=40, temperature=0)
+    assert tokenizer.decode(ids) == "the cat" + text
+    assert len(set(ids.tolist())) > 5
+    loaded = load_model(tmp_path / "hf")
+    assert generate(
+        loaded.model, loaded.tokenizer, "the cat", max_new_tokens=40, temperature=0
+    ) == [text]
+
+
+@pytest.mark.parametrize("name", ["AutoTokenizer", "GPT2Tokenizer", "GPT2TokenizerFast"])
+@pytest.mark.parametrize("kept", [None, "tokenizer.json", "vocab.json"])
+def test_the_exported_bpe_encodes_the_same_there(name, kept, tmp_path):
+    saved(tmp_path / "run", configuration())
+    export_hf(open_model(tmp_path / "run"), tmp_path / "hf")
+    others = {"tokenizer.json", "vocab.json", "merges.txt"}
+    if kept is not None:
+        for other in others - {kept, *(["merges.txt"] if kept == "vocab.json" else [])}:
+            (tmp_path / "hf" / other).unlink()
+    theirs = getattr(transformers, name).from_pretrained(tmp_path / "hf")
+    assert len(theirs) == BPE.vocab_size
+    assert theirs.eos_token_id == BPE.end_of_text
+    assert theirs.model_max_length == 24
+    for text in HARD:
+        ids = theirs(text)["input_ids"]
+        assert ids == BPE.encode(text).tolist()
+        assert theirs.decode(ids) == text
+    ours = read_hf(tmp_path / "hf").tokenizer
+    assert ours.hash == BPE.hash
+    # The one difference: there the words of the special token become it.
+    assert theirs("a<|endoftext|>")["input_ids"][-1] == BPE.end_of_text
+
+
+def test_the_exported_characters_encode_the_same_there(tmp_path):
+    config = configuration(vocab_size=CHARACTERS.vocab_size)
+    saved(tmp_path / "run", config, CHARACTERS)
+    assert export_hf(open_model(tmp_path / "run"), tmp_path / "hf").notes == ()
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert len(theirs) == CHARACTERS.vocab_size
+    for text in [TEXT, "é😀", "\n\n  the", ""]:
+        ids = theirs(text)["input_ids"]
+        assert ids == CHARACTERS.encode(text).tolist()
+        assert theirs.decode(ids) == text
+    with pytest.raises(Exception, match=r"unk|UNK"):  # the library raises plain Exception
+        theirs("X")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] is None
+    assert open_there(tmp_path / "hf").config.eos_token_id is None
+    assert load_model(tmp_path / "hf").tokenizer.hash == CHARACTERS.hash
+
+
+def test_a_tokenizer_of_another_kind_is_refused(tmp_path):
+    their_model(tmp_path / "hf")
+    tokenizers = pytest.importorskip("tokenizers")
+    path = tmp_path / "hf" / "tokenizer.json"
+    library = tokenizers.Tokenizer.from_file(str(path))
+    library.normalizer = tokenizers.normalizers.Lowercase()
+    library.save(str(path))
+    with pytest.raises(ConfigError, match=r"normalizer=.*Lowercase.* is not GPT-2's; give another"):
+        read_hf(tmp_path / "hf")
+    assert read_hf(tmp_path / "hf", tokenizer=BPE).tokenizer is BPE
+
+
+def test_added_tokens_keep_their_ids_and_are_named(tmp_path):
+    model = their_model(tmp_path / "hf")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    theirs.add_special_tokens({"pad_token": "[PAD]"})
+    theirs.save_pretrained(tmp_path / "hf")
+    model.resize_token_embeddings(len(theirs))
+    model.save_pretrained(tmp_path / "hf")
+    warnings: list[str] = []
+    stored = read_hf(tmp_path / "hf", warnings=warnings)
+    assert stored.tokenizer.vocab_size == BPE.vocab_size + 1
+    assert stored.tokenizer.decode([theirs.pad_token_id]) == "[PAD]"
+    assert len(warnings) == 1
+    assert "[PAD]" in warnings[0]

@@ -1,0 +1,298 @@
+"""GPT-2 folders that are damaged, incomplete, or of another kind: one line that says so."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pentameter.checkpoint import load_model, model_state, open_model
+from pentameter.checkpoint.hugging_face import export_hf, read_hf
+from pentameter.checkpoint.hugging_face.tokenizer_files import is_gpt2
+from pentameter.checkpoint.stored import StoredModel
+from pentameter.config.schema import Config
+from pentameter.data import CharTokenizer
+from pentameter.data.building import gpt2_tokenizer, train_bpe
+from pentameter.data.word_tokenizer import WordTokenizer
+from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.model import build_model
+
+BPE = train_bpe(["the cat sat on the mat"], 260)
+
+
+def stored_model(tokenizer=BPE, **model):
+    config = Config.model_validate(
+        {
+            "model": {
+                "vocab_size": tokenizer.vocab_size,
+                "context_length": 8,
+                "n_layers": 2,
+                "n_heads": 2,
+                "d_model": 8,
+                **model,
+            },
+            "data": {"corpus": "stdlib"},
+            "train": {"batch_size": 2},
+        }
+    )
+    weights = model_state(build_model(config.model, seed=5))
+    return StoredModel(None, config, tokenizer, weights, (), None)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return export_hf(stored_model(), tmp_path / "hf").path
+
+
+def set_config(folder, **values):
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, **values}))
+
+
+def set_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"model_type": "llama"}, "model_type='llama' is not supported; only GPT-2"),
+        ({"model_type": None}, "model_type=none"),
+        ({"activation_function": "silu"}, "activation_function='silu' .* possible: gelu_new"),
+        ({"activation_function": ["gelu"]}, r"activation_function=\['gelu'\]"),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06 .* eps 1e-5"),
+        ({"scale_attn_weights": False}, "scale_attn_weights=false .* always scaled"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true"),
+        ({"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=true"),
+        ({"add_cross_attention": True}, "add_cross_attention=true .* no encoder"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config=.* dequantised"),
+        ({"pruned_heads": {"0": [1]}}, "pruned_heads=.* all of its heads"),
+        ({"n_head": 3}, "model.n_heads=3 must divide model.d_model=8"),
+        ({"n_layer": 0}, "model.n_layers=0 must be"),
+        ({"n_embd": "8"}, "model.d_model='8' must be"),
+        ({"n_positions": 8.5}, "model.context_length=8.5 must be"),
+        ({"resid_pdrop": 1.0}, "model.dropout=1.0 must be"),
+        ({"vocab_size": 100}, "vocab_size=100 is smaller than the tokenizer's"),
+        ({"vocab_size": None}, "vocab_size=none is smaller"),
+    ],
+    ids=str,
+)
+def test_settings_that_are_not_gpt2s_are_refused(folder, values, said):
+    set_config(folder, **values)
+    with pytest.raises(ConfigError, match=said) as caught:
+        read_hf(folder)
+    assert str(folder / "config.json") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def missing(tensors):
+    del tensors["transformer.h.1.mlp.c_fc.bias"]
+
+
+def extra(tensors):
+    tensors["score.weight"] = torch.zeros(2, 8)
+
+
+def misshapen(tensors):
+    name = "transformer.h.0.attn.c_attn.weight"
+    tensors[name] = tensors[name].t().contiguous()
+
+
+def of_integers(tensors):
+    tensors["transformer.ln_f.bias"] = torch.zeros(8, dtype=torch.int64)
+
+
+def untied(tensors):
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + 1
+
+
+def twice(tensors):
+    tensors["wte.weight"] = tensors["transformer.wte.weight"].clone()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (missing, r"lacks transformer\.h\.1\.mlp\.c_fc\.bias$"),
+        (extra, r"does not have: transformer\.score\.weight"),
+        (misshapen, r"c_attn\.weight is \(24, 8\) of torch\.float32, its .* \(8, 24\)"),
+        (of_integers, r"ln_f\.bias is \(8,\) of torch\.int64"),
+        (untied, r"lm_head\.weight differs from transformer\.wte\.weight"),
+        (twice, r"holds 'wte\.weight' a second time|holds 'transformer\.wte\.weight' a second"),
+    ],
+)
+def test_wrong_tensors_are_refused(folder, change, said):
+    set_tensors(folder, change)
+    with pytest.raises(CorruptError, match=said) as caught:
+        load_model(folder)
+    assert str(folder / "model.safetensors") in str(caught.value)
+
+
+def test_what_old_versions_saved_beside_the_weights_is_passed_over(folder):
+    expected = load_model(folder).model.state_dict()
+
+    def as_of_old(tensors):
+        for layer in range(2):
+            attention = f"transformer.h.{layer}.attn"
+            tensors[f"{attention}.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+            tensors[f"{attention}.masked_bias"] = torch.tensor(-1e4)
+        tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+
+    set_tensors(folder, as_of_old)
+    found = load_model(folder).model.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("n_bytes", [0, 4, 100, -8])
+def test_a_truncated_file_is_corrupt(folder, n_bytes):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:n_bytes])
+    with pytest.raises(CorruptError, match=r"model\.safetensors"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.json", "{", "not JSON"),
+        ("config.json", "[1]", "not a JSON object"),
+        ("config.json", b"\xff", "not UTF-8 at byte 0"),
+        ("tokenizer.json", "{}", "no model.vocab"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": 0}}}', "is not GPT-2's"),
+    ],
+)
+def test_damaged_small_files_are_refused(folder, name, content, said):
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises((CorruptError, ConfigError), match=said):
+        read_hf(folder)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "merges", "said"),
+    [
+        ('{"a": 0}', "", "lacks 255 of the 256 single bytes"),
+        ('{"a": 1}', "", "the id 1"),
+        ("{}", "", "lacks 256"),
+        (None, "#version: 0.2\nq", "is not two tokens"),
+        (None, "#version: 0.2\nzz zz", "is not in the vocabulary"),
+    ],
+)
+def test_a_damaged_vocabulary_is_refused(folder, vocabulary, merges, said):
+    (folder / "tokenizer.json").unlink()
+    if vocabulary is not None:
+        (folder / "vocab.json").write_text(vocabulary)
+    (folder / "merges.txt").write_text(merges)
+    with pytest.raises(CorruptError, match=said) as caught:
+        read_hf(folder)
+    assert str(folder) in str(caught.value)
+
+
+def test_a_folder_without_a_tokenizer_says_how_to_give_it_one(folder):
+    for name in ("tokenizer.json", "vocab.json"):
+        (folder / name).unlink()
+    with pytest.raises(ConfigError, match=r"has no tokenizer .*import .* --tokenizer gpt2"):
+        load_model(folder)
+    assert read_hf(folder, tokenizer=BPE).tokenizer is BPE
+
+
+def test_weights_that_are_not_there(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"has a config\.json but no weights"):
+        load_model(folder)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"transformer.wte.weight": "part-1.safetensors"}}))
+    with pytest.raises(CorruptError, match=r"part-1\.safetensors is missing; .*index\.json names"):
+        load_model(folder)
+    for weight_map in ({"wte.weight": "../x"}, {"wte.weight": 3}, [], {}):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(CorruptError, match=r"index\.json is malformed"):
+            load_model(folder)
+
+
+def test_a_pickle_is_refused_with_a_command_that_converts_it(tmp_path):
+    folder = export_hf(stored_model(), tmp_path / "a 'folder' of $HOME").path
+    expected = load_model(folder).model.state_dict()
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    half = len(tensors) // 2  # in two parts, as large models were saved
+    for part, names in enumerate((list(tensors)[:half], list(tensors)[half:]), start=1):
+        weights = {name: tensors[name] for name in names}
+        torch.save(weights, folder / f"pytorch_model-0000{part}-of-00002.bin")
+    with pytest.raises(ConfigError, match=r"as a pickle .* can run code") as caught:
+        load_model(folder)
+    command = str(caught.value).partition("convert it once: ")[2].replace("python", sys.executable)
+    subprocess.run(command, shell=True, check=True, timeout=60)
+    found = load_model(folder).model.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"norm_position": "post"}, r"model\.norm_position='post' \(GPT-2 normalises before"),
+        ({"norm": "rmsnorm"}, r"model\.norm='rmsnorm'"),
+        ({"positions": "sinusoidal"}, r"model\.positions='sinusoidal'"),
+        ({"embedding_scale": True}, r"model\.embedding_scale="),
+        ({"head_bias": True, "norm": "rmsnorm"}, r"norm='rmsnorm'.*; model\.head_bias="),
+    ],
+    ids=str,
+)
+def test_what_gpt2_cannot_express_is_refused(model, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        export_hf(stored_model(**model), tmp_path / "hf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_is_whole_or_absent(tmp_path, monkeypatch):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes.txt").write_text("")
+    with pytest.raises(ConfigError, match="not an empty folder"):
+        export_hf(stored_model(), tmp_path / "taken")
+
+    def fails(*_):
+        raise StorageError("disk full")
+
+    monkeypatch.setattr("pentameter.checkpoint.hugging_face.export.write_hashed", fails)
+    with pytest.raises(StorageError, match="disk full"):
+        export_hf(stored_model(), tmp_path / "hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_word_tokenizer_is_left_out_and_named(tmp_path):
+    tokenizer = WordTokenizer.from_documents(["the cat sat"])
+    exported = export_hf(stored_model(tokenizer), tmp_path / "hf")
+    assert len(exported.notes) == 1
+    assert "(word) is left out" in exported.notes[0]
+    assert not list((tmp_path / "hf").glob("*token*"))
+    again = read_hf(tmp_path / "hf", tokenizer=tokenizer)
+    assert again.config.model.vocab_size == tokenizer.vocab_size
+
+
+def test_biases_that_are_not_there_are_zero(folder):
+    tensors = load_file(folder / "model.safetensors")
+    biases = [tensor for name, tensor in tensors.items() if name.endswith("bias")]
+    assert len(biases) == 2 * 6 + 1
+    assert all(not tensor.any() for tensor in biases)
+
+
+def test_gpt2s_own_tokenizer_is_recognised():
+    try:
+        tokenizer = gpt2_tokenizer()
+    except StorageError:
+        pytest.skip("GPT-2's tokenizer files are not at hand")
+    assert is_gpt2(tokenizer)
+    assert not is_gpt2(BPE)
+    assert not is_gpt2(CharTokenizer("ab"))
+
+
+def test_links_are_followed_as_in_hugging_faces_cache(folder, tmp_path):
+    (tmp_path / "snapshot").mkdir()
+    for file in folder.iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(file)
+    assert open_model(tmp_path / "snapshot").tokenizer.hash == BPE.hash

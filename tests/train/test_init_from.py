@@ -1,0 +1,90 @@
+"""Fine-tuning: a run that begins with another model's weights, and continues as itself."""
+
+import json
+
+import pytest
+import torch
+
+from pentameter.checkpoint.model import load_model
+from pentameter.config.schema import Config
+from pentameter.errors import ConfigError
+from pentameter.train.trainer import Trainer
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def config(**sections) -> Config:
+    base = {
+        "model": {"context_length": 16, "n_layers": 1, "n_heads": 2, "d_model": 16},
+        "data": {"corpus": "grammar", "grammar": {"n_characters": 3000}},
+        "optimizer": {"learning_rate": 1e-2},
+        "train": {"steps": 12, "batch_size": 4, "eval_interval": 6, "precision": "fp32"},
+        "log": {"interval": 1},
+    }
+    for name, section in sections.items():
+        base[name] = {**base[name], **section}
+    return Config.model_validate(base)
+
+
+def events(run, kind):
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record["event"] == kind]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    run = tmp_path_factory.mktemp("base") / "run"
+    Trainer(config(), run_dir=run, quiet=True).fit()
+    return run
+
+
+def test_a_fine_tuned_run_begins_where_the_model_ended(base, tmp_path):
+    run = tmp_path / "tuned"
+    asked = config(train={"steps": 4}, optimizer={"learning_rate": 1e-6})
+    Trainer(asked, run_dir=run, init_from=base, quiet=True).fit()
+    last = min(events(base, "eval"), key=lambda e: e["loss"])  # a run stands for its best
+    assert events(run, "eval")[0]["loss"] == pytest.approx(last["loss"], rel=1e-6)
+    ours, theirs = load_model(run).model.state_dict(), load_model(base).model.state_dict()
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-4)
+
+
+def test_the_model_it_began_with_can_stay_the_best(base, tmp_path):
+    asked = config(train={"steps": 2, "eval_interval": 1}, optimizer={"learning_rate": 1.0})
+    Trainer(asked, run_dir=tmp_path / "run", init_from=base, quiet=True).fit()
+    assert [e["best"] for e in events(tmp_path / "run", "eval")] == [True, False, False]
+    assert load_model(tmp_path / "run").step == 0
+
+
+def test_the_same_command_continues_and_another_is_refused(base, tmp_path):
+    run, whole = tmp_path / "run", tmp_path / "whole"
+
+    class StopEarly:
+        def on_step(self, trainer, step):
+            if step.step == 2:
+                trainer.stop("enough")
+
+    asked = config(optimizer={"learning_rate": 1e-3})
+    Trainer(asked, run_dir=run, init_from=base, hooks=[StopEarly()], quiet=True).fit()
+    Trainer(asked, run_dir=run, init_from=base, quiet=True).fit()
+    Trainer(asked, run_dir=whole, init_from=base, quiet=True).fit()
+    assert [e["loss"] for e in events(run, "train")] == [e["loss"] for e in events(whole, "train")]
+    with pytest.raises(ConfigError, match="began with the weights of"):
+        Trainer(asked, run_dir=run, quiet=True).fit()
+    with pytest.raises(ConfigError, match="began with random weights"):
+        Trainer(config(), run_dir=base, init_from=run, quiet=True).fit()
+    checkpoint = str(base / "checkpoints" / "step-00000012")
+    with pytest.raises(ConfigError, match="both say where the weights come from"):
+        Trainer(asked, run_dir=run, init_from=base, resume=checkpoint, quiet=True).fit()
+
+
+def test_another_architecture_is_refused_before_a_folder_exists(base, tmp_path):
+    asked = config(model={"n_layers": 2, "activation": "relu"})
+    with pytest.raises(ConfigError, match=r"n_layers: 1 there, 2 here.*activation: 'gelu' there"):
+        Trainer(asked, run_dir=tmp_path / "run", init_from=base, quiet=True).fit()
+    assert not (tmp_path / "run" / "config.toml").exists()
