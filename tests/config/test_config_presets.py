@@ -12,7 +12,21 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
 
 def test_the_presets_of_the_package():
-    assert {"quickstart", "shakespeare-char", "shakespeare-tutorial"} <= set(preset_names())
+    assert set(preset_names()) >= {
+        "gpt2-124m",
+        "gpt2-124m-budget",
+        "gpt2-1558m",
+        "gpt2-350m",
+        "gpt2-774m",
+        "gpt2-xl-hybrid",
+        "gpt3-175b",
+        "grammar",
+        "quickstart",
+        "shakespeare-char",
+        "shakespeare-tutorial",
+        "wikitext2-small",
+        "wikitext2-tutorial",
+    }
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -51,3 +65,98 @@ def test_shakespeare_char_is_the_recipe_to_use():
     )  # fmt: skip
     assert config.checkpoint.keep_best
     assert config.train.patience
+
+
+GPT2_SIZES = {
+    "gpt2-124m": (12, 12, 768, 6e-4),
+    "gpt2-350m": (24, 16, 1024, 3e-4),
+    "gpt2-774m": (36, 20, 1280, 2.5e-4),
+    "gpt2-1558m": (48, 25, 1600, 2e-4),
+}
+
+
+@pytest.mark.parametrize("name", GPT2_SIZES)
+def test_the_gpt2_presets_are_gpt2(name):
+    config = load_config(name)
+    model, optimizer, schedule = config.model, config.optimizer, config.schedule
+    assert (model.n_layers, model.n_heads, model.d_model, optimizer.learning_rate) == GPT2_SIZES[
+        name
+    ]
+    assert (model.vocab_size, model.vocab_multiple, model.context_length) == (50257, 128, 1024)
+    assert (model.activation, model.norm, model.norm_position) == ("gelu_tanh", "layernorm", "pre")
+    assert (model.positions, model.tied_head, model.head_bias) == ("learned", True, False)
+    assert (model.bias, model.qkv_bias, model.d_ff) == (True, True, None)
+    assert (model.init, model.init_std, model.residual_init_scale) == ("normal", 0.02, True)
+    assert (optimizer.name, optimizer.betas, optimizer.eps) == ("adamw", (0.9, 0.95), 1e-8)
+    assert (optimizer.weight_decay, optimizer.decay, optimizer.clip_norm) == (0.1, "matrices", 1)
+    assert (schedule.name, schedule.warmup_steps) == ("cosine", 715)
+    assert schedule.min_learning_rate == pytest.approx(optimizer.learning_rate / 10)
+    assert (config.train.tokens_per_step, config.data.tokenizer) == (2**19, "gpt2")
+
+
+def test_gpt2_124m_budget_is_the_sources_recipe():
+    config = load_config("gpt2-124m-budget")
+    small, model = load_config("gpt2-124m").model, config.model
+    assert model == small
+    assert (config.train.tokens_per_step, config.train.micro_batch_size) == (524_288, 4)
+    assert (config.train.steps, config.schedule.warmup_steps) == (50, 10)
+    assert (config.optimizer.learning_rate, config.schedule.min_learning_rate) == (6e-4, 6e-5)
+    assert (config.optimizer.betas, config.optimizer.eps) == ((0.9, 0.95), 1e-8)
+    assert (config.optimizer.weight_decay, config.optimizer.clip_norm) == (0.1, 1.0)
+    assert (config.data.order, config.log.interval) == ("sequential", 1)
+
+
+def test_wikitext2_tutorial_is_the_sources_recipe():
+    config = load_config("wikitext2-tutorial")
+    model, optimizer, schedule = config.model, config.optimizer, config.schedule
+    assert (model.n_layers, model.n_heads, model.d_model, model.d_ff) == (8, 16, 4096, 4096)
+    assert (model.vocab_size, model.context_length, model.dropout) == (28_782, 35, 0.2)
+    assert (model.norm_position, model.positions, model.activation) == (
+        "post", "sinusoidal", "relu",
+    )  # fmt: skip
+    assert (model.embedding_scale, model.init, model.tied_head) == (True, "uniform", False)
+    assert (model.head_bias, model.qkv_bias, model.bias) == (True, True, True)
+    assert (optimizer.name, optimizer.learning_rate, optimizer.clip_norm) == ("sgd", 5.0, 0.5)
+    assert (optimizer.momentum, optimizer.weight_decay) == (None, 0.0)
+    assert (schedule.name, schedule.gamma, schedule.decay_interval) == ("step", 0.95, 50)
+    assert (config.train.steps, config.train.batch_size) == (3 * 50, 20)
+    assert (config.data.corpus, config.data.tokenizer, config.data.order) == (
+        "wikitext-2", "word", "columns",
+    )  # fmt: skip
+
+
+def test_wikitext2_small_is_the_same_task_in_the_same_architecture():
+    small, large = load_config("wikitext2-small"), load_config("wikitext2-tutorial")
+    assert small.data == large.data
+    sizes = {"vocab_size", "n_layers", "n_heads", "d_model", "d_ff", "dropout", "attention_dropout"}
+    small_model, large_model = small.model.model_dump(), large.model.model_dump()
+    assert {key for key in small_model if small_model[key] != large_model[key]} <= sizes
+    assert small.train.batch_size == large.train.batch_size
+
+
+def test_gpt2_xl_hybrid_is_the_sources_recipe():
+    config = load_config("gpt2-xl-hybrid")
+    model, optimizer, train = config.model, config.optimizer, config.train
+    assert (model.n_layers, model.n_heads, model.d_model) == (48, 32, 1600)
+    assert (model.vocab_size, model.context_length, model.tied_head) == (50304, 1024, True)
+    assert (train.batch_size, train.micro_batch_size, train.epochs) == (192, 1, 60)
+    assert (train.precision, train.activation_checkpoint) == ("fp16", "full")
+    assert (optimizer.name, optimizer.learning_rate, optimizer.weight_decay) == (
+        "adamw", 1.5e-4, 1e-2,
+    )  # fmt: skip
+    assert (config.data.order, config.data.tokenizer, config.seed) == ("documents", "gpt2", 42)
+
+
+def test_gpt3_175b_is_the_papers():
+    config = load_config("gpt3-175b")
+    model, optimizer, schedule = config.model, config.optimizer, config.schedule
+    assert (model.n_layers, model.n_heads, model.d_model) == (96, 96, 12_288)
+    assert (model.vocab_size, model.context_length) == (50304, 2048)
+    assert (optimizer.learning_rate, optimizer.betas) == (0.6e-4, (0.9, 0.95))
+    assert (optimizer.weight_decay, optimizer.clip_norm) == (0.1, 1.0)
+    tokens = config.train.tokens_per_step
+    assert tokens == 1536 * 2048
+    assert schedule.warmup_steps == round(375e6 / tokens)
+    assert schedule.decay_steps == round(260e9 / tokens)
+    assert config.train.steps == round(300e9 / tokens)
+    assert schedule.min_learning_rate == pytest.approx(0.1 * optimizer.learning_rate)
