@@ -151,15 +151,16 @@ def make_optimizer(
     learning_rate: float = 1e-3,
     betas: tuple[float, float] = (0.9, 0.99),
     weight_decay: float = 0.1,
+    fused: bool | None = None,
 ) -> torch.optim.AdamW:
-    """Return AdamW that decays matrices only."""
+    """Return AdamW that decays matrices only; PyTorch chooses its form where `fused` is absent."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
 
 
 def cosine_learning_rate(

@@ -1,0 +1,168 @@
+"""The two sides of `train_gpu.py`: the step that the trainer runs, and a plain one.
+
+Both learn from the same random tokens, in batches keyed by step; nothing is downloaded. Loss and
+time of a step do not depend on what the tokens say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pentameter.data.batches import TrainingBatches
+from pentameter.data.dataset import TokenSplit
+from pentameter.keyed import bits, make_key
+from pentameter.optim.build import build_optimizer, set_learning_rate
+from pentameter.optim.clip import (
+    LossScale,
+    clip_gradients,
+    gradient_norm,
+    unscale_gradients,
+)
+from pentameter.optim.schedule import learning_rate
+from pentameter.parallel.assemble import AUTOCAST, assemble
+from pentameter.plan.plan import Plan
+from plain_gpt import PlainGPT, make_optimizer
+
+N_TOKENS = 2**22  # 8 MB: larger than a step, small enough to draw in a moment
+
+
+def random_batches(plan: Plan) -> TrainingBatches:
+    """The training batches of random tokens, uniform over the vocabulary."""
+    config = plan.config
+    assert config.model.vocab_size is not None
+    words = bits(make_key(config.seed, "benchmark"), np.arange(N_TOKENS, dtype=np.int32))
+    tokens = (words.view(np.uint32) % config.model.vocab_size).astype(np.uint16)
+    split = TokenSplit("train", tokens, n_bytes=N_TOKENS)  # an array reads like a TokenSequence
+    return TrainingBatches(
+        split,
+        config.data.order,
+        seed=config.seed,
+        batch_size=plan.batch_size,
+        context_length=config.model.context_length,
+    )
+
+
+class Ours:
+    """Steps as `train/trainer.py` makes them, from the batch to the zeroed gradients."""
+
+    def __init__(self, plan: Plan, device: torch.device, precision: str, *, compiled: bool) -> None:
+        self.plan, self.precision = plan, precision
+        self.stage = assemble(plan, device, precision, compiled=compiled)
+        self.optimizer = build_optimizer(
+            self.stage.named_parameters(), plan.table, plan.config.optimizer
+        )
+        self.loss_scale = LossScale()
+        self.batches = random_batches(plan)
+
+    @property
+    def n_parameters(self) -> int:
+        """Numbers in the model, padding included."""
+        return sum(p.numel() for p in self.stage.parameters())
+
+    def step(self, number: int) -> float:
+        """The mean loss of step `number` (0-based), after its update."""
+        stage, config = self.stage, self.plan.config
+        scaled = self.precision == "fp16"
+        scale = self.loss_scale.scale if scaled else 1.0
+        loss = stage.forward_backward(self.batches.batch(number), number, loss_scale=scale).mean
+        unscale_gradients(stage.parameters(), scale)
+        norm = gradient_norm(stage.parameters())
+        finite = math.isfinite(loss) and math.isfinite(norm.item())
+        if finite:
+            clip_gradients(stage.parameters(), norm, config.optimizer.clip_norm)
+            rate = learning_rate(number, config.optimizer, config.schedule)
+            set_learning_rate(self.optimizer, rate)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if scaled:
+            self.loss_scale.update(finite=finite)
+        return loss
+
+
+class Plain:
+    """What a good single-file trainer does: `torch.compile`, autocast, PyTorch's fused attention
+    with its own dropout, fused AdamW, the next micro-batch fetched while this one is computed, and
+    no word with the host until somebody asks for the loss.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device, precision: str, *, compiled: bool) -> None:
+        torch.manual_seed(plan.config.seed)
+        torch.set_float32_matmul_precision("high")
+        self.plan, self.device = plan, device
+        model, optimizer = plan.config.model, plan.config.optimizer
+        plain = PlainGPT(
+            plan.vocab_size_padded,
+            model.context_length,
+            model.n_layers,
+            model.n_heads,
+            model.d_model,
+            model.dropout,
+            model.attention_dropout,
+            bias=model.bias,
+        ).to(device)
+        plain.train()
+        self.parameters = list(plain.parameters())
+        self.model = torch.compile(plain) if compiled else plain
+        self.optimizer = make_optimizer(
+            plain,
+            learning_rate=optimizer.learning_rate,
+            betas=optimizer.betas,
+            weight_decay=optimizer.weight_decay,
+            fused=True,
+        )
+        self.autocast_dtype = AUTOCAST.get(precision)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+        self.batches = random_batches(plan)
+        self.fetched = self._fetch(0)
+
+    @property
+    def n_parameters(self) -> int:
+        """Numbers in the model, padding included."""
+        return sum(p.numel() for p in self.parameters)
+
+    def step(self, number: int) -> Tensor:
+        """The mean loss of step `number`, 0-dimensional and on the device, after its update.
+
+        Steps follow each other: the batch of the next one is fetched during this one.
+        """
+        n_micro = self.plan.n_micro_batches
+        total = torch.zeros((), device=self.device)
+        for micro in range(n_micro):
+            with self._autocast():
+                _logits, loss = self.model(*self.fetched)
+            self.fetched = self._fetch(number * n_micro + micro + 1)
+            self.scaler.scale(loss / n_micro).backward()
+            total += loss.detach() / n_micro
+        clip_norm = self.plan.config.optimizer.clip_norm
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.parameters, clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total
+
+    def _fetch(self, micro_batch: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (B, T) of a micro-batch, counted from the first step's first one."""
+        step, micro = divmod(micro_batch, self.plan.n_micro_batches)
+        size = self.plan.micro_batch_size
+        batch = self.batches.batch(step, np.arange(micro * size, (micro + 1) * size))
+        inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
+        if self.device.type == "cuda":
+            return (
+                inputs.pin_memory().to(self.device, non_blocking=True),
+                targets.pin_memory().to(self.device, non_blocking=True),
+            )
+        return inputs.to(self.device), targets.to(self.device)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        if self.autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.autocast_dtype)
+
+
+SIDES = {"plain": Plain, "ours": Ours}
