@@ -89,6 +89,18 @@ def test_fused_equals_plain_in_fp64(variant):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_large_vocabularys_loss_comes_by_chunks(monkeypatch, variant):
+    config = ModelConfig(**{**BASE, **VARIANTS[variant]})
+    monkeypatch.setattr("pentameter.model.chunked_loss.MAX_LOGITS", 7 * 16)
+    (plain_loss, plain), (loss, fused) = losses_and_gradients(config, torch.float64)
+    assert loss == pytest.approx(plain_loss, rel=1e-13)
+    for name, gradient in plain.items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(fused[name], gradient, rtol=1e-10, atol=1e-12 * scale, msg=name)
+
+
+@pytest.mark.slow
 def test_many_shapes_in_one_process():
     """PyTorch gives up on a function after eight recompilations; a sweep has more than that."""
     from pentameter.model.fused import kernels

@@ -6,15 +6,17 @@ import numpy as np
 import pytest
 import torch
 
+from pentameter.checkpoint.state import model_state
 from pentameter.config.schema import Config
 from pentameter.data.batches import Batch
+from pentameter.optim.clip import unscale_gradients
 from pentameter.parallel.assemble import LossSum, assemble
 from pentameter.plan.plan import make_plan
 
 CPU = torch.device("cpu")
 
 
-def plan_for(micro_batch_size, **model):
+def plan_for(micro_batch_size, *, recompute=None, **model):
     config = Config.model_validate(
         {
             "model": {
@@ -28,7 +30,12 @@ def plan_for(micro_batch_size, **model):
                 **model,
             },
             "data": {"corpus": "grammar"},
-            "train": {"steps": 10, "batch_size": 12, "micro_batch_size": micro_batch_size},
+            "train": {
+                "steps": 10,
+                "batch_size": 12,
+                "micro_batch_size": micro_batch_size,
+                "activation_checkpoint": recompute,
+            },
         }
     )
     return make_plan(config)
@@ -44,20 +51,52 @@ def padded_batch(rows=12, context=8, vocabulary=11):
     return Batch(inputs, targets, np.arange(rows))
 
 
-def gradients(micro_batch_size, *, loss_scale=1.0):
-    stage = assemble(plan_for(micro_batch_size), CPU, "fp64", compiled=False)
+def gradients(micro_batch_size, *, loss_scale=1.0, **settings):
+    stage = assemble(plan_for(micro_batch_size, **settings), CPU, "fp64", compiled=False)
     loss = stage.forward_backward(padded_batch(), 3, loss_scale=loss_scale)
     return loss, {name: p.grad for name, p in stage.named_parameters()}
 
 
-def test_accumulation_equals_the_large_batch_to_float64_rounding():
-    whole_loss, whole = gradients(12)
-    for micro_batch_size in (1, 4, 6):
-        loss, parts = gradients(micro_batch_size)
+@pytest.fixture
+def chunks(monkeypatch):
+    """Calling it makes every loss one of chunks, of five rows of the vocabulary padded to 16."""
+    return lambda: monkeypatch.setattr("pentameter.model.chunked_loss.MAX_LOGITS", 5 * 16)
+
+
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_accumulation_equals_the_large_batch_to_float64_rounding(chunks, tied, chunked, recompute):
+    model = {"tied_head": tied, "head_bias": True, "vocab_multiple": 8}
+    whole_loss, whole = gradients(12, **model)
+    if chunked:
+        chunks()
+    for micro_batch_size in (1, 4, 6, 12):
+        loss, parts = gradients(micro_batch_size, recompute=recompute, **model)
         assert loss.n_targets == whole_loss.n_targets
         assert loss.mean == pytest.approx(whole_loss.mean, rel=1e-14)
         for name, gradient in whole.items():
             torch.testing.assert_close(parts[name], gradient, rtol=1e-11, atol=1e-15)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_that_only_pad_the_vocabulary_learn_nothing_and_decide_nothing(chunks, tied, chunked):
+    """Neither gradient nor weight decay of theirs is ever seen in a loss."""
+    if chunked:
+        chunks()
+    stage = assemble(plan_for(4, vocab_multiple=8, tied_head=tied), CPU, "fp64", compiled=False)
+    names = ["token_embedding.weight"] if tied else ["token_embedding.weight", "head.weight"]
+    rows = [stage.model.get_parameter(name) for name in names]
+    loss = stage.forward_backward(padded_batch(), 3)
+    evaluated = stage.evaluate(padded_batch())
+    for row in rows:
+        assert row.shape[0] == 16
+        assert torch.count_nonzero(row.grad[11:]) == 0
+        with torch.no_grad():
+            row[11:] = 1e3  # far more than any decay would do
+    assert stage.forward_backward(padded_batch(), 3) == loss
+    assert stage.evaluate(padded_batch()) == evaluated
 
 
 def test_the_loss_scale_multiplies_gradients_and_not_the_loss():
@@ -85,6 +124,29 @@ def test_evaluation_drops_nothing_and_leaves_no_gradient():
     assert all(p.grad is None for p in stage.parameters())
 
 
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_evaluation_by_chunks_is_the_same_number(chunks, precision):
+    stage = assemble(plan_for(12, head_bias=True), CPU, precision, compiled=False)
+    whole = stage.evaluate(padded_batch())
+    chunks()
+    parts = stage.evaluate(padded_batch())
+    # bf16: the bias is added to products in fp32 instead of in bf16 (where it is 0 here).
+    assert parts.mean == pytest.approx(whole.mean, rel=1e-14 if precision == "fp64" else 1e-6)
+
+
+def test_fp16_scaled_gradients_come_near_fp32_over_micro_batches():
+    answers = {}
+    for precision, scale in (("fp32", 1.0), ("fp16", 2.0**10)):
+        stage = assemble(plan_for(4), CPU, precision, compiled=False)
+        stage.forward_backward(padded_batch(), 0, loss_scale=scale)
+        unscale_gradients(stage.parameters(), scale)
+        answers[precision] = {name: p.grad for name, p in stage.named_parameters()}
+    for name, expected in answers["fp32"].items():
+        # fp16 keeps 11 bits; a gradient passes through some ten products of 16 terms.
+        error = (answers["fp16"][name] - expected).norm() / expected.norm()
+        assert error < 10 * 2**-10, name
+
+
 def test_bf16_comes_near_fp32():
     losses = {
         precision: assemble(plan_for(12), CPU, precision, compiled=False)
@@ -109,13 +171,26 @@ def test_loss_sums_add_by_tokens():
 
 
 @pytest.mark.slow
-def test_compiled_equals_eager():
-    eager = assemble(plan_for(12), CPU, "fp32", compiled=False)
-    compiled = assemble(plan_for(12), CPU, "fp32", compiled=True)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"norm_position": "post", "bias": True},
+        {"recompute": "full"},
+        {"recompute": "selective", "attention_dropout": 0.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("chunked", [False, True])
+def test_compiled_equals_eager(chunks, settings, chunked):
+    if chunked:
+        chunks()
+    eager = assemble(plan_for(6, **settings), CPU, "fp64", compiled=False)
+    compiled = assemble(plan_for(6, **settings), CPU, "fp64", compiled=True)
     losses = [stage.forward_backward(padded_batch(), 5).mean for stage in (eager, compiled)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-13)
     for (name, p), q in zip(eager.named_parameters(), compiled.parameters(), strict=True):
-        torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-6, msg=name)
-    assert [name for name, _ in compiled.named_parameters()] == [
-        name for name, _ in eager.named_parameters()
-    ]
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-10, atol=1e-15, msg=name)
+    table = {spec.name for spec in eager.plan.table}
+    assert {name for name, _ in compiled.named_parameters()} == table
+    assert set(model_state(compiled.model)) == table  # no prefix of a wrapper

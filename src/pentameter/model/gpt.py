@@ -89,6 +89,16 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Return logits (B, T, V) from the last layers, else the residual stream (B, T, D).
 
+        The arguments are `hidden_states`'.
+        """
+        x = self.hidden_states(x, dropout_keys=dropout_keys, cache=cache)
+        return self.logits(x) if self.is_last else x
+
+    def hidden_states(
+        self, x: Tensor, *, dropout_keys: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        """Return what the head reads, the final norm included, or the residual stream (B, T, D).
+
         x is tokens, int64 (B, T), where the slice begins at layer 0, else (B, T, D). Dropout acts
         in training when `dropout_keys` (B, n_sites, 2) are given. With a `cache`, x continues
         what the cache holds, and is appended to it.
@@ -106,7 +116,9 @@ class GPT(nn.Module):
             x = block(x, dropout_keys, cache)
         if cache is not None:
             cache.advance(n_new)
-        return self.logits(x) if self.is_last else x
+        if self.is_last and self.config.norm_position == "pre":
+            x = self.final_norm(x)
+        return x
 
     def embed(self, tokens: Tensor, first_position: int) -> Tensor:
         """Return what the first block sees, (B, T, D), of tokens (B, T) from a position on."""
@@ -121,12 +133,18 @@ class GPT(nn.Module):
         return x + sinusoidal_positions(positions, self.config.d_model, x.dtype)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return logits (B, T, V) of the last block's output (B, T, D)."""
-        if self.config.norm_position == "pre":
-            x = self.final_norm(x)
+        """Return logits (B, T, V) of hidden states (B, T, D)."""
         if self.config.tied_head:
             return self.head(x, self.token_embedding.weight)
         return self.head(x)
+
+    def head_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """Return the head's weight (V, D), the embedding's where it is tied, and bias (V,)."""
+        weight = (self.token_embedding if self.config.tied_head else self.head).weight
+        bias = self.head.bias
+        assert isinstance(weight, Tensor)
+        assert bias is None or isinstance(bias, Tensor)
+        return weight, bias
 
     def _check_context(
         self, n_past: int, n_new: int, dropout_keys: Tensor | None, cache: KVCache | None

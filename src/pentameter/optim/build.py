@@ -11,9 +11,38 @@ from torch.nn import Parameter
 from pentameter.config.schema import OptimizerConfig
 from pentameter.plan.table import ParameterSpec
 
+NamedParameters = Iterable[tuple[str, Parameter]]
+MUON_MOMENTUM = 0.95
+"""Muon's momentum where the configuration leaves it out (Jordan et al. 2024)."""
+
+
+class JointOptimizer:
+    """Several torch optimizers, each with parameters of its own, stepping as one."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all parts; writing to one writes to its optimizer."""
+        return [group for part in self.parts for group in part.param_groups]
+
+    def step(self) -> None:
+        """Update every parameter from its gradient."""
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of every parameter."""
+        for part in self.parts:
+            part.zero_grad(set_to_none=set_to_none)
+
+
+AnyOptimizer = torch.optim.Optimizer | JointOptimizer
+
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, Parameter]],
+    named_parameters: NamedParameters,
     table: Sequence[ParameterSpec],
     config: OptimizerConfig,
 ) -> list[dict[str, Any]]:
@@ -35,25 +64,47 @@ def parameter_groups(
 
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, Parameter]],
+    named_parameters: NamedParameters,
     table: Sequence[ParameterSpec],
     config: OptimizerConfig,
-) -> torch.optim.Optimizer:
-    """AdamW or SGD over the table's groups; fused, one kernel for all parameters, where it exists.
+) -> AnyOptimizer:
+    """The configuration's update rule over the table's groups; fused, one kernel for all
+    parameters, where torch has that.
 
     The learning rate here is a placeholder: `set_learning_rate` writes the schedule's each step.
     """
-    groups = parameter_groups(named_parameters, table, config)
+    named = list(named_parameters)
+    if config.name != "muon":
+        return _one_rule(named, table, config)
+    in_block = {spec.name for spec in table if spec.is_block_matrix}
+    muon = torch.optim.Muon(
+        parameter_groups([(n, p) for n, p in named if n in in_block], table, config),
+        lr=config.learning_rate,
+        momentum=MUON_MOMENTUM if config.momentum is None else config.momentum,
+        # Updates as large as AdamW's, 0.2 · √max(rows, columns) (Liu et al. 2025, "Muon is
+        # scalable for LLM training"), so that one learning rate and one decay serve both.
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return JointOptimizer(
+        muon, _one_rule([(n, p) for n, p in named if n not in in_block], table, config)
+    )
+
+
+def _one_rule(
+    named: NamedParameters, table: Sequence[ParameterSpec], config: OptimizerConfig
+) -> torch.optim.Optimizer:
+    """SGD, Adam or AdamW, which is also what Muon leaves its remainder to."""
+    groups = parameter_groups(named, table, config)
     devices = {p.device.type for group in groups for p in group["params"]}
     fused = devices <= {"cpu", "cuda", "mps"}
-    if config.name == "adamw":
-        return torch.optim.AdamW(
-            groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused
-        )
-    return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=fused)
+    if config.name == "sgd":
+        momentum = config.momentum or 0.0
+        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=momentum, fused=fused)
+    rule = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
+    return rule(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_learning_rate(optimizer: AnyOptimizer, rate: float) -> None:
     """Use `rate` from the next step on."""
     for group in optimizer.param_groups:
         group["lr"] = rate

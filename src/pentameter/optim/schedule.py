@@ -16,17 +16,31 @@ def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfi
     - `constant` stays;
     - `cosine` falls along half a cosine to `min_learning_rate`, reached at `decay_steps`
       (Loshchilov & Hutter 2017, one cycle), and stays there;
+    - `linear` falls in a straight line to the same end;
+    - `wsd` (warm-up, stable, decay: Hu et al. 2024, "MiniCPM", section 4) stays, and falls in a
+      straight line over the last `cooldown_steps` of `decay_steps`;
     - `step` multiplies by `gamma` every `decay_interval` steps, counted from step 0.
     """
-    peak = optimizer.learning_rate
+    peak, low = optimizer.learning_rate, schedule.min_learning_rate
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps
     if schedule.name == "constant":
         return peak
     if schedule.name == "step":
+        assert schedule.decay_interval is not None  # the plan resolved it
         return peak * schedule.gamma ** (step // schedule.decay_interval)
+    if schedule.name == "cosine":
+        return low + 0.5 * (1 + math.cos(math.pi * _progress(step, schedule))) * (peak - low)
+    progress = _progress(step, schedule)
+    return (1 - progress) * peak + progress * low  # both ends exactly
+
+
+def _progress(step: int, schedule: ScheduleConfig) -> float:
+    """How far `step` is into the decay: 0 up to its beginning, 1 from `decay_steps` on."""
     assert schedule.decay_steps is not None  # the plan resolved it
-    span = max(1, schedule.decay_steps - schedule.warmup_steps)
-    progress = min(1.0, (step - schedule.warmup_steps) / span)
-    low = schedule.min_learning_rate
-    return low + 0.5 * (1 + math.cos(math.pi * progress)) * (peak - low)
+    first = schedule.warmup_steps
+    if schedule.name == "wsd":
+        assert schedule.cooldown_steps is not None  # the plan resolved it
+        first = max(first, schedule.decay_steps - schedule.cooldown_steps)
+    span = max(1, schedule.decay_steps - first)
+    return min(1.0, max(0, step - first) / span)

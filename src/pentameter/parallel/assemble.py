@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from types import MethodType
 
 import numpy as np
 import torch
@@ -17,8 +19,19 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pentameter.data.batches import Batch
-from pentameter.model import GPT, build_model, dropout_keys, loss_sum
-from pentameter.model.fused import can_fuse, fused_loss_sum
+from pentameter.model import (
+    GPT,
+    build_model,
+    chunked_loss_sum,
+    dropout_keys,
+    exceeds_chunk,
+    loss_sum,
+    row_loss,
+)
+from pentameter.model.chunked_loss import RowLoss
+from pentameter.model.fused import fused_loss_sum, kernel, with_own_code
+from pentameter.parallel.engine import fused_obstacle
+from pentameter.parallel.recompute import recompute_activations
 from pentameter.plan.plan import Plan
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -40,6 +53,19 @@ class LossSum:
         return LossSum(self.total + other.total, self.n_targets + other.n_targets)
 
 
+Loss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Of tokens (B, T), targets (B, T) and dropout keys: the summed loss."""
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """The pieces of a forward pass, plain or compiled."""
+
+    loss_of_logits: Loss
+    hidden_states: Callable[..., Tensor]
+    row_loss: RowLoss
+
+
 class Stage:
     """This process's part of the model and how to run a batch through it.
 
@@ -55,11 +81,17 @@ class Stage:
         self.precision = precision
         assert model.config.vocab_size is not None  # the plan resolved it
         self._vocab_size = model.config.vocab_size
-        self._training_loss: Callable[[Tensor, Tensor, Tensor | None], Tensor] = self._loss
-        if compiled and device.type == "cpu" and can_fuse(model.config):
+        plain = _Forward(self._loss_of_logits, model.hidden_states, row_loss)
+        self._evaluation_loss: Loss = partial(self._loss, plain)
+        self._training_loss: Loss = self._evaluation_loss
+        if compiled and device.type == "cpu" and fused_obstacle(plan.config) is None:
             self._training_loss = self._fused_loss
         elif compiled:
-            self._training_loss = torch.compile(self._loss, dynamic=False)
+            whole = _compiled(Stage._loss_of_logits, self)
+            hidden = _compiled(GPT.hidden_states, model)
+            # On a CPU the compiled form is no faster, and holds a third more.
+            per_chunk = row_loss if device.type == "cpu" else kernel(row_loss)
+            self._training_loss = partial(self._loss, _Forward(whole, hidden, per_chunk))
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Parameters by the names of the parameter table."""
@@ -90,7 +122,7 @@ class Stage:
     def evaluate(self, batch: Batch) -> LossSum:
         """The loss of a batch without dropout and without gradients."""
         self.model.eval()
-        loss = self._loss(*self._to_device(batch), None)
+        loss = self._evaluation_loss(*self._to_device(batch), None)
         return LossSum(loss.item(), batch.n_targets)
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
@@ -100,7 +132,18 @@ class Stage:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype)
 
-    def _loss(self, tokens: Tensor, targets: Tensor, keys: Tensor | None) -> Tensor:
+    def _loss(
+        self, forward: _Forward, tokens: Tensor, targets: Tensor, keys: Tensor | None
+    ) -> Tensor:
+        """The summed loss; where the logits would be many, without ever holding them all."""
+        weight, bias = self.model.head_parameters()
+        if not exceeds_chunk(tokens.numel(), len(weight)):
+            return forward.loss_of_logits(tokens, targets, keys)
+        with self.autocast():
+            x = forward.hidden_states(tokens, dropout_keys=keys)
+            return chunked_loss_sum(x, weight, bias, targets, self._vocab_size, forward.row_loss)
+
+    def _loss_of_logits(self, tokens: Tensor, targets: Tensor, keys: Tensor | None) -> Tensor:
         with self.autocast():
             logits = self.model(tokens, dropout_keys=keys)
             return loss_sum(logits, targets, self._vocab_size)
@@ -122,11 +165,20 @@ class Stage:
         return dropout_keys(model, self.plan.config.seed, step, rows).to(self.device)
 
 
+def _compiled(method: Callable[..., Tensor], owner: object) -> Callable[..., Tensor]:
+    return torch.compile(MethodType(with_own_code(method), owner), dynamic=False)
+
+
 def assemble(plan: Plan, device: torch.device, precision: str, *, compiled: bool) -> Stage:
     """The Stage of `plan` on `device`, its weights drawn from the configuration's seed."""
     dtype = torch.float64 if precision == "fp64" else torch.float32
     model = build_model(plan.config.model, plan.config.seed, device=device, dtype=dtype)
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    train = plan.config.train
+    torch.set_float32_matmul_precision(
+        train.matmul_precision or ("high" if precision == "tf32" else "highest")
+    )
+    if train.activation_checkpoint is not None:
+        recompute_activations(model, train.activation_checkpoint)
     return Stage(model, plan, device, precision, compiled=compiled)
 
 

@@ -28,23 +28,35 @@ ROWS_PER_SUM = 64
 PADDING = 64  # elements: one or two lines of a cache
 
 
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with a copy of its code, to be compiled.
+
+    PyTorch counts recompilations per code object and gives up after eight: a process may train
+    several models.
+    """
+    own = FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        argdefs=function.__defaults__,
+        closure=function.__closure__,
+    )
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
+
+
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, compiled at its first call for each kind of arguments.
 
-    Each kind (shapes, types, numbers) gets a copy of the function's code, because PyTorch counts
-    recompilations per code object and gives up after eight: a process may train several models.
-    Importing this file compiles nothing.
+    Each kind (shapes, types, numbers) gets code of its own. Importing this file compiles nothing.
     """
 
     @functools.cache
     def compiled(kind: Hashable) -> Callable[..., Any]:
-        own = FunctionType(
-            function.__code__.replace(), function.__globals__, closure=function.__closure__
-        )
         # Fused multiply-add: a tenth faster here, and rounds less.
         options: dict[str, str | int | bool | Callable[..., Any]] = {
             "cpp.enable_floating_point_contract_flag": "fast"
         }
+        own = with_own_code(function)
         return torch.compile(own, fullgraph=True, dynamic=False, options=options)
 
     @functools.wraps(function)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pentameter.config.schema import ModelConfig
+from pentameter.model.chunked_loss import chunked_loss_sum, exceeds_chunk
 from pentameter.model.dropout import KeyedDropout
 from pentameter.model.fused import amx
 from pentameter.model.fused.functions import (
@@ -23,7 +24,7 @@ from pentameter.model.fused.functions import (
     Norm,
     Product,
 )
-from pentameter.model.fused.kernels import kernel
+from pentameter.model.fused.kernels import kernel, precise
 from pentameter.model.gpt import GPT, Block
 from pentameter.model.loss import loss_sum
 
@@ -77,10 +78,13 @@ def fused_loss_sum(
         )
         x, h = _add_norm(x, y, mlp.down.bias, mlp.dropout, sites, dropping, centred)
 
-    head = model.token_embedding if config.tied_head else model.head
-    head_weight = head.get_parameter("weight")
-    logits = Product.apply(h, head_weight, model.final_norm.weight)
-    bias = _folded_bias(head_weight, getattr(model.head, "bias", None), model.final_norm)
+    weight, bias = model.head_parameters()
+    assert config.vocab_size is not None  # a GPT has one
+    if exceeds_chunk(targets.numel(), len(weight)):
+        x = _scaled(h, model.final_norm)
+        return chunked_loss_sum(x, weight, bias, targets, config.vocab_size)
+    logits = Product.apply(h, weight, model.final_norm.weight)
+    bias = _folded_bias(weight, bias, model.final_norm)
     return _biased_loss_sum(logits, bias, targets, config.vocab_size)
 
 
@@ -89,6 +93,13 @@ def _biased_loss_sum(
     logits: Tensor, bias: Tensor | None, targets: Tensor, vocab_size: int
 ) -> Tensor:
     return loss_sum(logits if bias is None else logits + bias, targets, vocab_size)
+
+
+def _scaled(h: Tensor, norm: nn.Module) -> Tensor:
+    """h (B, T, D), normalised by `norm`, times its weight and with its bias, in h's dtype."""
+    bias = getattr(norm, "bias", None)
+    y = precise(h) * norm.get_parameter("weight")
+    return (y if bias is None else y + bias).to(h.dtype)
 
 
 def _folded_bias(weight: Tensor, bias: Tensor | None, norm: nn.Module) -> Tensor | None:

@@ -1,0 +1,151 @@
+"""The head and the cross-entropy together, some rows at a time, for large vocabularies.
+
+The fp32 logits of 4 × 1024 tokens over GPT-2's vocabulary are 0.8 GB, their gradient as much
+again. Here neither exists as a whole: a chunk's logits become their own gradient in place, and
+what is kept is only what the head's inputs need, so no product is computed twice.
+
+Shapes: N rows (B · T), R rows of a chunk, D d_model, V padded vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from pentameter.model.loss import IGNORED_TARGET
+
+MAX_LOGITS = 2**26
+"""Logits held at once. Fewer than that in all are left to `loss_sum`, which `torch.compile` joins
+with the model; smaller chunks are slower, as each adds V · D numbers to the weight's gradient."""
+
+RowLoss = Callable[[Tensor, Tensor | None, Tensor, int, bool], Tensor]
+"""`row_loss` or a compiled form of it."""
+
+
+def row_loss(
+    logits: Tensor, bias: Tensor | None, targets: Tensor, vocab_size: int, differentiate: bool
+) -> Tensor:
+    """Return the summed cross-entropy of `logits` + `bias`, and turn `logits` (R, V) in place into
+    the gradient of that sum (into nothing useful without `differentiate`).
+
+    The gradient of a row is softmax - onehot, of order one, so that fp16 holds it without a loss
+    scale: what rounds to zero, below 2^-25, is 0.0015 of a row at most for GPT-2's vocabulary.
+    Sums and exponentials are fp32, or fp64 for fp64 logits. `targets` is (R,), -1 where none
+    counts.
+    """
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    seen = logits[:, :vocab_size].to(precise)  # a view of an fp32 tensor: changed in place
+    if bias is not None:
+        seen = seen.add_(bias[:vocab_size])
+    seen = seen.sub_(seen.amax(1, keepdim=True))
+    counted = (targets != IGNORED_TARGET)[:, None].to(precise)  # (R, 1)
+    place = targets.clamp(min=0)[:, None]
+    scores = seen.gather(1, place)
+    seen = seen.exp_()
+    total = seen.sum(1, keepdim=True)
+    if differentiate:
+        seen = seen.mul_(counted / total).scatter_add_(1, place, -counted)
+        if logits.dtype != precise:
+            logits[:, :vocab_size] = seen
+        logits[:, vocab_size:] = 0
+    return ((total.log() - scores) * counted).sum()
+
+
+class ChunkedLoss(Function):
+    """Σ cross-entropy of x (N, D) · weightᵀ (V, D) + bias (V,), whose gradients are computed on
+    the way forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        vocab_size: int,
+        kernel: RowLoss,
+    ) -> Tensor:
+        """0-dimensional; products in x's dtype, sums over chunks in the weight's."""
+        with torch.autocast(x.device.type, enabled=False):
+            low = weight.to(x.dtype)
+            g_x, g_weight = torch.empty_like(x), torch.zeros_like(weight)
+            g_bias = None if bias is None else torch.zeros_like(bias)
+            losses = []
+            for rows in _chunks(len(x), len(weight)):
+                g = x[rows] @ low.t()  # logits, and after the next line their gradient
+                losses.append(kernel(g, bias, targets[rows], vocab_size, True))
+                torch.mm(g, low, out=g_x[rows])
+                _add_product(g_weight, g, x[rows])
+                if g_bias is not None:
+                    g_bias.add_(g.sum(0, dtype=g_bias.dtype))
+        ctx.save_for_backward(g_x, g_weight, g_bias)
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients, times that of the loss: in place, since they are needed once."""
+        given = (None if kept is None else kept.mul_(g) for kept in ctx.saved_tensors)
+        return *given, None, None, None
+
+
+def chunked_loss_sum(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    vocab_size: int,
+    kernel: RowLoss = row_loss,
+) -> Tensor:
+    """Return what `loss_sum` returns for the logits of a head, without ever holding them all.
+
+    Args:
+        x: the head's input (…, D); under autocast products are in its dtype.
+        weight: (V, D). Rows from `vocab_size` on only pad: no probability, no gradient.
+        bias: (V,) or None.
+        targets: int64 (…), -1 where none counts.
+        vocab_size: tokens that exist.
+        kernel: `row_loss`, or a compiled form of it.
+    """
+    x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if torch.is_grad_enabled():
+        return ChunkedLoss.apply(x, weight, bias, targets, vocab_size, kernel)
+    with torch.autocast(x.device.type, enabled=False):
+        low = weight.to(x.dtype)
+        losses = [
+            kernel(x[rows] @ low.t(), bias, targets[rows], vocab_size, False)
+            for rows in _chunks(len(x), len(weight))
+        ]
+    return torch.stack(losses).sum()
+
+
+def exceeds_chunk(n_rows: int, width: int) -> bool:
+    """Whether that many logits are worth `chunked_loss_sum`."""
+    return n_rows * width > MAX_LOGITS
+
+
+def _chunks(n_rows: int, width: int) -> list[slice]:
+    """Rows in the fewest chunks of MAX_LOGITS numbers (or one row), and as even as that allows:
+    one shape, or two, for what compiles the kernel."""
+    n_chunks = -(-n_rows // max(1, MAX_LOGITS // width))
+    size = -(-n_rows // max(1, n_chunks))
+    return [slice(start, min(start + size, n_rows)) for start in range(0, n_rows, max(1, size))]
+
+
+def _add_product(total: Tensor, g: Tensor, x: Tensor) -> None:
+    """Add gᵀ · x, of g (R, V) and x (R, D), to `total` (V, D)."""
+    if total.dtype == x.dtype:
+        total.addmm_(g.t(), x)
+    elif x.dtype != torch.float16:
+        total.add_(g.t() @ x)
+    else:
+        # A token in every row sums R entries of x: beyond 65,504, and no loss scale would help.
+        scale = 2.0 ** -(len(x) // 256).bit_length()
+        total.add_(g.t() @ (x * scale), alpha=1 / scale)

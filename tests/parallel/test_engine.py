@@ -1,0 +1,76 @@
+"""What the engine says it does is what the Stage does."""
+
+import pytest
+import torch
+
+from pentameter.config.schema import Config
+from pentameter.parallel import engine
+from pentameter.parallel.assemble import assemble
+from pentameter.parallel.engine import choose_engine, fused_obstacle
+from pentameter.plan.plan import make_plan
+
+
+def plan(*, checkpoint=None, **model):
+    base = {"vocab_size": 11, "context_length": 8, "n_layers": 1, "n_heads": 1, "d_model": 32}
+    train = {"steps": 2, "batch_size": 2, "device": "cpu", "precision": "bf16"}
+    return make_plan(
+        Config.model_validate(
+            {
+                "model": base | model,
+                "data": {"corpus": "grammar"},
+                "train": {**train, "compile": True, "activation_checkpoint": checkpoint},
+            }
+        )
+    )
+
+
+@pytest.fixture
+def a_machine_with_amx(monkeypatch):
+    monkeypatch.setattr(engine, "tune_allocator", lambda: False)
+    monkeypatch.setattr(engine, "choose_compile", lambda *_, **__: (True, "asked for"))
+    monkeypatch.setattr(engine, "product_ceiling", lambda *_: 1e12)
+    monkeypatch.setattr(engine, "load_amx", lambda _: None)
+    monkeypatch.setattr("pentameter.model.fused.amx._loaded", [object()])
+
+
+def test_amx_kernels_serve_the_fused_step(a_machine_with_amx):
+    chosen = choose_engine(plan())
+    assert chosen.amx_kernels
+    assert chosen.compile_reason == "asked for; with AMX kernels"
+    assert fused_obstacle(plan().config) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"norm_position": "post"}, "does not know norms after the residual sum"),
+        ({"checkpoint": "full"}, "does not know activation checkpointing"),
+        ({"n_heads": 2}, "multiple of 32, not 16"),
+    ],
+)
+def test_amx_kernels_are_not_claimed_where_they_do_not_serve(a_machine_with_amx, settings, reason):
+    chosen = choose_engine(plan(**settings))
+    assert not chosen.amx_kernels
+    assert reason in chosen.compile_reason
+    assert chosen.environment()["amx_kernels"] is False
+
+
+@pytest.mark.parametrize(
+    ("setting", "precision", "expected"),
+    [
+        (None, "fp32", "highest"),
+        (None, "tf32", "high"),
+        ("medium", "fp32", "medium"),
+        ("highest", "tf32", "highest"),
+    ],
+)
+def test_matmul_precision(setting, precision, expected):
+    before = torch.get_float32_matmul_precision()
+    try:
+        whole = plan()
+        train = whole.config.train.model_copy(update={"matmul_precision": setting})
+        config = whole.config.model_copy(update={"train": train})
+        assemble(make_plan(config), torch.device("cpu"), precision, compiled=False)
+        assert torch.get_float32_matmul_precision() == expected
+    finally:
+        torch.set_float32_matmul_precision(before)
