@@ -4,7 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pentameter.model import chunked_loss, chunked_loss_sum, loss_sum, row_loss
+from pentameter.model import (
+    chunked_loss,
+    chunked_loss_sum,
+    elementwise_row_loss,
+    loss_sum,
+    row_loss,
+)
 
 VOCAB_SIZE, PADDED, WIDTH = 13, 16, 6
 
@@ -42,6 +48,20 @@ def test_it_is_the_plain_loss_in_fp64(monkeypatch, bias, max_logits):
         assert chunked_loss_sum(x, weight, b, targets, VOCAB_SIZE).item() == loss.item()
     for ours, gradient in zip(gradients(loss * 0.7, x, weight, b), theirs, strict=True):
         torch.testing.assert_close(ours, gradient, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("differentiate", [True, False])
+def test_the_form_to_compile_is_the_same(bias, differentiate):
+    x, weight, b, targets = inputs(bias=bias)
+    forms = {}
+    for form in (row_loss, elementwise_row_loss):
+        with torch.no_grad():
+            logits = x.reshape(-1, WIDTH) @ weight.t()
+            loss = form(logits, b, targets.reshape(-1), VOCAB_SIZE, differentiate)
+        forms[form] = (loss, logits) if differentiate else (loss,)
+    for one, other in zip(*forms.values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-15)
 
 
 def test_padded_rows_of_the_head_get_no_gradient():

@@ -1,7 +1,12 @@
 """The GPT: plain, sliceable by layers, with keyed initial weights and keyed dropout."""
 
 from pentameter.model.cache import KVCache
-from pentameter.model.chunked_loss import chunked_loss_sum, exceeds_chunk, row_loss
+from pentameter.model.chunked_loss import (
+    chunked_loss_sum,
+    elementwise_row_loss,
+    exceeds_chunk,
+    row_loss,
+)
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import GPT, build_model
 from pentameter.model.initial import initial_values, initialize
@@ -13,6 +18,7 @@ __all__ = [
     "build_model",
     "chunked_loss_sum",
     "dropout_keys",
+    "elementwise_row_loss",
     "exceeds_chunk",
     "initial_values",
     "initialize",

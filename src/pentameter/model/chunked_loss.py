@@ -22,9 +22,11 @@ from pentameter.model.loss import IGNORED_TARGET
 MAX_LOGITS = 2**26
 """Logits held at once. Fewer than that in all are left to `loss_sum`, which `torch.compile` joins
 with the model; smaller chunks are slower, as each adds V · D numbers to the weight's gradient."""
+TILE_ROWS = 128
+"""Chunks are a multiple of this where that leaves them below the bound: a tile of a product."""
 
 RowLoss = Callable[[Tensor, Tensor | None, Tensor, int, bool], Tensor]
-"""`row_loss` or a compiled form of it."""
+"""`row_loss`, or the compiled `elementwise_row_loss`."""
 
 
 def row_loss(
@@ -54,6 +56,30 @@ def row_loss(
             logits[:, :vocab_size] = seen
         logits[:, vocab_size:] = 0
     return ((total.log() - scores) * counted).sum()
+
+
+def elementwise_row_loss(
+    logits: Tensor, bias: Tensor | None, targets: Tensor, vocab_size: int, differentiate: bool
+) -> Tensor:
+    """Return and do what `row_loss` does, in the form to compile.
+
+    Every step covers whole rows and only the last one writes, so that a compiler keeps no
+    intermediate in memory; eagerly it would hold three.
+    """
+    column = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32)
+    seen = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if bias is not None:
+        seen = seen + bias
+    seen = torch.where(column < vocab_size, seen, float("-inf"))
+    counted = (targets != IGNORED_TARGET)[:, None].to(seen.dtype)  # (R, 1)
+    place = targets.clamp(min=0)[:, None]
+    top = seen.amax(1, keepdim=True)
+    total = (seen - top).exp().sum(1, keepdim=True)
+    loss = ((total.log() + top - seen.gather(1, place)) * counted).sum()
+    if differentiate:
+        share = (seen - top).exp() / total
+        logits.copy_(torch.where(column == place.to(torch.int32), share - 1, share) * counted)
+    return loss
 
 
 class ChunkedLoss(Function):
@@ -110,7 +136,7 @@ def chunked_loss_sum(
         bias: (V,) or None.
         targets: int64 (…), -1 where none counts.
         vocab_size: tokens that exist.
-        kernel: `row_loss`, or a compiled form of it.
+        kernel: `row_loss`, or the compiled `elementwise_row_loss`.
     """
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     if torch.is_autocast_enabled(x.device.type):
@@ -134,8 +160,9 @@ def exceeds_chunk(n_rows: int, width: int) -> bool:
 def _chunks(n_rows: int, width: int) -> list[slice]:
     """Rows in the fewest chunks of MAX_LOGITS numbers (or one row), and as even as that allows:
     one shape, or two, for what compiles the kernel."""
-    n_chunks = -(-n_rows // max(1, MAX_LOGITS // width))
-    size = -(-n_rows // max(1, n_chunks))
+    most = max(1, MAX_LOGITS // width)
+    size = -(-n_rows // max(1, -(-n_rows // most)))
+    size = min(-(-size // TILE_ROWS) * TILE_ROWS, most)
     return [slice(start, min(start + size, n_rows)) for start in range(0, n_rows, max(1, size))]
 
 

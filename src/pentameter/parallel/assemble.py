@@ -24,6 +24,7 @@ from pentameter.model import (
     build_model,
     chunked_loss_sum,
     dropout_keys,
+    elementwise_row_loss,
     exceeds_chunk,
     loss_sum,
     row_loss,
@@ -89,8 +90,7 @@ class Stage:
         elif compiled:
             whole = _compiled(Stage._loss_of_logits, self)
             hidden = _compiled(GPT.hidden_states, model)
-            # On a CPU the compiled form is no faster, and holds a third more.
-            per_chunk = row_loss if device.type == "cpu" else kernel(row_loss)
+            per_chunk = kernel(elementwise_row_loss)
             self._training_loss = partial(self._loss, _Forward(whole, hidden, per_chunk))
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
@@ -110,10 +110,12 @@ class Stage:
         """
         self.model.train()
         n_targets = batch.n_targets
+        tokens, targets = self._to_device(batch)
+        keys = self._keys(step, batch.rows)
         micro_losses = []
-        for micro in split_batch(batch, self.plan.micro_batch_size):
-            keys = self._keys(step, micro.rows)
-            loss = self._training_loss(*self._to_device(micro), keys)
+        for rows in micro_batches(len(batch.rows), self.plan.micro_batch_size):
+            own_keys = None if keys is None else keys[rows]
+            loss = self._training_loss(tokens[rows], targets[rows], own_keys)
             (loss * (loss_scale / max(1, n_targets))).backward()
             micro_losses.append(loss.detach())
         return LossSum(sum(torch.stack(micro_losses).tolist()), n_targets)
@@ -153,16 +155,21 @@ class Stage:
         return fused_loss_sum(self.model, tokens, targets, keys, dtype)
 
     def _to_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        tensors = (torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets))
-        if self.device.type == "cuda":  # pinned memory lets the copy overlap the previous step
-            return tuple(t.pin_memory().to(self.device, non_blocking=True) for t in tensors)  # type: ignore[return-value]
-        return tensors[0].to(self.device), tensors[1].to(self.device)
+        return self._copied(torch.from_numpy(batch.inputs)), self._copied(
+            torch.from_numpy(batch.targets)
+        )
 
     def _keys(self, step: int, rows: np.ndarray) -> Tensor | None:
         model = self.plan.config.model
         if not (model.dropout or model.attention_dropout or model.embedding_dropout):
             return None
-        return dropout_keys(model, self.plan.config.seed, step, rows).to(self.device)
+        return self._copied(dropout_keys(model, self.plan.config.seed, step, rows))
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        """`tensor` on the device; out of pinned memory, a GPU's host need not wait for it."""
+        if self.device.type == "cuda":
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor.to(self.device)
 
 
 def _compiled(method: Callable[..., Tensor], owner: object) -> Callable[..., Tensor]:
@@ -182,8 +189,7 @@ def assemble(plan: Plan, device: torch.device, precision: str, *, compiled: bool
     return Stage(model, plan, device, precision, compiled=compiled)
 
 
-def split_batch(batch: Batch, micro_batch_size: int) -> Iterator[Batch]:
-    """`batch` in consecutive pieces of `micro_batch_size` rows."""
-    for start in range(0, len(batch.rows), micro_batch_size):
-        piece = slice(start, start + micro_batch_size)
-        yield Batch(batch.inputs[piece], batch.targets[piece], batch.rows[piece])
+def micro_batches(n_rows: int, micro_batch_size: int) -> Iterator[slice]:
+    """The rows of each micro-batch, in order."""
+    for start in range(0, n_rows, micro_batch_size):
+        yield slice(start, start + micro_batch_size)

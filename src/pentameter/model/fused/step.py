@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pentameter.config.schema import ModelConfig
-from pentameter.model.chunked_loss import chunked_loss_sum, exceeds_chunk
+from pentameter.model.chunked_loss import chunked_loss_sum, elementwise_row_loss, exceeds_chunk
 from pentameter.model.dropout import KeyedDropout
 from pentameter.model.fused import amx
 from pentameter.model.fused.functions import (
@@ -27,6 +27,8 @@ from pentameter.model.fused.functions import (
 from pentameter.model.fused.kernels import kernel, precise
 from pentameter.model.gpt import GPT, Block
 from pentameter.model.loss import loss_sum
+
+_row_loss = kernel(elementwise_row_loss)
 
 
 def can_fuse(config: ModelConfig) -> bool:
@@ -82,7 +84,7 @@ def fused_loss_sum(
     assert config.vocab_size is not None  # a GPT has one
     if exceeds_chunk(targets.numel(), len(weight)):
         x = _scaled(h, model.final_norm)
-        return chunked_loss_sum(x, weight, bias, targets, config.vocab_size)
+        return chunked_loss_sum(x, weight, bias, targets, config.vocab_size, _row_loss)
     logits = Product.apply(h, weight, model.final_norm.weight)
     bias = _folded_bias(weight, bias, model.final_norm)
     return _biased_loss_sum(logits, bias, targets, config.vocab_size)
