@@ -62,7 +62,7 @@ def test_columns_need_two_tokens_each():
 def test_a_document_a_row_once_an_epoch(lengths, seed):
     split = documents_of([*lengths, 3])
     batches = batches_of(split, "documents", batch_size=1, seed=seed)
-    n_documents = len(lengths) + 1
+    n_documents = sum(n >= 2 for n in lengths) + 1  # a single token predicts nothing
     assert batches.rows_per_epoch == n_documents
     for epoch in range(2):
         shown = [batches.batch(epoch * n_documents + step) for step in range(n_documents)]
@@ -126,3 +126,12 @@ def test_evaluation_within_documents_never_crosses_one(lengths, batch_size):
     targets = sorted(target for batch in batches for _, target in pairs(batch))
     assert targets == [token for token in range(split.n_tokens) if token not in starts]
     assert all(b == a + 1 for batch in batches for a, b in pairs(batch))
+
+
+def test_documents_of_one_token_are_no_rows():
+    with pytest.raises(ConfigError, match="no document of two tokens"):
+        batches_of(documents_of([1, 1, 1]), "documents")
+    with pytest.raises(ConfigError, match="no document of two tokens"):
+        evaluation_batches(
+            documents_of([1, 1, 1]), context_length=5, batch_size=2, within_documents=True
+        )

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
 from pentameter.plan.plan import make_plan, needs_data
+from pentameter.train.state import TrainState
 from pentameter.train.trainer import Trainer
 
 
@@ -105,3 +106,9 @@ def test_epochs_need_the_data_and_exclude_steps():
         make_plan(config(), 16)
     with pytest.raises(ValueError, match=r"train\.steps=5 and train\.epochs=3 exclude"):
         config(train={"steps": 5})
+
+
+def test_a_state_of_before_epochs_were_counted_still_loads():
+    record = TrainState(step=7).to_json()
+    del record["epoch"]
+    assert TrainState.from_json(record) == TrainState(step=7)

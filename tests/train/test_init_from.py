@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pentameter.checkpoint.model import load_model
+from pentameter.cli.main import main
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
 from pentameter.train.trainer import Trainer
@@ -88,3 +89,25 @@ def test_another_architecture_is_refused_before_a_folder_exists(base, tmp_path):
     with pytest.raises(ConfigError, match=r"n_layers: 1 there, 2 here.*activation: 'gelu' there"):
         Trainer(asked, run_dir=tmp_path / "run", init_from=base, quiet=True).fit()
     assert not (tmp_path / "run" / "config.toml").exists()
+
+
+def test_a_run_that_died_in_its_first_save_begins_with_the_model_again(base, tmp_path):
+    run = tmp_path / "run"
+    asked = config(optimizer={"learning_rate": 1e-6})
+
+    class Die:
+        def on_start(self, trainer):
+            raise RuntimeError("as if killed")
+
+    with pytest.raises(RuntimeError, match="as if killed"):
+        Trainer(asked, run_dir=run, init_from=base, hooks=[Die()], quiet=True).fit()
+    (run / "checkpoints" / "step-00000000.tmp-0123456789abcdef").mkdir()
+    Trainer(asked, run_dir=run, init_from=base, quiet=True).fit()
+    best = min(events(base, "eval"), key=lambda e: e["loss"])
+    assert events(run, "eval")[0]["loss"] == pytest.approx(best["loss"], rel=1e-6)
+
+
+def test_a_model_alone_is_no_run_to_resume(base, tmp_path):
+    assert main(["export", str(base), "--to", "safetensors", "--out", str(tmp_path / "out")]) == 0
+    with pytest.raises(ConfigError, match="begin one with its weights: --init-from"):
+        Trainer(config(), run_dir=tmp_path / "run", resume=str(tmp_path / "out")).fit()

@@ -67,7 +67,7 @@ def optimizer_state(
             slots_of[name] = frozenset(slots)
         if len(set(slots_of.values())) > 1:
             without = [name for name, slots in slots_of.items() if not slots] or list(slots_of)
-            raise ValueError(f"optimizer state is uneven; not (fully) present for: {_few(without)}")
+            raise ValueError(f"optimizer state is uneven; not (fully) present for: {few(without)}")
     return tensors
 
 
@@ -123,8 +123,8 @@ def _slots_to_load(
         return slots
     if slots - allowed:
         raise CorruptError(
-            f"the optimizer state is of another optimizer: it has {_few(slots - allowed)}, "
-            f"{type(optimizer).__name__} keeps {_few(allowed) if allowed else 'nothing'}"
+            f"the optimizer state is of another optimizer: it has {few(slots - allowed)}, "
+            f"{type(optimizer).__name__} keeps {few(allowed) if allowed else 'nothing'}"
         )
     return allowed if tensors else set()
 
@@ -176,8 +176,8 @@ def _slots(optimizer: torch.optim.Optimizer) -> set[str] | None:
 def _check_names(kind: str, expected: Iterable[str], found: Iterable[str]) -> None:
     missing, unexpected = set(expected) - set(found), set(found) - set(expected)
     if missing or unexpected:
-        parts = [f"missing: {_few(missing)}"] if missing else []
-        parts += [f"unexpected: {_few(unexpected)}"] if unexpected else []
+        parts = [f"missing: {few(missing)}"] if missing else []
+        parts += [f"unexpected: {few(unexpected)}"] if unexpected else []
         raise CorruptError(
             f"the checkpoint's {kind} tensors do not belong to this {kind}; " + "; ".join(parts)
         )
@@ -193,7 +193,8 @@ def _check_fits(
         )
 
 
-def _few(names: Iterable[str]) -> str:
+def few(names: Iterable[str]) -> str:
+    """The names in order, as many as a message can bear."""
     ordered = sorted(names)
     more = f" and {len(ordered) - _N_SHOWN} more" if len(ordered) > _N_SHOWN else ""
     return ", ".join(ordered[:_N_SHOWN]) + more

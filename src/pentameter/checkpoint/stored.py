@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pentameter.checkpoint.files import storage_errors, write_hashed
 from pentameter.checkpoint.manifest import MANIFEST_NAME, Manifest, encode_json
 from pentameter.checkpoint.opening import STATE_NAME, Checkpoint
+from pentameter.checkpoint.state import few
 from pentameter.checkpoint.tensors import LazyTensor, plan_file
 from pentameter.config.load import config_hash, to_toml
 from pentameter.config.schema import Config
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     Weights = Mapping[str, torch.Tensor | LazyTensor]
 
 _GROUP = "model"
-_N_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,6 @@ def check_weights(config: Config, weights: Weights, where: Path) -> None:
             raise CorruptError(
                 f"{where}: {name} is {tuple(weights[name].shape)}, its configuration says {shape}"
             )
-
-
-def few(names: Iterable[str]) -> str:
-    """The names in order, as many as a message can bear."""
-    ordered = sorted(names)
-    more = f" and {len(ordered) - _N_SHOWN} more" if len(ordered) > _N_SHOWN else ""
-    return ", ".join(ordered[:_N_SHOWN]) + more
 
 
 def save_model(stored: StoredModel, out: Path, config: Config | None = None) -> Path:

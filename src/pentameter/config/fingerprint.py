@@ -51,6 +51,8 @@ def defining_values(config: Config) -> dict[str, Any]:
         values["schedule.decay_steps"] = config.train.steps
     if schedule.name != "wsd":
         del values["schedule.cooldown_steps"]
+    if config.optimizer.name not in ("sgd", "muon"):
+        del values["optimizer.momentum"]
     if schedule.name != "step":
         del values["schedule.decay_interval"]
     return values

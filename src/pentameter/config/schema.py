@@ -245,7 +245,7 @@ class ScheduleConfig(Section):
     gamma: Factor = 0.95
     """Factor of `step`."""
     decay_interval: Positive | None = None
-    """Steps between two decays of `step`; an epoch when absent."""
+    """Steps between two decays of `step`; when absent those of an epoch, rounded up."""
 
 
 class TrainConfig(Section):
@@ -271,12 +271,12 @@ class TrainConfig(Section):
     absent, `high` for precision tf32, else `highest`."""
     activation_checkpoint: Literal["selective", "full"] | None = None
     """Recompute activations in the backward pass to save memory: `full` keeps a block's input
-    only, `selective` also the results of its matrix products and attention."""
+    only, `selective` also the results of its matrix products and of fused attention."""
     compile: Literal["auto"] | Switch = "auto"
     """`torch.compile` the step; `auto` where a compiler is present and the run is long enough."""
     eval_interval: Positive | Literal["epoch"] | None = 250
-    """Steps between passes over the whole validation split, or `epoch`; none when absent
-    ("none")."""
+    """Steps between passes over the whole validation split; `epoch` is the steps of a pass over
+    the training split, rounded up. None when absent ("none")."""
     patience: Positive | None = None
     """Stop after this many evaluations in a row without a new best."""
     sample_interval: Positive | None = None

@@ -131,6 +131,10 @@ def evaluation_batches(
             "Raise data.validation_fraction (test_fraction for test), or use a longer text"
         )
     starts = split.document_starts if within_documents else np.zeros(1, dtype=np.int64)
+    if np.diff(starts, append=split.n_tokens).max() < 2:
+        raise ConfigError(
+            f"split {split.name!r} has no document of two tokens; there is nothing to predict"
+        )
     return _evaluation_batches(split, starts, context_length, batch_size)
 
 

@@ -175,29 +175,34 @@ class Columns(Order):
 
 
 class Documents(Order):
-    """A document a row, permuted anew each epoch: its first context_length + 1 tokens."""
+    """A document a row, permuted anew each epoch: its first context_length + 1 tokens.
+
+    A document of a single token predicts nothing, and is no row.
+    """
 
     def __init__(
         self, split: TokenSplit, *, seed: int, batch_size: int, context_length: int
     ) -> None:
         super().__init__(split, seed=seed, batch_size=batch_size, context_length=context_length)
-        self._bounds = np.append(np.asarray(split.document_starts, dtype=np.int64), split.n_tokens)
-        if split.n_tokens < 2 or len(self._bounds) < 2:
+        bounds = np.append(np.asarray(split.document_starts, dtype=np.int64), split.n_tokens)
+        long_enough = np.diff(bounds) >= 2
+        self._starts, self._stops = bounds[:-1][long_enough], bounds[1:][long_enough]
+        if not len(self._starts):
             raise ConfigError(
-                f"split {split.name!r} has {split.n_tokens} tokens in {len(self._bounds) - 1} "
-                "documents; there is nothing to train on"
+                f"split {split.name!r} has no document of two tokens ({split.n_tokens} tokens in "
+                f"{len(bounds) - 1} documents); there is nothing to predict"
             )
 
     @property
     def rows_per_epoch(self) -> int:
         """Documents."""
-        return len(self._bounds) - 1
+        return len(self._starts)
 
     def rows(self, step: int, numbers: Int64) -> list[Row]:
         """The beginning of a document each."""
         chosen = self._permuted(step, numbers)
-        starts, stops = self._bounds[chosen], self._bounds[chosen + 1]
-        stops = np.minimum(stops, starts + self.context_length + 1)
+        starts = self._starts[chosen]
+        stops = np.minimum(self._stops[chosen], starts + self.context_length + 1)
         return [[piece] for piece in zip(starts.tolist(), stops.tolist(), strict=True)]
 
 

@@ -9,11 +9,10 @@ import torch
 from torch.nn import Parameter
 
 from pentameter.config.schema import OptimizerConfig
+from pentameter.plan.plan import momentum
 from pentameter.plan.table import ParameterSpec
 
 NamedParameters = Iterable[tuple[str, Parameter]]
-MUON_MOMENTUM = 0.95
-"""Muon's momentum where the configuration leaves it out (Jordan et al. 2024)."""
 
 
 class JointOptimizer:
@@ -80,7 +79,7 @@ def build_optimizer(
     muon = torch.optim.Muon(
         parameter_groups([(n, p) for n, p in named if n in in_block], table, config),
         lr=config.learning_rate,
-        momentum=MUON_MOMENTUM if config.momentum is None else config.momentum,
+        momentum=momentum(config),
         # Updates as large as AdamW's, 0.2 · √max(rows, columns) (Liu et al. 2025, "Muon is
         # scalable for LLM training"), so that one learning rate and one decay serve both.
         adjust_lr_fn="match_rms_adamw",
@@ -98,8 +97,9 @@ def _one_rule(
     devices = {p.device.type for group in groups for p in group["params"]}
     fused = devices <= {"cpu", "cuda", "mps"}
     if config.name == "sgd":
-        momentum = config.momentum or 0.0
-        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=momentum, fused=fused)
+        return torch.optim.SGD(
+            groups, lr=config.learning_rate, momentum=momentum(config), fused=fused
+        )
     rule = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
     return rule(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused)
 

@@ -20,6 +20,7 @@ from pentameter.plan.table import (
     parameter_table,
 )
 
+MUON_MOMENTUM = 0.95  # where the configuration leaves it out (Jordan et al. 2024)
 DEFAULT_STEPS = 1000  # of a configuration that names neither steps nor epochs
 
 
@@ -155,12 +156,19 @@ def needs_data(config: Config) -> bool:
     return config.model.vocab_size is None or counts_epochs or decays_by_epoch
 
 
+def momentum(optimizer: OptimizerConfig) -> float:
+    """The momentum of SGD and Muon: their own default when it is not set."""
+    if optimizer.momentum is not None:
+        return optimizer.momentum
+    return MUON_MOMENTUM if optimizer.name == "muon" else 0.0
+
+
 def _optimizer_elements(optimizer: OptimizerConfig, table: tuple[ParameterSpec, ...]) -> int:
     """Numbers that the optimizer keeps beside the weights, each of a weight's size."""
 
     def slots(spec: ParameterSpec) -> int:
         if optimizer.name == "sgd":
-            return 1 if optimizer.momentum else 0
+            return 1 if momentum(optimizer) else 0
         return 1 if optimizer.name == "muon" and spec.is_block_matrix else 2
 
     return sum(spec.n_elements * slots(spec) for spec in table)
@@ -211,6 +219,9 @@ def _resolve(config: Config, vocab_size: int | None, rows_per_epoch: int | None)
                     "micro_batch_size": micro,
                     "eval_interval": interval,
                 }
+            ),
+            "optimizer": config.optimizer.model_copy(
+                update={"momentum": momentum(config.optimizer)}
             ),
             "schedule": _resolve_schedule(config.schedule, steps, epoch),
             "checkpoint": config.checkpoint.model_copy(

@@ -11,7 +11,7 @@ from typing import Any
 
 from pentameter.checkpoint.files import make_folder, write_atomic
 from pentameter.checkpoint.initial_weights import InitialWeights, check_origin, initial_weights
-from pentameter.checkpoint.opening import Checkpoint, open_checkpoint
+from pentameter.checkpoint.opening import Checkpoint, is_step_folder, open_checkpoint
 from pentameter.checkpoint.store import CheckpointStore, step_folder_name
 from pentameter.config.load import config_hash, diff_configs, load_config, to_toml
 from pentameter.data.dataset import Dataset
@@ -88,9 +88,6 @@ def open_run_folder(
                 f"--resume must: there is no checkpoint in {path}; use --resume auto to start"
             )
         identity = {"run_id": uuid.uuid4().hex, "parent": _parent(given), "init_from": None}
-        if init_from is not None:
-            weights = initial_weights(init_from, plan.config, dataset.tokenizer)
-            identity["init_from"] = weights.origin
     else:
         _check_continues(path, plan, identity, resume, _parent(given), init_from)
     run_id = str(identity["run_id"])
@@ -104,6 +101,9 @@ def open_run_folder(
                 f"--resume must: {path} has no checkpoint yet; use --resume auto to start again"
             )
         checkpoint = given
+        if init_from is not None:  # also for a run that died in its first save
+            weights = initial_weights(init_from, plan.config, dataset.tokenizer)
+            identity["init_from"] = weights.origin
     else:
         _check_data(path, checkpoint, dataset.hash)
     store.clean()
@@ -154,7 +154,13 @@ def _open_given(resume: str, init_from: Path | None) -> Checkpoint:
             f"--resume {resume} is neither a checkpoint folder nor one of: "
             + ", ".join(RESUME_WORDS)
         )
-    return open_checkpoint(path)
+    checkpoint = open_checkpoint(path)
+    if "optimizer" not in checkpoint.manifest.groups:
+        raise ConfigError(
+            f"--resume {resume} holds a model alone, without the state of a run; begin one with "
+            f"its weights: --init-from {resume}"
+        )
+    return checkpoint
 
 
 def _parent(given: Checkpoint | None) -> dict[str, Any] | None:
@@ -162,7 +168,7 @@ def _parent(given: Checkpoint | None) -> dict[str, Any] | None:
 
 
 def _has_checkpoints(path: Path) -> bool:
-    return any((path / "checkpoints").glob("step-*"))
+    return any(is_step_folder(entry.name) for entry in (path / "checkpoints").glob("step-*"))
 
 
 def _check_same(path: Path, plan: Plan) -> None:

@@ -61,10 +61,10 @@ class TrainState:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> TrainState:
-        """The state `to_json` wrote."""
-        values = {name: record[name] for name in cls.__dataclass_fields__}
+        """The state `to_json` wrote; what an earlier version did not know is as at the start."""
+        values = {name: record[name] for name in cls.__dataclass_fields__ if name in record}
         values["loss_scale"] = LossScale(**record["loss_scale"])
-        values["epoch"] = EpochSums(**record["epoch"])
+        values["epoch"] = EpochSums(**record.get("epoch", {}))
         return cls(**values)
 
     def record_eval(self, loss: float, *, trained: bool) -> bool:

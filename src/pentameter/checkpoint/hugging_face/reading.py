@@ -13,7 +13,8 @@ from pentameter.checkpoint.hugging_face.json_files import read_json
 from pentameter.checkpoint.hugging_face.tokenizer_files import is_gpt2, read_tokenizer
 from pentameter.checkpoint.hugging_face.weights import BODY, HEAD, from_gpt2, pairs
 from pentameter.checkpoint.manifest import is_plain_name
-from pentameter.checkpoint.stored import StoredModel, few
+from pentameter.checkpoint.state import few
+from pentameter.checkpoint.stored import StoredModel
 from pentameter.checkpoint.tensors import LazyTensor, read_tensors
 from pentameter.config.problems import problems, shown
 from pentameter.config.schema import Config, ModelConfig
