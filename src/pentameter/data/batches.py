@@ -77,6 +77,11 @@ class TrainingBatches:
         """Rows in one pass over the split; steps run on across its end."""
         return self._order.rows_per_epoch
 
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Tokens of the split that a pass reads: all of them, unless documents are cut."""
+        return self._order.tokens_per_epoch
+
     def batch(self, step: int, rows: Int64 | None = None) -> Batch:
         """The global batch of a step, or the rows (B,) of it, numbers in 0 … batch_size - 1.
 

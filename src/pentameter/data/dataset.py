@@ -181,10 +181,14 @@ def _open_prepared(data: DataConfig, header: Path, wanted: str | Tokenizer) -> D
     found = shards.tokenizer
     if isinstance(wanted, str):
         # `char` is the default, and says nothing of shards.
-        if wanted != "char" and wanted.partition(":")[0] != found.kind:
+        kind, _, size = wanted.partition(":")
+        # A short text gives fewer pieces than were asked for.
+        differs = kind != found.kind or (size and found.vocab_size > int(size))
+        if wanted != "char" and differs:
             raise ConfigError(
-                f"the shards {data.path} were written by a tokenizer of kind {found.kind!r}, not "
-                f"data.tokenizer={wanted!r}; leave that out, or prepare the text again"
+                f"the shards {data.path} were written by a tokenizer of kind {found.kind!r} with "
+                f"{found.vocab_size} tokens, not data.tokenizer={wanted!r}; leave that out, or "
+                "prepare the text again"
             )
     elif wanted.hash != found.hash:
         raise ConfigError(

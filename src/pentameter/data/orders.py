@@ -44,6 +44,11 @@ class Order(ABC):
     def rows_per_epoch(self) -> int:
         """Rows in one pass over the split."""
 
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Tokens of the split that a pass reads, but for what is too short at its end."""
+        return self.split.n_tokens
+
     @abstractmethod
     def rows(self, step: int, numbers: Int64) -> list[Row]:
         """The rows with these numbers (B,) of a step's global batch."""
@@ -197,6 +202,11 @@ class Documents(Order):
     def rows_per_epoch(self) -> int:
         """Documents."""
         return len(self._starts)
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """What is left of documents that are cut, and of those that are no row."""
+        return int(np.minimum(self._stops - self._starts, self.context_length + 1).sum())
 
     def rows(self, step: int, numbers: Int64) -> list[Row]:
         """The beginning of a document each."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import sys
 from typing import Literal
@@ -23,6 +24,7 @@ __all__ = [
     "choose_device",
     "choose_precision",
     "machine_capabilities",
+    "memory_bytes",
     "peak_flops",
     "tune_allocator",
 ]
@@ -222,3 +224,13 @@ def tune_allocator() -> bool:
     )
     accepted = [mallopt(option, value) == 1 for option, value in settings]
     return all(accepted)
+
+
+def memory_bytes(device: torch.device) -> int | None:
+    """The memory that the device has in all; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:  # a GPU of Apple's shares the machine's
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None

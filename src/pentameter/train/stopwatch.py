@@ -36,16 +36,17 @@ class Stopwatch:
             self._recent.clear()  # the first step compiled, and says nothing about the rest
         self._recent.append(self.step_seconds)
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Of the latest step."""
-        return self._tokens_per_step / self.step_seconds
+    def tokens_per_second(self, n_targets: int) -> float:
+        """Of the latest step, which trained on `n_targets` tokens: padding does not count."""
+        return n_targets / self.step_seconds
 
     @property
     def mfu(self) -> float | None:
-        """FLOPs done per second by the latest step ÷ the device's ceiling; None if unknown."""
+        """FLOPs done per second by the latest step, padding included, ÷ the device's ceiling; None
+        if unknown."""
         ceiling = self._engine.ceiling_flops
-        return self.tokens_per_second * self._flops_per_token / ceiling if ceiling else None
+        flops = self._tokens_per_step * self._flops_per_token
+        return flops / self.step_seconds / ceiling if ceiling else None
 
     def eta_seconds(self, steps_left: int) -> float:
         """Time the remaining steps will take at the median pace of the latest ones."""

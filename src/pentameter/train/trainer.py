@@ -27,7 +27,7 @@ from pentameter.generate.loop import generate
 from pentameter.optim.build import build_optimizer, set_learning_rate
 from pentameter.optim.clip import clip_gradients, gradient_norm, unscale_gradients
 from pentameter.optim.schedule import learning_rate
-from pentameter.parallel.assemble import assemble
+from pentameter.parallel.assemble import LossSum, assemble
 from pentameter.parallel.engine import Engine, choose_engine
 from pentameter.plan.plan import make_plan
 from pentameter.train.console import Console
@@ -41,6 +41,7 @@ from pentameter.train.hooks import (
     StepMetrics,
 )
 from pentameter.train.metrics import MetricsLog
+from pentameter.train.precheck import check_run
 from pentameter.train.recorder import Recorder, describe
 from pentameter.train.run_folder import open_run_folder
 from pentameter.train.saving import save_checkpoint
@@ -127,13 +128,14 @@ class Trainer:
         self.dataset = open_dataset(
             self.config.data, progress=self.console.progress, warnings=warnings
         )
-        for warning in warnings:
-            self.console.say(f"warning: {warning}")
         self._batches = training_batches(self.config, self.dataset.split("train"))
         self.plan = make_plan(self.config, self.dataset.vocab_size, self._batches.rows_per_epoch)
         self.config = self.plan.config
         self.sample_prompt = self._encodable_prompt()
         self.engine: Engine = choose_engine(self.plan)
+        warnings += check_run(self.plan, self.dataset, self._batches, self.engine.device)
+        for warning in warnings:
+            self.console.say(f"warning: {warning}")
 
     def _open(self, stack: contextlib.ExitStack) -> None:
         """Build the model, and rewind folder and state to where the run continues."""
@@ -224,7 +226,7 @@ class Trainer:
         if finite:
             state.consecutive_skips = 0
             state.epoch.add(loss_sum, self.stopwatch.step_seconds)
-            self._hooks.call("on_step", self, self._step_metrics(loss, rate, norm_value))
+            self._hooks.call("on_step", self, self._step_metrics(loss_sum, rate, norm_value))
         else:
             self._skip(batch, loss, norm_value)
         self._end_epoch_if_due()
@@ -248,16 +250,16 @@ class Trainer:
             self._hooks.call("on_epoch", self, metrics)
         sums.reset()
 
-    def _step_metrics(self, loss: float, rate: float, norm: float) -> StepMetrics:
+    def _step_metrics(self, loss: LossSum, rate: float, norm: float) -> StepMetrics:
         watch = self.stopwatch
         return StepMetrics(
             step=self.state.step,
             tokens=self.state.tokens,
-            loss=loss,
+            loss=loss.mean,
             learning_rate=rate,
             grad_norm=norm,
             step_seconds=watch.step_seconds,
-            tokens_per_second=watch.tokens_per_second,
+            tokens_per_second=watch.tokens_per_second(loss.n_targets),
             mfu=watch.mfu,
             peak_memory_bytes=self.engine.peak_memory_bytes(),
             eta_seconds=watch.eta_seconds(self.plan.steps - self.state.step),

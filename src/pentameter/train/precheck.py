@@ -1,0 +1,57 @@
+"""What can be known of a run before its first step: that it cannot be, or is not what it seems."""
+
+from __future__ import annotations
+
+import torch
+
+from pentameter.data.batches import TrainingBatches
+from pentameter.data.dataset import Dataset
+from pentameter.errors import ConfigError
+from pentameter.parallel.device import memory_bytes
+from pentameter.plan.plan import Plan
+
+
+def check_run(
+    plan: Plan, dataset: Dataset, batches: TrainingBatches, device: torch.device
+) -> list[str]:
+    """What the user should know, a line each.
+
+    Raises ConfigError when the run's state does not fit the device's memory, or when it waits for
+    evaluations and nothing is held out.
+    """
+    _check_memory(plan, device)
+    warnings = []
+    train, val = dataset.split("train"), dataset.split("val")
+    if batches.tokens_per_epoch < train.n_tokens:
+        warnings.append(
+            f"data.order='{plan.config.data.order}' reads {batches.tokens_per_epoch:,} of "
+            f"{train.n_tokens:,} tokens: documents are cut after model.context_length="
+            f"{plan.config.model.context_length}; data.packing=true reads them whole"
+        )
+    asked = plan.config.data.validation_fraction > 0 or plan.config.data.validation_path is not None
+    if asked and plan.config.train.eval_interval is not None and val.n_tokens < 2:
+        advice = (
+            "use data.split_by='position', more documents, or data.validation_path"
+            if plan.config.data.split_by == "document"
+            else "use a longer text, or data.validation_path"
+        )
+        patience = plan.config.train.patience
+        if patience is not None:
+            raise ConfigError(
+                f"train.patience={patience} counts evaluations, and the validation split has "
+                f"{val.n_tokens} tokens; {advice}, or leave patience out"
+            )
+        warnings.append(f"nothing is held out, so nothing will be evaluated; {advice}")
+    return warnings
+
+
+def _check_memory(plan: Plan, device: torch.device) -> None:
+    """Refuse what would end with the system killing this process, or another."""
+    needed = plan.weights_bytes + plan.gradients_bytes + plan.optimizer_bytes
+    there = memory_bytes(device)
+    if there is not None and needed > there:
+        raise ConfigError(
+            f"weights, gradients and optimizer of {plan.n_parameters:,} parameters take "
+            f"{needed / 1e9:,.1f} GB, {device.type} has {there / 1e9:,.1f} GB; choose a smaller "
+            "model (--model.n-layers, --model.d-model), or look at it with --dry-run"
+        )

@@ -1,0 +1,67 @@
+"""What is said, or refused, before the first step."""
+
+import json
+
+import pytest
+
+from pentameter.config.schema import Config
+from pentameter.errors import ConfigError
+from pentameter.train import precheck
+from pentameter.train.trainer import Trainer
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def fit(tmp_path, data, **train):
+    config = Config.model_validate(
+        {
+            "model": {"context_length": 8, "n_layers": 1, "n_heads": 1, "d_model": 8},
+            "data": data,
+            "train": {"steps": 2, "batch_size": 4, "precision": "fp32", **train},
+            "log": {"interval": 1},
+        }
+    )
+    tmp_path.mkdir(exist_ok=True)
+    Trainer(config, run_dir=tmp_path / "run", quiet=True).fit()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    return (tmp_path / "run" / "log.txt").read_text(), [json.loads(line) for line in lines]
+
+
+def test_documents_that_are_cut_are_said(tmp_path):
+    (tmp_path / "text.txt").write_text("one long document " * 20)
+    data = {"path": str(tmp_path / "text.txt"), "order": "documents"}
+    said, _ = fit(tmp_path, data)
+    assert "reads 9 of 324 tokens" in said
+    said, _ = fit(tmp_path / "packed", {**data, "packing": True})
+    assert "documents are cut" not in said
+
+
+def test_a_split_by_document_that_holds_nothing_out_is_said(tmp_path):
+    (tmp_path / "text.txt").write_text("one document " * 20)
+    data = {"path": str(tmp_path / "text.txt"), "split_by": "document"}
+    said, _ = fit(tmp_path, data)
+    assert "nothing is held out" in said
+    with pytest.raises(ConfigError, match=r"patience=2 counts evaluations.*split_by='position'"):
+        fit(tmp_path / "patient", data, patience=2)
+
+
+def test_a_model_beyond_the_memory_is_refused_with_both_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(precheck, "memory_bytes", lambda device: 1000)
+    (tmp_path / "text.txt").write_text("some text " * 20)
+    with pytest.raises(ConfigError, match=r"take 0\.0 GB, cpu has 0\.0 GB.*--dry-run"):
+        fit(tmp_path, {"path": str(tmp_path / "text.txt")})
+
+
+def test_padding_is_not_counted_as_speed(tmp_path):
+    lines = [json.dumps({"text": "ab"}) for _ in range(20)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    data = {"path": str(tmp_path / "text.jsonl"), "order": "documents"}
+    _, records = fit(tmp_path, data, eval_interval=None)
+    step = next(record for record in records if record["event"] == "train")
+    assert step["tokens"] == 4  # one target in each of four rows
+    assert step["tokens_per_second"] * step["step_seconds"] == pytest.approx(4)
