@@ -1,6 +1,5 @@
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -88,7 +87,7 @@ def test_an_existing_folder_and_a_binary_file_are_refused(tmp_path, text_file):
     assert not (tmp_path / "new").exists()
 
 
-def test_help_is_quick_and_imports_no_torch():
+def test_help_imports_nothing_slow():
     code = (
         "import sys\n"
         "from pentameter.cli.prepare import run\n"
@@ -96,7 +95,5 @@ def test_help_is_quick_and_imports_no_torch():
         "except SystemExit as stop: assert not stop.code\n"
         "assert not {'torch', 'numpy', 'pydantic'} & set(sys.modules)\n"
     )
-    started = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "CORPUS-or-FILES" in done.stdout
-    assert time.perf_counter() - started < 3  # generous: the machine may be busy

@@ -110,9 +110,9 @@ def test_processes_that_prepare_at_once_agree(text_file, cache):
     ]
     for process in processes:
         process.start()
-    hashes = {results.get(timeout=30) for _ in processes}
+    hashes = {results.get(timeout=120) for _ in processes}
     for process in processes:
-        process.join(30)
+        process.join(120)
         assert process.exitcode == 0
     assert hashes == {open_dataset(DataConfig(path=str(text_file))).hash}
     assert len(list(cache.iterdir())) == 1  # no temporary folder is left

@@ -208,4 +208,24 @@ def test_the_command_says_which_format_it_took(tmp_path, capsys):
         run([arguments[0], "--out", str(tmp_path / "other")])
     with pytest.raises(ConfigError, match="max-bytes"):
         run([*arguments, "--max-bytes", "5", "--out", str(tmp_path / "other")])
+    with pytest.raises(ConfigError, match="--split-by document goes by each document's text"):
+        run([*arguments, "--split-by", "document", "--out", str(tmp_path / "other")])
+    for fraction, message in (
+        ("1.5", r"data\.validation_fraction=1\.5"),
+        ("-0.5", r"data\.validation_fraction=-0\.5"),
+        ("nan", r"data\.validation_fraction=nan"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run([*arguments, "--validation-fraction", fraction, "--out", str(tmp_path / "other")])
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("fractions", [(1.5, 0.0), (-0.5, 0.0), (float("nan"), 0.0), (0.5, 0.5)])
+def test_impossible_fractions_are_refused(tmp_path, fractions):
+    file = nanogpt(tmp_path / "a.bin")
+    with pytest.raises(ConfigError, match=r"validation_fraction=.*their sum below 1"):
+        imported(
+            tmp_path, {"train": [file]}, validation_fraction=fractions[0],
+            test_fraction=fractions[1],
+        )  # fmt: skip
+    assert not (tmp_path / "out").exists()

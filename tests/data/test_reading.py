@@ -2,6 +2,7 @@ import gzip
 import json
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
 
@@ -90,3 +91,31 @@ def test_zstandard_without_its_package_says_what_to_install(tmp_path, monkeypatc
 def test_reading_loads_no_decompressor_that_is_not_needed():
     code = "import sys, pentameter.data; assert not {'zstandard', 'tokenizers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_line_has_a_longest_length(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr("pentameter.data.reading.LONGEST_LINE_BYTES", 1 << 20)
+    longest = json.dumps({"text": "x" * ((1 << 20) - 13)}).encode() + b"\n"
+    assert len(longest) == 1 << 20
+    compress = gzip.compress if suffix else bytes
+    file = write(tmp_path / f"a.jsonl{suffix}", compress(longest * 2))
+    assert [len(text) for text in documents(file)] == [(1 << 20) - 13] * 2
+    write(file, compress(longest + b" " * 60_000_000))
+    tracemalloc.start()
+    with pytest.raises(CorruptError, match=r"a\.jsonl.*, line 2 is longer than 1 MiB"):
+        documents(file)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10 << 20
+
+
+def test_zstandard_of_much_from_little_stays_small(tmp_path):
+    """4 KiB that hold 128 MiB: a few pieces of the file at a time."""
+    file = write(tmp_path / "a.txt.zst", zstd().compress(b"a" * (1 << 27)))
+    (pieces,) = read_documents(file)
+    tracemalloc.start()
+    assert sum(map(len, pieces)) == 1 << 27
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 80 << 20

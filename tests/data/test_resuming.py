@@ -1,4 +1,3 @@
-import os
 import subprocess
 import sys
 
@@ -6,12 +5,9 @@ import numpy as np
 import pytest
 
 from pentameter.data import Dataset, Splitting, prepare
-from pentameter.data.building import train_bpe
-from pentameter.data.documents import Part
-from pentameter.data.encoding import batches, encoded, processes_for
 from pentameter.data.shards import open_shards
 from pentameter.data.text import text_from_paths
-from pentameter.errors import ConfigError, StorageError
+from pentameter.errors import StorageError
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "rests"]
 SPLITTING = Splitting(0.2, 0.1, "document")
@@ -59,9 +55,14 @@ def killed(folder, out, at, tokenizer):
 def again(folder, out, tokenizer, **settings):
     """How many bytes had been encoded at each sign of progress."""
     seen = []
+    read_again = [0]
 
     def note(stage, done, total):
+        if stage == "resuming":
+            assert read_again[-1] <= done <= total
+            read_again.append(done)
         if stage == "encoding":
+            assert seen or done > read_again[-1]
             seen.append(done)
 
     defaults = {"splitting": SPLITTING, "shard_tokens": 150_000, "n_processes": 0}
@@ -119,45 +120,20 @@ def test_a_full_disk_keeps_what_was_noted(folder, tmp_path, monkeypatch):
     assert again(folder, out, "char")[0] > 1_000_000
 
 
+def test_what_is_read_again_is_told(folder, tmp_path):
+    killed(folder, tmp_path / "out", 5, "char")
+    told = []
+    prepare(
+        text_from_paths([folder]), tmp_path / "out", splitting=SPLITTING, shard_tokens=150_000,
+        progress=lambda *progress: told.append(progress),
+    )  # fmt: skip
+    resuming = [(done, total) for stage, done, total in told if stage == "resuming"]
+    assert len(resuming) == 4  # noted four times, a part each
+    assert resuming[-1][0] == resuming[-1][1] > 0
+
+
 def test_processes_give_what_one_gives(folder, tmp_path):
     assert again(folder, tmp_path / "one", "bpe:300") == again(
         folder, tmp_path / "two", "bpe:300", n_processes=2
     )
     assert files(tmp_path / "one") == files(tmp_path / "two")
-
-
-def parts_of(texts):
-    return [Part(text, "train", True, True) for text in texts]
-
-
-TOKENIZER = train_bpe([" ".join(WORDS)], 300)
-
-
-def test_encoding_stops_its_processes_when_its_caller_stops():
-    many = parts_of(["some words"] * 50)
-    results = encoded(batches(many, 100), TOKENIZER, 2)
-    _, ids = next(results)
-    assert ids[0].tolist() == TOKENIZER.encode("some words").tolist()
-    results.close()
-    children = subprocess.run(
-        ["pgrep", "-P", str(os.getpid())], check=False, capture_output=True, text=True
-    ).stdout.split()
-    ended = [pid for pid in children if "encoding_process" in command_of(pid)]
-    assert not ended
-
-
-def command_of(pid):
-    try:
-        with open(f"/proc/{pid}/cmdline") as stream:
-            return stream.read()
-    except OSError:
-        return ""
-
-
-def test_errors_cross_from_the_process_that_met_them():
-    with pytest.raises(ConfigError, match="surrogate"):
-        list(encoded([parts_of(["fine", "half \ud83d"])], TOKENIZER, 1))
-
-
-def test_small_texts_and_characters_need_no_processes():
-    assert processes_for(TOKENIZER, 10_000) == 0

@@ -15,6 +15,7 @@ import tyro
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
+    from pentameter.config.schema import DataConfig
     from pentameter.data import Dataset, Progress
     from pentameter.data.text import Text
 
@@ -124,6 +125,12 @@ def _import(options: Options) -> None:
 
     if options.max_bytes is not None:
         raise ConfigError("--max-bytes cannot shorten files of tokens; leave it out")
+    if options.split_by == "document":
+        raise ConfigError(
+            "--split-by document goes by each document's text, which files of tokens do not have; "
+            "leave it out"
+        )
+    _data_section(options, None)  # for its rules
     paths = with_neighbours([Path(source) for source in options.source])
     for split, path in (("val", options.validation_path), ("test", options.test_path)):
         if path is not None:
@@ -151,12 +158,6 @@ def _import(options: Options) -> None:
 
 def _text(options: Options) -> Text:
     """The text that the options name, after the rules of the `data` section."""
-    from dataclasses import asdict
-
-    from pydantic import ValidationError
-
-    from pentameter.config.problems import problems
-    from pentameter.config.schema import Config
     from pentameter.data import CORPORA, corpus_text
     from pentameter.data.corpora import text_from_data_paths
     from pentameter.data.text import first_bytes
@@ -170,6 +171,23 @@ def _text(options: Options) -> Text:
             corpus = None  # `notes.txt` is a missing file rather than an unknown corpus
     elif corpus not in CORPORA:
         corpus = None
+    data = _data_section(options, corpus)
+    if len(options.source) == 1:
+        return corpus_text(data)
+    text = text_from_data_paths(data, [Path(path) for path in options.source])
+    return text if options.max_bytes is None else first_bytes(text, options.max_bytes)
+
+
+def _data_section(options: Options, corpus: str | None) -> DataConfig:
+    """The options as the `data` section of a configuration; ConfigError where it has rules."""
+    from dataclasses import asdict
+
+    from pydantic import ValidationError
+
+    from pentameter.config.problems import problems
+    from pentameter.config.schema import Config
+    from pentameter.errors import ConfigError
+
     section = {
         "corpus": corpus,
         "path": options.source[0] if corpus is None else None,
@@ -184,13 +202,9 @@ def _text(options: Options) -> Text:
     }
     tree = {"data": section, "train": {"batch_size": 1}}  # a whole configuration, for its rules
     try:
-        data = Config.model_validate(tree).data
+        return Config.model_validate(tree).data
     except ValidationError as error:
         raise ConfigError("; ".join(problems(error, tree))) from error
-    if len(options.source) == 1:
-        return corpus_text(data)
-    text = text_from_data_paths(data, [Path(path) for path in options.source])
-    return text if options.max_bytes is None else first_bytes(text, options.max_bytes)
 
 
 def _as_text(path: Path | None) -> str | None:
@@ -227,6 +241,8 @@ def _progress_bar() -> Iterator[tuple[Progress, Callable[[int], None]]]:
         TransferSpeedColumn,
     )
 
+    from pentameter.data.prepare import AWAITING
+
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description:>8}"),
@@ -241,6 +257,9 @@ def _progress_bar() -> Iterator[tuple[Progress, Callable[[int], None]]]:
         first: list[tuple[float, int]] = []  # when and with how many tokens this process began
 
         def update(stage: str, done: int, total: int) -> None:
+            if stage == AWAITING:
+                console.print("another process prepares the same folder; waiting for it")
+                return
             if stage not in tasks:
                 tasks[stage] = bar.add_task(stage, total=total, tokens="")
             bar.update(tasks[stage], completed=done, total=max(total, done))

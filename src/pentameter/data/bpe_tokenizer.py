@@ -87,10 +87,6 @@ class BpeTokenizer(SavedTokenizer):
         tokens, merges = _strings(content, "tokens"), _strings(content, "merges")
         return cls(tokens, [parse_merge(merge) for merge in merges])
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle, for worker processes, what the tokenizer is made of."""
-        return type(self), (self.tokens, self.merges)
-
     @property
     def vocab_size(self) -> int:
         """Tokens: bytes, merges, and `<|endoftext|>`."""

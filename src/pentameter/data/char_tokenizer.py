@@ -21,11 +21,17 @@ class UnseenCharacterError(ConfigError):
     def __init__(self, character: str, position: int, where: str = "the text") -> None:
         self.character = character
         self.position = position
+        self._where = where
         super().__init__(
             f"character {character!a} (U+{ord(character):04X}) at position {position} of "
             f"{where} is not in the tokenizer's vocabulary; remove it, or prepare the data with a "
             "tokenizer built from text that has it"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By default an exception is made again from its message alone. This one crosses from the
+        # processes that encode.
+        return type(self), (self.character, self.position, self._where)
 
 
 class CharTokenizer(SavedTokenizer):

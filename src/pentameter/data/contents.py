@@ -15,19 +15,27 @@ from pentameter.data.tokenizer import N_CODE_POINTS, code_points
 from pentameter.errors import ConfigError
 
 Progress = Callable[[str, int, int], None]
-"""Called with the pass ("reading", "encoding"), bytes done, and about how many there are."""
+"""Called with the pass ("reading", "encoding", …), bytes done, and about how many there are."""
 
 READING = "reading"
 
 
 @dataclass(frozen=True)
 class Splitting:
-    """How a text is divided into train, val and test."""
+    """How a text is divided into train, val and test; ConfigError where nothing trains."""
 
     validation_fraction: float = 0.1
     test_fraction: float = 0.0
     by: str = "position"
     """`position`: train, val, test follow one another; `document`: as each text's hash says."""
+
+    def __post_init__(self) -> None:
+        fractions = self.validation_fraction, self.test_fraction
+        if not (min(fractions) >= 0 and sum(fractions) < 1):  # NaN is refused too
+            raise ConfigError(
+                f"validation_fraction={fractions[0]} and test_fraction={fractions[1]}: both must "
+                "be at least 0, and their sum below 1"
+            )
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
@@ -28,6 +29,20 @@ from pentameter.errors import PentameterError, StorageError
 BATCH_CHARACTERS = 1 << 19
 WORTH_PROCESSES_BYTES = 1 << 23  # they take about half a second to start
 BATCHES_AHEAD = 2  # per process: one at work, one waiting
+
+# The process loads this very package, whichever others could be found. Its folder comes last on the
+# path: what lies beside the package must not stand in for the standard library.
+_START = """
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+spec = spec_from_file_location("pentameter", sys.argv[1])
+sys.modules["pentameter"] = module_from_spec(spec)
+spec.loader.exec_module(sys.modules["pentameter"])
+sys.path.append(str(Path(sys.argv[1]).parents[1]))
+from pentameter.data.encoding_process import main
+main(sys.argv[2])
+"""
 
 Batch = list[Part]
 Encoded = tuple[Batch, list[npt.NDArray[Any]]]
@@ -80,25 +95,25 @@ class _Pool:
     """Processes that encode, each fed by a thread of this one."""
 
     def __init__(self, tokenizer: Tokenizer, n_processes: int) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="pentameter-")
         self._idle: SimpleQueue[_Encoder] = SimpleQueue()
-        self._encoders: list[_Encoder] = []
-        path = Path(self._folder.name) / "tokenizer.json"
-        tokenizer.save(path)
-        for _ in range(n_processes):
-            self._encoders.append(_Encoder(path))
-            self._idle.put(self._encoders[-1])
         self._threads = ThreadPoolExecutor(n_processes)
+        with ExitStack() as stack:  # undone from its end, now if a process cannot be started
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pentameter-"))
+            path = Path(folder) / "tokenizer.json"
+            tokenizer.save(path)
+            stack.callback(self._threads.shutdown)
+            for _ in range(n_processes):
+                encoder = _Encoder(path)
+                stack.callback(encoder.stop)
+                self._idle.put(encoder)
+            stack.callback(self._threads.shutdown, wait=False, cancel_futures=True)
+            self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for encoder in self._encoders:
-            encoder.stop()
-        self._threads.shutdown()
-        self._folder.cleanup()
+        self._stack.close()
 
     def submit(self, texts: Sequence[str]) -> Future[list[npt.NDArray[Any]]]:
         """The ids to come."""
@@ -117,19 +132,21 @@ class _Encoder:
 
     def __init__(self, tokenizer: Path) -> None:
         # A fresh interpreter rather than `multiprocessing`: forking a process with threads is
-        # unsafe, and spawning would run the user's script again. This package must be importable.
-        package_root = str(Path(__file__).parents[2])
-        paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "pentameter.data.encoding_process", str(tokenizer)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(paths),
-                "TOKENIZERS_PARALLELISM": "false",
-            },
-        )
+        # unsafe, and spawning would run the user's script again. -P: the folder that this process
+        # happens to be in may hold a `numpy.py` of somebody's.
+        package = Path(__file__).parents[1] / "__init__.py"
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _START, str(package), str(tokenizer)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+            )
+        except OSError as error:
+            raise StorageError(
+                f"cannot start {sys.executable} to encode text: {error.strerror}; start again "
+                "when fewer processes run, what was finished is kept"
+            ) from error
 
     def encode(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         """The ids of each text; raises what the process raised."""
@@ -157,4 +174,5 @@ class _Encoder:
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
-                stream.close()
+                with suppress(OSError):  # what it no longer read
+                    stream.close()

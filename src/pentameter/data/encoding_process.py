@@ -1,7 +1,4 @@
-"""The process that `pentameter.data.encoding` starts: texts come in by its pipe, ids go out.
-
-python -m pentameter.data.encoding_process TOKENIZER-FILE
-"""
+"""The process that `pentameter.data.encoding` starts: texts come in by its pipe, ids go out."""
 
 from __future__ import annotations
 
@@ -34,7 +31,8 @@ def serve(tokenizer: Tokenizer, requests: IO[bytes], answers: IO[bytes]) -> None
         answers.flush()
 
 
-if __name__ == "__main__":
+def main(tokenizer: str) -> None:
+    """Serve the process that started this one, until it closes the pipe; `tokenizer` is a file."""
     # Ctrl-C reaches the whole group of processes; the one that started this ends it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    serve(load_tokenizer(sys.argv[1]), sys.stdin.buffer, sys.stdout.buffer)
+    serve(load_tokenizer(tokenizer), sys.stdin.buffer, sys.stdout.buffer)

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pentameter.data.contents import Progress, split_ends
+from pentameter.data.contents import Progress, Splitting, split_ends
 from pentameter.data.shard_writer import SHARD_TOKENS, ShardWriter
 from pentameter.data.shards import SPLITS
 from pentameter.data.storage import building, refuse_existing
@@ -147,10 +147,12 @@ def import_tokens(
     """Write the ids of files, split by split, as shards in a new folder.
 
     Where only train has files, their last ids are validation and test, by fraction.
-    Raises ConfigError (an id outside the vocabulary, a tokenizer whose ids have no length in
-    bytes, folder exists), CorruptError and StorageError as reading and writing do.
+    Raises ConfigError (impossible fractions, an id outside the vocabulary, a tokenizer whose ids
+    have no length in bytes, folder exists), CorruptError and StorageError as reading and writing
+    do.
     """
     refuse_existing(folder)
+    Splitting(validation_fraction, test_fraction)  # for its rules
     n_tokens = {split: sum(file.n_tokens for file in files[split]) for split in SPLITS}
     n_all = sum(n_tokens.values())
     if not n_all:

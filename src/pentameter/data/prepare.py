@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -37,6 +37,7 @@ from pentameter.data.tokenizer import (
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 ENCODING, TRAINING = "encoding", "training"
+RESUMING, AWAITING = "resuming", "awaiting"  # what an earlier process did, what another one does
 NOTE_SECONDS = 30.0  # a killed preparation loses the encoding of about as long
 UNFINISHED_VERSION = 1  # raise it when what an older version left could not be continued
 
@@ -77,7 +78,9 @@ def prepare(
         contents = read_contents(text, splitting, characters=tokenizer == "char", progress=progress)
     work = _Work(text, contents, progress, count_tokens)
     key = work.key(tokenizer, shard_tokens)
-    with continuing(folder, key, JOURNAL, keep_existing=keep_existing) as unfinished:
+    with continuing(
+        folder, key, JOURNAL, keep_existing=keep_existing, waiting=work.await_another
+    ) as unfinished:
         if unfinished is None:
             return
         try:
@@ -165,6 +168,10 @@ class _Work:
         held_out = dict(zip(self._contents.held_out, described[1:], strict=True))
         return {**described[0], **({"held_out": held_out} if held_out else {})}
 
+    def await_another(self) -> None:
+        """Tell that another process prepares the same folder."""
+        self._progress(AWAITING, 0, self.n_bytes)
+
     def tokenizer(
         self, wanted: str | Tokenizer, earlier: Path, warnings: list[str] | None
     ) -> Tokenizer:
@@ -174,7 +181,8 @@ class _Work:
         if wanted == "char":
             return CharTokenizer(self._contents.characters)
         if earlier.exists():
-            return load_tokenizer(earlier)
+            with suppress(CorruptError):  # a power loss may have damaged it
+                return load_tokenizer(earlier)
         made = build_tokenizer(wanted, lambda: self._train_texts(wanted), warnings=warnings)
         made.save(earlier)
         return made
@@ -186,7 +194,10 @@ class _Work:
         digests = [TextDigest() for _ in self._texts]
         parts = self._parts(tokenizer.kind, digests)
         done = _Done(**writer.noted)
-        deque(islice(parts, done.parts), maxlen=0)  # read again only for the hash
+        n_bytes = 0
+        for part in islice(parts, done.parts):  # read again only for the hash
+            n_bytes += utf8_size(part.text)
+            self._progress(RESUMING, n_bytes, done.bytes)
         # A part alone where a character may be unknown, so that its place is known.
         size = 1 if tokenizer.kind == "char" else BATCH_CHARACTERS
         noted = time.monotonic()

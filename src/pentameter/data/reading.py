@@ -11,6 +11,7 @@ import codecs
 import gzip
 import importlib
 import io
+import itertools
 import json
 import sys
 import zlib
@@ -26,6 +27,8 @@ from pentameter.errors import ConfigError, CorruptError, StorageError
 PIECE_BYTES = 1 << 16
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 COMPRESSED_SUFFIXES = (".gz", ".zst")
+LONGEST_LINE_BYTES = 1 << 25  # of JSONL: a line is held whole, a few times over
+FED_BYTES = 1 << 10  # of Zstandard at once: they hold at most 32 MiB, 128 KiB in 4 bytes
 USUAL_COMPRESSION = 3  # of English text by gzip; only the progress bar's total depends on it
 
 
@@ -42,8 +45,9 @@ def read_documents(file: Path) -> Iterator[Iterator[str]]:
     """The documents of a file, each as its pieces.
 
     Raises CorruptError, with the place, where the file is not what its name says: not UTF-8, a
-    NUL in a text file (binary data), a record that is not JSON or has no string `text`, damaged
-    compression. StorageError when it cannot be read; ConfigError for `.zst` without a decoder.
+    NUL in a text file (binary data), a record that is not JSON, has no string `text` or a line
+    longer than `LONGEST_LINE_BYTES`, damaged compression. StorageError when it cannot be read;
+    ConfigError for `.zst` without a decoder.
     """
     name = file.name.lower().removesuffix(_compression(file))
     if name.endswith(JSONL_SUFFIXES):
@@ -96,7 +100,15 @@ def _decode(data: bytes, offset: int, file: Path, *, final: bool) -> tuple[str, 
 def _read_records(file: Path) -> Iterator[str]:
     """The `text` of each record; empty lines are passed over."""
     with _open(file) as stream:
-        for number, line in enumerate(stream, start=1):
+        for number in itertools.count(1):
+            line = stream.readline(LONGEST_LINE_BYTES + 1)
+            if not line:
+                return
+            if len(line) > LONGEST_LINE_BYTES:
+                raise CorruptError(
+                    f"{file}, line {number} is longer than {LONGEST_LINE_BYTES >> 20} MiB; JSONL "
+                    "has one object a line. Divide the record, or write its text to a .txt file"
+                )
             record = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if record.strip():
                 yield _record_text(record, f"{file}, line {number}")
@@ -163,7 +175,8 @@ class _ZstdReader(io.RawIOBase):
         self._stream = stream
         self._new_frame, self._error = _zstd_decompressor()
         self._frame: Any = None
-        self._compressed = self._ready = b""
+        self._compressed = b""
+        self._ready = memoryview(b"")
 
     def readable(self) -> bool:
         """Always."""
@@ -173,7 +186,7 @@ class _ZstdReader(io.RawIOBase):
         """The number of bytes put into `buffer`; 0 at the end."""
         while not self._ready:
             if not self._compressed:
-                self._compressed = self._stream.read(1 << 14)
+                self._compressed = self._stream.read(FED_BYTES)
             if not self._compressed:
                 if self._frame is not None:
                     raise EOFError("the last Zstandard frame has no end")
@@ -181,7 +194,7 @@ class _ZstdReader(io.RawIOBase):
             if self._frame is None:
                 self._frame = self._new_frame()
             try:
-                self._ready = self._frame.decompress(self._compressed)
+                self._ready = memoryview(self._frame.decompress(self._compressed))
             except self._error as error:
                 raise EOFError(str(error)) from error
             self._compressed = b""

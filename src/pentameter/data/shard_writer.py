@@ -103,18 +103,23 @@ class _Split:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go back to a state: cut off whatever was written after it."""
+        """Go back to a state: cut off whatever was written after it.
+
+        Raises OSError or ValueError where the files hold less than it says.
+        """
         self.files = [(tokens, sha256) for tokens, sha256 in state["files"]]
         self.n_tokens, self.n_bytes = state["tokens"], state["bytes"]
         self.n_documents, self._in_file = state["documents"], state["in_file"]
-        os.truncate(self.starts_path, self.n_documents * PLACE.itemsize)
+        for number, (n_tokens, _) in enumerate(self.files):
+            _shorten(self.path(number), n_tokens * self._dtype.itemsize)
+        _shorten(self.starts_path, self.n_documents * PLACE.itemsize)
         known = len(self.files) + bool(self._in_file)
         for path in self._folder.glob(f"{self._name}-*.tokens"):
             if path not in {self.path(number) for number in range(known)}:
                 path.unlink()
         if self._in_file:
             path = self.path(len(self.files))
-            os.truncate(path, self._in_file * self._dtype.itemsize)
+            _shorten(path, self._in_file * self._dtype.itemsize)
             with path.open("rb") as stream:
                 self._hasher = hashlib.file_digest(stream, "sha256")
             self._stream = path.open("ab")
@@ -141,10 +146,13 @@ class ShardWriter:
     ) -> None:
         self._folder, self._name, self._tokenizer = folder, name, tokenizer
         self._dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-        dtype = DTYPES[self._dtype]
-        self._splits = {split: _Split(folder, split, dtype, shard_tokens) for split in SPLITS}
+        self._shard_tokens = shard_tokens
+        self._splits = self._new_splits()
         self.noted: dict[str, Any] = {}
-        self._restore()
+        try:
+            self._restore()
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            self._begin_anew()  # a power loss, or another hand, damaged what was noted
 
     def __enter__(self) -> Self:
         return self
@@ -172,10 +180,11 @@ class ShardWriter:
             split.flush()
         state = {split: part.state() for split, part in self._splits.items()}
         temporary = self._folder / f"{JOURNAL}.tmp"
-        content = {"noted": progress, "dtype": self._dtype, "splits": state}
+        content = {"noted": progress, "tokenizer": self._tokenizer.hash, "splits": state}
         temporary.write_text(json.dumps(content), encoding="ascii")
         sync(temporary)
         temporary.replace(self._folder / JOURNAL)
+        sync(self._folder)
 
     def finish(self, text: dict[str, Any]) -> None:
         """Write the tokenizer and the header, with `text` (what was read) noted in it."""
@@ -233,11 +242,36 @@ class ShardWriter:
         return {"name": path.name, "sha256": sha256}
 
     def _restore(self) -> None:
-        """Go on from what an earlier process noted in this folder, if one did."""
+        """Go on from what an earlier process noted in this folder, if one did.
+
+        Raises whatever comes of a journal or files that are damaged.
+        """
         try:
             journal = json.loads((self._folder / JOURNAL).read_text(encoding="ascii"))
         except FileNotFoundError:
             return
+        if journal["tokenizer"] != self._tokenizer.hash:
+            raise ValueError("what was noted is of another tokenizer")
         for name, split in self._splits.items():
             split.restore(journal["splits"][name])
-        self.noted = journal["noted"]
+        self.noted = dict(journal["noted"])
+
+    def _begin_anew(self) -> None:
+        """Remove everything but the tokenizer, which is not this class's."""
+        for split in self._splits.values():
+            split.close()
+        for path in self._folder.iterdir():
+            if path.name != TOKENIZER_FILE:
+                path.unlink()
+        self._splits, self.noted = self._new_splits(), {}
+
+    def _new_splits(self) -> dict[str, _Split]:
+        dtype = DTYPES[self._dtype]
+        return {name: _Split(self._folder, name, dtype, self._shard_tokens) for name in SPLITS}
+
+
+def _shorten(path: Path, n_bytes: int) -> None:
+    """Cut a file after its first `n_bytes`; ValueError where it has fewer."""
+    if path.stat().st_size < n_bytes:
+        raise ValueError(f"{path} has fewer than {n_bytes} bytes")
+    os.truncate(path, n_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
 import http.client
 import os
@@ -13,7 +14,7 @@ import socket
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,9 +150,7 @@ def building(target: Path, *, keep_existing: bool = False) -> Iterator[Path]:
         folder.mkdir()
         try:
             yield folder
-            sync(folder)
-            _rename(folder, target, keep_existing)
-            sync(target.parent)
+            _finish(folder, target, keep_existing)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
@@ -163,36 +162,40 @@ def building(target: Path, *, keep_existing: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def continuing(
-    target: Path, key: str, worth_keeping: str, *, keep_existing: bool = False
+    target: Path,
+    key: str,
+    worth_keeping: str,
+    *,
+    keep_existing: bool = False,
+    waiting: Callable[[], None] | None = None,
 ) -> Iterator[Path | None]:
     """A folder beside `target` that becomes `target` on leaving, and that outlives a kill.
 
     Its name tells `target` and `key` (letters and digits that stand for the work to be done), so
     that the same work finds what an earlier process left. What has no file named `worth_keeping`
     is not worth that: then the folder is empty on entering and removed after an error. Unfinished
-    folders of other keys are removed. One process at a time has the folder, others wait; None when
-    `target` has appeared meanwhile and `keep_existing`, else ConfigError. Raises StorageError when
-    writing fails.
+    folders of other keys are removed. One process at a time works for a target, others call
+    `waiting` and wait; None when `target` has appeared meanwhile and `keep_existing`, else
+    ConfigError. Where the file system has no locks, the folder is the process's own, as `building`
+    makes it, and does not outlive a kill. Raises StorageError when writing fails.
     """
-    folder = target.parent / f".{target.name}.part-{key}"
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = _lock_folder(folder, target, keep_existing)
-        if descriptor is None:
+        if keep_existing and target.exists():
             yield None
             return
-        try:
-            _remove_others(folder, target)
-            if not (folder / worth_keeping).exists():
-                _empty(folder)
-            yield folder
-            sync(folder)
-            _rename(folder, target, keep_existing)
-            sync(target.parent)
-        finally:
-            if not (folder / worth_keeping).exists():
-                shutil.rmtree(folder, ignore_errors=True)
-            os.close(descriptor)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.with_name(f".{target.name}.lock"), waiting) as locked:
+            if keep_existing and target.exists():
+                yield None
+                return
+            refuse_existing(target)
+            if not locked:
+                with building(target, keep_existing=keep_existing) as folder:
+                    yield folder
+                return
+            with _unfinished(target, key, worth_keeping) as folder:
+                yield folder
+                _finish(folder, target, keep_existing)
     except OSError as error:
         raise StorageError(
             f"cannot write {error.filename or target}: {error.strerror}; "
@@ -200,45 +203,74 @@ def continuing(
         ) from error
 
 
-def _lock_folder(folder: Path, target: Path, keep_existing: bool) -> int | None:
-    """A descriptor that locks the folder, made if need be; None when `target` is there."""
-    while True:
-        if target.exists() and keep_existing:
-            return None
-        refuse_existing(target)
-        folder.mkdir(exist_ok=True)
-        try:
-            descriptor = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:
-            continue  # its owner has just finished
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        try:
-            if os.path.samestat(folder.stat(), os.fstat(descriptor)):
-                return descriptor
-        except FileNotFoundError:
-            pass  # while this process waited, the folder became the target, or was removed
-        os.close(descriptor)
-
-
-def _remove_others(folder: Path, target: Path) -> None:
-    """Remove what was begun for the same target from other text or settings, and left."""
-    for other in target.parent.glob(f".{target.name}.part-*"):
-        if other == folder:
-            continue
-        descriptor = os.open(other, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+@contextlib.contextmanager
+def _unfinished(target: Path, key: str, worth_keeping: str) -> Iterator[Path]:
+    """The folder of `continuing`, for the process that has the target's lock."""
+    folder = target.with_name(f".{target.name}.part-{key}")
+    for other in target.parent.glob(f".{glob.escape(target.name)}.part-*"):
+        if other != folder:  # begun from other text or settings, and left
             shutil.rmtree(other, ignore_errors=True)
-        except OSError:
-            pass  # somebody is at work there
-        finally:
+    try:
+        folder.mkdir(exist_ok=True)
+        if not (folder / worth_keeping).exists():
+            shutil.rmtree(folder)
+            folder.mkdir()
+        yield folder
+    finally:
+        if not (folder / worth_keeping).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, waiting: Callable[[], None] | None) -> Iterator[bool]:
+    """Hold the lock of a file, which is made for it and removed after; False without locks."""
+    descriptor = _lock(path, waiting)
+    try:
+        yield descriptor is not None
+    finally:
+        if descriptor is not None:
+            path.unlink(missing_ok=True)  # first, so that who waits finds it gone, and makes it
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # children may have inherited the file
             os.close(descriptor)
 
 
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
+def _lock(path: Path, waiting: Callable[[], None] | None) -> int | None:
+    """The descriptor that holds the file's lock; None where there are no locks."""
+    while True:
+        try:
+            # A file, and writable: NFS has no other locks.
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError:
+            return None  # another user's, or a folder that nobody may write: that is told later
+        try:
+            _wait_for(descriptor, waiting)
+            if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                return descriptor
+        except FileNotFoundError:
+            pass  # its owner removed it while this process waited
+        except OSError:
+            # The file stays: another process may hold it, where locks only fail now and then.
+            os.close(descriptor)
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _wait_for(descriptor: int, waiting: Callable[[], None] | None) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if waiting is not None:
+            waiting()
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def _finish(folder: Path, target: Path, keep_existing: bool) -> None:
+    sync(folder)
+    _rename(folder, target, keep_existing)
+    sync(target.parent)
 
 
 def _rename(folder: Path, target: Path, keep_existing: bool) -> None:

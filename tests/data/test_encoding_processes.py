@@ -1,0 +1,104 @@
+"""Processes that encode text: they end with their work, and run nobody else's code."""
+
+import subprocess
+import sys
+
+import pytest
+
+from pentameter.data import CharTokenizer, UnseenCharacterError, prepare
+from pentameter.data.building import train_bpe
+from pentameter.data.documents import Part
+from pentameter.data.encoding import batches, encoded, processes_for
+from pentameter.data.text import text_of_pieces
+from pentameter.errors import ConfigError, StorageError
+
+TOKENIZER = train_bpe(["the quick brown fox jumps over the lazy dog"], 300)
+
+
+def parts_of(texts):
+    return [Part(text, "train", True, True) for text in texts]
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """The processes that were started, the first first."""
+    started = []
+
+    class Noted(subprocess.Popen):
+        def __init__(self, *arguments, **settings):
+            super().__init__(*arguments, **settings)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_they_stop_when_the_caller_stops(processes):
+    many = parts_of(["some words"] * 50)
+    results = encoded(batches(many, 100), TOKENIZER, 2)
+    _, ids = next(results)
+    assert ids[0].tolist() == TOKENIZER.encode("some words").tolist()
+    results.close()
+    assert [process.returncode for process in processes] == [-9, -9]
+
+
+def test_a_lost_one_is_told_and_the_others_stop(processes):
+    # More text than a pipe holds, so that some of it is still on its way.
+    results = encoded(([part] for part in parts_of(["word " * 200_000] * 40)), TOKENIZER, 2)
+    next(results)
+    processes[0].kill()
+    with pytest.raises(StorageError, match=r"a process that encoded text ended \(exit code -9"):
+        list(results)
+    assert [process.returncode for process in processes] == [-9, -9]
+
+
+def test_one_that_cannot_start_stops_the_others(processes, monkeypatch):
+    real = subprocess.Popen
+
+    def start(*arguments, **settings):
+        if processes:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return real(*arguments, **settings)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(StorageError, match=r"cannot start .*Resource temporarily unavailable"):
+        list(encoded([parts_of(["some words"])], TOKENIZER, 3))
+    assert [process.returncode for process in processes] == [-9]
+
+
+@pytest.mark.parametrize("name", ["tokenizers", "numpy", "pickle", "pentameter"])
+def test_modules_in_the_current_folder_are_not_run(tmp_path, name):
+    (tmp_path / f"{name}.py").write_text("raise SystemExit('the planted module ran')\n")
+    script = (
+        "from pentameter.data.building import train_bpe\n"
+        "from pentameter.data.documents import Part\n"
+        "from pentameter.data.encoding import encoded\n"
+        "tokenizer = train_bpe(['some words'], 260)\n"
+        "(_, [ids]), = encoded([[Part('some', 'train', True, True)]], tokenizer, 1)\n"
+        "assert tokenizer.decode(ids) == 'some'\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script],
+        cwd=tmp_path,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_errors_cross_from_the_process_that_met_them(tmp_path):
+    with pytest.raises(ConfigError, match="surrogate"):
+        list(encoded([parts_of(["fine", "half \ud83d"])], TOKENIZER, 1))
+    text = text_of_pieces("some", lambda: iter(["abab", "abz"]), 7)
+    with pytest.raises(UnseenCharacterError, match="position 6 of the text 'some'") as error:
+        prepare(text, tmp_path / "out", tokenizer=CharTokenizer("ab"), n_processes=1)
+    assert (error.value.character, error.value.position) == ("z", 6)
+
+
+def test_small_texts_and_characters_need_no_processes():
+    assert processes_for(TOKENIZER, 10_000) == 0
+    assert processes_for(CharTokenizer("ab"), 1 << 30) == 0
