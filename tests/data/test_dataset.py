@@ -1,4 +1,3 @@
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -96,24 +95,33 @@ def test_damage_in_the_cache_is_found_and_says_what_to_delete(text_file, cache):
         open_dataset(data)
 
 
-def prepare_in_a_process(path, barrier, results):
-    barrier.wait()
-    results.put(open_dataset(DataConfig(path=path)).hash)
+PREPARE_WHEN_TOLD = """
+import sys
+from pentameter.config.schema import DataConfig
+from pentameter.data import open_dataset
+print("ready", flush=True)
+sys.stdin.readline()
+print(open_dataset(DataConfig(path=sys.argv[1])).hash)
+"""
 
 
 def test_processes_that_prepare_at_once_agree(text_file, cache):
-    context = multiprocessing.get_context("fork")
-    barrier, results = context.Barrier(4), context.Queue()
+    # Fresh interpreters: forking this one, whose libraries have threads, may hang the child.
     processes = [
-        context.Process(target=prepare_in_a_process, args=(str(text_file), barrier, results))
+        subprocess.Popen(
+            [sys.executable, "-c", PREPARE_WHEN_TOLD, str(text_file)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(4)
     ]
+    assert [process.stdout.readline() for process in processes] == ["ready\n"] * 4
     for process in processes:
-        process.start()
-    hashes = {results.get(timeout=120) for _ in processes}
-    for process in processes:
-        process.join(120)
-        assert process.exitcode == 0
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    hashes = {process.communicate(timeout=120)[0].strip() for process in processes}
+    assert [process.returncode for process in processes] == [0] * 4
     assert hashes == {open_dataset(DataConfig(path=str(text_file))).hash}
     assert len(list(cache.iterdir())) == 1  # no temporary folder is left
 
