@@ -147,3 +147,15 @@ def test_a_damaged_checkpoint_is_not_exported(make, tmp_path, capsys):
     path.write_bytes(bytes(data))
     assert main(["export", str(model), "--to", "hf", "--out", str(tmp_path / "x")]) == 65
     assert "model.safetensors is damaged" in capsys.readouterr().err
+
+
+def test_a_moved_import_still_fine_tunes(make, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    said(capsys, "export", make(), "--to", "hf", "--out", tmp_path / "hf")
+    said(capsys, "import", tmp_path / "hf", "--out", tmp_path / "in")
+    moved = (tmp_path / "in").rename(tmp_path / "moved")
+    (tmp_path / "song.txt").write_text(TEXT)
+    options = ["--data.path", tmp_path / "song.txt", "--train.steps", "1", "--run-dir"]
+    options += [tmp_path / "run", "--train.batch-size", "1", "--train.compile", "false"]
+    said(capsys, "train", moved / "config.toml", "--init-from", moved, *options)
+    assert load_model(tmp_path / "run").tokenizer.hash == BPE.hash

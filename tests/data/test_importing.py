@@ -8,8 +8,14 @@ import pytest
 from pentameter.cli.prepare import run
 from pentameter.data import CharTokenizer, Dataset
 from pentameter.data.building import train_bpe
-from pentameter.data.importing import import_tokens, open_token_file, with_neighbours
+from pentameter.data.importing import (
+    import_tokens,
+    open_token_file,
+    token_files,
+    with_neighbours,
+)
 from pentameter.data.shards import find_header, open_shards
+from pentameter.data.text import text_from_paths
 from pentameter.errors import ConfigError, CorruptError
 
 SPLITS = ("train", "val", "test")
@@ -229,3 +235,16 @@ def test_impossible_fractions_are_refused(tmp_path, fractions):
             test_fraction=fractions[1],
         )  # fmt: skip
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_token_files_is_its_files(tmp_path):
+    folder = tmp_path / "openwebtext"
+    folder.mkdir()
+    nanogpt(folder / "train.bin")
+    nanogpt(folder / "val.bin", FLAT[:4])
+    (folder / "readme.md").write_text("how it was made")
+    assert token_files([folder]) == [folder / "train.bin", folder / "val.bin"]
+    (folder / "more.txt").write_text("text too")
+    assert token_files([folder]) == []
+    with pytest.raises(CorruptError, match=r"are these token ids\? `pentameter prepare FILE\.bin"):
+        [*text_from_paths([nanogpt(tmp_path / "raw.bin", [0xFFFD] * 9)]).pieces()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,13 +82,13 @@ def run(arguments: list[str]) -> int:
 
 def _prepare(options: Options) -> int:
     from pentameter.data.dataset import Dataset
-    from pentameter.data.importing import are_token_files
+    from pentameter.data.importing import token_files
     from pentameter.data.shards import find_header, open_shards
 
     started = time.perf_counter()
     warnings: list[str] = []
-    if are_token_files([Path(source) for source in options.source]):
-        _import(options)
+    if files := token_files([Path(source) for source in options.source]):
+        _import(options, files)
     else:
         _encode(options, warnings)
     seconds = time.perf_counter() - started
@@ -118,7 +118,7 @@ def _encode(options: Options, warnings: list[str]) -> None:
         )
 
 
-def _import(options: Options) -> None:
+def _import(options: Options, sources: Sequence[Path]) -> None:
     from pentameter.data.importing import import_tokens, open_token_file, with_neighbours
     from pentameter.data.prepare import chosen_tokenizer
     from pentameter.errors import ConfigError
@@ -131,7 +131,7 @@ def _import(options: Options) -> None:
             "leave it out"
         )
     _data_section(options, None)  # for its rules
-    paths = with_neighbours([Path(source) for source in options.source])
+    paths = with_neighbours(sources)
     for split, path in (("val", options.validation_path), ("test", options.test_path)):
         if path is not None:
             paths[split] = [path]

@@ -47,6 +47,8 @@ def run(arguments: list[str]) -> int:
     from pentameter.config.load import load_config, to_toml
 
     config = load_config(parsed.source, overrides)
+    if parsed.init_from is not None:
+        config = _with_tokenizer_beside(config, parsed.init_from)
     if parsed.print_config:
         print(to_toml(config), end="")
         return 0
@@ -61,6 +63,17 @@ def run(arguments: list[str]) -> int:
     trainer.fit()
     _say_goodbye(trainer)
     return 0
+
+
+def _with_tokenizer_beside(config: Config, model: Path) -> Config:
+    """`config` with MODEL's own tokenizer file where the one it names is not there any more: an
+    imported folder names its own, and may have been moved."""
+    named, beside = Path(config.data.tokenizer), model / "tokenizer.json"
+    if named.name != beside.name or named.exists() or not beside.exists():
+        return config
+    print(f"pentameter: {named} is not there; taking {beside}", file=sys.stderr)
+    data = config.data.model_copy(update={"tokenizer": str(beside)})
+    return config.model_copy(update={"data": data})
 
 
 def _plan(config: Config) -> dict[str, object]:

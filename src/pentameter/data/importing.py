@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from pentameter.data.contents import Progress, Splitting, split_ends
 from pentameter.data.shard_writer import SHARD_TOKENS, ShardWriter
-from pentameter.data.shards import SPLITS
+from pentameter.data.shards import SPLITS, find_header
 from pentameter.data.storage import building, refuse_existing
 from pentameter.data.text import safe_name
 from pentameter.data.tokenizer import BpeTokenizer, CharTokenizer, Tokenizer
@@ -78,9 +78,25 @@ class TokenFile:
             raise StorageError(f"cannot read {self.path}: {error.strerror}") from error
 
 
-def are_token_files(paths: Sequence[Path]) -> bool:
-    """Whether paths name files of ids by their suffix, `.bin` or Megatron's `.idx`."""
-    return bool(paths) and all(path.suffix in {".bin", ".idx"} for path in paths)
+def token_files(paths: Sequence[Path]) -> list[Path]:
+    """The files of ids that the paths name; none unless every path names such.
+
+    By their suffix, `.bin` or Megatron's `.idx`; a folder of them must hold neither text nor
+    prepared shards (nanoGPT's `data/openwebtext` with its scripts, say).
+    """
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            inside = sorted(path.glob("*.bin"))
+            has_text = any(next(path.glob(f"*{suffix}*"), None) for suffix in (".txt", ".jsonl"))
+            if not inside or has_text or find_header(path) is not None:
+                return []
+            found += inside
+        elif path.suffix in {".bin", ".idx"}:
+            found.append(path)
+        else:
+            return []
+    return found
 
 
 def open_token_file(path: Path) -> TokenFile:

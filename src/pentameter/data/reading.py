@@ -86,6 +86,11 @@ def _decode(data: bytes, offset: int, file: Path, *, final: bool) -> tuple[str, 
         hint = "convert it to UTF-8, or leave it out"
         if offset == 0 and data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             hint = "it looks like UTF-16; convert it to UTF-8"
+        if file.suffix == ".bin":
+            hint = (
+                "are these token ids? `pentameter prepare FILE.bin --tokenizer gpt2 --out DIR` "
+                "imports them; prepared shards are a data.path of their own"
+            )
         raise CorruptError(
             f"{file} is not UTF-8 text: byte 0x{data[error.start]:02x} at offset "
             f"{offset + error.start} ({error.reason}); {hint}"

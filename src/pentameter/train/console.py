@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from pentameter.train.trainer import Trainer
 
 REFRESH_SECONDS = 0.1
+_CONTROLS = {*range(32), 127} - {*b"\t\n"}
+_NO_CONTROLS = dict.fromkeys(_CONTROLS, "\N{REPLACEMENT CHARACTER}")
 
 
 class Console:
@@ -62,7 +64,8 @@ class Console:
         self._pending.clear()
 
     def say(self, text: str) -> None:
-        """Print a line and log it."""
+        """Print a line and log it; a sample's control characters must not reach a terminal."""
+        text = text.translate(_NO_CONTROLS)
         self._rich.print(Text(text))
         self._to_log(text)
 
