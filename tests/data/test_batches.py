@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.data.batches import Batch, TrainingBatches, evaluation_batches
+from pentameter.data.batches import Batch, TrainingBatches
 from pentameter.data.dataset import TokenSplit
+from pentameter.data.evaluation import evaluation_batches
 from pentameter.data.orders import ORDERS, windows_per_epoch
 from pentameter.data.token_sequence import TokenSequence
 from pentameter.errors import ConfigError

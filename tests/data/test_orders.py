@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.data.batches import TrainingBatches, evaluation_batches
+from pentameter.data.batches import TrainingBatches
 from pentameter.data.dataset import TokenSplit
+from pentameter.data.evaluation import evaluation_batches
 from pentameter.data.token_sequence import TokenSequence
 from pentameter.errors import ConfigError
 
@@ -131,7 +132,12 @@ def test_evaluation_within_documents_never_crosses_one(lengths, batch_size):
 def test_documents_of_one_token_are_no_rows():
     with pytest.raises(ConfigError, match="no document of two tokens"):
         batches_of(documents_of([1, 1, 1]), "documents")
-    with pytest.raises(ConfigError, match="no document of two tokens"):
-        evaluation_batches(
-            documents_of([1, 1, 1]), context_length=5, batch_size=2, within_documents=True
-        )
+    for stride in (None, 2):
+        with pytest.raises(ConfigError, match="no document of two tokens"):
+            evaluation_batches(
+                documents_of([1, 1, 1]),
+                context_length=5,
+                batch_size=2,
+                stride=stride,
+                within_documents=True,
+            )

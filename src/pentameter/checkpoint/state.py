@@ -174,12 +174,9 @@ def _slots(optimizer: torch.optim.Optimizer) -> set[str] | None:
 
 
 def _check_names(kind: str, expected: Iterable[str], found: Iterable[str]) -> None:
-    missing, unexpected = set(expected) - set(found), set(found) - set(expected)
-    if missing or unexpected:
-        parts = [f"missing: {few(missing)}"] if missing else []
-        parts += [f"unexpected: {few(unexpected)}"] if unexpected else []
+    if differences := name_differences(expected, found):
         raise CorruptError(
-            f"the checkpoint's {kind} tensors do not belong to this {kind}; " + "; ".join(parts)
+            f"the checkpoint's {kind} tensors do not belong to this {kind}; {differences}"
         )
 
 
@@ -191,6 +188,14 @@ def _check_fits(
             f"the checkpoint's {name} is {tuple(tensor.shape)} of {tensor.dtype}, "
             f"the configuration asks for {tuple(shape)} of {dtype or 'any dtype'}"
         )
+
+
+def name_differences(expected: Iterable[str], found: Iterable[str]) -> str:
+    """Which names are missing and which unexpected, in words; empty where none is."""
+    missing, unexpected = set(expected) - set(found), set(found) - set(expected)
+    parts = [f"missing: {few(missing)}"] if missing else []
+    parts += [f"unexpected: {few(unexpected)}"] if unexpected else []
+    return "; ".join(parts)
 
 
 def few(names: Iterable[str]) -> str:

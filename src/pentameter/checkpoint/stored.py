@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pentameter.checkpoint.files import storage_errors, write_hashed
 from pentameter.checkpoint.manifest import MANIFEST_NAME, Manifest, encode_json
 from pentameter.checkpoint.opening import STATE_NAME, Checkpoint
-from pentameter.checkpoint.state import few
+from pentameter.checkpoint.state import name_differences
 from pentameter.checkpoint.tensors import LazyTensor, plan_file
 from pentameter.config.load import config_hash, to_toml
 from pentameter.config.schema import Config
@@ -67,11 +67,8 @@ class StoredModel:
 def check_weights(config: Config, weights: Weights, where: Path) -> None:
     """Raise CorruptError unless the weights are those of the configuration's parameter table."""
     expected = {spec.name: spec.shape for spec in parameter_table(config.model)}
-    missing, unexpected = expected.keys() - weights.keys(), weights.keys() - expected.keys()
-    if missing or unexpected:
-        parts = [f"missing: {few(missing)}"] if missing else []
-        parts += [f"unexpected: {few(unexpected)}"] if unexpected else []
-        raise CorruptError(f"{where}: its tensors are not its configuration's; {'; '.join(parts)}")
+    if differences := name_differences(expected, weights):
+        raise CorruptError(f"{where}: its tensors are not its configuration's; {differences}")
     for name, shape in expected.items():
         if tuple(weights[name].shape) != shape:
             raise CorruptError(

@@ -8,7 +8,6 @@ sees the same data, and a resumed run continues in the middle of an epoch withou
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -118,44 +117,3 @@ def _batch(split: TokenSplit, pieces: list[Row], numbers: Int64, context_length:
         inputs[row, :n_targets] = ids[:-1]
         targets[row, :n_targets] = ids[1:]
     return Batch(inputs, targets, numbers)
-
-
-def evaluation_batches(
-    split: TokenSplit, *, context_length: int, batch_size: int, within_documents: bool = False
-) -> Iterator[Batch]:
-    """A pass over the whole split in order, each token but the first a target exactly once.
-
-    Rows are windows side by side; each is predicted from its own tokens only. `within_documents`
-    starts a row at every document, whose first token is then no target. What is missing to a full
-    row is padded: inputs 0, targets -1. All batches have batch_size rows but the last, which may
-    have fewer. Raises ConfigError, at once, when the split has fewer than two tokens.
-    """
-    if split.n_tokens < 2:
-        raise ConfigError(
-            f"split {split.name!r} has {split.n_tokens} tokens; evaluation needs at least 2. "
-            "Raise data.validation_fraction (test_fraction for test), or use a longer text"
-        )
-    starts = split.document_starts if within_documents else np.zeros(1, dtype=np.int64)
-    if np.diff(starts, append=split.n_tokens).max() < 2:
-        raise ConfigError(
-            f"split {split.name!r} has no document of two tokens; there is nothing to predict"
-        )
-    return _evaluation_batches(split, starts, context_length, batch_size)
-
-
-def _evaluation_batches(
-    split: TokenSplit, starts: Int64, context_length: int, batch_size: int
-) -> Iterator[Batch]:
-    waiting: list[Row] = []
-    n_done = 0
-    for number, first in enumerate(starts.tolist()):
-        end = int(starts[number + 1]) if number + 1 < len(starts) else split.n_tokens
-        for start in range(first, end - 1, context_length):
-            waiting.append([(start, min(start + context_length + 1, end))])
-            if len(waiting) == batch_size:
-                rows = np.arange(n_done, n_done + batch_size, dtype=np.int64)
-                yield _batch(split, waiting, rows, context_length)
-                n_done, waiting = n_done + batch_size, []
-    if waiting:
-        rows = np.arange(n_done, n_done + len(waiting), dtype=np.int64)
-        yield _batch(split, waiting, rows, context_length)

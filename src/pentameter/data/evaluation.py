@@ -1,4 +1,4 @@
-"""Evaluation in windows that overlap, so that no token is predicted from little context."""
+"""Evaluation: one pass over a split, in windows side by side or overlapping."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ Window = tuple[int, int, int]
 """First input, the place after the last target, and how many of the last targets count."""
 
 
-def strided_batches(
+def evaluation_batches(
     split: TokenSplit,
     *,
     context_length: int,
-    stride: int,
     batch_size: int,
+    stride: int | None = None,
     within_documents: bool = False,
 ) -> Iterator[Batch]:
     """A pass over the whole split, each token but the first a target that counts exactly once.
 
-    Windows of context_length inputs begin every `stride` tokens. The first counts all its targets,
-    each later one only those that the window before did not reach, so that each of them has more
-    than context_length - stride tokens of context. A stride of context_length gives windows side
-    by side, a stride of 1 the whole context for every token, at context_length times the work.
-    `within_documents` starts anew at every document, whose first token is then no target.
+    Windows of context_length inputs begin every `stride` tokens, side by side when it is absent.
+    The first counts all its targets, each later one only those that the window before did not
+    reach, so that each of them has more than context_length - stride tokens of context. A stride
+    of 1 gives every token the whole context, at context_length times the work. `within_documents`
+    starts anew at every document, whose first token is then no target.
 
     What does not count or is missing to a full row has target -1. All batches have batch_size rows
     but the last, which may have fewer. After "Perplexity of fixed-length models" in the
     documentation of Hugging Face's transformers, whose windows hold one target fewer: they begin
     with a token that is input only, ours end with one that is target only.
 
-    Raises ConfigError, at once, for a stride outside 1 … context_length and a split of fewer than
-    two tokens.
+    Raises ConfigError, at once, for a stride outside 1 … context_length and a split that holds
+    nothing to predict: fewer than two tokens, or no document of two.
     """
+    stride = context_length if stride is None else stride
     if not 1 <= stride <= context_length:
         raise ConfigError(
             f"stride={stride} must be in 1 … {context_length}, the model's context_length: a "
@@ -50,6 +51,10 @@ def strided_batches(
             "Raise data.validation_fraction (test_fraction for test), or use a longer text"
         )
     starts = split.document_starts if within_documents else np.zeros(1, dtype=np.int64)
+    if np.diff(starts, append=split.n_tokens).max() < 2:
+        raise ConfigError(
+            f"split {split.name!r} has no document of two tokens; there is nothing to predict"
+        )
     windows = _windows(starts, split.n_tokens, context_length, stride)
     return _batches(split, windows, context_length, batch_size)
 

@@ -6,9 +6,9 @@ import math
 import time
 from collections.abc import Callable, Iterator
 
-from pentameter.data.batches import Batch, evaluation_batches
+from pentameter.data.batches import Batch
 from pentameter.data.dataset import TokenSplit
-from pentameter.data.evaluation import strided_batches
+from pentameter.data.evaluation import evaluation_batches
 from pentameter.parallel.assemble import LossSum, Stage
 from pentameter.train.hooks import EvalMetrics
 
@@ -26,7 +26,7 @@ def evaluate(
     """Loss, perplexity and bits per byte of `split`; None if `should_stop` said so half-way.
 
     Every target token counts once, so the figures do not depend on `batch_size`. Windows lie side
-    by side, or overlap where a `stride` is given (see `strided_batches`); where training reads a
+    by side, or overlap where a `stride` is given (see `evaluation_batches`); where training reads a
     document a row, so does evaluation.
     Bits per byte are nats per token ÷ ln 2 × tokens per UTF-8 byte of the split's text; they
     compare models with different tokenizers.
@@ -52,20 +52,12 @@ def _batches(
     stage: Stage, split: TokenSplit, batch_size: int, stride: int | None
 ) -> Iterator[Batch]:
     config = stage.plan.config
-    context_length = config.model.context_length
     within_documents = config.data.order == "documents" and not config.data.packing
-    if stride is None:
-        return evaluation_batches(
-            split,
-            context_length=context_length,
-            batch_size=batch_size,
-            within_documents=within_documents,
-        )
-    return strided_batches(
+    return evaluation_batches(
         split,
-        context_length=context_length,
-        stride=stride,
+        context_length=config.model.context_length,
         batch_size=batch_size,
+        stride=stride,
         within_documents=within_documents,
     )
 
