@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from pentameter.config.schema import ABSENT, Config, Section
+from pentameter.config.schema import Config
+from pentameter.config.section import ABSENT, Section
 
 
 @dataclass(frozen=True)

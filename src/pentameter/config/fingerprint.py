@@ -18,6 +18,7 @@ NOT_THE_TRAINING = {
     "train.micro_batch_size": "cuts the same batch into other pieces; sums agree to rounding",
     "train.device": "a run may move to another machine",
     "train.activation_checkpoint": "the same arithmetic, done twice",
+    "train.offload": "the same arithmetic, with its numbers kept elsewhere",
     "train.compile": "the same arithmetic, compiled",
     "train.eval_interval": "evaluation reads, it changes nothing",
     "train.patience": "where the run ends",
@@ -30,7 +31,8 @@ NOT_THE_TRAINING = {
     "checkpoint.on_error": "as above",
     "log.interval": "logging reads, it changes nothing",
 }
-"""Keys that a resumed run may change, and why. Every other key defines the weights of each step.
+"""Keys that a resumed run may change, and why. Every other key defines the weights of each step,
+but for those of `[parallel]`: a layout changes no number beyond its last digits.
 
 `train.steps` is free because step N does not depend on how many follow it, with one exception
 that `defining_values` makes: a decay without `decay_steps` ends at `train.steps`.
@@ -42,7 +44,7 @@ def defining_values(config: Config) -> dict[str, Any]:
     values = {
         path: value_at(config, leaf)
         for path, leaf in leaves().items()
-        if path not in NOT_THE_TRAINING
+        if path not in NOT_THE_TRAINING and not path.startswith("parallel.")
     }
     schedule = config.schedule
     if schedule.name not in ("cosine", "linear", "wsd"):

@@ -18,7 +18,8 @@ from pentameter.config.fields import leaves, read_text, takes_whole_number, whol
 from pentameter.config.fingerprint import config_hash, diff_configs
 from pentameter.config.overrides import parse_overrides, split_overrides
 from pentameter.config.problems import nearest, printable, problems, shown, unknown_key
-from pentameter.config.schema import ABSENT, Config
+from pentameter.config.schema import Config
+from pentameter.config.section import ABSENT
 from pentameter.config.write import to_toml
 from pentameter.errors import ConfigError
 

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pentameter.config.fields import leaves, sections
-from pentameter.config.schema import ABSENT
+from pentameter.config.section import ABSENT
 
 FAMILIAR = {
     "n_embd": "model.d_model",

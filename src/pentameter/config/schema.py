@@ -7,51 +7,27 @@ loader (`config/load.py`) turns a failed check into one sentence with the dotted
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
 from pentameter.config.divisors import nearest_divisors
-
-# Scalars are strict: `steps = true` or `steps = "8"` is a mistake, not 1 or 8.
-# 2**31 - 1 bounds every count: steps, rows and elements are indexed by 32-bit words in `keyed`.
-Positive = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
-NonNegative = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
-Width = Annotated[int, Field(strict=True, ge=1, le=2**20)]
-Depth = Annotated[int, Field(strict=True, ge=1, le=10_000)]
-ByteCount = Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)]
-Seed = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)]
-PositiveFloat = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
-Rate = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
-Factor = Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)]
-Switch = Annotated[bool, Field(strict=True)]
-
-ABSENT = "none"
-"""How TOML and the command line write an absent value; neither has a null."""
-
-
-class Section(BaseModel):
-    """A frozen group of keys; an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _read_absent(cls, value: Any, info: ValidationInfo) -> Any:
-        if not isinstance(value, str):
-            return value
-        value.encode()  # a lone surrogate could never be written to the run folder's config.toml
-        assert info.field_name is not None  # a field validator always has one
-        optional = type(None) in get_args(cls.model_fields[info.field_name].annotation)
-        return None if value == ABSENT and optional else value
+from pentameter.config.parallel import ParallelConfig
+from pentameter.config.section import (
+    ABSENT,
+    ByteCount,
+    Depth,
+    Factor,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Rate,
+    Section,
+    Seed,
+    Switch,
+    Width,
+)
 
 
 class ModelConfig(Section):
@@ -272,6 +248,9 @@ class TrainConfig(Section):
     activation_checkpoint: Literal["selective", "full"] | None = None
     """Recompute activations in the backward pass to save memory: `full` keeps a block's input
     only, `selective` also the results of its matrix products and of fused attention."""
+    offload: Switch = False
+    """Keep weights, gradients and optimizer state in the host's memory, bringing a layer's weights
+    to the device for its turn; needs parallel.zero."""
     compile: Literal["auto"] | Switch = "auto"
     """`torch.compile` the step; `auto` where a compiler is present and the run is long enough."""
     eval_interval: Positive | Literal["epoch"] | None = 250
@@ -334,6 +313,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig
+    parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
@@ -351,5 +331,10 @@ class Config(Section):
             raise ValueError(
                 f"train.patience={self.train.patience} counts evaluations, and there are none: set "
                 "train.eval_interval and data.validation_fraction, or leave patience out"
+            )
+        if self.train.offload and self.parallel.zero == 0:
+            raise ValueError(
+                "train.offload=true keeps what parallel.zero shares out in the host's memory, and "
+                "parallel.zero=0 shares nothing; set it to 1, 2 or 3"
             )
         return self

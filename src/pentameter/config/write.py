@@ -6,7 +6,8 @@ import textwrap
 from typing import Any
 
 from pentameter.config.fields import Leaf, leaves, sections
-from pentameter.config.schema import ABSENT, Config
+from pentameter.config.schema import Config
+from pentameter.config.section import ABSENT
 
 LINE_LENGTH = 98
 

@@ -8,10 +8,17 @@ from fractions import Fraction
 from typing import Any
 
 from pentameter.config.divisors import nearest_divisors
-from pentameter.config.schema import Config, OptimizerConfig, ScheduleConfig
+from pentameter.config.schema import Config, ScheduleConfig
 from pentameter.errors import ConfigError
 from pentameter.plan.flops import CONVENTION, flops_per_token
-from pentameter.plan.layout import Layout, stage_layers
+from pentameter.plan.layout import (
+    Layout,
+    check_layout,
+    check_micro_batches,
+    make_layout,
+    stage_layers,
+)
+from pentameter.plan.memory import momentum, state_memory
 from pentameter.plan.table import (
     ParameterSpec,
     embedding_dropout,
@@ -20,7 +27,6 @@ from pentameter.plan.table import (
     parameter_table,
 )
 
-MUON_MOMENTUM = 0.95  # where the configuration leaves it out (Jordan et al. 2024)
 DEFAULT_STEPS = 1000  # of a configuration that names neither steps nor epochs
 
 
@@ -89,17 +95,25 @@ class Plan:
 
 
 def make_plan(
-    config: Config, vocab_size: int | None = None, rows_per_epoch: int | None = None
+    config: Config,
+    vocab_size: int | None = None,
+    rows_per_epoch: int | None = None,
+    *,
+    world_size: int | None = None,
+    local_size: int | None = None,
 ) -> Plan:
-    """The Plan of `config` for one process.
+    """The Plan of `config`.
 
     `vocab_size` is the tokenizer's, and needed when the configuration does not state one;
     `rows_per_epoch` counts the rows of the training split, and is needed where the configuration
-    counts in epochs. Raises ConfigError where the numbers cannot be (a batch that does not
-    divide, a vocabulary smaller than the tokenizer's), naming the nearest that can.
+    counts in epochs. There are `world_size` processes (as many as `[parallel]` names when absent),
+    `local_size` of them in each machine. Raises ConfigError where the numbers cannot be (a batch
+    that does not divide, a vocabulary smaller than the tokenizer's), naming the nearest that can.
     """
-    config = _resolve(config, vocab_size, rows_per_epoch)
+    layout = make_layout(config.parallel, world_size)
+    config = _resolve(config, vocab_size, rows_per_epoch, layout)
     model, train = config.model, config.train
+    check_layout(layout, model, local_size)
     table = parameter_table(model)
     n_padded = sum(spec.n_elements for spec in table)
     n_padding = _padding_elements(config)
@@ -107,26 +121,28 @@ def make_plan(
     assert train.micro_batch_size is not None
     assert train.steps is not None
     tokens_per_step = train.batch_size * model.context_length
-    element_bytes = 8 if train.precision == "fp64" else 4
-    layout = Layout()
+    stages = stage_layers(model.n_layers, layout.n_stages, *_end_weights(config))
+    n_micro_batches = train.batch_size // layout.data // train.micro_batch_size
+    check_micro_batches(layout, n_micro_batches)
+    memory = state_memory(config, layout, stages, table)
     return Plan(
         config=config,
         layout=layout,
         table=table,
-        stages=stage_layers(model.n_layers, layout.pipeline),
+        stages=stages,
         vocab_size_padded=padded_vocab_size(model),
         n_parameters=n_padded - n_padding,
         n_parameters_padded=n_padded,
         rows_per_epoch=rows_per_epoch,
         batch_size=train.batch_size,
         micro_batch_size=train.micro_batch_size,
-        n_micro_batches=train.batch_size // train.micro_batch_size,
+        n_micro_batches=n_micro_batches,
         tokens_per_step=tokens_per_step,
         total_tokens=tokens_per_step * train.steps,
         flops_per_token=flops_per_token(model, table),
-        weights_bytes=n_padded * element_bytes,
-        gradients_bytes=n_padded * element_bytes,
-        optimizer_bytes=_optimizer_elements(config.optimizer, table) * element_bytes,
+        weights_bytes=memory.weights_bytes,
+        gradients_bytes=memory.gradients_bytes,
+        optimizer_bytes=memory.optimizer_bytes,
     )
 
 
@@ -156,25 +172,9 @@ def needs_data(config: Config) -> bool:
     return config.model.vocab_size is None or counts_epochs or decays_by_epoch
 
 
-def momentum(optimizer: OptimizerConfig) -> float:
-    """The momentum of SGD and Muon: their own default when it is not set."""
-    if optimizer.momentum is not None:
-        return optimizer.momentum
-    return MUON_MOMENTUM if optimizer.name == "muon" else 0.0
-
-
-def _optimizer_elements(optimizer: OptimizerConfig, table: tuple[ParameterSpec, ...]) -> int:
-    """Numbers that the optimizer keeps beside the weights, each of a weight's size."""
-
-    def slots(spec: ParameterSpec) -> int:
-        if optimizer.name == "sgd":
-            return 1 if momentum(optimizer) else 0
-        return 1 if optimizer.name == "muon" and spec.is_block_matrix else 2
-
-    return sum(spec.n_elements * slots(spec) for spec in table)
-
-
-def _resolve(config: Config, vocab_size: int | None, rows_per_epoch: int | None) -> Config:
+def _resolve(
+    config: Config, vocab_size: int | None, rows_per_epoch: int | None, layout: Layout
+) -> Config:
     """`config` with every value that others imply filled in."""
     model, train = config.model, config.train
     if model.vocab_size is None and vocab_size is None:
@@ -188,12 +188,7 @@ def _resolve(config: Config, vocab_size: int | None, rows_per_epoch: int | None)
             "tokens; leave it out to take the tokenizer's"
         )
     batch_size = global_batch_size(config)
-    micro = train.micro_batch_size or batch_size
-    if batch_size % micro:
-        raise ConfigError(
-            f"train.micro_batch_size={micro} must divide the {batch_size} sequences of a step; "
-            f"nearest possible: {', '.join(map(str, nearest_divisors(batch_size, micro)))}"
-        )
+    micro = _micro_batch_size(train.micro_batch_size, batch_size, layout)
     epoch = None if rows_per_epoch is None else Fraction(rows_per_epoch, batch_size)
     steps = train.steps or DEFAULT_STEPS
     if train.epochs is not None:
@@ -229,6 +224,42 @@ def _resolve(config: Config, vocab_size: int | None, rows_per_epoch: int | None)
             ),
         }
     )
+
+
+def _micro_batch_size(asked: int | None, batch_size: int, layout: Layout) -> int:
+    """Sequences of a process's forward pass: as asked, or all of them at once; a pipeline takes
+    at least four micro-batches for each of its processes, where the batch has them."""
+    rows, rest = divmod(batch_size, layout.data)
+    if rest:
+        raise ConfigError(
+            f"parallel.data={layout.data} must divide the {batch_size} sequences of a step; "
+            f"nearest possible: {', '.join(map(str, nearest_divisors(batch_size, layout.data)))}, "
+            f"or a batch of {max(1, rows) * layout.data} or {(rows + 1) * layout.data} sequences"
+        )
+    if asked is None:
+        at_least = 1 if layout.pipeline == 1 else 4 * layout.pipeline
+        n_micro = min(
+            (d for d in range(1, rows + 1) if rows % d == 0 and d >= at_least), default=rows
+        )
+        return rows // n_micro
+    if rows % asked:
+        whose = "of a step" if layout.data == 1 else "that a step gives each part of the data"
+        raise ConfigError(
+            f"train.micro_batch_size={asked} must divide the {rows} sequences {whose}; "
+            f"nearest possible: {', '.join(map(str, nearest_divisors(rows, asked)))}"
+        )
+    return asked
+
+
+def _end_weights(config: Config) -> tuple[float, float]:
+    """How many layers the embedding and the head are worth where stages are weighed, in FLOPs: an
+    embedding only looks up, a head is a product with V · D weights."""
+    model = config.model
+    if config.parallel.partition == "uniform":
+        return 0.0, 0.0
+    layer = 2 * model.d_model * (2 * model.d_model + feed_forward_width(model))
+    layer += 2 * model.d_model * model.context_length  # q·kᵀ and its product with v
+    return 0.0, padded_vocab_size(model) * model.d_model / layer
 
 
 def _resolve_schedule(

@@ -1,0 +1,59 @@
+"""The `[parallel]` section: how processes divide a run among themselves."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from pentameter.config.section import Positive, Section, Switch
+
+
+class ParallelConfig(Section):
+    """How the processes divide the work. The training is the same whatever stands here."""
+
+    data: Positive | None = None
+    """Parts the batch is divided into; when absent, the processes ÷ all other degrees."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What the data-parallel processes share out instead of each holding a copy: 1 the optimizer's
+    state, 2 also the gradients, 3 also the weights (Rajbhandari et al. 2020, "ZeRO")."""
+    replicate: Positive = 1
+    """Copies of what `zero` shares out (HSDP): it is shared among data ÷ replicate processes."""
+    tensor: Positive = 1
+    """Processes that share each matrix: attention by head, the feed-forward layer and the
+    vocabulary by column. They should be in one machine."""
+    sequence: Switch = False
+    """Between the shared matrices, the tensor-parallel processes also share out the tokens."""
+    pipeline: Positive = 1
+    """Processes that each hold some of the layers."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    """The order of a pipeline's forward and backward passes."""
+    virtual_stages: Positive = 1
+    """Stages that each process of an `interleaved` or `zero-bubble` pipeline holds."""
+    partition: Literal["uniform", "weighted"] = "uniform"
+    """How layers are dealt out to stages: evenly, or so that stages take the same time, counting
+    the embedding and the head as the work they are."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.replicate > 1 and self.zero == 0:
+            raise ValueError(
+                f"parallel.replicate={self.replicate} makes copies of what parallel.zero shares "
+                "out, and parallel.zero=0 shares nothing; set it to 1, 2 or 3"
+            )
+        if self.sequence and self.tensor == 1:
+            raise ValueError(
+                "parallel.sequence=true shares tokens among tensor-parallel processes, and "
+                "parallel.tensor=1; raise it, or leave sequence out"
+            )
+        if self.virtual_stages > 1 and self.schedule not in ("interleaved", "zero-bubble"):
+            raise ValueError(
+                f"parallel.virtual_stages={self.virtual_stages} needs parallel.schedule "
+                f"'interleaved' or 'zero-bubble', not '{self.schedule}'"
+            )
+        if self.schedule == "interleaved" and self.virtual_stages == 1:
+            raise ValueError(
+                "parallel.schedule='interleaved' alternates between stages of one process; set "
+                "parallel.virtual_stages to 2 or more, or use '1f1b'"
+            )
+        return self
