@@ -37,7 +37,7 @@ def test_amx_kernels_serve_the_fused_step(a_machine_with_amx):
     chosen = choose_engine(plan())
     assert chosen.amx_kernels
     assert chosen.compile_reason == "asked for; with AMX kernels"
-    assert fused_obstacle(plan().config) is None
+    assert fused_obstacle(plan()) is None
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from pentameter.errors import ConfigError
 if TYPE_CHECKING:
     from pentameter.checkpoint.model import LoadedModel
     from pentameter.config.schema import Config
-    from pentameter.parallel.assemble import Stage
+    from pentameter.parallel.stage import Stage
 
 HELP = "Loss, perplexity and bits per byte of a model over a whole split; multiple choice."
 
@@ -131,7 +131,8 @@ def _load(parsed: EvalArguments, overrides: list[str]) -> tuple[LoadedModel, Con
     """The model, its configuration with the overrides of the data section, and how it runs."""
     import torch
 
-    from pentameter.parallel.assemble import Stage
+    from pentameter.config.parallel import ParallelConfig
+    from pentameter.parallel.assemble import stage_of
     from pentameter.parallel.device import choose_device, choose_precision
     from pentameter.plan.plan import make_plan
 
@@ -141,7 +142,8 @@ def _load(parsed: EvalArguments, overrides: list[str]) -> tuple[LoadedModel, Con
     config = _with_other_data(loaded.config, overrides)
     # The weights may be saved in another type: a double model trained, a half one imported.
     loaded.model.to(torch.float64 if precision == "fp64" else torch.float32)
-    stage = Stage(loaded.model, make_plan(config), device, precision, compiled=False)
+    config = config.model_copy(update={"parallel": ParallelConfig()})  # here is one process
+    stage = stage_of(loaded.model, make_plan(config), device, precision)
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     return loaded, config, stage
 

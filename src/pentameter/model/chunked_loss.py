@@ -10,7 +10,7 @@ Shapes: N rows (B · T), R rows of a chunk, D d_model, V padded vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,13 +27,25 @@ TILE_ROWS = 128
 
 RowLoss = Callable[[Tensor, Tensor | None, Tensor, int, bool], Tensor]
 """`row_loss`, or the compiled `elementwise_row_loss`."""
+Reduce = Callable[[Tensor, Literal["max", "sum"]], None]
+"""Replaces a tensor by the largest, or the sum, of what all processes that share a vocabulary
+passed, in place."""
 
 
 def row_loss(
-    logits: Tensor, bias: Tensor | None, targets: Tensor, vocab_size: int, differentiate: bool
+    logits: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    vocab_size: int,
+    differentiate: bool,
+    first_column: int = 0,
+    reduce: Reduce | None = None,
 ) -> Tensor:
     """Return the summed cross-entropy of `logits` + `bias`, and turn `logits` (R, V) in place into
     the gradient of that sum (into nothing useful without `differentiate`).
+
+    Where processes share out the vocabulary, `logits` are the columns from `first_column` on, and
+    `reduce` brings in the others': the sum is the same in each process, the gradient its own part.
 
     The gradient of a row is softmax - onehot, of order one, so that fp16 holds it without a loss
     scale: what rounds to zero, below 2^-25, is 0.0015 of a row at most for GPT-2's vocabulary.
@@ -41,21 +53,33 @@ def row_loss(
     counts.
     """
     precise = torch.promote_types(logits.dtype, torch.float32)
-    seen = logits[:, :vocab_size].to(precise)  # a view of an fp32 tensor: changed in place
+    n_seen = min(max(vocab_size - first_column, 0), logits.shape[1])  # the rest only pads
+    seen = logits[:, :n_seen].to(precise)  # a view of an fp32 tensor: changed in place
     if bias is not None:
-        seen = seen.add_(bias[:vocab_size])
-    seen = seen.sub_(seen.amax(1, keepdim=True))
+        seen = seen.add_(bias[:n_seen])
+    top = seen.amax(1, keepdim=True) if n_seen else seen.new_full((len(seen), 1), -torch.inf)
+    if reduce is not None:
+        reduce(top, "max")
+    seen = seen.sub_(top)
+    place = targets[:, None] - first_column
     counted = (targets != IGNORED_TARGET)[:, None].to(precise)  # (R, 1)
-    place = targets.clamp(min=0)[:, None]
-    scores = seen.gather(1, place)
+    here = counted if reduce is None else counted * ((place >= 0) & (place < n_seen))
+    place = place.clamp(min=0, max=max(n_seen - 1, 0))
+    scores = seen.gather(1, place) * here if n_seen else torch.zeros_like(top)
     seen = seen.exp_()
     total = seen.sum(1, keepdim=True)
+    if reduce is not None:
+        both = torch.cat((total, scores), 1)
+        reduce(both, "sum")
+        total, scores = both.split(1, 1)
     if differentiate:
-        seen = seen.mul_(counted / total).scatter_add_(1, place, -counted)
+        seen = seen.mul_(counted / total)
+        if n_seen:
+            seen = seen.scatter_add_(1, place, -here)
         if logits.dtype != precise:
-            logits[:, :vocab_size] = seen
-        logits[:, vocab_size:] = 0
-    return ((total.log() - scores) * counted).sum()
+            logits[:, :n_seen] = seen
+        logits[:, n_seen:] = 0
+    return (total.log() * counted - scores).sum()
 
 
 def elementwise_row_loss(
@@ -93,8 +117,7 @@ class ChunkedLoss(Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        vocab_size: int,
-        kernel: RowLoss,
+        kernel: Callable[[Tensor, Tensor | None, Tensor], Tensor],
     ) -> Tensor:
         """0-dimensional; products in x's dtype, sums over chunks in the weight's."""
         with torch.autocast(x.device.type, enabled=False):
@@ -104,7 +127,7 @@ class ChunkedLoss(Function):
             losses = []
             for rows in _chunks(len(x), len(weight)):
                 g = x[rows] @ low.t()  # logits, and after the next line their gradient
-                losses.append(kernel(g, bias, targets[rows], vocab_size, True))
+                losses.append(kernel(g, bias, targets[rows]))
                 torch.mm(g, low, out=g_x[rows])
                 _add_product(g_weight, g, x[rows])
                 if g_bias is not None:
@@ -117,9 +140,10 @@ class ChunkedLoss(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients, times that of the loss: in place, since they are needed once."""
         given = (None if kept is None else kept.mul_(g) for kept in ctx.saved_tensors)
-        return *given, None, None, None
+        return *given, None, None
 
 
+@torch.compiler.disable(recursive=False)  # it compiles what pays, and counts its chunks
 def chunked_loss_sum(
     x: Tensor,
     weight: Tensor,
@@ -127,6 +151,9 @@ def chunked_loss_sum(
     targets: Tensor,
     vocab_size: int,
     kernel: RowLoss = row_loss,
+    *,
+    first_column: int = 0,
+    reduce: Reduce | None = None,
 ) -> Tensor:
     """Return what `loss_sum` returns for the logits of a head, without ever holding them all.
 
@@ -136,18 +163,27 @@ def chunked_loss_sum(
         bias: (V,) or None.
         targets: int64 (…), -1 where none counts.
         vocab_size: tokens that exist.
-        kernel: `row_loss`, or the compiled `elementwise_row_loss`.
+        kernel: `row_loss`, or the compiled `elementwise_row_loss`; with `reduce` the former.
+        first_column, reduce: of a part of the vocabulary (see `row_loss`). The loss is the whole
+            one in each process; the gradient of x is this part's, to be summed by the caller.
     """
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    if torch.is_grad_enabled():
-        return ChunkedLoss.apply(x, weight, bias, targets, vocab_size, kernel)
+    differentiate = torch.is_grad_enabled()
+
+    def of_rows(logits: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+        if reduce is None:
+            return kernel(logits, bias, targets, vocab_size, differentiate)
+        part = (vocab_size, differentiate, first_column, reduce)
+        return row_loss(logits, bias, targets, *part)
+
+    if differentiate:
+        return ChunkedLoss.apply(x, weight, bias, targets, of_rows)
     with torch.autocast(x.device.type, enabled=False):
         low = weight.to(x.dtype)
         losses = [
-            kernel(x[rows] @ low.t(), bias, targets[rows], vocab_size, False)
-            for rows in _chunks(len(x), len(weight))
+            of_rows(x[rows] @ low.t(), bias, targets[rows]) for rows in _chunks(len(x), len(weight))
         ]
     return torch.stack(losses).sum()
 
@@ -160,7 +196,7 @@ def exceeds_chunk(n_rows: int, width: int) -> bool:
 def _chunks(n_rows: int, width: int) -> list[slice]:
     """Rows in the fewest chunks of MAX_LOGITS numbers (or one row), and as even as that allows:
     one shape, or two, for what compiles the kernel."""
-    most = max(1, MAX_LOGITS // width)
+    most = max(1, MAX_LOGITS // max(1, width))
     size = -(-n_rows // max(1, -(-n_rows // most)))
     size = min(-(-size // TILE_ROWS) * TILE_ROWS, most)
     return [slice(start, min(start + size, n_rows)) for start in range(0, n_rows, max(1, size))]

@@ -22,6 +22,7 @@ from pentameter.model.dropout import (
     attention_weights_site,
     mlp_output_site,
 )
+from pentameter.model.head_loss import HeadLoss
 from pentameter.model.initial import initialize
 from pentameter.plan.table import (
     embedding_dropout,
@@ -78,6 +79,8 @@ class GPT(nn.Module):
                 self.head: nn.Module = TiedHead(V if config.head_bias else None)
             else:
                 self.head = nn.Linear(D, V, bias=config.head_bias)
+            assert config.vocab_size is not None  # padded_vocab_size has refused that
+            self.head_loss = HeadLoss(config.vocab_size)
 
     @property
     def layers(self) -> tuple[int, int]:
@@ -85,14 +88,25 @@ class GPT(nn.Module):
         return self.first_layer, self.last_layer
 
     def forward(
-        self, x: Tensor, *, dropout_keys: Tensor | None = None, cache: KVCache | None = None
+        self,
+        x: Tensor,
+        *,
+        targets: Tensor | None = None,
+        dropout_keys: Tensor | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor:
-        """Return logits (B, T, V) from the last layers, else the residual stream (B, T, D).
+        """Return the summed loss of `targets` from the last layers, logits (B, T, V) where none are
+        given; from other layers the residual stream (B, T, D).
 
-        The arguments are `hidden_states`'.
+        `targets` are int64 (B, T), with -1 for places that do not count; the caller divides by
+        the step's global number of target tokens. The other arguments are `hidden_states`'.
         """
         x = self.hidden_states(x, dropout_keys=dropout_keys, cache=cache)
-        return self.logits(x) if self.is_last else x
+        if not self.is_last:
+            return x
+        if targets is None:
+            return self.logits(x)
+        return self.head_loss(x, *self.head_parameters(), targets)
 
     def hidden_states(
         self, x: Tensor, *, dropout_keys: Tensor | None = None, cache: KVCache | None = None
@@ -121,13 +135,14 @@ class GPT(nn.Module):
         return x
 
     def embed(self, tokens: Tensor, first_position: int) -> Tensor:
-        """Return what the first block sees, (B, T, D), of tokens (B, T) from a position on."""
+        """Return what the first block sees, (B, T, D), of tokens (B, T) from a position on.
+
+        Where the embedding gives a part of the time only, `first_position` is that part's.
+        """
         x = self.token_embedding(tokens)
         if self.config.embedding_scale:
             x = x * self.config.d_model**0.5
-        positions = torch.arange(
-            first_position, first_position + tokens.shape[1], device=tokens.device
-        )
+        positions = torch.arange(first_position, first_position + x.shape[1], device=tokens.device)
         if self.config.positions == "learned":
             return x + self.position_embedding(positions)
         return x + sinusoidal_positions(positions, self.config.d_model, x.dtype)
@@ -201,9 +216,9 @@ class Attention(nn.Module):
         self, x: Tensor, dropout_keys: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor:
         """Return (B, T, D): what each token gathers from itself and the tokens before it."""
-        B, T = x.shape[:2]
-        qkv = self.qkv(x).view(B, T, -1, 3, self.head_size).transpose(1, 2)  # (B, H, T, 3, K)
-        q, k, v = qkv.unbind(3)  # each (B, H, T, K)
+        qkv = self.qkv(x)  # (B, T, H·3·K)
+        B, T = qkv.shape[:2]
+        q, k, v = qkv.view(B, T, -1, 3, self.head_size).transpose(1, 2).unbind(3)  # (B, H, T, K)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, H, past + T, K)
         y = attend(q, k, v, dropout=self.weights_dropout, dropout_keys=dropout_keys)

@@ -22,6 +22,10 @@ BLOCK_ELEMENTS = 2**16  # its float64 temporaries stay in a core's cache; divide
 CHUNK_ELEMENTS = 2**22
 
 
+Region = tuple[tuple[int, int], ...]
+"""A part of a parameter: (start, stop) of each of its dimensions."""
+
+
 def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Set every parameter of a whole GPT, or of a slice of it, to its initial value, in place.
 
@@ -32,20 +36,31 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
         KeyError: the model has a parameter that the table of `config` does not know.
     """
     specs = {spec.name: spec for spec in parameter_table(config)}
-    parts = [
-        (specs[name], parameter.detach().view(-1), start)
-        for name, parameter in model.named_parameters()
-        for start in range(0, parameter.numel(), CHUNK_ELEMENTS)
-    ]
+    for name, parameter in model.named_parameters():
+        whole = tuple((0, size) for size in parameter.shape)
+        fill(specs[name], parameter.detach(), whole, seed)
 
-    def fill(part: tuple[ParameterSpec, Tensor, int]) -> None:
-        spec, flat, start = part
-        stop = min(start + CHUNK_ELEMENTS, spec.n_elements)
-        flat[start:stop].copy_(initial_values(spec, seed, start, stop))
+
+def fill(spec: ParameterSpec, own: Tensor, region: Region, seed: int) -> None:
+    """Set `own`, which is this `region` of a parameter, to its initial value, in place."""
+    if own.numel() == 0:
+        return
+    (start, stop), *others = region
+    width = math.prod(spec.shape[1:])  # elements of a whole row
+    is_cut = [tuple(other) for other in others] != [(0, size) for size in spec.shape[1:]]
+    n_rows = max(1, CHUNK_ELEMENTS // width)
+
+    def fill_rows(first: int) -> None:
+        last = min(first + n_rows, stop)
+        values = initial_values(spec, seed, first * width, last * width)
+        rows = values.view(last - first, *spec.shape[1:])
+        if is_cut:
+            rows = rows[:, slice(*others[0])]
+        own[first - start : last - start].copy_(rows)
 
     # numpy lets other threads run while it computes.
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        list(pool.map(fill, parts))
+        list(pool.map(fill_rows, range(start, stop, n_rows)))
 
 
 def initial_values(

@@ -45,21 +45,22 @@ def parameter_groups(
     table: Sequence[ParameterSpec],
     config: OptimizerConfig,
 ) -> list[dict[str, Any]]:
-    """One group that decays and one that does not, in the order of `named_parameters`.
+    """Groups that decay and groups that do not, in the order of `named_parameters`.
 
-    With `decay = "matrices"` only parameters the table marks (matrices and embeddings) decay;
-    with `"all"` every parameter does, which is PyTorch's own default.
+    One of each, and where parameters are shards one for each mesh they lie on: an optimizer updates
+    the parameters of a group together, which those of different meshes cannot be. With
+    `decay = "matrices"` only parameters the table marks (matrices and embeddings) decay; with
+    `"all"` every parameter does, which is PyTorch's own default.
     """
     decays: Mapping[str, bool] = {spec.name: spec.decay for spec in table}
-    decayed: list[Parameter] = []
-    kept: list[Parameter] = []
+    groups: dict[tuple[bool, Any], list[Parameter]] = {}
     for name, parameter in named_parameters:
-        (decayed if config.decay == "all" or decays[name] else kept).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": kept, "weight_decay": 0.0},
+        kept = config.decay != "all" and not decays[name]
+        groups.setdefault((kept, getattr(parameter, "device_mesh", None)), []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": 0.0 if kept else config.weight_decay}
+        for (kept, _), parameters in sorted(groups.items(), key=lambda item: item[0][0])
     ]
-    return [group for group in groups if group["params"]]
 
 
 def build_optimizer(

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from pentameter.config.schema import Config
 from pentameter.model.fused import amx, can_fuse
 from pentameter.parallel.capabilities import Capabilities, machine_capabilities
 from pentameter.parallel.ceiling import product_ceiling
@@ -85,7 +84,7 @@ def choose_engine(plan: Plan) -> Engine:
     if device.type == "cpu":
         tune_allocator()
         if compiled:
-            how, amx_kernels = _compiled_on_cpu(plan.config, precision, capabilities)
+            how, amx_kernels = _compiled_on_cpu(plan, precision, capabilities)
             compile_reason += how
     name = device_name(device, capabilities)
     ceiling = peak_flops(name, precision) or product_ceiling(device, PRODUCT_DTYPES[precision])
@@ -101,27 +100,32 @@ def choose_engine(plan: Plan) -> Engine:
     )
 
 
-def fused_obstacle(config: Config) -> str | None:
+def fused_obstacle(plan: Plan) -> str | None:
     """What a compiled step on a CPU cannot do by the fused operations of `model/fused`, so that
     torch compiles the plain model as a whole instead; None where they do."""
+    config, layout = plan.config, plan.layout
     if not can_fuse(config.model):
         return "norms after the residual sum"
+    for name, degree in (("pipeline", layout.pipeline), ("tensor", layout.tensor)):
+        if degree > 1:
+            return f"{name} parallelism"
+    if layout.zero:
+        return "shards of parameters"
     if config.train.activation_checkpoint is not None:
         return "activation checkpointing"
     return None
 
 
-def _compiled_on_cpu(
-    config: Config, precision: str, capabilities: Capabilities
-) -> tuple[str, bool]:
+def _compiled_on_cpu(plan: Plan, precision: str, capabilities: Capabilities) -> tuple[str, bool]:
     """How the step is compiled, to be added to the reason, and whether the AMX kernels serve it."""
-    obstacle = fused_obstacle(config)
+    obstacle = fused_obstacle(plan)
     if obstacle is not None:
         return f"; the plain model as a whole, as the fused step does not know {obstacle}", False
     if precision != "bf16":
         return "", False
     missing = load_amx(capabilities)
-    head_size = config.model.d_model // config.model.n_heads
+    model = plan.config.model
+    head_size = model.d_model // model.n_heads
     if missing is None and not amx.can_attend(PRODUCT_DTYPES[precision], head_size):
         missing = f"the AMX kernels want heads of a multiple of 32, not {head_size}"
     return f"; {missing or 'with AMX kernels'}", missing is None

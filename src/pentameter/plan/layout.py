@@ -62,6 +62,13 @@ class Layout:
             rank, places[name] = divmod(rank, size)
         return places
 
+    def rank_of(self, **places: int) -> int:
+        """The rank at a place of the mesh; dimensions that are left out are at 0."""
+        rank = 0
+        for name, size in zip(MESH_DIMENSIONS, self.mesh_shape, strict=True):
+            rank = rank * size + places.get(name, 0)
+        return rank
+
     def data_index(self, rank: int) -> int:
         """Which part of the batch a rank computes, in 0 … data - 1."""
         places = self.coordinates(rank)
@@ -207,9 +214,18 @@ def check_layout(layout: Layout, model: ModelConfig, local_size: int | None = No
 def check_micro_batches(layout: Layout, n_micro_batches: int) -> None:
     """Raise ConfigError unless the pipeline's schedule can take so many micro-batches.
 
-    Schedules that alternate between stages work in rounds of `pipeline` micro-batches.
+    1F1B fills the pipeline before it alternates between forward and backward; schedules that
+    alternate between stages too work in rounds of `pipeline` micro-batches.
     """
-    if layout.pipeline == 1 or layout.schedule not in ("interleaved", "zero-bubble"):
+    if layout.pipeline == 1 or layout.schedule == "gpipe":
+        return
+    if layout.schedule == "1f1b":
+        if n_micro_batches < layout.pipeline:
+            raise ConfigError(
+                f"parallel.schedule='1f1b' over parallel.pipeline={layout.pipeline} processes "
+                f"takes at least as many micro-batches, there are {n_micro_batches}; lower "
+                "train.micro_batch_size, or use 'gpipe'"
+            )
         return
     rounds = max(1, n_micro_batches // layout.pipeline)
     if n_micro_batches % rounds:

@@ -1,0 +1,95 @@
+"""Data parallelism: processes that compute different rows, with whole copies or with shards.
+
+DDP sums the gradients of whole copies while the backward pass runs; `fully_shard` (FSDP2) shares
+out optimizer state, gradients and weights as ZeRO does (Rajbhandari et al. 2020). Both sum: the
+loss is already divided by the global count of targets, so a mean would be one too many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from pentameter.parallel.part import AUTOCAST, Part
+from pentameter.plan.layout import Layout
+
+
+def with_copies(part: Part, mesh: DeviceMesh) -> DistributedDataParallel:
+    """`part` with DDP around it: the backward pass of a step's last micro-batch sums gradients
+    over the dimension `data` of `mesh`."""
+    ddp = DistributedDataParallel(
+        part,
+        process_group=mesh["data"].get_group(),
+        init_sync=False,  # every copy draws the same initial values
+        gradient_as_bucket_view=True,
+    )
+    # A lambda, as DDP refuses a hook whose annotations are strings.
+    ddp.register_comm_hook(mesh["data"].get_group(), lambda group, bucket: _sum(group, bucket))
+    return ddp
+
+
+def _sum(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def share_state(part: Part, mesh: DeviceMesh, layout: Layout, *, offload: bool) -> None:
+    """Shard the parameters of `part` over the dimension `shard` of `mesh`, in place; copies of the
+    shards (HSDP) lie along `data`.
+
+    The units that are gathered together are attention and feed-forward, in the products' dtype,
+    and the rest (embeddings, norms, head) in its own: what autocast would round is rounded before
+    it is sent, and nothing else is.
+    """
+    shared = mesh["data", "shard"] if layout.data > layout.shard else mesh["shard"]
+    policy: OffloadPolicy = OffloadPolicy()
+    if offload:
+        policy = CPUOffloadPolicy(pin_memory=part.device.type == "cuda")
+    options: dict[str, Any] = {
+        "mesh": shared,
+        "reshard_after_forward": layout.zero == 3,
+        "offload_policy": policy,
+    }
+    low = AUTOCAST.get(part.precision)
+    products = MixedPrecisionPolicy(
+        param_dtype=low,
+        reduce_dtype=None if low is None else torch.float32,
+        cast_forward_inputs=False,
+    )
+    units: list[nn.Module] = []
+    for block in part.model.blocks.values():
+        units += [block.get_submodule("attention"), block.get_submodule("mlp")]
+    for unit in units:
+        fully_shard(unit, mp_policy=products, **options)
+    fully_shard(part, **options)
+    for unit in (*units, part):
+        assert isinstance(unit, FSDPModule)
+        unit.set_gradient_divide_factor(1.0)
+
+
+def micro_batch(
+    module: nn.Module, zero: int, *, is_last: bool
+) -> contextlib.AbstractContextManager[object]:
+    """The context of a micro-batch's forward and backward pass: gradients are summed over the data
+    in the last one; with ZeRO 2 and 3 in each, so that none is ever held whole."""
+    if isinstance(module, DistributedDataParallel):
+        return contextlib.nullcontext() if is_last else module.no_sync()
+    if isinstance(module, FSDPModule):
+        module.set_is_last_backward(is_last)
+        module.set_requires_gradient_sync(is_last or zero >= 2)
+        module.set_reshard_after_backward(is_last or zero == 3)
+    return contextlib.nullcontext()

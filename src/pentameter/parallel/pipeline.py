@@ -1,0 +1,148 @@
+"""Pipeline parallelism: stages of layers in different processes, driven by PyTorch's schedules.
+
+Shapes: B rows of a micro-batch, T time (of a sequence-parallel process, its part), D d_model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from pentameter.parallel.part import Part
+from pentameter.plan.plan import Plan
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+}
+TAKES_SEVERAL_STAGES = ("interleaved", "zero-bubble")
+
+
+class Pipeline:
+    """The stages of this process, and how micro-batches go through them.
+
+    `modules` are the parts of the stages that this process holds, by stage number; they may be
+    wrapped already. Every process of the pipeline makes one and calls its methods together with
+    the others.
+    """
+
+    def __init__(
+        self, modules: Mapping[int, nn.Module], part: Part, plan: Plan, mesh: DeviceMesh
+    ) -> None:
+        self._modules = modules
+        self._plan = plan
+        self._group = mesh["pipeline"].get_group()
+        self._device = part.device
+        self._stream_dtype = next(part.model.parameters()).dtype
+        self._holds_first = 0 in modules
+        self._schedules: dict[tuple[str, int, int, bool], Any] = {}
+        self._factor = 1.0
+        self._losses: list[Tensor] = []
+
+    def train(self, tokens: Tensor, targets: Tensor, keys: Tensor | None, factor: float) -> Tensor:
+        """The summed loss, () (zero where the last stage is elsewhere); the gradients of it times
+        `factor` are added to the parameters'. The micro-batches are the Plan's."""
+        self._factor = factor
+        n_micro_batches = len(tokens) // self._plan.micro_batch_size
+        schedule = self._schedule(
+            self._plan.layout.schedule, self._plan.micro_batch_size, n_micro_batches
+        )
+        self._run(schedule.step, tokens, targets, keys)
+        return self._collected()
+
+    def evaluate(self, tokens: Tensor, targets: Tensor, n_micro_batches: int) -> Tensor:
+        """The summed loss, (), without gradients; rows are divided into equal micro-batches."""
+        schedule = self._schedule(
+            self._forward_only, len(tokens) // n_micro_batches, n_micro_batches
+        )
+        self._run(schedule.eval, tokens, targets, None)
+        return self._collected()
+
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """Logits (B, T, V) of one micro-batch; None where the last stage is elsewhere."""
+        schedule = self._schedule(self._forward_only, len(tokens), 1, has_loss=False)
+        inputs = (tokens,) if self._holds_first else ()
+        result: Tensor | None = schedule.step(*inputs)
+        return result
+
+    def _run(
+        self, run: Callable[..., Any], tokens: Tensor, targets: Tensor, keys: Tensor | None
+    ) -> None:
+        inputs = (tokens,) if self._holds_first else ()
+        context = (
+            {"targets": targets} if keys is None else {"targets": targets, "dropout_keys": keys}
+        )
+        run(*inputs, target=targets, **context)
+
+    def _loss(self, loss: Tensor, _targets: Tensor) -> Tensor:
+        self._losses.append(loss.detach())
+        return loss.sum() * self._factor
+
+    def _collected(self) -> Tensor:
+        losses, self._losses = self._losses, []
+        return torch.cat(losses).sum() if losses else torch.zeros((), device=self._device)
+
+    @property
+    def _forward_only(self) -> str:
+        """The schedule without backward passes: GPipe's takes any number of micro-batches."""
+        name = self._plan.layout.schedule
+        return name if name in TAKES_SEVERAL_STAGES else "gpipe"
+
+    def _schedule(
+        self, name: str, micro_batch_size: int, n_micro_batches: int, *, has_loss: bool = True
+    ) -> Any:
+        """Shapes are fixed for a schedule's life, so each has its own; they hold no parameters."""
+        key = (name, micro_batch_size, n_micro_batches, has_loss)
+        if key not in self._schedules:
+            stages = [
+                self._stage(number, module, micro_batch_size, has_loss=has_loss)
+                for number, module in self._modules.items()
+            ]
+            self._schedules[key] = SCHEDULES[name](
+                stages if name in TAKES_SEVERAL_STAGES else stages[0],
+                n_micro_batches,
+                loss_fn=self._loss if has_loss else None,
+                scale_grads=False,  # the loss is divided by the global count of targets
+            )
+        return self._schedules[key]
+
+    def _stage(
+        self, number: int, module: nn.Module, micro_batch_size: int, *, has_loss: bool
+    ) -> PipelineStage:
+        plan, layout = self._plan, self._plan.layout
+        T = plan.config.model.context_length
+        on_meta: dict[str, Any] = {"device": "meta"}
+        tokens = torch.empty(micro_batch_size, T, dtype=torch.int64, **on_meta)
+        stream = torch.empty(
+            micro_batch_size,
+            T // layout.tensor if layout.sequence else T,
+            plan.config.model.d_model,
+            dtype=self._stream_dtype,
+            requires_grad=has_loss,
+            **on_meta,
+        )
+        end = torch.empty(1, requires_grad=has_loss, **on_meta)
+        if not has_loss:
+            end = torch.empty(micro_batch_size, T, plan.vocab_size_padded, **on_meta)
+        return PipelineStage(
+            module,
+            number,
+            layout.n_stages,
+            self._device,
+            input_args=tokens if number == 0 else stream,
+            output_args=end if number == layout.n_stages - 1 else stream,
+            group=self._group,
+        )
