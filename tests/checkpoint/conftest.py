@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import torch
 from pentameter.checkpoint import CheckpointStore, Saved
 
 RUN_ID = "run-a"
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the tests that share `layout_worlds`
 
 
 def step_tensors(step: int) -> dict[str, dict[str, torch.Tensor]]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pentameter.checkpoint.model import open_model
+from pentameter.checkpoint.state import model_state
 from pentameter.checkpoint.tensors import materialize
 from pentameter.config.problems import shown
 from pentameter.config.schema import Config
 from pentameter.data.tokenizer import Tokenizer
 from pentameter.errors import ConfigError
+from pentameter.parallel.local_parts import copy_part
 from pentameter.plan.table import feed_forward_width, parameter_table
 
 if TYPE_CHECKING:
@@ -47,21 +49,18 @@ class InitialWeights:
         """What a run records of where it began, for `check_origin`."""
         return {"path": str(self.path.resolve()), "identity": self.stored.identity}
 
-    def load_into(self, model: nn.Module) -> None:
+    def load_into(self, model: nn.Module | Sequence[nn.Module]) -> None:
         """Copy the weights into a model of the configuration, or a slice of one, in place.
 
-        Of a longer context the first positions are taken; rows that pad the vocabulary here stay
-        as they are. Values are rounded to the dtype of the model.
+        Of a sharded parameter, each process copies its own part. Of a longer context the first
+        positions are taken; rows that pad the vocabulary here stay as they are. Values are rounded
+        to the dtype of the model.
         """
         axes = {spec.name: spec.axes for spec in parameter_table(self.stored.config.model)}
         vocab_size = self.stored.config.model.vocab_size
-        for name, own in model.state_dict().items():
+        for name, own in model_state(model).items():
             theirs = materialize(self.stored.weights[name])
-            if axes[name][0] == "vocab":
-                theirs, own = theirs[:vocab_size], own[:vocab_size]  # noqa: PLW2901
-            elif axes[name][0] == "position":
-                theirs = theirs[: own.shape[0]]
-            own.copy_(theirs)
+            copy_part(own, theirs[:vocab_size] if axes[name][0] == "vocab" else theirs)
 
 
 def initial_weights(path: Path | str, config: Config, tokenizer: Tokenizer) -> InitialWeights:

@@ -21,8 +21,9 @@ from pentameter.checkpoint.manifest import (
     decode_json,
     read_manifest,
 )
-from pentameter.checkpoint.tensors import read_tensors
+from pentameter.checkpoint.stored_tensors import StoredTensors
 from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.parallel.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -54,22 +55,29 @@ class Checkpoint:
         """The run that saved it."""
         return self.manifest.run_id
 
-    def tensors(self, group: str) -> dict[str, torch.Tensor]:
+    def tensors(self, group: str) -> StoredTensors:
         """Name → tensor of a group (`model`, `optimizer`), mapped from the files, on the CPU.
 
-        Copy what is to be changed or kept for long. Raises CorruptError when the checkpoint has
-        no such group or names a tensor twice, StorageError when its folder went away.
+        One that was saved in pieces is a LazyTensor, put together each time it is asked for. Copy
+        what is to be changed or kept for long. Raises CorruptError when the checkpoint has no
+        such group or its files do not hold each tensor exactly once, StorageError when its folder
+        went away.
         """
         if group not in self.manifest.groups:
             known = ", ".join(sorted(self.manifest.groups)) or "none"
             raise CorruptError(f"{self.path} has no tensors {group!r}; it has: {known}")
-        tensors: dict[str, torch.Tensor] = {}
-        for name in self.manifest.groups[group]:
-            for tensor_name, tensor in read_tensors(self.path / name).items():
-                if tensor_name in tensors:
-                    raise CorruptError(f"{self.path / name} holds {tensor_name!r} a second time")
-                tensors[tensor_name] = tensor
-        return tensors
+        return StoredTensors([self.path / name for name in self.manifest.groups[group]])
+
+    def load_into(
+        self, group: str, tensors: Mapping[str, torch.Tensor], world: World | None = None
+    ) -> None:
+        """Fill tensors of any layout in place with those of a group, whatever layout wrote them.
+
+        Each process of `world`, together with the others, reads what its parts need. Raises
+        CorruptError, before anything is changed, when a name is missing or a shape or dtype
+        differs, and what `tensors` raises.
+        """
+        self.tensors(group).load_into(tensors, world)
 
     def read(self, name: str) -> bytes:
         """The content of a small file (`config.toml`), checked again; CorruptError without it."""

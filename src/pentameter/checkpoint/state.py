@@ -6,10 +6,14 @@ can be read without knowing in which order, or in which groups, an optimizer hel
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
+from pentameter.checkpoint.stored_tensors import Stored, StoredTensors, check_fits
+from pentameter.checkpoint.tensors import LazyTensor, materialize
 from pentameter.errors import CorruptError
+from pentameter.parallel.local_parts import copy_part
+from pentameter.parallel.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -19,35 +23,54 @@ if TYPE_CHECKING:
 
 NamedParameters = Iterable[tuple[str, "nn.Parameter"]]
 Held = list[tuple[str, "nn.Parameter"]]
+Tensors = Mapping[str, "torch.Tensor | LazyTensor"]
+Result = TypeVar("Result")
 
 _N_SHOWN = 5
 
 
-def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Name → tensor of a model's parameters and persistent buffers; the tensors are its own."""
-    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+def model_state(model: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """Name → tensor of a model's parameters and persistent buffers; the tensors are its own.
+
+    `model` may be the slices of one that lie in this process. Parameters that FSDP had gathered
+    for a pass are sharded again, and the modules hold the sharded ones afterwards.
+    """
+    from torch import nn
+
+    slices = [model] if isinstance(model, nn.Module) else model
+    return {name: tensor.detach() for part in slices for name, tensor in part.state_dict().items()}
 
 
-def load_model_state(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+def load_model_state(
+    model: nn.Module | Sequence[nn.Module], tensors: Tensors, world: World | None = None
+) -> None:
     """Copy `tensors` into the model, in place; names, shapes and dtypes must be the model's own.
 
-    Raises CorruptError, before anything is changed, saying what is missing or does not fit.
+    `model` may be sharded, or slices of one that the processes of `world` hold between them: each
+    fills its own part, and all call this together. Raises CorruptError, before anything is
+    changed, saying what is missing or does not fit, in every process what it raised in one.
     """
-    own = model.state_dict()
-    _check_names("model", own.keys(), tensors.keys())
-    for name, tensor in tensors.items():
-        _check_fits(name, tensor, own[name].shape, own[name].dtype)
-    model.load_state_dict(dict(tensors), strict=True)
+    world = World() if world is None else world
+    own = model_state(model)
+    _check_names("model", own.keys(), tensors.keys(), world)
+
+    def check() -> None:
+        for name, target in own.items():
+            check_fits(name, _described(tensors, name), target.shape, target.dtype)
+
+    _agreed(world, check)
+    _fill(own, tensors, world)
 
 
 def optimizer_state(
-    optimizer: AnyOptimizer, named_parameters: NamedParameters
+    optimizer: AnyOptimizer, named_parameters: NamedParameters, without: Collection[str] = ()
 ) -> dict[str, torch.Tensor]:
     """`PARAMETER.SLOT` → tensor of the optimizer's state; the tensors are its own.
 
-    Empty before the first step, and for SGD without momentum. Raises ValueError when an optimizer
-    has state for some of its parameters and none for others: such a state could not be loaded
-    again. The parts of a joint optimizer may keep different slots.
+    That of the parameters in `without` is left out: another process saves it. Empty before the
+    first step, and for SGD without momentum. Raises ValueError when an optimizer has state for
+    some of its parameters and none for others: such a state could not be loaded again. The parts
+    of a joint optimizer may keep different slots.
     """
     import torch
 
@@ -60,11 +83,13 @@ def optimizer_state(
                 for slot, value in part.state.get(parameter, {}).items()
                 if value is not None  # SGD keeps a None where momentum is off
             }
+            slots_of[name] = frozenset(slots)
+            if name in without:
+                continue
             for slot, value in slots.items():
                 if not isinstance(value, torch.Tensor):
                     value = torch.tensor(value)  # noqa: PLW2901
                 tensors[f"{name}.{slot}"] = value.detach()
-            slots_of[name] = frozenset(slots)
         if len(set(slots_of.values())) > 1:
             without = [name for name, slots in slots_of.items() if not slots] or list(slots_of)
             raise ValueError(f"optimizer state is uneven; not (fully) present for: {few(without)}")
@@ -74,46 +99,95 @@ def optimizer_state(
 def load_optimizer_state(
     optimizer: AnyOptimizer,
     named_parameters: NamedParameters,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Tensors,
+    world: World | None = None,
 ) -> None:
     """Give the optimizer copies of `tensors`, as `optimizer_state` named them.
 
-    Raises CorruptError, before anything is changed, when a parameter lacks what others have, a
-    name is not one of this optimizer's, or a shape differs.
+    A parameter's state is sharded as it is; each process of `world` fills its own part, and all
+    call this together. Raises CorruptError, before anything is changed, when a parameter lacks
+    what others have, a name is not one of this optimizer's, or a shape differs, in every process
+    what it raised in one.
     """
+    world = World() if world is None else world
     parts = _held(optimizer, named_parameters)
-    slots_of = [_slots_to_load(part, held, tensors) for part, held in parts]
+    slots_of = _agreed(world, lambda: [_slots_to_load(part, held, tensors) for part, held in parts])
     expected = [
         f"{name}.{slot}"
         for (_, held), slots in zip(parts, slots_of, strict=True)
         for name, _ in held
         for slot in slots
     ]
-    _check_names("optimizer", expected, tensors.keys())
-
-    states = []
-    for (part, held), slots in zip(parts, slots_of, strict=True):
+    _check_names("optimizer", expected, tensors.keys(), world)
+    states = _agreed(
+        world,
+        lambda: [
+            _empty_state(held, slots, tensors)
+            for (_, held), slots in zip(parts, slots_of, strict=True)
+        ],
+    )
+    targets = {
+        f"{name}.{slot}": value
+        for state in states
+        for name, values in state.items()
+        for slot, value in values.items()
+    }
+    _fill(targets, tensors, world)
+    for (part, held), state in zip(parts, states, strict=True):
         number_of = _numbers(part)
-        state: dict[int, dict[str, torch.Tensor]] = {}
-        for name, parameter in held:
-            values = {slot: tensors[f"{name}.{slot}"] for slot in sorted(slots)}
-            for slot, value in values.items():
-                if slot != "step":
-                    _check_fits(f"{name}.{slot}", value, parameter.shape, None)
-            # Copied: the tensors may be mapped from a file, the optimizer writes in place.
-            if values:
-                state[number_of[id(parameter)]] = {
-                    slot: value.clone() for slot, value in values.items()
-                }
-        states.append(state)
-    for (part, _), state in zip(parts, states, strict=True):
+        numbered = {number_of[id(p)]: state[name] for name, p in held if state[name]}
         groups = part.state_dict()["param_groups"]
-        part.load_state_dict({"state": state, "param_groups": groups})
+        part.load_state_dict({"state": numbered, "param_groups": groups})
 
 
-def _slots_to_load(
-    optimizer: torch.optim.Optimizer, held: Held, tensors: Mapping[str, torch.Tensor]
-) -> set[str]:
+def _empty_state(
+    held: Held, slots: set[str], tensors: Tensors
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Parameter → slot → a new tensor for what is stored, sharded like the parameter."""
+    import torch
+
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    for name, parameter in held:
+        state[name] = {}
+        for slot in sorted(slots):
+            found = _described(tensors, f"{name}.{slot}")
+            if slot == "step":  # counted on the host until the optimizer asks for it elsewhere
+                state[name][slot] = torch.empty(tuple(found.shape), dtype=found.dtype)
+            else:
+                check_fits(f"{name}.{slot}", found, parameter.shape, None)
+                state[name][slot] = torch.empty_like(parameter.detach(), dtype=found.dtype)
+    return state
+
+
+def _fill(targets: Mapping[str, torch.Tensor], tensors: Tensors, world: World) -> None:
+    """Copy what is this process's of the tensors into the targets, which they fit."""
+    if isinstance(tensors, StoredTensors):
+        tensors.load_into(targets, world)
+        return
+    for name, target in targets.items():
+        copy_part(target, materialize(tensors[name]))
+
+
+def _described(tensors: Tensors, name: str) -> torch.Tensor | LazyTensor | Stored:
+    """Something that has the tensor's shape and dtype, without reading it."""
+    return tensors.stored[name] if isinstance(tensors, StoredTensors) else tensors[name]
+
+
+def _agreed(world: World, check: Callable[[], Result]) -> Result:
+    """What `check` returns; where it raises CorruptError in one process, all raise that."""
+    result: Result | None = None
+    error: CorruptError | None = None
+    try:
+        result = check()
+    except CorruptError as caught:
+        error = caught
+    for failure in world.collect(error):
+        if failure is not None:
+            raise failure
+    return result  # type: ignore[return-value]
+
+
+def _slots_to_load(optimizer: torch.optim.Optimizer, held: Held, tensors: Tensors) -> set[str]:
     """What `tensors` must have for each parameter that this optimizer holds."""
     own = {name for name, _ in held}
     named = (name.rpartition(".") for name in tensors)
@@ -173,20 +247,12 @@ def _slots(optimizer: torch.optim.Optimizer) -> set[str] | None:
     return None
 
 
-def _check_names(kind: str, expected: Iterable[str], found: Iterable[str]) -> None:
-    if differences := name_differences(expected, found):
+def _check_names(kind: str, expected: Iterable[str], found: Collection[str], world: World) -> None:
+    """Raise CorruptError unless what all processes expect, together, is what was found."""
+    wanted = set().union(*world.collect(sorted(expected)))
+    if differences := name_differences(wanted, found):
         raise CorruptError(
             f"the checkpoint's {kind} tensors do not belong to this {kind}; {differences}"
-        )
-
-
-def _check_fits(
-    name: str, tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype | None
-) -> None:
-    if tensor.shape != shape or (dtype is not None and tensor.dtype != dtype):
-        raise CorruptError(
-            f"the checkpoint's {name} is {tuple(tensor.shape)} of {tensor.dtype}, "
-            f"the configuration asks for {tuple(shape)} of {dtype or 'any dtype'}"
         )
 
 

@@ -1,8 +1,8 @@
 """The checkpoints of one run: saved whole or not at all, found by step, pruned with care.
 
 A save writes into `step-N.tmp-<uuid>/`, syncs the files, then a manifest with every size and
-sha256, then renames the folder to `step-N` and syncs the parent. Whoever writes the files (one
-process now, many ranks later) hands over `FileRecord`s; the manifest and the rename are one
+sha256, then renames the folder to `step-N` and syncs the parent. Each process of a run writes
+files of its own and hands over their `FileRecord`s; the manifest and the rename are the main
 process's. Between any two system calls a kill or a power loss leaves the previous checkpoint,
 or the new one.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +47,10 @@ from pentameter.checkpoint.opening import (
     read_own_manifest,
     step_folder_name,
 )
-from pentameter.checkpoint.tensors import TensorFile, plan_file
+from pentameter.checkpoint.tensors import LazyTensor, plan_file
 from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.parallel.local_parts import local_part
+from pentameter.parallel.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -84,10 +86,11 @@ class CheckpointStore:
     def save(
         self,
         step: int,
-        tensors: Mapping[str, Mapping[str, torch.Tensor]],
+        tensors: Mapping[str, Mapping[str, torch.Tensor | LazyTensor]],
         state: Mapping[str, Any],
         extra_files: Mapping[str, bytes],
         layout: Mapping[str, int] | None = None,
+        world: World | None = None,
     ) -> Saved:
         """Where the checkpoint of `step` now is, durable.
 
@@ -95,41 +98,39 @@ class CheckpointStore:
         be JSON without NaN; `extra_files` are small files to lie beside. A failure (StorageError)
         leaves all other checkpoints as they were and nothing half-written. Saving a step again
         replaces it, and at each moment the old or the new one can be found.
+
+        Collective where `world` has several processes: each passes the same groups with the
+        tensors it has (DTensors; or plain ones, equal wherever they are passed), and writes its
+        share to `GROUP-00001-of-00004.safetensors`. Where one fails, all raise its failure.
         """
         start_seconds = time.perf_counter()
-        target = self.folder / step_folder_name(step)
-        self._refuse_foreign(target)
-        contents: dict[str, bytes | TensorFile] = {STATE_NAME: encode_json(dict(state))}
-        contents.update(extra_files)
-        groups = {group: (f"{group}.safetensors",) for group in tensors}
-        for group, named in tensors.items():
-            contents[groups[group][0]] = plan_file(named)
-        _check_names(extra_files, groups)
-
-        make_folder(self.folder)
-        n_bytes = sum(
-            content.n_bytes if isinstance(content, TensorFile) else len(content)
-            for content in contents.values()
-        )
-        check_free_space(self.folder, n_bytes + _SLACK_BYTES)
-        temporary = self.folder / temporary_name(target.name)
+        world = World() if world is None else world
+        save = _Save(self, step, tuple(tensors), state, extra_files, layout)
         try:
-            with storage_errors(temporary, "create the folder"):
-                os.mkdir(temporary)
-            records = [_write(temporary / name, content) for name, content in contents.items()]
-            manifest = Manifest(
-                self.run_id, step, self.config_hash, dict(layout or {}), groups, tuple(records)
-            )
-            write_hashed(temporary / MANIFEST_NAME, [manifest.to_bytes()])
-            sync_folder(temporary)
-            self._publish(temporary, target)
-        except BaseException:
-            with suppress(StorageError):
-                remove_tree(temporary)
-            raise
-        return Saved(target, step, n_bytes, time.perf_counter() - start_seconds)
+            if world.size > 1:
+                from pentameter.checkpoint.sharded import save_sharded
 
-    def _refuse_foreign(self, target: Path) -> None:
+                save_sharded(tensors, save.begin, save.commit)
+            else:
+                files = {
+                    group: plan_file({name: _here(tensor) for name, tensor in named.items()})
+                    for group, named in tensors.items()
+                }
+                folder = save.begin(sum(file.n_bytes for file in files.values()))
+                save.commit(
+                    {
+                        group: [write_hashed(folder / f"{group}.safetensors", file.chunks())]
+                        for group, file in files.items()
+                    }
+                )
+        except BaseException:
+            save.abandon()
+            raise
+        n_bytes = world.share(save.n_bytes)
+        return Saved(save.target, step, n_bytes, time.perf_counter() - start_seconds)
+
+    def refuse_foreign(self, target: Path) -> None:
+        """Raise ConfigError where another run's checkpoint has this name."""
         try:
             run_id = read_manifest(target).run_id
         except (CorruptError, StorageError):
@@ -140,7 +141,7 @@ class CheckpointStore:
                 "--run-dir, or move that checkpoint away"
             )
 
-    def _publish(self, temporary: Path, target: Path) -> None:
+    def publish(self, temporary: Path, target: Path) -> None:
         """Give a complete temporary folder its name, by one rename where none stood before."""
         aside = None
         with storage_errors(target, "commit"):
@@ -246,15 +247,73 @@ class CheckpointStore:
         return manifest.run_id == self.run_id
 
 
-def _check_names(extra_files: Mapping[str, bytes], groups: Mapping[str, tuple[str, ...]]) -> None:
-    taken = {MANIFEST_NAME, STATE_NAME, *(name for names in groups.values() for name in names)}
+class _Save:
+    """One save under way: what the main process does before and after all have written."""
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        step: int,
+        groups: tuple[str, ...],
+        state: Mapping[str, Any],
+        extra_files: Mapping[str, bytes],
+        layout: Mapping[str, int] | None,
+    ) -> None:
+        self.store = store
+        self.step = step
+        self.groups = groups
+        self.state = state
+        self.extra_files = extra_files
+        self.layout = dict(layout or {})
+        self.target = store.folder / step_folder_name(step)
+        self.n_bytes = 0
+        """Of all files but the manifest, once committed."""
+        self._small: dict[str, bytes] = {}
+        self._temporary: Path | None = None
+
+    def begin(self, n_tensor_bytes: int) -> Path:
+        """The new temporary folder, on a disk with room for everything."""
+        self.store.refuse_foreign(self.target)
+        _check_names(self.extra_files, self.groups)
+        self._small = {STATE_NAME: encode_json(dict(self.state)), **self.extra_files}
+        make_folder(self.store.folder)
+        n_bytes = n_tensor_bytes + sum(map(len, self._small.values()))
+        check_free_space(self.store.folder, n_bytes + _SLACK_BYTES)
+        self._temporary = self.store.folder / temporary_name(self.target.name)
+        with storage_errors(self._temporary, "create the folder"):
+            os.mkdir(self._temporary)
+        return self._temporary
+
+    def commit(self, files: Mapping[str, Sequence[FileRecord]]) -> None:
+        """Write the rest, then the manifest over all of it, and give the folder its name."""
+        assert self._temporary is not None
+        records = [record for of_group in files.values() for record in of_group]
+        records += [write_hashed(self._temporary / n, [data]) for n, data in self._small.items()]
+        manifest = Manifest(
+            self.store.run_id,
+            self.step,
+            self.store.config_hash,
+            self.layout,
+            {group: tuple(record.name for record in of_group) for group, of_group in files.items()},
+            tuple(records),
+        )
+        write_hashed(self._temporary / MANIFEST_NAME, [manifest.to_bytes()])
+        sync_folder(self._temporary)
+        self.store.publish(self._temporary, self.target)
+        self.n_bytes = manifest.n_bytes
+
+    def abandon(self) -> None:
+        """Remove what was written, where anything was."""
+        if self._temporary is not None:
+            with suppress(StorageError):
+                remove_tree(self._temporary)
+
+
+def _check_names(extra_files: Mapping[str, bytes], groups: Sequence[str]) -> None:
+    taken = {MANIFEST_NAME, STATE_NAME, *(f"{group}.safetensors" for group in groups)}
     for name in [*extra_files, *groups]:
         if not is_plain_name(name) or name in taken:
             raise ValueError(f"a checkpoint cannot hold a file or group named {name!r}")
-
-
-def _write(path: Path, content: bytes | TensorFile) -> FileRecord:
-    return write_hashed(path, [content] if isinstance(content, bytes) else content.chunks())
 
 
 def _discard(folder: Path) -> None:
@@ -264,3 +323,8 @@ def _discard(folder: Path) -> None:
     with storage_errors(folder, "remove"):
         os.rename(folder, temporary)
     remove_tree(temporary)
+
+
+def _here(tensor: torch.Tensor | LazyTensor) -> torch.Tensor | LazyTensor:
+    """The tensor that one process has whole, also where it is placed on a mesh of that process."""
+    return tensor if isinstance(tensor, LazyTensor) else local_part(tensor)[0]

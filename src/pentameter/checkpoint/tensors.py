@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pentameter.checkpoint.pieces import METADATA_KEY, Piece, encode_pieces
 from pentameter.errors import CorruptError, StorageError
 
 if TYPE_CHECKING:
@@ -71,14 +72,26 @@ class TensorFile:
                 yield _host_bytes(materialize(tensor))
 
 
-def plan_file(tensors: Mapping[str, torch.Tensor | LazyTensor]) -> TensorFile:
+def dtype_of(code: str) -> torch.dtype | None:
+    """The dtype that safetensors calls `code`; None for one that we never write."""
+    import torch
+
+    names = [name for name, known in _CODES.items() if known == code]
+    return getattr(torch, names[0].removeprefix("torch.")) if names else None
+
+
+def plan_file(
+    tensors: Mapping[str, torch.Tensor | LazyTensor], pieces: Mapping[str, Piece] | None = None
+) -> TensorFile:
     """The file of these tensors, largest items first so that each stays aligned.
 
-    Tensors that share memory are written once per name. Raises TypeError for what has no bytes
+    `pieces` says which of them are not whole tensors, and what they are pieces of. Tensors that
+    share memory are written once per name. Raises TypeError for what has no bytes
     of its own (sparse, meta) or a dtype the format lacks.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    metadata = {"format": "pt"} | ({METADATA_KEY: encode_pieces(pieces)} if pieces else {})
+    header: dict[str, object] = {"__metadata__": metadata}
     offset_bytes = 0
     for name in names:
         tensor = tensors[name]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 
 from pentameter.errors import ConfigError, PentameterError, StorageError
+from pentameter.parallel.failure import WorkerFailedError, tell_failure
 
 VERBS = {
     "train": "train a model, or continue a run: train PRESET-or-FILE [--section.key VALUE …]",
@@ -21,6 +22,7 @@ VERBS = {
     "prepare": "turn text into token shards: prepare CORPUS-or-FILES --out DIR",
     "export": "write a model for other programs: export MODEL --to hf|safetensors --out DIR",
     "import": "make a MODEL of a Hugging Face GPT-2 folder: import HF_DIR --out DIR",
+    "verify": "prove layouts equal to one process: verify PRESET-or-FILE [--layouts all]",
     "report": "write report.html for a run: report RUN_DIR",
     "doctor": "what this machine can do, and what training on it would choose",
 }
@@ -43,10 +45,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         return _run_verb(arguments[0], arguments[1:])
-    except (PentameterError, OSError, KeyboardInterrupt) as error:
-        if debug and not isinstance(error, BrokenPipeError):
+    except (Exception, KeyboardInterrupt) as error:
+        expected = isinstance(error, (PentameterError, OSError, KeyboardInterrupt))
+        message, code = _explanation(error)
+        if tell_failure(error, message, code, expected=expected, debug=debug):
+            return code  # one process of several
+        if isinstance(error, WorkerFailedError):
+            if debug or not error.expected:
+                print(error.worker_traceback, end="", file=sys.stderr)
+        elif not expected or (debug and not isinstance(error, BrokenPipeError)):
             raise
-        return _explain(error)
+        return _explain(error, message, code)
 
 
 def _run_verb(verb: str, arguments: list[str]) -> int:
@@ -59,21 +68,26 @@ def _run_verb(verb: str, arguments: list[str]) -> int:
     return run(arguments)
 
 
-def _explain(error: BaseException) -> int:
-    """Say on stderr what went wrong; the exit code that belongs to it."""
+def _explanation(error: BaseException) -> tuple[str, int]:
+    """What to say of an error, and the exit code that belongs to it."""
     if isinstance(error, BrokenPipeError):
-        # The reader of our output went away (`… | head`): not our failure, and nothing to say.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    message, code = str(error), 1
+        return "", 0  # the reader of our output went away (`… | head`): not our failure
     if isinstance(error, PentameterError):
-        code = error.exit_code
-    elif isinstance(error, KeyboardInterrupt):
-        message, code = "interrupted", 128 + signal.SIGINT
-    elif isinstance(error, OSError):
+        return str(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 128 + signal.SIGINT
+    if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        message, code = f"{where}{error.strerror or error}", StorageError.exit_code
-    print(f"pentameter: {message}", file=sys.stderr)
+        return f"{where}{error.strerror or error}", StorageError.exit_code
+    return f"{type(error).__name__}: {error}", 1
+
+
+def _explain(error: BaseException, message: str, code: int) -> int:
+    """Say on stderr what went wrong; `code`."""
+    if isinstance(error, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    else:
+        print(f"pentameter: {message}", file=sys.stderr)
     return code
 
 

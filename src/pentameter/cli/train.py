@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from pentameter.cli.arguments import parse_arguments
+from pentameter.errors import ConfigError
+from pentameter.parallel.launch import Place, find_place, joined_world
+from pentameter.parallel.local_launch import python_command, run_local, watch_launcher
 
 if TYPE_CHECKING:
     from pentameter.config.schema import Config
@@ -35,6 +38,8 @@ class TrainArguments:
     """auto: continue a run of the same configuration, else start; never; must; or a checkpoint."""
     init_from: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
     """Begin with the weights of a run, a checkpoint or a Hugging Face GPT-2 folder (fine-tune)."""
+    nproc: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Train as N processes of this machine, which divide the work as [parallel] says."""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the Plan and train nothing."""
     print_config: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -43,50 +48,101 @@ class TrainArguments:
 
 def run(arguments: list[str]) -> int:
     """Train; 0 when the run is complete."""
+    watch_launcher()
     parsed, overrides = parse_arguments(TrainArguments, arguments, verb="train")
     from pentameter.config.load import load_config, to_toml
 
+    place = find_place()
+    is_main = place is None or place.rank == 0
+    n_processes = _n_processes(parsed.nproc, place)
     config = load_config(parsed.source, overrides)
     if parsed.init_from is not None:
-        config = _with_tokenizer_beside(config, parsed.init_from)
-    if parsed.print_config:
-        print(to_toml(config), end="")
+        config = _with_tokenizer_beside(config, parsed.init_from, say=is_main)
+    if parsed.print_config or parsed.dry_run:
+        if is_main and parsed.print_config:
+            print(to_toml(config), end="")
+        elif is_main:
+            print(json.dumps(_plan(config, n_processes, place), indent=2))
         return 0
-    if parsed.dry_run:
-        print(json.dumps(_plan(config), indent=2))
+    if place is None and n_processes is not None and n_processes > 1:
+        _check_layout(config, n_processes)  # once, before N processes say the same
+        run_local(python_command("train", *arguments), n_processes)
         return 0
-    from pentameter.train.trainer import Trainer
-
-    trainer = Trainer(
-        config, run_dir=parsed.run_dir, resume=parsed.resume, init_from=parsed.init_from
-    )
-    trainer.fit()
-    _say_goodbye(trainer)
+    _train(config, parsed, place)
     return 0
 
 
-def _with_tokenizer_beside(config: Config, model: Path) -> Config:
+def _n_processes(nproc: int | None, place: Place | None) -> int | None:
+    """How many processes train together; None where nobody says."""
+    if nproc is not None and nproc < 1:
+        raise ConfigError(f"--nproc {nproc} must be at least 1")
+    if place is None:
+        return nproc
+    if nproc not in (None, place.world_size):
+        raise ConfigError(
+            f"--nproc {nproc} starts processes, and {place.source} has started "
+            f"{place.world_size} already; leave --nproc out"
+        )
+    return place.world_size
+
+
+def _train(config: Config, parsed: TrainArguments, place: Place | None) -> None:
+    """Train in this process, together with those it meets at `place`."""
+    from pentameter.parallel.device import choose_device
+    from pentameter.train.trainer import Trainer
+
+    device = choose_device(config.train.device)
+    with joined_world(device.type, place, always_group=config.parallel.zero > 0) as world:
+        trainer = Trainer(
+            config,
+            run_dir=parsed.run_dir,
+            resume=parsed.resume,
+            init_from=parsed.init_from,
+            world=world,
+        )
+        trainer.fit()
+    if world.is_main:
+        _say_goodbye(trainer)
+
+
+def _check_layout(config: Config, n_processes: int) -> None:
+    """Raise ConfigError where the layout does not fit the processes, all in one machine."""
+    from pentameter.plan.layout import check_layout, make_layout
+    from pentameter.plan.plan import make_plan, needs_data
+
+    check_layout(make_layout(config.parallel, n_processes), config.model, n_processes)
+    if not needs_data(config):
+        make_plan(config, world_size=n_processes, local_size=n_processes)
+
+
+def _with_tokenizer_beside(config: Config, model: Path, *, say: bool) -> Config:
     """`config` with MODEL's own tokenizer file where the one it names is not there any more: an
     imported folder names its own, and may have been moved."""
     named, beside = Path(config.data.tokenizer), model / "tokenizer.json"
     if named.name != beside.name or named.exists() or not beside.exists():
         return config
-    print(f"pentameter: {named} is not there; taking {beside}", file=sys.stderr)
+    if say:
+        print(f"pentameter: {named} is not there; taking {beside}", file=sys.stderr)
     data = config.data.model_copy(update={"tokenizer": str(beside)})
     return config.model_copy(update={"data": data})
 
 
-def _plan(config: Config) -> dict[str, object]:
+def _plan(config: Config, n_processes: int | None, place: Place | None) -> dict[str, object]:
     """The Plan as JSON; the data is read only for a vocabulary or an epoch that is not stated."""
     from pentameter.plan.plan import make_plan, needs_data
 
-    if not needs_data(config):
-        return make_plan(config).to_json()
-    from pentameter.data import open_dataset, training_batches
+    local_size = n_processes if place is None else place.local_size
+    vocab_size = rows_per_epoch = None
+    if needs_data(config):
+        from pentameter.data import open_dataset, training_batches
 
-    dataset = open_dataset(config.data)
-    batches = training_batches(config, dataset.split("train"))
-    return make_plan(config, dataset.vocab_size, batches.rows_per_epoch).to_json()
+        dataset = open_dataset(config.data)
+        vocab_size = dataset.vocab_size
+        rows_per_epoch = training_batches(config, dataset.split("train")).rows_per_epoch
+    plan = make_plan(
+        config, vocab_size, rows_per_epoch, world_size=n_processes, local_size=local_size
+    )
+    return plan.to_json()
 
 
 def _say_goodbye(trainer: Trainer) -> None:

@@ -146,6 +146,8 @@ def _read_one(annotation: Any, text: str) -> Any:
         items = [item.strip() for item in text.strip("[]()").split(",") if item.strip()]
         values = [_read_one(inner, item) for item in items]
         return None if None in values else values
+    if get_origin(bare) is Literal:  # one of numbers; words are text as they are
+        return next((v for v in get_args(bare) if not isinstance(v, str) and str(v) == text), None)
     if bare is bool:
         return {"true": True, "false": False}.get(text.lower())
     if bare in (int, float):

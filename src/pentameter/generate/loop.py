@@ -12,7 +12,7 @@ Shapes: B samples, T time, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -61,6 +61,31 @@ def generate(
     ):
         texts[sample].append(piece)
     return ["".join(pieces) for pieces in texts]
+
+
+def generate_by(
+    next_logits: Callable[[Tokens], Floats],
+    tokenizer: Tokenizer,
+    prompt: str = "",
+    *,
+    max_new_tokens: int,
+    seed: int = 0,
+) -> str:
+    """Return the text after the prompt, as `generate` draws it, of a model that is a function.
+
+    `next_logits` gives the logits (B, V) of the token after text (B, n), tokens that only pad
+    left out or not.
+    """
+    ids = encode_prompt(tokenizer, prompt)
+    text = np.empty((1, len(ids) + max_new_tokens), dtype=np.int64)
+    text[:, : len(ids)] = ids
+
+    def of_tokenizer(seen: Tokens) -> Floats:
+        return next_logits(seen)[:, : tokenizer.vocab_size]
+
+    steps = _chosen(of_tokenizer, text, len(ids), Sampling(), seed)
+    prompt_ids = ids.tolist() if prompt else []
+    return "".join(piece for _, piece in _pieces(steps, tokenizer, 1, prompt_ids))
 
 
 def stream(
@@ -180,18 +205,28 @@ def _tokens(
     seed: int,
 ) -> Iterator[Tokens]:
     """Fill text (B, n) from n_prompt on, yielding each new column."""
-    n_samples, n_total = text.shape
     was_training = model.training
     model.eval()
     try:
-        window = _Window(model, n_samples, vocab_size)
-        draws = _draws(seed, n_samples, n_prompt, n_total)
-        for n_tokens, uniforms in enumerate(draws, start=n_prompt):
-            chosen = choose(window.next_logits(text[:, :n_tokens]), sampling, uniforms)
-            text[:, n_tokens] = chosen
-            yield chosen
+        window = _Window(model, text.shape[0], vocab_size)
+        yield from _chosen(window.next_logits, text, n_prompt, sampling, seed)
     finally:
         model.train(was_training)
+
+
+def _chosen(
+    next_logits: Callable[[Tokens], Floats],
+    text: Tokens,
+    n_prompt: int,
+    sampling: Sampling,
+    seed: int,
+) -> Iterator[Tokens]:
+    n_samples, n_total = text.shape
+    draws = _draws(seed, n_samples, n_prompt, n_total)
+    for n_tokens, uniforms in enumerate(draws, start=n_prompt):
+        chosen = choose(next_logits(text[:, :n_tokens]), sampling, uniforms)
+        text[:, n_tokens] = chosen
+        yield chosen
 
 
 def _draws(seed: int, n_samples: int, first: int, last: int) -> Iterator[Floats]:

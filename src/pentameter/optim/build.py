@@ -67,17 +67,19 @@ def build_optimizer(
     named_parameters: NamedParameters,
     table: Sequence[ParameterSpec],
     config: OptimizerConfig,
+    muon: type[torch.optim.Muon] = torch.optim.Muon,
 ) -> AnyOptimizer:
     """The configuration's update rule over the table's groups; fused, one kernel for all
     parameters, where torch has that.
 
-    The learning rate here is a placeholder: `set_learning_rate` writes the schedule's each step.
+    `muon` is the class for Muon's part, where its matrices may be sharded. The learning rate here
+    is a placeholder: `set_learning_rate` writes the schedule's each step.
     """
     named = list(named_parameters)
     if config.name != "muon":
         return _one_rule(named, table, config)
     in_block = {spec.name for spec in table if spec.is_block_matrix}
-    muon = torch.optim.Muon(
+    for_matrices = muon(
         parameter_groups([(n, p) for n, p in named if n in in_block], table, config),
         lr=config.learning_rate,
         momentum=momentum(config),
@@ -86,7 +88,7 @@ def build_optimizer(
         adjust_lr_fn="match_rms_adamw",
     )
     return JointOptimizer(
-        muon, _one_rule([(n, p) for n, p in named if n not in in_block], table, config)
+        for_matrices, _one_rule([(n, p) for n, p in named if n not in in_block], table, config)
     )
 
 

@@ -30,14 +30,15 @@ from pentameter.plan.layout import Layout
 def with_copies(part: Part, mesh: DeviceMesh) -> DistributedDataParallel:
     """`part` with DDP around it: the backward pass of a step's last micro-batch sums gradients
     over the dimension `data` of `mesh`."""
+    group = mesh["data"].get_group()
     ddp = DistributedDataParallel(
         part,
-        process_group=mesh["data"].get_group(),
+        process_group=group,
         init_sync=False,  # every copy draws the same initial values
         gradient_as_bucket_view=True,
     )
     # A lambda, as DDP refuses a hook whose annotations are strings.
-    ddp.register_comm_hook(mesh["data"].get_group(), lambda group, bucket: _sum(group, bucket))
+    ddp.register_comm_hook(group, lambda group, bucket: _sum(group, bucket))  # noqa: PLW0108
     return ddp
 
 
@@ -79,6 +80,7 @@ def share_state(part: Part, mesh: DeviceMesh, layout: Layout, *, offload: bool) 
     for unit in (*units, part):
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # gloo knows no other
 
 
 def micro_batch(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pentameter.errors import ConfigError
 from pentameter.model.fused import amx, can_fuse
 from pentameter.parallel.capabilities import Capabilities, machine_capabilities
 from pentameter.parallel.ceiling import product_ceiling
@@ -21,7 +22,9 @@ from pentameter.parallel.device import (
     tune_allocator,
 )
 from pentameter.parallel.environment import device_name, environment
+from pentameter.parallel.launch import local_device
 from pentameter.parallel.native import load_amx
+from pentameter.parallel.world import World
 from pentameter.plan.plan import Plan
 
 PRODUCT_DTYPES = {
@@ -47,6 +50,8 @@ class Engine:
     ceiling_flops: float
     amx_kernels: bool
     """Whether the step uses the kernels of `model/fused/amx.py`, which round differently."""
+    n_threads: int
+    """Of each process, for arithmetic on the CPU."""
 
     def peak_memory_bytes(self) -> int:
         """The most memory the run has held so far: the GPU's, or the process's on a CPU."""
@@ -62,23 +67,27 @@ class Engine:
             "precision": self.precision,
             "compiled": self.compiled,
             "amx_kernels": self.amx_kernels,
-            "n_threads": torch.get_num_threads(),
+            "n_threads": self.n_threads,
             "ceiling_flops": self.ceiling_flops,
         }
 
 
-def choose_engine(plan: Plan) -> Engine:
-    """The Engine for `plan` on this machine. Tunes the process's memory allocator on a CPU."""
+def choose_engine(plan: Plan, world: World | None = None) -> Engine:
+    """The Engine for `plan` on this machine. Tunes the process's memory allocator on a CPU.
+
+    Collective: the main process chooses precision and compilation for all of `world`, since
+    machines that differ must not compute differently.
+    """
+    world = world or World()
     train = plan.config.train
     capabilities = machine_capabilities()
-    device = choose_device(train.device, capabilities)
-    precision, precision_reason = choose_precision(train.precision, device, capabilities)
-    compiled, compile_reason = choose_compile(
-        train.compile,
-        device,
-        total_flops=plan.total_tokens * plan.flops_per_token,
-        precision=precision,
-        capabilities=capabilities,
+    device = local_device(choose_device(train.device, capabilities), world)
+    n_devices = world.size if device.type == "cuda" else world.size // world.local_size
+    precision, precision_reason = world.on_main(
+        lambda: choose_precision(train.precision, device, capabilities)
+    )
+    compiled, compile_reason = world.on_main(
+        lambda: _choose_compile(plan, device, precision, capabilities, n_devices)
     )
     amx_kernels = False
     if device.type == "cpu":
@@ -97,6 +106,33 @@ def choose_engine(plan: Plan) -> Engine:
         compile_reason,
         ceiling,
         amx_kernels,
+        torch.get_num_threads(),
+    )
+
+
+def _choose_compile(
+    plan: Plan,
+    device: torch.device,
+    precision: str,
+    capabilities: Capabilities,
+    n_devices: int,
+) -> tuple[bool, str]:
+    """Whether to compile, and why; `n_devices` share the run's arithmetic (a CPU is one)."""
+    setting = plan.config.train.compile
+    if plan.layout.schedule == "zero-bubble" and plan.layout.pipeline > 1:
+        reason = "a zero-bubble pipeline splits the backward pass, which compiled code does not"
+        if setting is True:
+            raise ConfigError(
+                f"train.compile=true cannot be: {reason}. Set it to false, or use another "
+                "parallel.schedule"
+            )
+        return False, reason
+    return choose_compile(
+        setting,
+        device,
+        total_flops=plan.total_tokens * plan.flops_per_token / max(1, n_devices),
+        precision=precision,
+        capabilities=capabilities,
     )
 
 

@@ -81,6 +81,11 @@ class Stage:
         return part.model
 
     @property
+    def models(self) -> list[GPT]:
+        """The slices of the model that this process has."""
+        return [part.model for part in self.parts]
+
+    @property
     def precision(self) -> str:
         """Of the matrix products."""
         return self.parts[0].precision
@@ -98,9 +103,8 @@ class Stage:
     @property
     def rows(self) -> np.ndarray:
         """Numbers, in the global batch, of the rows that this process computes."""
-        n_rows = self.plan.batch_size // self.plan.layout.data
-        index = self.plan.layout.data_index(self.world.rank)
-        return np.arange(index * n_rows, (index + 1) * n_rows, dtype=np.int64)
+        rows = self.plan.layout.rows(self.world.rank, self.plan.batch_size)
+        return np.arange(rows.start, rows.stop, dtype=np.int64)
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Parameters by the names of the parameter table, a copy of a tied one included."""

@@ -74,6 +74,12 @@ class Layout:
         places = self.coordinates(rank)
         return places["data"] * self.shard + places["shard"]
 
+    def rows(self, rank: int, batch_size: int) -> range:
+        """Numbers, in the global batch of `batch_size`, of the rows that a rank computes."""
+        n_rows = batch_size // self.data
+        first = self.data_index(rank) * n_rows
+        return range(first, first + n_rows)
+
     def stages_of(self, pipeline_index: int) -> tuple[int, ...]:
         """The stages that a process of the pipeline holds: every `pipeline`-th one."""
         return tuple(range(pipeline_index, self.n_stages, self.pipeline))

@@ -10,7 +10,10 @@ from pentameter.data.batches import Batch
 from pentameter.data.dataset import TokenSplit
 from pentameter.data.evaluation import evaluation_batches
 from pentameter.parallel.assemble import LossSum, Stage
+from pentameter.plan.plan import Plan
 from pentameter.train.hooks import EvalMetrics
+
+EVALUATION_TOKENS = 4096  # at least so many at once: short rows alone leave a machine idle
 
 
 def evaluate(
@@ -46,6 +49,13 @@ def evaluate(
         tokens=loss.n_targets,
         seconds=time.perf_counter() - start,
     )
+
+
+def evaluation_batch_size(plan: Plan) -> int:
+    """Rows of an evaluation batch during training: as many for each part of the data as a step's
+    micro-batch has, or more where those are short."""
+    own = max(plan.micro_batch_size, EVALUATION_TOKENS // plan.config.model.context_length)
+    return plan.layout.data * own
 
 
 def _batches(

@@ -12,14 +12,18 @@ from pentameter.plan.plan import Plan
 
 
 def check_run(
-    plan: Plan, dataset: Dataset, batches: TrainingBatches, device: torch.device
+    plan: Plan,
+    dataset: Dataset,
+    batches: TrainingBatches,
+    device: torch.device,
+    local_size: int = 1,
 ) -> list[str]:
-    """What the user should know, a line each.
+    """What the user should know, a line each. `local_size` processes share the machine.
 
     Raises ConfigError when the run's state does not fit the device's memory, or when it waits for
     evaluations and nothing is held out.
     """
-    _check_memory(plan, device)
+    _check_memory(plan, device, local_size)
     warnings = []
     train, val = dataset.split("train"), dataset.split("val")
     if batches.tokens_per_epoch < train.n_tokens:
@@ -45,13 +49,18 @@ def check_run(
     return warnings
 
 
-def _check_memory(plan: Plan, device: torch.device) -> None:
+def _check_memory(plan: Plan, device: torch.device, local_size: int) -> None:
     """Refuse what would end with the system killing this process, or another."""
     needed = plan.weights_bytes + plan.gradients_bytes + plan.optimizer_bytes
     there = memory_bytes(device)
-    if there is not None and needed > there:
+    n_sharing = 1 if device.type == "cuda" else local_size
+    if there is not None and needed * n_sharing > there:
+        whose = f"{needed / 1e9:,.1f} GB in the fullest process, and {n_sharing} share the "
+        if n_sharing == 1:
+            whose = f"{needed / 1e9:,.1f} GB, "
         raise ConfigError(
-            f"weights, gradients and optimizer of {plan.n_parameters:,} parameters take "
-            f"{needed / 1e9:,.1f} GB, {device.type} has {there / 1e9:,.1f} GB; choose a smaller "
-            "model (--model.n-layers, --model.d-model), or look at it with --dry-run"
+            f"weights, gradients and optimizer of {plan.n_parameters:,} parameters take {whose}"
+            f"{device.type} {'with' if n_sharing > 1 else 'has'} {there / 1e9:,.1f} GB; choose a "
+            "smaller model (--model.n-layers, --model.d-model), more processes with parallel.zero, "
+            "tensor or pipeline, or look at it with --dry-run"
         )

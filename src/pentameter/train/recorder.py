@@ -96,6 +96,28 @@ def _entropy_rate(data: DataConfig) -> float | None:
     return grammar_entropy_rate(data.grammar) if data.corpus == "grammar" else None
 
 
+def _stages(plan: Plan) -> list[str]:
+    """Which layers each process of a pipeline holds, a line for each."""
+    layout = plan.layout
+    if layout.pipeline == 1:
+        return []
+    lines = []
+    for index in range(layout.pipeline):
+        ranges = [plan.stages[stage] for stage in layout.stages_of(index)]
+        layers = ", ".join(f"{stage.start}-{stage.stop - 1}" for stage in ranges)
+        ranks = [
+            rank
+            for rank in range(layout.world_size)
+            if layout.coordinates(rank)["pipeline"] == index
+        ]
+        lines.append(f"        rank {_span(ranks)}: layers {layers}")
+    return lines
+
+
+def _span(ranks: list[int]) -> str:
+    return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
+
+
 def describe(trainer: Trainer) -> list[str]:
     """What a run says of itself before its first step, line by line."""
     config, plan, engine = trainer.config, trainer.plan, trainer.engine
@@ -120,6 +142,8 @@ def describe(trainer: Trainer) -> list[str]:
         f"device  {engine.device_name} · {engine.precision} ({engine.precision_reason}) · "
         f"{'compiled' if engine.compiled else 'eager'} ({engine.compile_reason})",
     ]
+    if plan.layout.world_size > 1:
+        lines += [f"layout  {plan.layout} · {engine.n_threads} threads a process", *_stages(plan)]
     if trainer.state.step:
         lines.append(f"resume  from step {trainer.state.step}")
     if engine.compiled:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from pentameter.checkpoint.store import CheckpointStore, step_folder_name
 from pentameter.config.load import config_hash, diff_configs, load_config, to_toml
 from pentameter.data.dataset import Dataset
 from pentameter.errors import ConfigError, CorruptError
+from pentameter.parallel.world import World
 from pentameter.plan.plan import Plan
 from pentameter.train.metrics import checkpoint_event, rewind_metrics
 
@@ -68,8 +69,11 @@ def open_run_folder(
     *,
     resume: str = "auto",
     init_from: Path | None = None,
+    world: World | None = None,
 ) -> RunFolder:
     """The folder of `plan`'s run, created, or rewound to the checkpoint it continues from.
+
+    Collective: the main process of `world` does it, and tells the others.
 
     `resume` is `auto` (continue a run of the same configuration, else start), `never` (only
     start), `must` (only continue) or the path of a checkpoint to branch off from. A run that
@@ -77,6 +81,23 @@ def open_run_folder(
     Raises ConfigError when the folder holds another run, or one on other data, saying what
     differs; nothing has been touched then.
     """
+    world = world or World()
+
+    def open_it() -> tuple[RunFolder, bool]:
+        folder = _open(path, plan, dataset, resume, init_from)
+        return replace(folder, initial_weights=None), folder.initial_weights is not None
+
+    folder, is_begun_from_weights = world.on_main(open_it)
+    if not is_begun_from_weights:
+        return folder
+    assert init_from is not None  # where they came from
+    weights = initial_weights(init_from, plan.config, dataset.tokenizer)
+    return replace(folder, initial_weights=weights)
+
+
+def _open(
+    path: Path, plan: Plan, dataset: Dataset, resume: str, init_from: Path | None
+) -> RunFolder:
     given = None if resume in RESUME_WORDS else _open_given(resume, init_from)
     weights = None
     identity = _read_identity(path)

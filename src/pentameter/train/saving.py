@@ -27,17 +27,24 @@ def save_checkpoint(
     """What was saved: weights, optimizer and state, with the files that make it self-contained.
 
     `log_sizes` are metrics_bytes and log_bytes, where the logs end now: a resumed run cuts them
-    back to there. Raises StorageError when writing fails; earlier checkpoints are untouched then.
+    back to there. Collective: each process of the world passes its own Stage, and raises the same.
+    Raises StorageError when writing fails; earlier checkpoints are untouched then.
     """
+    # First, as it shards what FSDP left gathered: the parameters below are the optimizer's then.
+    model = model_state(stage.models)
+    named = dict(stage.named_parameters())
+    copies = named.keys() - {name for name, _ in stage.owned_parameters()}
     return store.save(
         state.step,
         {
-            "model": model_state(stage.model),
-            "optimizer": optimizer_state(optimizer, stage.named_parameters()),
+            "model": {name: tensor for name, tensor in model.items() if name not in copies},
+            "optimizer": optimizer_state(optimizer, named.items(), copies),
         },
         {**state.to_json(), "data_hash": dataset.hash, **log_sizes},
         extra_files={
             "config.toml": to_toml(config).encode(),
             "tokenizer.json": dataset.tokenizer.to_bytes(),
         },
+        layout=stage.plan.layout.degrees(),
+        world=stage.world,
     )

@@ -9,7 +9,9 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from pentameter.errors import InterruptedRunError
+from pentameter.parallel.world import World
 
+_HAS_WORD, _SIGNALS_FROM = 1, 2  # what processes tell each other: nothing, a word, a signal
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -22,13 +24,15 @@ class StopSignals:
 
     While `nothing_to_lose` is true (preparing data, loading, compiling) the stop is immediate and
     leaves the block as InterruptedRunError. Afterwards the signal's name is in `received`, and
-    the loop stops after the current step. The second signal's exit is safe at any moment: the
-    commit protocol of checkpoints guarantees that what is on disk is whole. Python delivers
-    signals only to the main thread; elsewhere this does nothing.
+    the loop stops after the current step, once all processes know of it (`agree`). The second
+    signal's exit is safe at any moment: the commit protocol of checkpoints guarantees that what
+    is on disk is whole. Python delivers signals only to the main thread; elsewhere this does
+    nothing.
     """
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self.agreed: str | None = None
         self.nothing_to_lose = True
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -51,6 +55,20 @@ class StopSignals:
             raise InterruptedRunError(
                 f"stopped by {self.received} before the first step; the same command starts again"
             ) from None
+
+    def agree(self, world: World, word: str | None = None) -> str | None:
+        """Why to stop, the same in every process of the world; None for going on.
+
+        A signal that any process received is in `agreed` afterwards, and comes before any
+        process's own `word`. Collective.
+        """
+        number = signal.Signals[self.received].value + _SIGNALS_FROM if self.received else 0
+        most = world.largest(number or (_HAS_WORD if word is not None else 0))
+        if most == _HAS_WORD:
+            return next(other for other in world.collect(word) if other is not None)
+        if most:
+            self.agreed = signal.Signals(most - _SIGNALS_FROM).name
+        return self.agreed
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:

@@ -67,6 +67,13 @@ class TrainState:
         values["epoch"] = EpochSums(**record.get("epoch", {}))
         return cls(**values)
 
+    def is_due(self, interval: int | None, last_step: int, n_steps: int) -> bool:
+        """Whether what is done every `interval` steps, and at the end of the run's `n_steps`, is
+        still to do now; it was last done at `last_step`."""
+        if interval is None or last_step == self.step:
+            return False
+        return self.step % interval == 0 or self.step == n_steps
+
     def record_eval(self, loss: float, *, trained: bool) -> bool:
         """Count an evaluation; whether its loss is the best so far.
 

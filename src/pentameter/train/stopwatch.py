@@ -19,7 +19,7 @@ class Stopwatch:
     def __init__(self, plan: Plan, engine: Engine) -> None:
         self._tokens_per_step = plan.tokens_per_step
         self._flops_per_token = plan.flops_per_token
-        self._engine = engine
+        self._ceiling_flops = engine.ceiling_flops * plan.layout.world_size
         self._recent: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._n_steps = 0
         self._start = 0.0
@@ -42,11 +42,10 @@ class Stopwatch:
 
     @property
     def mfu(self) -> float | None:
-        """FLOPs done per second by the latest step, padding included, ÷ the device's ceiling; None
-        if unknown."""
-        ceiling = self._engine.ceiling_flops
+        """FLOPs done per second by the latest step, padding included, ÷ the ceiling of all devices;
+        None if unknown."""
         flops = self._tokens_per_step * self._flops_per_token
-        return flops / self.step_seconds / ceiling if ceiling else None
+        return flops / self.step_seconds / self._ceiling_flops if self._ceiling_flops else None
 
     def eta_seconds(self, steps_left: int) -> float:
         """Time the remaining steps will take at the median pace of the latest ones."""

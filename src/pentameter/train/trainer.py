@@ -10,28 +10,27 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from pentameter.checkpoint.lock import RunLock
-from pentameter.checkpoint.state import load_model_state, load_optimizer_state
 from pentameter.config.schema import Config
-from pentameter.data.batches import Batch, training_batches
+from pentameter.data.batches import training_batches
 from pentameter.data.dataset import open_dataset
 from pentameter.errors import (
-    ConfigError,
     InterruptedRunError,
     StorageError,
     TrainingFailedError,
 )
-from pentameter.generate.loop import generate
-from pentameter.optim.build import build_optimizer, set_learning_rate
-from pentameter.optim.clip import clip_gradients, gradient_norm, unscale_gradients
+from pentameter.optim.build import build_optimizer
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import LossSum, assemble
 from pentameter.parallel.engine import Engine, choose_engine
+from pentameter.parallel.muon import ShardedMuon
+from pentameter.parallel.world import World
 from pentameter.plan.plan import make_plan
 from pentameter.train.console import Console
-from pentameter.train.evaluation import evaluate, perplexity
+from pentameter.train.evaluation import evaluate, evaluation_batch_size, perplexity
 from pentameter.train.hooks import (
     CheckpointMetrics,
     EpochMetrics,
@@ -43,14 +42,16 @@ from pentameter.train.hooks import (
 from pentameter.train.metrics import MetricsLog
 from pentameter.train.precheck import check_run
 from pentameter.train.recorder import Recorder, describe
+from pentameter.train.restore import restore
 from pentameter.train.run_folder import open_run_folder
+from pentameter.train.sampling import encodable_prompt, sample_text
 from pentameter.train.saving import save_checkpoint
 from pentameter.train.signals import StopSignals
 from pentameter.train.state import TrainState
 from pentameter.train.stopwatch import Stopwatch
+from pentameter.train.update import update_weights
 
 MAX_CONSECUTIVE_SKIPS = 3
-EVALUATION_TOKENS = 4096  # at least so many at once: short rows alone leave a machine idle
 
 
 class Trainer:
@@ -60,7 +61,9 @@ class Trainer:
     `resume` (auto, never, must, or a checkpoint's path), `init_from` (a model whose weights a new
     run begins with), `hooks` (see `train/hooks.py`),
     `schedule`, the learning rate as a function of the step (0-based) instead of the
-    configuration's, and `quiet`, which prints nothing but still writes log.txt.
+    configuration's, `quiet`, which prints nothing but still writes log.txt, and `world`, the
+    processes that train together, each with a Trainer of its own: they run the same loop and
+    agree on every turn of it, and the main one speaks and writes the run folder.
     """
 
     def __init__(
@@ -73,10 +76,12 @@ class Trainer:
         hooks: Sequence[object] = (),
         schedule: Callable[[int], float] | None = None,
         quiet: bool = False,
+        world: World | None = None,
     ) -> None:
         self.config = config
         self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / config.name
-        self.console = Console(quiet=quiet)
+        self.world = world or World()
+        self.console = Console(quiet=quiet or not self.world.is_main)
         self.state = TrainState()
         self._resume = resume
         self._init_from = None if init_from is None else Path(init_from)
@@ -86,6 +91,7 @@ class Trainer:
         self._stop_word: str | None = None
         self._saved_step = 0
         self._new_best = False
+        self._metrics: MetricsLog | None = None
 
     def fit(self) -> RunEnd:
         """Train to the end: all steps, patience, or a hook's stop.
@@ -98,14 +104,14 @@ class Trainer:
             stack.enter_context(self._signals)
             stack.enter_context(self.console)
             self._prepare()
-            stack.enter_context(RunLock(self.run_dir / "run.lock"))
+            self.world.on_main(lambda: self._lock(stack))
             self._open(stack)
             try:
                 end = self._loop()
             except Exception as error:
                 self._hooks.call("on_error", self, error)
                 raise
-            if end.reason == self._signals.received:
+            if end.reason == self._signals.agreed:
                 raise InterruptedRunError(
                     f"stopped by {end.reason} after step {end.step}, which is saved; "
                     "the same command continues"
@@ -117,8 +123,9 @@ class Trainer:
         self._stop_word = reason
 
     def record(self, event: str, **values: float | str | None) -> None:
-        """Append a line of one's own to metrics.jsonl: what a hook measured."""
-        self._metrics.write(event, **values)
+        """Append a line of one's own to metrics.jsonl: what a hook of the main process measured."""
+        if self._metrics is not None:
+            self._metrics.write(event, **values)
 
     # -- before the first step ------------------------------------------------------------------
 
@@ -129,13 +136,28 @@ class Trainer:
             self.config.data, progress=self.console.progress, warnings=warnings
         )
         self._batches = training_batches(self.config, self.dataset.split("train"))
-        self.plan = make_plan(self.config, self.dataset.vocab_size, self._batches.rows_per_epoch)
-        self.config = self.plan.config
-        self.sample_prompt = self._encodable_prompt()
-        self.engine: Engine = choose_engine(self.plan)
-        warnings += check_run(self.plan, self.dataset, self._batches, self.engine.device)
+        self.plan = make_plan(
+            self.config,
+            self.dataset.vocab_size,
+            self._batches.rows_per_epoch,
+            world_size=self.world.size,
+            local_size=self.world.local_size,
+        )
+        self.config = config = self.plan.config
+        scheduled = partial(learning_rate, optimizer=config.optimizer, schedule=config.schedule)
+        self._rate = self._schedule or scheduled
+        self.sample_prompt = encodable_prompt(
+            self.dataset.tokenizer, self.config.train.sample_prompt, warnings
+        )
+        self.engine: Engine = choose_engine(self.plan, self.world)
+        warnings += check_run(
+            self.plan, self.dataset, self._batches, self.engine.device, self.world.local_size
+        )
         for warning in warnings:
             self.console.say(f"warning: {warning}")
+
+    def _lock(self, stack: contextlib.ExitStack) -> None:
+        stack.enter_context(RunLock(self.run_dir / "run.lock"))
 
     def _open(self, stack: contextlib.ExitStack) -> None:
         """Build the model, and rewind folder and state to where the run continues."""
@@ -145,46 +167,36 @@ class Trainer:
             self.dataset,
             resume=self._resume,
             init_from=self._init_from,
+            world=self.world,
         )
         self.stage = assemble(
-            self.plan, self.engine.device, self.engine.precision, compiled=self.engine.compiled
+            self.plan,
+            self.engine.device,
+            self.engine.precision,
+            compiled=self.engine.compiled,
+            world=self.world,
         )
         self.optimizer = build_optimizer(
-            self.stage.named_parameters(), self.plan.table, self.config.optimizer
+            self.stage.named_parameters(), self.plan.table, self.config.optimizer, ShardedMuon
         )
-        checkpoint = self.folder.checkpoint
-        if checkpoint is not None:
-            load_model_state(self.stage.model, checkpoint.tensors("model"))
-            load_optimizer_state(
-                self.optimizer, self.stage.named_parameters(), checkpoint.tensors("optimizer")
-            )
-            self.state = TrainState.from_json(checkpoint.state)
-            self._saved_step = self.state.step
-        elif self.folder.initial_weights is not None:
-            self.folder.initial_weights.load_into(self.stage.model)
+        self.state = restore(self.folder, self.stage, self.optimizer)
+        self._saved_step = self.state.step
+        if self.folder.initial_weights is not None:
             for warning in self.folder.initial_weights.warnings:
                 self.console.say(f"warning: {warning}")
         self.stopwatch = Stopwatch(self.plan, self.engine)
-        self.folder.write_environment(self.engine.environment())
-        self.console.open_log(self.folder.log_path)
-        self._metrics = MetricsLog(self.folder.metrics_path)
-        stack.callback(self._metrics.close)
+        recorders: list[object] = []
+        if self.world.is_main:
+            self.folder.write_environment(self.engine.environment())
+            self.console.open_log(self.folder.log_path)
+            self._metrics = MetricsLog(self.folder.metrics_path)
+            stack.callback(self._metrics.close)
+            recorders.append(Recorder(self._metrics))
         for line in describe(self):
             self.console.say(line)
         self._say_warnings()
-        self._hooks = Hooks((Recorder(self._metrics), self.console, *self._user_hooks))
+        self._hooks = Hooks((*recorders, self.console, *self._user_hooks))
         self._hooks.call("on_start", self)
-
-    def _encodable_prompt(self) -> str:
-        """`train.sample_prompt`, or nothing where the tokenizer lacks one of its characters: the
-        preset's prompt need not suit the user's text."""
-        prompt = self.config.train.sample_prompt
-        try:
-            self.dataset.tokenizer.encode(prompt)
-        except ConfigError as error:
-            self.console.say(f"warning: train.sample_prompt is left out: {error}")
-            return ""
-        return prompt
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -201,40 +213,29 @@ class Trainer:
             self._train_step()
 
     def _train_step(self) -> None:
-        state, clip_norm = self.state, self.config.optimizer.clip_norm
+        state, config = self.state, self.config
         with self.stopwatch:
-            batch = self._batches.batch(state.step)
+            batch = self._batches.batch(state.step, self.stage.rows)
             scale = state.loss_scale.scale if self.engine.precision == "fp16" else 1.0
-            loss_sum = self.stage.forward_backward(batch, state.step, loss_scale=scale)
-            loss = loss_sum.mean
-            unscale_gradients(self.stage.parameters(), scale)
-            norm = gradient_norm(self.stage.parameters())
-            norm_value = norm.item()
-            finite = math.isfinite(loss) and math.isfinite(norm_value)
-            rate = self._learning_rate(state.step)
-            if finite:
-                clip_gradients(self.stage.parameters(), norm, clip_norm)
-                set_learning_rate(self.optimizer, rate)
-                self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            loss = self.stage.forward_backward(batch, state.step, loss_scale=scale)
+            rate = self._rate(state.step)
+            norm = update_weights(
+                self.stage, self.optimizer, loss, rate, scale, config.optimizer.clip_norm
+            )
         self._signals.nothing_to_lose = False
+        finite = math.isfinite(loss.mean) and math.isfinite(norm)
         state.step += 1
-        state.tokens += batch.n_targets
+        state.tokens += loss.n_targets
         state.train_seconds += self.stopwatch.step_seconds
         if self.engine.precision == "fp16":
             state.loss_scale.update(finite=finite)
         if finite:
             state.consecutive_skips = 0
-            state.epoch.add(loss_sum, self.stopwatch.step_seconds)
-            self._hooks.call("on_step", self, self._step_metrics(loss_sum, rate, norm_value))
+            state.epoch.add(loss, self.stopwatch.step_seconds)
+            self._hooks.call("on_step", self, self._step_metrics(loss, rate, norm))
         else:
-            self._skip(batch, loss, norm_value)
+            self._skip(loss.mean, norm)
         self._end_epoch_if_due()
-
-    def _learning_rate(self, step: int) -> float:
-        if self._schedule is not None:
-            return self._schedule(step)
-        return learning_rate(step, self.config.optimizer, self.config.schedule)
 
     def _end_epoch_if_due(self) -> None:
         """Report a pass over the training split when the step just made completed it."""
@@ -265,7 +266,7 @@ class Trainer:
             eta_seconds=watch.eta_seconds(self.plan.steps - self.state.step),
         )
 
-    def _skip(self, batch: Batch, loss: float, norm: float) -> None:
+    def _skip(self, loss: float, norm: float) -> None:
         """Note an update that was not made; give up after a few in a row.
 
         Under fp16 an overflow is how the loss scale finds its level, so those skips count only
@@ -274,6 +275,7 @@ class Trainer:
         state = self.state
         what = "loss" if not math.isfinite(loss) else "gradient norm"
         value = loss if what == "loss" else norm
+        batch = self._batches.batch(state.step - 1)  # of all processes
         reason = f"{what} is {value} on batch {batch.hash()[:16]}"
         if self.engine.precision == "fp16" and state.loss_scale.scale > 1:
             reason += f"; loss scale falls to {state.loss_scale.scale:g}"
@@ -291,26 +293,20 @@ class Trainer:
 
     def _stop_reason(self) -> str | None:
         patience = self.config.train.patience
-        if self._signals.received is not None:
-            return self._signals.received
+        stop_word = self._signals.agree(self.world, self._stop_word)
+        if self._signals.agreed is not None:
+            return self._signals.agreed
         if self.state.step >= self.plan.steps:
             return "completed"
         if patience is not None and self.state.evals_without_best >= patience:
             return f"no better validation loss in {patience} evaluations"
-        return self._stop_word
-
-    def _is_due(self, interval: int | None, last_step: int) -> bool:
-        """Whether what is done every `interval` steps, and at the end, is still to do now."""
-        step = self.state.step
-        if interval is None or last_step == step:
-            return False
-        return step % interval == 0 or step == self.plan.steps
+        return stop_word
 
     def _evaluate_if_due(self) -> None:
         state, split = self.state, self.dataset.split("val")
         interval = self.config.train.eval_interval
         assert interval != "epoch"  # the plan resolved it
-        if not self._is_due(interval, state.last_eval_step):
+        if not state.is_due(interval, state.last_eval_step, self.plan.steps):
             return
         if split.n_tokens < 2:  # nothing is held out
             return
@@ -319,10 +315,8 @@ class Trainer:
             split,
             name="val",
             step=state.step,
-            batch_size=max(
-                self.plan.micro_batch_size, EVALUATION_TOKENS // self.config.model.context_length
-            ),
-            should_stop=lambda: self._signals.received is not None,
+            batch_size=evaluation_batch_size(self.plan),
+            should_stop=lambda: self._signals.agree(self.world) is not None,
         )
         if metrics is not None:
             if not math.isfinite(metrics.loss):
@@ -337,22 +331,23 @@ class Trainer:
 
     def _sample_if_due(self) -> None:
         state, train = self.state, self.config.train
-        if self._signals.received or not self._is_due(
-            train.sample_interval, state.last_sample_step
-        ):
+        due = state.is_due(train.sample_interval, state.last_sample_step, self.plan.steps)
+        if self._signals.agreed or not due:
             return
         state.last_sample_step = state.step
-        text = generate(
-            self.stage.model,
+        text = sample_text(
+            self.stage,
             self.dataset.tokenizer,
             self.sample_prompt,
             max_new_tokens=train.sample_tokens,
             seed=self.config.seed,
-        )[0]
+        )
+        if text is None:  # the main process has it
+            return
         path = self.folder.sample_path(state.step)
-        path.write_text(self.sample_prompt + text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
         self.console.say(f"sample at step {state.step}:")
-        for line in (self.sample_prompt + text).strip("\n").splitlines():
+        for line in text.strip("\n").splitlines():
             self.console.say(f"  │ {line}")
 
     def _save_if_due(self, *, stopping: bool) -> None:
@@ -372,7 +367,7 @@ class Trainer:
                 self.optimizer,
                 config=self.config,
                 dataset=self.dataset,
-                log_sizes={"metrics_bytes": self._metrics.sync(), "log_bytes": self.console.sync()},
+                log_sizes=self._log_sizes(),
             )
         except StorageError as error:
             if stopping or settings.on_error == "stop":
@@ -382,7 +377,7 @@ class Trainer:
         again, self._saved_step = self._saved_step == state.step, state.step
         keep = {state.best_step} if settings.keep_best and state.best_step is not None else set()
         try:
-            store.prune(settings.keep_last, keep)
+            self.world.on_main(lambda: store.prune(settings.keep_last, keep))
         except StorageError as error:  # the new checkpoint stands; only the old ones stay too
             self.console.say(f"warning: an old checkpoint could not be removed: {error}")
         self._say_warnings()
@@ -391,6 +386,12 @@ class Trainer:
             self,
             CheckpointMetrics(saved.step, saved.path, saved.n_bytes, saved.seconds, again),
         )
+
+    def _log_sizes(self) -> dict[str, int]:
+        """Where the logs end, all of them on disk; only the main process has some."""
+        if self._metrics is None:
+            return {}
+        return {"metrics_bytes": self._metrics.sync(), "log_bytes": self.console.sync()}
 
     def _say_warnings(self) -> None:
         """Print what the checkpoint store passed over since the last time."""
