@@ -8,6 +8,8 @@ loss is already divided by the global count of targets, so a mean would be one t
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from pentameter.parallel.part import AUTOCAST, Part
+from pentameter.plan.communication import COPIES_BUCKET_BYTES
 from pentameter.plan.layout import Layout
 
 
@@ -35,6 +38,7 @@ def with_copies(part: Part, mesh: DeviceMesh) -> DistributedDataParallel:
         part,
         process_group=group,
         init_sync=False,  # every copy draws the same initial values
+        bucket_cap_mb=COPIES_BUCKET_BYTES / 2**20,
         gradient_as_bucket_view=True,
     )
     # A lambda, as DDP refuses a hook whose annotations are strings.
@@ -62,7 +66,9 @@ def share_state(part: Part, mesh: DeviceMesh, layout: Layout, *, offload: bool) 
         policy = CPUOffloadPolicy(pin_memory=part.device.type == "cuda")
     options: dict[str, Any] = {
         "mesh": shared,
-        "reshard_after_forward": layout.zero == 3,
+        # A pipeline keeps weights from one backward pass to the next forward pass, so that giving
+        # them up in between would cost messages, and leave the peak as it is.
+        "reshard_after_forward": layout.zero == 3 and layout.pipeline == 1,
         "offload_policy": policy,
     }
     low = AUTOCAST.get(part.precision)
@@ -77,10 +83,21 @@ def share_state(part: Part, mesh: DeviceMesh, layout: Layout, *, offload: bool) 
     for unit in units:
         fully_shard(unit, mp_policy=products, **options)
     fully_shard(part, **options)
+    if layout.zero == 3:
+        _prefetch(units)
     for unit in (*units, part):
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+
+
+def _prefetch(units: Sequence[nn.Module]) -> None:
+    """Gather each unit's weights while the one before it computes, also in the backward pass."""
+    for earlier, later in itertools.pairwise(units):
+        assert isinstance(earlier, FSDPModule)
+        assert isinstance(later, FSDPModule)
+        earlier.set_modules_to_forward_prefetch([later])
+        later.set_modules_to_backward_prefetch([earlier])
 
 
 def micro_batch(
@@ -93,5 +110,6 @@ def micro_batch(
     if isinstance(module, FSDPModule):
         module.set_is_last_backward(is_last)
         module.set_requires_gradient_sync(is_last or zero >= 2)
+        module.set_requires_all_reduce(is_last)  # over copies of the shards
         module.set_reshard_after_backward(is_last or zero == 3)
     return contextlib.nullcontext()

@@ -86,6 +86,11 @@ class Stage:
         return [part.model for part in self.parts]
 
     @property
+    def mesh(self) -> DeviceMesh | None:
+        """What the processes are laid out on; None where there is one process."""
+        return self._mesh
+
+    @property
     def precision(self) -> str:
         """Of the matrix products."""
         return self.parts[0].precision

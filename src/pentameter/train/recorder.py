@@ -114,6 +114,10 @@ def _stages(plan: Plan) -> list[str]:
     return lines
 
 
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' if count > 1 else ''}"
+
+
 def _span(ranks: list[int]) -> str:
     return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
 
@@ -143,7 +147,7 @@ def describe(trainer: Trainer) -> list[str]:
         f"{'compiled' if engine.compiled else 'eager'} ({engine.compile_reason})",
     ]
     if plan.layout.world_size > 1:
-        lines += [f"layout  {plan.layout} · {engine.n_threads} threads a process", *_stages(plan)]
+        lines += [f"layout  {plan.layout} · {_threads(engine.n_threads)} a process", *_stages(plan)]
     if trainer.state.step:
         lines.append(f"resume  from step {trainer.state.step}")
     if engine.compiled:
