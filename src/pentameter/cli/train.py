@@ -64,10 +64,11 @@ def run(arguments: list[str]) -> int:
         elif is_main:
             print(json.dumps(_plan(config, n_processes, place), indent=2))
         return 0
-    if place is None and n_processes is not None and n_processes > 1:
-        _check_layout(config, n_processes)  # once, before N processes say the same
-        run_local(python_command("train", *arguments), n_processes)
-        return 0
+    if place is None:
+        _check_layout(config, n_processes or 1)  # before data is read, or N processes say the same
+        if n_processes is not None and n_processes > 1:
+            run_local(python_command("train", *arguments), n_processes)
+            return 0
     _train(config, parsed, place)
     return 0
 

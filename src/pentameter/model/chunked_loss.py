@@ -18,12 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from pentameter.model.loss import IGNORED_TARGET
-
-MAX_LOGITS = 2**26
-"""Logits held at once. Fewer than that in all are left to `loss_sum`, which `torch.compile` joins
-with the model; smaller chunks are slower, as each adds V · D numbers to the weight's gradient."""
-TILE_ROWS = 128
-"""Chunks are a multiple of this where that leaves them below the bound: a tile of a product."""
+from pentameter.plan.chunks import MAX_LOGITS, row_chunks
 
 RowLoss = Callable[[Tensor, Tensor | None, Tensor, int, bool], Tensor]
 """`row_loss`, or the compiled `elementwise_row_loss`."""
@@ -118,6 +113,7 @@ class ChunkedLoss(Function):
         bias: Tensor | None,
         targets: Tensor,
         kernel: Callable[[Tensor, Tensor | None, Tensor], Tensor],
+        chunks: list[slice],
     ) -> Tensor:
         """0-dimensional; products in x's dtype, sums over chunks in the weight's."""
         with torch.autocast(x.device.type, enabled=False):
@@ -125,7 +121,7 @@ class ChunkedLoss(Function):
             g_x, g_weight = torch.empty_like(x), torch.zeros_like(weight)
             g_bias = None if bias is None else torch.zeros_like(bias)
             losses = []
-            for rows in _chunks(len(x), len(weight)):
+            for rows in chunks:
                 g = x[rows] @ low.t()  # logits, and after the next line their gradient
                 losses.append(kernel(g, bias, targets[rows]))
                 torch.mm(g, low, out=g_x[rows])
@@ -140,7 +136,7 @@ class ChunkedLoss(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients, times that of the loss: in place, since they are needed once."""
         given = (None if kept is None else kept.mul_(g) for kept in ctx.saved_tensors)
-        return *given, None, None
+        return *given, None, None, None
 
 
 @torch.compiler.disable(recursive=False)  # it compiles what pays, and counts its chunks
@@ -153,6 +149,7 @@ def chunked_loss_sum(
     kernel: RowLoss = row_loss,
     *,
     first_column: int = 0,
+    widest: int | None = None,
     reduce: Reduce | None = None,
 ) -> Tensor:
     """Return what `loss_sum` returns for the logits of a head, without ever holding them all.
@@ -166,11 +163,13 @@ def chunked_loss_sum(
         kernel: `row_loss`, or the compiled `elementwise_row_loss`; with `reduce` the former.
         first_column, reduce: of a part of the vocabulary (see `row_loss`). The loss is the whole
             one in each process; the gradient of x is this part's, to be summed by the caller.
+        widest: rows of the largest part's weight: whoever reduces together takes the same chunks.
     """
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     differentiate = torch.is_grad_enabled()
+    chunks = row_chunks(len(x), widest or len(weight), MAX_LOGITS)
 
     def of_rows(logits: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
         if reduce is None:
@@ -179,27 +178,16 @@ def chunked_loss_sum(
         return row_loss(logits, bias, targets, *part)
 
     if differentiate:
-        return ChunkedLoss.apply(x, weight, bias, targets, of_rows)
+        return ChunkedLoss.apply(x, weight, bias, targets, of_rows, chunks)
     with torch.autocast(x.device.type, enabled=False):
         low = weight.to(x.dtype)
-        losses = [
-            of_rows(x[rows] @ low.t(), bias, targets[rows]) for rows in _chunks(len(x), len(weight))
-        ]
+        losses = [of_rows(x[rows] @ low.t(), bias, targets[rows]) for rows in chunks]
     return torch.stack(losses).sum()
 
 
 def exceeds_chunk(n_rows: int, width: int) -> bool:
     """Whether that many logits are worth `chunked_loss_sum`."""
     return n_rows * width > MAX_LOGITS
-
-
-def _chunks(n_rows: int, width: int) -> list[slice]:
-    """Rows in the fewest chunks of MAX_LOGITS numbers (or one row), and as even as that allows:
-    one shape, or two, for what compiles the kernel."""
-    most = max(1, MAX_LOGITS // max(1, width))
-    size = -(-n_rows // max(1, -(-n_rows // most)))
-    size = min(-(-size // TILE_ROWS) * TILE_ROWS, most)
-    return [slice(start, min(start + size, n_rows)) for start in range(0, n_rows, max(1, size))]
 
 
 def _add_product(total: Tensor, g: Tensor, x: Tensor) -> None:

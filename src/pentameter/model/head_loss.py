@@ -32,6 +32,8 @@ class HeadLoss(nn.Module):
         """How a chunk's loss is computed, where logits come in chunks."""
         self.first_column = 0
         """The token that the first row of the weight stands for."""
+        self.widest: int | None = None
+        """Rows of the largest part's weight, where the vocabulary is shared out."""
         self.reduce: Reduce | None = None
         """Makes the whole vocabulary's figures out of those of its parts, where it has parts."""
 
@@ -48,5 +50,6 @@ class HeadLoss(nn.Module):
             self.vocab_size,
             self.row_loss,
             first_column=self.first_column,
+            widest=self.widest,
             reduce=self.reduce,
         )

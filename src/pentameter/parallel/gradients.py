@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn import Parameter
 
-BUCKET_BYTES = 64 * 2**20
+from pentameter.plan.communication import filled_buckets
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -44,7 +44,8 @@ def add_up(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for same in by_dtype.values():
-        for bucket in buckets(same):
+        sizes = [tensor.nbytes for tensor in same]
+        for bucket in (same[part] for part in filled_buckets(sizes)):
             if len(bucket) == 1 and bucket[0].is_contiguous():
                 dist.all_reduce(bucket[0], group=group)
                 continue
@@ -53,20 +54,6 @@ def add_up(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
             parts = flat.split([tensor.numel() for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
-
-
-def buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The tensors in order, in lists of up to BUCKET_BYTES, or one tensor that is larger."""
-    filled: list[list[Tensor]] = []
-    n_bytes = 0
-    for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if not filled or n_bytes + size > BUCKET_BYTES:
-            filled.append([])
-            n_bytes = 0
-        filled[-1].append(tensor)
-        n_bytes += size
-    return filled
 
 
 def is_divided(parameter: Tensor, dimension: str) -> bool:

@@ -94,7 +94,8 @@ class VocabularyParallel(ParallelStyle):
         """What the loss works on: all of x, and this process's rows of weight and bias."""
         assert isinstance(module, HeadLoss)
         x, weight, bias, targets = given
-        module.first_column = mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
+        module.widest = -(-weight.shape[0] // mesh.size())
+        module.first_column = mesh.get_local_rank() * module.widest
         x = self._replicated(x, mesh).to_local(grad_placements=[Partial()])
         return x, weight.to_local(), None if bias is None else bias.to_local(), targets
 

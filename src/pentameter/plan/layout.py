@@ -154,24 +154,24 @@ def make_layout(parallel: ParallelConfig, world_size: int | None = None) -> Layo
     the degrees do not make up the number of processes.
     """
     rest = parallel.tensor * parallel.pipeline
-    named = " × ".join(
-        f"parallel.{name}={getattr(parallel, name)}"
-        for name in ("tensor", "pipeline")
-        if getattr(parallel, name) > 1
-    )
+    degrees = [name for name in ("tensor", "pipeline") if getattr(parallel, name) > 1]
+    named = " × ".join(f"parallel.{name}={getattr(parallel, name)}" for name in degrees)
+    are = "is" if world_size == 1 else "are"
     data = parallel.data
     if data is None:
         data, over = divmod(world_size or rest, rest)
         if over or data == 0:
+            fitting = [n * rest for n in (data, data + 1) if n]
             raise ConfigError(
-                f"{named} need a multiple of {rest} processes, there are {world_size}; start "
-                f"{max(1, data) * rest} or {(data + 1) * rest} of them, or lower a degree"
+                f"{named} {'need' if len(degrees) > 1 else 'needs'} a multiple of {rest} "
+                f"processes, there {are} {world_size}: start {_or(fitting)} of them (--nproc "
+                f"{fitting[0]}), or lower a degree ({' '.join(f'--parallel.{d} 1' for d in degrees)})"
             )
     elif world_size is not None and data * rest != world_size:
         raise ConfigError(
-            f"parallel.data={data}{' × ' if named else ''}{named} need {data * rest} processes, "
-            f"there are {world_size}: start {data * rest} of them (--nproc {data * rest}), or "
-            "leave parallel.data out to use those that are there"
+            f"parallel.data={data}{' × ' if named else ''}{named} {'need' if named else 'needs'} "
+            f"{data * rest} processes, there {are} {world_size}: start {data * rest} of them "
+            f"(--nproc {data * rest}), or leave parallel.data out to use those that are there"
         )
     if data % parallel.replicate:
         raise ConfigError(
@@ -273,3 +273,7 @@ def _divisors(n: int) -> Sequence[int]:
 
 def _listed(values: Any) -> str:
     return ", ".join(map(str, values))
+
+
+def _or(values: Any) -> str:
+    return " or ".join(map(str, values))
