@@ -97,9 +97,11 @@ def _one_rule(
 ) -> torch.optim.Optimizer:
     """SGD, Adam or AdamW, which is also what Muon leaves its remainder to."""
     groups = parameter_groups(named, table, config)
-    devices = {p.device.type for group in groups for p in group["params"]}
-    fused = devices <= {"cpu", "cuda", "mps"}
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    fused = {parameter.device.type for parameter in parameters} <= {"cpu", "cuda", "mps"}
     if config.name == "sgd":
+        # DTensor knows the fused update of Adam, not that of SGD.
+        fused = fused and not any(hasattr(parameter, "device_mesh") for parameter in parameters)
         return torch.optim.SGD(
             groups, lr=config.learning_rate, momentum=momentum(config), fused=fused
         )

@@ -1,0 +1,238 @@
+"""`pentameter verify`: proves that a configuration trains the same on every layout."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from pentameter.cli.arguments import parse_arguments
+from pentameter.errors import ConfigError, TrainingFailedError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from pentameter.config.schema import Config
+    from pentameter.verify.data import DataOutcome
+    from pentameter.verify.run import Outcome
+
+HELP = "Prove that a configuration trains the same on every layout as in one process."
+
+WIDTH = 140
+"""Characters of a line where the output is no terminal."""
+
+
+@dataclass(frozen=True)
+class VerifyArguments:
+    """Prove that layouts train as one process does: loss, gradients and weights of some steps.
+
+    The configuration is made small but keeps its structure, and runs in float64 in processes of
+    this machine's CPU. Ends with 0 where all layouts agree, with 70 where one does not.
+    Every key of the configuration can be overridden: --model.tied-head false.
+    """
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PRESET-or-FILE")]
+    """A preset (quickstart, gpt2-124m, …) or a TOML file."""
+    layouts: Annotated[str, tyro.conf.arg(metavar="all|LAYOUT;LAYOUT…")] = "all"
+    """Layouts with ; between them, like 'data=2,zero=3;tensor=2,pipeline=2'. A layout may also set
+    micro_batches, activation_checkpoint and tied_head."""
+    steps: int = 3
+    """Optimizer steps to compare."""
+    data: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Instead: prove that layouts read the same batches, of the configuration's own data."""
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print one JSON object."""
+
+
+def run(arguments: list[str]) -> int:
+    """Verify; 0 when every layout agrees with one process, else 70."""
+    parsed, overrides = parse_arguments(VerifyArguments, arguments, verb="verify")
+    from pentameter.config.load import load_config
+    from pentameter.parallel.launch import find_place
+
+    place = find_place()
+    if place is not None:
+        raise ConfigError(
+            f"verify starts its own processes, and {place.source} has started {place.world_size} "
+            "of it; start it once, alone"
+        )
+    if not 1 <= parsed.steps <= 100:
+        raise ConfigError(f"--steps {parsed.steps} must be in 1 … 100")
+    config = load_config(parsed.source, overrides)
+    again = ["pentameter", "verify", parsed.source, *overrides, "--steps", str(parsed.steps)]
+    passed = _data(config, parsed) if parsed.data else _layouts(config, parsed, again)
+    return 0 if passed else TrainingFailedError.exit_code
+
+
+def _layouts(config: Config, parsed: VerifyArguments, again: Sequence[str]) -> bool:
+    """Whether all layouts compute what one process does; says so. `again` is the command."""
+    from pentameter.verify.cases import chosen_cases
+    from pentameter.verify.numbers import TOLERANCE
+    from pentameter.verify.run import verify_layouts
+    from pentameter.verify.shrink import described_changes, shrink
+    from pentameter.verify.workers import Workers
+
+    cases = chosen_cases(config, parsed.layouts)
+    small = shrink(config, cases)
+    changes = list(described_changes(config, small))
+    if not parsed.json:
+        _say(f"{config.name}, in float64 on CPU processes, made small: {', '.join(changes)}\n")
+    with Workers() as workers:
+        found = verify_layouts(small, cases, workers, n_steps=parsed.steps)
+        outcomes = list(_with_progress(found, [case.name for case in cases]))
+    passed = all(outcome.passed for outcome in outcomes)
+    if parsed.json:
+        shrunk = {"tolerance": TOLERANCE, "steps": parsed.steps, "shrunk": changes}
+        print(_json(passed, outcomes, **shrunk))
+        return passed
+    _print(_layout_table(outcomes))
+    for outcome in outcomes:
+        if not outcome.passed:
+            command = shlex.join([*again, "--layouts", str(outcome.case)])
+            _say(f"✗ {outcome.case.name}: {outcome.problem}\n  alone: {command}")
+    first = next((o.worker_traceback for o in outcomes if o.worker_traceback), "")
+    print(first, end="", file=sys.stderr)  # of the first crash: the others' are mostly the same
+    said = f"every loss, gradient and weight of {parsed.steps} steps within {TOLERANCE:.0e}"
+    _say(_summary(outcomes, said))
+    return passed
+
+
+def _data(config: Config, parsed: VerifyArguments) -> bool:
+    """Whether all layouts read what one process does; says so."""
+    from pentameter.data import open_dataset, training_batches
+    from pentameter.plan.plan import global_batch_size
+    from pentameter.verify.cases import chosen_cases
+    from pentameter.verify.data import chosen_steps, verify_data
+
+    layouts = list(dict.fromkeys(case.layout for case in chosen_cases(config, parsed.layouts)))
+    dataset = open_dataset(config.data)
+    batches = training_batches(config, dataset.split("train"))
+    batch_size = global_batch_size(config)
+    steps = chosen_steps(batches, batch_size, parsed.steps)
+    outcomes = list(verify_data(batches, batch_size, layouts, steps))
+    passed = all(outcome.passed is not False for outcome in outcomes)
+    if parsed.json:
+        facts = {
+            "dataset": dataset.hash,
+            "order": config.data.order,
+            "batch_size": batch_size,
+            "rows_per_epoch": batches.rows_per_epoch,
+            "steps": steps,
+        }
+        print(_json(passed, outcomes, **facts))
+        return passed
+    _print(_data_table(outcomes))
+    said = (
+        f"the {batch_size} rows of steps {', '.join(map(str, steps))}, in {config.data.order} "
+        f"order, {batches.rows_per_epoch:,} rows an epoch"
+    )
+    _say(_summary(outcomes, said))
+    return passed
+
+
+def _json(passed: bool, outcomes: Sequence[Outcome | DataOutcome], **facts: Any) -> str:
+    layouts = [outcome.to_json() for outcome in outcomes]
+    return json.dumps({"passed": passed, **facts, "layouts": layouts}, allow_nan=False)
+
+
+def _summary(outcomes: Sequence[Outcome | DataOutcome], said: str) -> str:
+    compared = [outcome for outcome in outcomes if outcome.passed is not None]
+    n_passed = sum(1 for outcome in compared if outcome.passed)
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    return f"{n_passed} of {len(compared)} layouts equal one process: {said} ({seconds:.0f} s)"
+
+
+# -- what people see ----------------------------------------------------------------------------
+
+
+def _with_progress(outcomes: Iterable[Outcome], names: Sequence[str]) -> Iterator[Outcome]:
+    """The outcomes as they come; stderr tells which layout is running, or which one is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True, highlight=False, markup=False)
+    if not console.is_terminal:
+        for number, outcome in enumerate(outcomes, start=1):
+            mark = "equal" if outcome.passed else f"FAILED, {outcome.problem}"
+            print(
+                f"{number}/{len(names)} {outcome.case.name}: {mark} ({outcome.seconds:.1f} s)",
+                file=sys.stderr,
+                flush=True,
+            )
+            yield outcome
+        return
+    columns = (
+        BarColumn(30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("one process", total=len(names))
+        for number, outcome in enumerate(outcomes, start=1):
+            if not outcome.passed:
+                console.print(f"✗ {outcome.case.name}: {outcome.problem}", style="red")
+            following = names[number] if number < len(names) else ""
+            progress.update(bar, completed=number, description=following)
+            yield outcome
+
+
+def _layout_table(outcomes: Iterable[Outcome]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("", no_wrap=True)
+    table.add_column("layout", overflow="fold")
+    for title in ("processes", "loss", "gradient", "weight"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("worst", overflow="fold")
+    table.add_column("s", justify="right", no_wrap=True)
+    for outcome in outcomes:
+        errors = (outcome.loss_error, outcome.gradient_error, outcome.parameter_error)
+        # Where nothing differs, nothing is worst.
+        worst = outcome.worst if outcome.worst is not None and outcome.worst.error else None
+        table.add_row(
+            "✓" if outcome.passed else "✗",
+            outcome.case.name,
+            str(outcome.case.layout.world_size),
+            *("–" if error is None else f"{error:.1e}" for error in errors),
+            "" if worst is None else worst.subject,
+            f"{outcome.seconds:.1f}",
+            style=None if outcome.passed else "red",
+        )
+    return table
+
+
+def _data_table(outcomes: Iterable[DataOutcome]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for title in ("", "layout"):
+        table.add_column(title, no_wrap=True)
+    table.add_column("processes", justify="right", no_wrap=True)
+    table.add_column("batches", overflow="fold")
+    for outcome in outcomes:
+        mark = {True: "✓", False: "✗", None: "–"}[outcome.passed]
+        said = outcome.refused or outcome.problem or (outcome.hash or "")[:16]
+        style = "red" if outcome.passed is False else None
+        table.add_row(mark, outcome.name, str(outcome.layout.world_size), said, style=style)
+    return table
+
+
+def _print(table: Table) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=WIDTH)
+    console.print(table)
+    console.print()
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

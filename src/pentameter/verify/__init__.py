@@ -1,0 +1,1 @@
+"""The proof that a configuration trains the same on every layout: `pentameter verify`."""

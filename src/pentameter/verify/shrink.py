@@ -1,0 +1,122 @@
+"""The configuration at a size that a laptop verifies in seconds: narrower, of the same structure.
+
+Everything that decides *how* a step is computed stays (activation, norms, positions, head, biases,
+optimizer); numbers that would hide a fault are raised: dropout acts, clipping and weight decay
+bind, the vocabulary does not divide, and weights start where every parameter matters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from pentameter.config.fields import leaves
+from pentameter.config.load import load_config
+from pentameter.config.parallel import ParallelConfig
+from pentameter.config.schema import Config
+from pentameter.verify.cases import Case
+
+LEAST_DROPOUT = 0.1
+LEAST_WEIGHT_DECAY = 0.1
+LEAST_EPS = 1e-6
+"""Adam divides by √v + eps. The gradient of a key's bias is 0 but for rounding, some 1e-18: a
+smaller eps makes visible steps of that noise, which no two layouts share. The gradients of other
+weights are some 1e-3 here."""
+CLIP_NORM = 0.05
+"""Far below the norm of these gradients."""
+
+
+def shrink(config: Config, cases: Sequence[Case]) -> Config:
+    """`config` as small as all the cases allow, in float64 and for one process.
+
+    Heads, widths and context divide by every `tensor`, the vocabulary by none of them; there are
+    more layers than any pipeline has stages, so that an uneven cut is among the cuts.
+    """
+    tensor = max(2, math.lcm(*(case.layout.tensor for case in cases)))
+    n_stages = max(4, *(case.layout.n_stages for case in cases))
+    vocab_size = 6 * tensor + 1
+    model, optimizer = config.model, config.optimizer
+    embedding = model.embedding_dropout
+    changes: dict[str, Any] = {
+        "model.n_layers": n_stages + 1,
+        "model.n_heads": tensor,
+        "model.d_model": 4 * tensor,
+        "model.d_ff": 6 * tensor,
+        "model.context_length": 4 * tensor,
+        "model.vocab_size": vocab_size,
+        "model.vocab_multiple": _vocab_multiple(model.vocab_multiple, vocab_size, tensor),
+        "model.dropout": max(LEAST_DROPOUT, model.dropout),
+        "model.attention_dropout": max(LEAST_DROPOUT, model.attention_dropout),
+        "model.embedding_dropout": None if embedding is None else max(LEAST_DROPOUT, embedding),
+        "optimizer.learning_rate": 0.1 if optimizer.name == "sgd" else 0.01,
+        "optimizer.eps": max(LEAST_EPS, optimizer.eps),
+        "optimizer.weight_decay": max(LEAST_WEIGHT_DECAY, optimizer.weight_decay),
+        "optimizer.clip_norm": CLIP_NORM,
+        "schedule.name": "constant",
+        "train.steps": 1,
+        "train.batch_size": batch_size(cases),
+        "train.micro_batch_size": None,
+        "train.device": "cpu",
+        "train.precision": "fp64",
+        "train.compile": False,
+        "train.activation_checkpoint": None,
+        "train.offload": False,
+        "train.eval_interval": None,
+        "train.patience": None,
+        "train.sample_interval": None,
+    }
+    alone = config.model_copy(
+        update={"parallel": ParallelConfig(partition=config.parallel.partition)}
+    )
+    return load_config(alone, changes)
+
+
+def batch_size(cases: Iterable[Case]) -> int:
+    """Rows of a step that every case can divide into its parts and micro-batches."""
+    return math.lcm(8, *(case.layout.data * case.n_micro_batches for case in cases))
+
+
+def case_config(small: Config, case: Case) -> Config:
+    """The shrunk configuration as a case computes it."""
+    layout = case.layout
+    assert small.train.batch_size is not None  # shrink has set it
+    parallel = ParallelConfig(
+        **{name: value for name, value in layout.to_json().items() if name != "context"},
+        partition=small.parallel.partition,
+    )
+    micro_batch_size = small.train.batch_size // layout.data // case.n_micro_batches
+    recompute = case.activation_checkpoint
+    model = small.model
+    if case.tied_head is not None:
+        model = model.model_copy(update={"tied_head": case.tied_head})
+    train = small.train.model_copy(
+        update={"micro_batch_size": micro_batch_size, "activation_checkpoint": recompute}
+    )
+    return small.model_copy(update={"model": model, "train": train, "parallel": parallel})
+
+
+def _vocab_multiple(asked: int, vocab_size: int, tensor: int) -> int:
+    """A multiple that pads where the configuration's pads, to a number that does not divide."""
+    if asked == 1:
+        return 1
+    return next(m for m in range(3, vocab_size + 1, 2) if -(-vocab_size // m) * m % tensor)
+
+
+def described_changes(config: Config, small: Config) -> Iterator[str]:
+    """`n_layers 12 → 5`, … : what shrinking changed of the model, the optimizer and the batch."""
+    for path in leaves():
+        section, _, key = path.rpartition(".")
+        if section not in ("model", "optimizer") and path != "train.batch_size":
+            continue
+        before, after = (_value(each, section, key) for each in (config, small))
+        if before != after:
+            yield f"{key} {_shown(before)} → {_shown(after)}"
+
+
+def _value(config: Config, section: str, key: str) -> Any:
+    return getattr(getattr(config, section), key)
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,109 @@
+"""What a worker computes: some steps of a layout, through the code that trains."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from pentameter.config.schema import Config
+from pentameter.data.batches import IGNORED, Batch
+from pentameter.keyed import bits, make_key
+from pentameter.optim.build import build_optimizer
+from pentameter.parallel.assemble import Stage, assemble
+from pentameter.parallel.launch import Place, joined_world
+from pentameter.parallel.muon import ShardedMuon
+from pentameter.parallel.world import World
+from pentameter.plan.plan import Plan, make_plan
+from pentameter.plan.table import Init, ParameterSpec
+from pentameter.train.update import update_weights
+from pentameter.verify.job import Job
+from pentameter.verify.numbers import Float64, StepNumbers
+
+INIT_STD = 0.3
+"""Of every parameter: with widths of ten, activations and gradients stay near 1."""
+
+
+def perform(job: Job) -> list[StepNumbers]:
+    """The numbers of each step of a job, as this process has them."""
+    if job.prepare is not None:
+        module, _, function = job.prepare.partition(":")
+        getattr(importlib.import_module(module), function)()
+    place = Place(
+        job.rank, job.world_size, job.rank, job.world_size, f"file://{job.meeting_file}", "verify"
+    )
+    with joined_world(
+        "cpu",
+        place,
+        always_group=job.config.parallel.zero > 0,
+        timeout_seconds=job.timeout_seconds,
+    ) as world:
+        return list(compute_steps(job.config, job.n_steps, world))
+
+
+def compute_steps(config: Config, n_steps: int, world: World) -> Iterator[StepNumbers]:
+    """Train on made-up batches from made-up weights. Collective over the world."""
+    plan = make_plan(config, world_size=world.size)
+    noisy = replace(plan, table=tuple(_noisy(spec) for spec in plan.table))
+    stage = assemble(noisy, torch.device("cpu"), "fp64", compiled=False, world=world)
+    _add_ones(stage, plan)
+    rules = config.optimizer
+    optimizer = build_optimizer(stage.named_parameters(), plan.table, rules, ShardedMuon)
+    for step in range(n_steps):
+        batch = made_up_batch(plan, step)
+        loss = stage.forward_backward(_rows_of(batch, stage.rows), step)
+        gradients = {
+            name: _whole(p.grad) for name, p in stage.named_parameters() if p.grad is not None
+        }
+        norm = update_weights(stage, optimizer, loss, rules.learning_rate, 1.0, rules.clip_norm)
+        weights = {name: _whole(p) for name, p in stage.named_parameters()}
+        # A number of rows that neither data-parallel processes nor micro-batches divide.
+        some = _rows_of(batch, np.arange(plan.batch_size // 2 + 1))
+        yield StepNumbers(loss.mean, gradients, norm, weights, stage.evaluate(some).mean)
+
+
+def made_up_batch(plan: Plan, step: int) -> Batch:
+    """The global batch of a step: random tokens, in rows that end early, each at its own place;
+    one row of each step has no target at all."""
+    B, T = plan.batch_size, plan.config.model.context_length
+    vocab_size = plan.config.model.vocab_size
+    assert vocab_size is not None  # resolved
+    place = np.arange(B * (T + 2), dtype=np.int32)
+    words = bits(make_key(plan.config.seed, "verify", step), place).view(np.uint32)
+    words = words.reshape(B, T + 2)
+    tokens = (words[:, : T + 1] % vocab_size).astype(np.int64)
+    n_targets = 1 + words[:, T + 1 :] % T
+    n_targets[step % B] = 0
+    targets = np.where(np.arange(T) < n_targets, tokens[:, 1:], IGNORED)
+    return Batch(tokens[:, :-1].copy(), targets, np.arange(B, dtype=np.int64))
+
+
+def _rows_of(batch: Batch, rows: np.ndarray) -> Batch:
+    return Batch(batch.inputs[rows], batch.targets[rows], batch.rows[rows])
+
+
+def _noisy(spec: ParameterSpec) -> ParameterSpec:
+    """A bias that starts at zero would hide that it is added twice."""
+    return replace(spec, init=Init("normal", INIT_STD))
+
+
+def _add_ones(stage: Stage, plan: Plan) -> None:
+    """Let the weights of norms, which training starts at 1, vary around 1."""
+    ones = {spec.name for spec in plan.table if spec.init.kind == "ones"}
+    with torch.no_grad():
+        for name, parameter in stage.named_parameters():
+            if name in ones:
+                parameter.add_(1.0)
+
+
+def _whole(tensor: Tensor) -> Float64:
+    """The whole tensor, gathered where processes hold shards of it. Collective."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.numpy().copy()

@@ -1,0 +1,175 @@
+"""Faults that layouts really have had, here or elsewhere. A worker calls one before it computes.
+
+Each replaces one function of the product by what it would be with the fault, in that process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from pentameter.data.batches import IGNORED
+from pentameter.parallel import assemble, data_parallel, gradients, stage, tied
+from pentameter.train import update
+from pentameter.verify import steps
+
+
+def no_sum_of_copies() -> None:
+    """DDP leaves each process with the gradient of its own rows."""
+
+    def unsummed(group, bucket):
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    data_parallel._sum = unsummed
+
+
+def no_sum_after_backward() -> None:
+    """What is to be added up when the backward pass is over is not: over the data next to other
+    parallelism; over time for a sequence; of tied copies."""
+    gradients.add_up = lambda tensors, group: None
+
+
+def no_sum_of_tied_copies() -> None:
+    """Embedding and head go different ways."""
+    tied.TiedCopies.add_up = lambda self: None
+
+
+def averaged_shards() -> None:
+    """FSDP's own way: a mean over the processes, where the loss is a mean already."""
+    FSDPModule.set_gradient_divide_factor = lambda self, factor: None
+
+
+def row_bias_of_each_process() -> None:
+    """A row-parallel layer adds its bias in each process, and then adds up the processes."""
+    share_matrices = assemble.share_matrices
+
+    def add_again(module, arguments, output):
+        bias = module.bias.to_local() if isinstance(module.bias, DTensor) else module.bias
+        return output + bias * (dist.get_world_size() - 1)
+
+    def share(model, mesh, **options):
+        share_matrices(model, mesh, **options)
+        for block in model.blocks.values():
+            block.attention.out.register_forward_hook(add_again)
+
+    assemble.share_matrices = share
+
+
+def norm_of_every_copy() -> None:
+    """The norm counts a parameter as often as processes hold it."""
+
+    def norm(parameters, mesh):
+        local = [gradients.local(p.grad) for p in parameters if p.grad is not None]
+        square = torch.nn.utils.get_total_norm(local) ** 2
+        dist.all_reduce(square)
+        return square.sqrt()
+
+    gradients.global_norm = norm
+
+
+def clip_by_own_norm() -> None:
+    """Each process clips by the norm of what it holds."""
+    clip = update.clip_gradients
+
+    def clip_alone(parameters, norm, clip_norm):
+        own = [gradients.local(p.grad) for p in parameters]
+        clip(parameters, torch.nn.utils.get_total_norm(own), clip_norm)
+
+    update.clip_gradients = clip_alone
+
+
+def mean_of_means() -> None:
+    """Each micro-batch has the same weight, however many targets it has."""
+
+    def accumulate(self, tokens, targets, keys, factor):
+        (module,) = self._modules.values()
+        slices = list(stage.micro_batches(len(tokens), self.plan.micro_batch_size))
+        total = torch.zeros((), dtype=torch.float64)
+        for rows in slices:
+            loss = module(tokens[rows], targets[rows], keys[rows])
+            n_targets = int((targets[rows] != IGNORED).sum())
+            (loss.sum() / max(1, n_targets) / len(slices)).backward()
+            total += loss.detach().sum()
+        return total
+
+    stage.Stage._accumulate = accumulate
+
+
+def count_of_own_targets() -> None:
+    """Processes divide by the targets of their own rows: the loss is their sum of means."""
+    stage.Stage._over_rows = lambda self, count: count
+
+
+def mask_by_rank() -> None:
+    """Every process draws its own dropout masks for the same rows."""
+    keys = stage.dropout_keys
+    stage.dropout_keys = lambda model, seed, step, rows: keys(
+        model, seed + dist.get_rank(), step, rows
+    )
+
+
+def mask_by_own_row() -> None:
+    """Rows are numbered from 0 in each process."""
+    keys = stage.dropout_keys
+    stage.dropout_keys = lambda model, seed, step, rows: keys(model, seed, step, rows - rows[0])
+
+
+def evaluation_by_each_process() -> None:
+    """Each process evaluates all rows, and the sum is theirs together."""
+    own_part = stage.Stage._own_part
+
+    def every_part(self, batch):
+        whole = type(batch)(*(getattr(batch, name)[:4] for name in ("inputs", "targets", "rows")))
+        return whole if self.world.size > 1 else own_part(self, batch)
+
+    stage.Stage._own_part = every_part
+
+
+def nothing_finite() -> None:
+    """A gradient of NaN."""
+    norm = stage.Stage.gradient_norm
+
+    def poison(self):
+        for parameter in self.parameters():
+            gradients.local(parameter.grad)[0] = torch.nan
+            break
+        return norm(self)
+
+    stage.Stage.gradient_norm = poison
+
+
+# -- no numbers at all --------------------------------------------------------------------------
+
+
+def _in_rank_1(act) -> None:
+    compute = steps.compute_steps
+
+    def act_first(config, n_steps, world):
+        if world.rank == 1:
+            act()
+        return compute(config, n_steps, world)
+
+    steps.compute_steps = act_first
+
+
+def crash() -> None:
+    def fail():
+        raise ValueError("the planted crash")
+
+    _in_rank_1(fail)
+
+
+def hang() -> None:
+    _in_rank_1(lambda: time.sleep(600))
+
+
+def die() -> None:
+    _in_rank_1(lambda: os.kill(os.getpid(), signal.SIGKILL))

@@ -1,0 +1,43 @@
+"""Every layout is one process: two structures that share as little as presets can."""
+
+import pytest
+
+from pentameter.config.load import load_config
+from pentameter.verify.cases import chosen_cases
+from pentameter.verify.numbers import TOLERANCE
+from pentameter.verify.run import verify_layouts
+from pentameter.verify.shrink import shrink
+
+COMPOSED = (
+    "data=1,micro_batches=4;data=1,activation_checkpoint=full;data=2;data=2,zero=3;"
+    "data=4,zero=3,replicate=2;tensor=2,sequence=1;tensor=2,pipeline=2,tied_head=true;"
+    "pipeline=2,schedule=zero-bubble,virtual_stages=2;"
+    "data=2,tensor=2,pipeline=2,schedule=interleaved,virtual_stages=2"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "layouts"),
+    [
+        ("gpt2-124m", "all"),  # norms first, learned positions, tied head, padded vocabulary
+        ("wikitext2-small", COMPOSED),  # norms last, sinusoidal positions, an untied head's bias
+    ],
+)
+def test_every_layout_is_one_process(preset, layouts, workers):
+    config = load_config(preset)
+    cases = chosen_cases(config, layouts)
+    small = shrink(config, cases)
+    outcomes = list(verify_layouts(small, cases, workers, n_steps=2))
+    assert [outcome.case for outcome in outcomes] == cases
+    for outcome in outcomes:
+        assert outcome.passed, f"{outcome.case}: {outcome.problem}\n{outcome.worker_traceback}"
+        assert outcome.worst.error <= TOLERANCE / 100  # nothing is near the edge
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adam"])
+def test_other_update_rules(optimizer, workers):
+    config = load_config("quickstart", {"optimizer.name": optimizer})
+    cases = chosen_cases(config, "data=2;tensor=2;data=2,zero=3")
+    for outcome in verify_layouts(shrink(config, cases), cases, workers, n_steps=2):
+        assert outcome.passed, f"{outcome.case}: {outcome.problem}\n{outcome.worker_traceback}"

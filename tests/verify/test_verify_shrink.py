@@ -1,0 +1,71 @@
+"""What shrinking keeps, and what it makes sure of."""
+
+import pytest
+
+from pentameter.config.load import load_config, preset_names
+from pentameter.plan.plan import make_plan
+from pentameter.plan.table import parameter_table
+from pentameter.verify.cases import chosen_cases
+from pentameter.verify.shrink import case_config, described_changes, shrink
+
+STRUCTURE = {
+    "model": (
+        "activation norm norm_position positions tied_head head_bias qkv_bias bias embedding_scale"
+    ),
+    "optimizer": "name betas decay momentum",
+}
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_every_preset_shrinks_to_something_small_of_the_same_structure(preset):
+    config = load_config(preset)
+    cases = chosen_cases(config, "all")
+    small = shrink(config, cases)
+    for section, keys in STRUCTURE.items():
+        for key in keys.split():
+            before, after = (getattr(getattr(c, section), key) for c in (config, small))
+            assert before == after, key
+    kinds = {name.split(".")[-2:][0] for name in names(config)}
+    assert kinds == {name.split(".")[-2:][0] for name in names(small)}
+    assert sum(spec.n_elements for spec in parameter_table(small.model)) < 10_000
+    assert small.model.dropout >= 0.1
+    assert small.model.attention_dropout >= 0.1
+    assert small.seed == config.seed
+    for case in cases:
+        plan = make_plan(case_config(small, case))  # which refuses what cannot be
+        assert plan.layout == case.layout
+        assert plan.n_micro_batches == case.n_micro_batches
+        assert plan.vocab_size_padded % 2 == 1
+
+
+def names(config):
+    known = config.model.model_copy(update={"vocab_size": config.model.vocab_size or 100})
+    return [spec.name for spec in parameter_table(known)]
+
+
+def test_a_padded_vocabulary_stays_padded_and_uneven():
+    config = load_config("quickstart", {"model.vocab_multiple": 128})
+    for layout in ("tensor=2", "tensor=3", "tensor=4", "tensor=6"):
+        (case,) = chosen_cases(config, layout)
+        plan = make_plan(case_config(shrink(config, [case]), case))
+        assert plan.vocab_size_padded > plan.config.model.vocab_size
+        assert plan.vocab_size_padded % case.layout.tensor
+
+
+def test_layouts_of_higher_degrees_get_heads_layers_and_rows_enough():
+    config = load_config("quickstart")
+    cases = chosen_cases(config, "tensor=4;tensor=3,sequence=1;pipeline=7;data=5")
+    small = shrink(config, cases)
+    assert small.model.n_heads == 12
+    assert small.model.n_layers == 8  # more than stages: the cut is uneven
+    for case in cases:
+        make_plan(case_config(small, case))
+
+
+def test_the_changes_are_told():
+    config = load_config("quickstart")
+    told = list(described_changes(config, shrink(config, chosen_cases(config, "data=2"))))
+    assert "n_layers 4 → 5" in told
+    assert "dropout 0 → 0.1" in told
+    assert "vocab_size unset → 13" in told
+    assert not [change for change in told if "tied_head" in change]
