@@ -19,7 +19,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-from pentameter.parallel.part import Part
+from pentameter.parallel.part import AUTOCAST, Part
 from pentameter.plan.plan import Plan
 
 SCHEDULES: dict[str, Any] = {
@@ -47,6 +47,7 @@ class Pipeline:
         self._group = mesh["pipeline"].get_group()
         self._device = part.device
         self._stream_dtype = next(part.model.parameters()).dtype
+        self._logits_dtype = AUTOCAST.get(part.precision, self._stream_dtype)
         self._holds_first = 0 in modules
         self._schedules: dict[tuple[str, int, int, bool], Any] = {}
         self._factor = 1.0
@@ -134,9 +135,11 @@ class Pipeline:
             requires_grad=has_loss,
             **on_meta,
         )
-        end = torch.empty(1, requires_grad=has_loss, **on_meta)
-        if not has_loss:
-            end = torch.empty(micro_batch_size, T, plan.vocab_size_padded, **on_meta)
+        if has_loss:  # sums are fp32, or fp64
+            end = torch.empty(1, dtype=self._stream_dtype, requires_grad=True, **on_meta)
+        else:
+            shape = (micro_batch_size, T, plan.vocab_size_padded)
+            end = torch.empty(shape, dtype=self._logits_dtype, **on_meta)
         return PipelineStage(
             module,
             number,
