@@ -145,6 +145,7 @@ def test_gpt2_xl_hybrid_is_the_sources_recipe():
         "adamw", 1.5e-4, 1e-2,
     )  # fmt: skip
     assert (config.data.order, config.data.tokenizer, config.seed) == ("documents", "gpt2", 42)
+    assert (config.parallel.tensor, config.parallel.pipeline, config.parallel.data) == (2, 2, None)
 
 
 def test_gpt3_175b_is_the_papers():
@@ -160,3 +161,5 @@ def test_gpt3_175b_is_the_papers():
     assert schedule.decay_steps == round(260e9 / tokens)
     assert config.train.steps == round(300e9 / tokens)
     assert schedule.min_learning_rate == pytest.approx(0.1 * optimizer.learning_rate)
+    parallel = config.parallel
+    assert (parallel.tensor, parallel.pipeline, parallel.sequence) == (8, 16, True)

@@ -1,10 +1,13 @@
 """The presets' published parameter counts, planned and built, and their batches and rates."""
 
+import re
+
 import pytest
 import torch
 
 from pentameter.config.load import load_config
 from pentameter.config.schema import ModelConfig
+from pentameter.errors import ConfigError
 from pentameter.model import GPT
 from pentameter.optim.schedule import learning_rate
 from pentameter.plan.layout import stage_layers
@@ -79,7 +82,7 @@ def test_the_built_model_has_the_planned_parameters(name: str) -> None:
         ("gpt2-124m-budget", 2**19, 128),
         ("gpt2-xl-hybrid", 192 * 1024, 192),
         ("gpt3-175b", 1536 * 2048, 1536),
-        ("wikitext2-tutorial", 20 * 35, 1),
+        ("wikitext2-tutorial", 20 * 35, 10),  # 5 on each of two parts
         ("wikitext2-small", 20 * 35, 1),
     ],
 )
@@ -110,3 +113,52 @@ def test_epochs_of_documents_become_steps() -> None:
     plan = make_plan(config, rows_per_epoch=19_200)
     assert plan.steps == 60 * 100
     assert plan.config.train.eval_interval == 100
+
+
+@pytest.mark.parametrize(
+    ("name", "n_processes", "degrees", "n_micro_batches"),
+    [
+        ("wikitext2-tutorial", 4, (2, 1, 2), 5),
+        ("wikitext2-tutorial", 2, (1, 1, 2), 10),
+        ("wikitext2-small", 1, (1, 1, 1), 1),
+        ("gpt2-xl-hybrid", 8, (2, 2, 2), 96),
+        ("gpt2-xl-hybrid", 64, (16, 2, 2), 12),
+        ("gpt3-175b", 128, (1, 8, 16), 1536),
+        ("gpt3-175b", 1024, (8, 8, 16), 192),
+    ],
+)
+def test_a_presets_layout(
+    name: str, n_processes: int, degrees: tuple[int, int, int], n_micro_batches: int
+) -> None:
+    words = WIKITEXT2_WORDS if name == "wikitext2-small" else None
+    plan = make_plan(load_config(name), words, 1000, world_size=n_processes)
+    layout = plan.layout
+    assert (layout.data, layout.tensor, layout.pipeline) == degrees
+    assert (plan.n_micro_batches, plan.tokens_per_step) == (
+        n_micro_batches,
+        make_plan(load_config(name), words, 1000).tokens_per_step,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [
+        ("wikitext2-tutorial", "parallel.pipeline=2 needs a multiple of 2 processes, there is 1"),
+        (
+            "gpt2-xl-hybrid",
+            "parallel.tensor=2 × parallel.pipeline=2 need a multiple of 4 processes, there is 1: "
+            "start 4 (--nproc 4), or lower a degree (--parallel.tensor 1 --parallel.pipeline 1)",
+        ),
+        ("gpt3-175b", "start 128 (--nproc 128)"),
+    ],
+)
+def test_one_process_is_told_what_a_presets_layout_needs(name: str, needs: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(needs)):
+        make_plan(load_config(name), rows_per_epoch=1000, world_size=1)
+
+
+def test_a_presets_layout_can_be_put_down_to_one_process() -> None:
+    config = load_config("gpt2-xl-hybrid", {"parallel.tensor": 1, "parallel.pipeline": 1})
+    assert make_plan(config, rows_per_epoch=1000, world_size=1).n_micro_batches == 192
+    config = load_config("wikitext2-tutorial", {"parallel.pipeline": 1})
+    assert make_plan(config, world_size=1).n_micro_batches == 10

@@ -337,4 +337,11 @@ class Config(Section):
                 "train.offload=true keeps what parallel.zero shares out in the host's memory, and "
                 "parallel.zero=0 shares nothing; set it to 1, 2 or 3"
             )
+        splits = self.parallel.pipeline > 1 and self.parallel.schedule == "zero-bubble"
+        if splits and self.train.activation_checkpoint == "selective":
+            raise ValueError(
+                "train.activation_checkpoint='selective' keeps what a single backward pass needs, "
+                "and parallel.schedule='zero-bubble' splits it in two; use 'full', or another "
+                "schedule"
+            )
         return self

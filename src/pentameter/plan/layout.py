@@ -156,6 +156,7 @@ def make_layout(parallel: ParallelConfig, world_size: int | None = None) -> Layo
     rest = parallel.tensor * parallel.pipeline
     degrees = [name for name in ("tensor", "pipeline") if getattr(parallel, name) > 1]
     named = " × ".join(f"parallel.{name}={getattr(parallel, name)}" for name in degrees)
+    lower = " ".join(f"--parallel.{name} 1" for name in degrees)
     are = "is" if world_size == 1 else "are"
     data = parallel.data
     if data is None:
@@ -164,13 +165,13 @@ def make_layout(parallel: ParallelConfig, world_size: int | None = None) -> Layo
             fitting = [n * rest for n in (data, data + 1) if n]
             raise ConfigError(
                 f"{named} {'need' if len(degrees) > 1 else 'needs'} a multiple of {rest} "
-                f"processes, there {are} {world_size}: start {_or(fitting)} of them (--nproc "
-                f"{fitting[0]}), or lower a degree ({' '.join(f'--parallel.{d} 1' for d in degrees)})"
+                f"processes, there {are} {world_size}: start {_or(fitting)} "
+                f"(--nproc {fitting[0]}), or lower a degree ({lower})"
             )
     elif world_size is not None and data * rest != world_size:
         raise ConfigError(
             f"parallel.data={data}{' × ' if named else ''}{named} {'need' if named else 'needs'} "
-            f"{data * rest} processes, there {are} {world_size}: start {data * rest} of them "
+            f"{data * rest} processes, there {are} {world_size}: start {data * rest} "
             f"(--nproc {data * rest}), or leave parallel.data out to use those that are there"
         )
     if data % parallel.replicate:

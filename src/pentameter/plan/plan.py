@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
 from pentameter.config.divisors import nearest_divisors
 from pentameter.config.schema import Config, ScheduleConfig
 from pentameter.errors import ConfigError
+from pentameter.plan.communication import Ledger, busiest, by_dimension, step_traffic
 from pentameter.plan.flops import CONVENTION, flops_per_token
 from pentameter.plan.layout import (
     Layout,
@@ -18,7 +19,7 @@ from pentameter.plan.layout import (
     make_layout,
     stage_layers,
 )
-from pentameter.plan.memory import momentum, state_memory
+from pentameter.plan.memory import Memory, momentum, step_memory
 from pentameter.plan.table import (
     ParameterSpec,
     embedding_dropout,
@@ -26,6 +27,7 @@ from pentameter.plan.table import (
     padded_vocab_size,
     parameter_table,
 )
+from pentameter.plan.timeline import planned_bubble
 
 DEFAULT_STEPS = 1000  # of a configuration that names neither steps nor epochs
 
@@ -63,6 +65,20 @@ class Plan:
         """Whole passes over the training split that `step` completed steps have made."""
         return step * self.batch_size // self.rows_per_epoch if self.rows_per_epoch else 0
 
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle time of a pipeline's processes ÷ the time they compute; 0 without a pipeline."""
+        return planned_bubble(self.config, self.layout, self.stages, self.n_micro_batches)
+
+    def memory(self, precision: str | None = None) -> Memory:
+        """What the fullest process holds; `precision` is the run's, where the configuration leaves
+        it open."""
+        return step_memory(self.config, self.layout, self.stages, precision)
+
+    def traffic(self, rank: int = 0, precision: str | None = None) -> Ledger:
+        """What a process sends and receives in a step, by (dimension, kind)."""
+        return step_traffic(self.config, self.layout, self.stages, rank, precision)
+
     def to_json(self) -> dict[str, Any]:
         """The shape of `plan --json` and of a run folder's plan.json."""
         return {
@@ -85,11 +101,9 @@ class Plan:
             "rows_per_epoch": self.rows_per_epoch,
             "total_tokens": self.total_tokens,
             "total_flops": self.total_tokens * self.flops_per_token,
-            "memory": {
-                "weights_bytes": self.weights_bytes,
-                "gradients_bytes": self.gradients_bytes,
-                "optimizer_bytes": self.optimizer_bytes,
-            },
+            "memory": asdict(self.memory()),
+            "communication": by_dimension(busiest(self.config, self.layout, self.stages)),
+            "time": {"bubble_fraction": self.bubble_fraction},
             "warnings": [],
         }
 
@@ -124,7 +138,7 @@ def make_plan(
     stages = stage_layers(model.n_layers, layout.n_stages, *_end_weights(config))
     n_micro_batches = train.batch_size // layout.data // train.micro_batch_size
     check_micro_batches(layout, n_micro_batches)
-    memory = state_memory(config, layout, stages, table)
+    memory = step_memory(config, layout, stages)
     return Plan(
         config=config,
         layout=layout,

@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the tests that share `measured`
+
+
+@pytest.fixture(scope="session")
+def processes():
+    """Started once for all tests that measure what processes send and hold."""
+    from measured import Processes
+
+    running = Processes(8)
+    yield running
+    running.close()

@@ -1,0 +1,152 @@
+"""Processes that train a step of a layout and say what they sent, or held."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pentameter.config.schema import Config
+from pentameter.data.batches import Batch
+from pentameter.optim.build import build_optimizer
+from pentameter.parallel.assemble import Stage, assemble
+from pentameter.parallel.ledger import Ledger
+from pentameter.parallel.live_bytes import LiveBytes
+from pentameter.parallel.world import World
+from pentameter.plan.layout import parse_layout
+from pentameter.plan.plan import Plan, make_plan
+from pentameter.train.update import update_weights
+
+MODEL = {
+    "vocab_size": 13,  # divides by neither 2 nor 4
+    "context_length": 8,
+    "n_layers": 4,
+    "n_heads": 2,
+    "d_model": 8,
+    "d_ff": 12,
+    "qkv_bias": True,
+    "bias": True,
+    "head_bias": True,
+    "dropout": 0.1,
+}
+SECONDS = 120
+
+
+def configuration(layout: str, model: dict[str, Any], train: dict[str, Any]) -> Config:
+    degrees = parse_layout(layout).to_json()
+    degrees.pop("context")
+    return Config.model_validate(
+        {
+            "model": {**MODEL, **model},
+            "data": {"corpus": "grammar"},
+            "train": {"batch_size": 8, "precision": "fp32", "compile": False, **train},
+            "parallel": degrees,
+        }
+    )
+
+
+class Processes:
+    """Processes that are started once and measure one configuration after another, each with one
+    rank for life: DTensor remembers the places of a process on meshes that are equal."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["pentameter.parallel.assemble", "torch.distributed.fsdp"])
+        self._ranks = [ProcessPoolExecutor(1, context) for _ in range(size)]
+        self._folder = tempfile.TemporaryDirectory()
+        self._n_meetings = 0
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.shutdown(cancel_futures=True)
+        self._folder.cleanup()
+
+    def run(self, size: int, work: Any, *arguments: Any) -> list[Any]:
+        """What `work(world, *arguments)` returned in each of `size` processes, by rank."""
+        self._n_meetings += 1
+        file = str(Path(self._folder.name) / f"meeting-{self._n_meetings}")
+        asked = [
+            process.submit(_in_world, file, rank, size, work, arguments)
+            for rank, process in enumerate(self._ranks[:size])
+        ]
+        return [each.result(SECONDS) for each in asked]
+
+
+def _in_world(file: str, rank: int, size: int, work: Any, arguments: Any) -> Any:
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=SECONDS / 2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=timeout
+    )
+    try:
+        return work(World(rank, size, rank, size), *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def own_batch(stage: Stage, step: int) -> Batch:
+    """This process's rows of a random batch."""
+    config = stage.plan.config
+    generator = np.random.default_rng(step)
+    shape = (stage.plan.batch_size, config.model.context_length + 1)
+    tokens = generator.integers(0, config.model.vocab_size, shape)
+    rows = stage.rows
+    return Batch(tokens[rows, :-1], tokens[rows, 1:], rows)
+
+
+def stage_of(world: World, config: Config) -> tuple[Plan, Stage]:
+    plan = make_plan(config, world_size=world.size)
+    precision = config.train.precision
+    return plan, assemble(plan, torch.device("cpu"), precision, compiled=False, world=world)
+
+
+@contextmanager
+def constants(values: dict[str, Any]) -> Iterator[None]:
+    patches = [patch(name, value) for name, value in values.items()]
+    for each in patches:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in patches:
+            each.stop()
+
+
+def sent(world: World, config: Config, changed: dict[str, Any]) -> dict[Any, Any]:
+    """The ledger of a step, of this process."""
+    with constants(changed):
+        plan, stage = stage_of(world, config)
+        assert stage.mesh is not None
+        ledger = Ledger(plan.layout, stage.mesh)
+        for step in range(3):  # DDP knows the order of gradients from the third on
+            batch = own_batch(stage, step)
+            with ledger if step == 2 else nullcontext():
+                stage.forward_backward(batch, step)
+                stage.gradient_norm()
+            for parameter in stage.parameters():
+                parameter.grad = None
+    return dict(ledger.traffic)
+
+
+def held(world: World, config: Config) -> dict[str, int]:
+    """Bytes of tensors before a step, when there are gradients, and at the most."""
+    with LiveBytes() as live:
+        _, stage = stage_of(world, config)
+        optimizer = build_optimizer(stage.named_parameters(), stage.plan.table, config.optimizer)
+        for step in range(3):
+            batch = own_batch(stage, step)
+            before, live.most = live.now, 0
+            loss = stage.forward_backward(batch, step)
+            with_gradients = live.now
+            update_weights(stage, optimizer, loss, 1e-3, 1.0, 1.0)
+    return {"before": before, "with_gradients": with_gradients, "most": live.most}

@@ -1,0 +1,104 @@
+"""What each process sends in a step, counted, is what the Plan says: every call and every byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from measured import configuration, constants, sent
+
+from pentameter.parallel.ledger import Ledger
+from pentameter.parallel.mesh import build_mesh
+from pentameter.plan.communication import Traffic, step_traffic
+from pentameter.plan.layout import Layout, parse_layout
+from pentameter.plan.plan import make_plan
+
+PLAN = "pentameter.plan.communication."
+SMALL_BUCKETS = {
+    PLAN + "COPIES_BUCKET_BYTES": 700,
+    "pentameter.parallel.data_parallel.COPIES_BUCKET_BYTES": 700,
+    PLAN + "SUM_BUCKET_BYTES": 700,
+}
+# Parts of 7 and 6 columns: on its own each process would take another number of rows at a time.
+SMALL_CHUNKS = {PLAN + "MAX_LOGITS": 26, "pentameter.model.chunked_loss.MAX_LOGITS": 26}
+BF16 = {"precision": "bf16"}
+UNTIED = {"tied_head": False}
+PLAIN = {"bias": False, "qkv_bias": False, "norm": "rmsnorm", "positions": "sinusoidal"}
+
+CASES = [
+    # layout, of the model, of the training (micro-batches of 2 rows out of 8), constants
+    ("data=2", {}, {}, {}),
+    ("data=2", UNTIED, {}, SMALL_BUCKETS),
+    ("data=2", {"norm_position": "post"}, BF16, SMALL_BUCKETS),
+    ("data=2,zero=1", {}, {}, {}),
+    ("data=2,zero=2", {}, BF16, {}),
+    ("data=2,zero=3", UNTIED, {}, {}),
+    ("data=2,zero=3", {}, {**BF16, "activation_checkpoint": "full"}, {}),
+    ("data=4,zero=2,replicate=2", {}, {"micro_batch_size": 1}, {}),
+    ("data=4,zero=3,replicate=4", {}, {}, {}),
+    ("tensor=2", {}, {}, SMALL_CHUNKS),
+    ("tensor=2", UNTIED, BF16, {}),
+    ("tensor=2", {"dropout": 0.0}, {"activation_checkpoint": "full"}, {}),
+    ("tensor=2,sequence=1", {}, BF16, SMALL_BUCKETS),
+    ("tensor=2,sequence=1", UNTIED, {"activation_checkpoint": "selective"}, {}),
+    ("pipeline=2,schedule=gpipe", {}, {}, {}),
+    ("pipeline=2", UNTIED, BF16, {}),
+    ("pipeline=2,schedule=interleaved,virtual_stages=2", {}, {}, {}),
+    ("pipeline=2,schedule=zero-bubble", {}, {}, {}),
+    ("data=2,tensor=2", {}, {}, SMALL_BUCKETS),
+    ("data=2,tensor=2,zero=3,sequence=1", {}, BF16, {}),
+    ("data=2,pipeline=2", {}, {}, {}),
+    ("data=2,pipeline=2,zero=2", {}, {}, {}),
+    ("tensor=2,pipeline=2", PLAIN, {}, {}),
+    ("data=2,tensor=2,pipeline=2", {}, {}, {}),
+    ("data=2,tensor=2,pipeline=2,zero=3", {}, BF16, {}),
+]
+
+
+@pytest.mark.parametrize(("layout", "model", "train", "changed"), CASES)
+def test_counted_is_planned(processes, layout, model, train, changed):
+    config = configuration(layout, model, {"micro_batch_size": 2, **train})
+    size = parse_layout(layout).world_size
+    counted = processes.run(size, sent, config, changed)
+    plan = make_plan(config, world_size=size)
+    with constants(changed):
+        planned = [
+            dict(step_traffic(plan.config, plan.layout, plan.stages, rank)) for rank in range(size)
+        ]
+    assert counted == planned
+
+
+def test_groups_of_one_process_count_nothing_and_the_unknown_is_refused(processes):
+    traffic, error = processes.run(1, count_alone)[0]
+    assert traffic == {}
+    assert "does not know the collective alltoall" in error
+
+
+def count_alone(world):
+    layout = Layout()
+    ledger = Ledger(layout, build_mesh(layout, "cpu"))
+    with ledger:
+        dist.all_reduce(torch.ones(3))
+    error = ""
+    try:
+        with ledger:
+            dist.all_to_all_single(torch.ones(3), torch.ones(3))
+    except NotImplementedError as caught:
+        error = str(caught)
+    return dict(ledger.traffic), error
+
+
+def test_numbers_are_told_from_tensors_of_the_same_group(processes):
+    for traffic in processes.run(2, count_both):
+        assert traffic == {
+            ("data", "all_reduce"): Traffic(1, 12),
+            ("world", "all_reduce"): Traffic(1, 8),
+        }
+
+
+def count_both(world):
+    layout = Layout(data=2)
+    with Ledger(layout, build_mesh(layout, "cpu")) as ledger:
+        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(torch.tensor(1.0, dtype=torch.float64))
+    return dict(ledger.traffic)
