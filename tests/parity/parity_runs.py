@@ -1,0 +1,237 @@
+"""Whole runs on any layout: the trainer in processes of their own, and what it leaves behind.
+
+Workers wait for jobs and meet in a new process group for each, over loopback. They are forked from
+a server that has imported torch and computed nothing, so no thread pool is lost in the fork.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pentameter.checkpoint.opening import open_checkpoint
+from pentameter.checkpoint.tensors import materialize
+from pentameter.config.load import load_config
+from pentameter.config.schema import Config
+from pentameter.errors import PentameterError
+from pentameter.parallel.world import World
+
+_context = multiprocessing.get_context("forkserver")
+PRELOAD = [
+    "pentameter.train.trainer",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+]
+TIMEOUT_SECONDS = 120.0
+ALONE: Mapping[str, Any] = {
+    f"parallel.{key}": value
+    for key, value in {
+        "data": None,
+        "zero": 0,
+        "replicate": 1,
+        "tensor": 1,
+        "sequence": False,
+        "pipeline": 1,
+        "schedule": "1f1b",
+        "virtual_stages": 1,
+    }.items()
+}
+"""Overrides that leave one process; `partition` may stay."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended in one of its processes."""
+
+    step: int
+    reason: str
+    state: dict[str, Any]
+    """What the process remembers of it, but for times."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is over, and its folder."""
+
+    folder: Path
+    ends: list[Ended]
+
+    @property
+    def end(self) -> Ended:
+        """How it ended, in every process alike."""
+        assert all(end == self.ends[0] for end in self.ends), self.ends
+        return self.ends[0]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl with that event."""
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [record for line in lines if (record := json.loads(line))["event"] == kind]
+
+    def numbers(self, key: str = "loss", kind: str = "train") -> list[float]:
+        """A number of each of these events, in order."""
+        return [event[key] for event in self.events(kind)]
+
+    def samples(self) -> dict[str, str]:
+        """Name and text of every sample."""
+        return {path.name: path.read_text() for path in (self.folder / "samples").iterdir()}
+
+    def log(self) -> str:
+        """What the console would have said."""
+        return (self.folder / "log.txt").read_text()
+
+    def tensors(self, step: int) -> dict[str, torch.Tensor]:
+        """Weights and optimizer state of a checkpoint, whole."""
+        checkpoint = open_checkpoint(self.folder / "checkpoints" / f"step-{step:08d}")
+        return {
+            f"{group}/{name}": materialize(tensor)
+            for group in ("model", "optimizer")
+            for name, tensor in checkpoint.tensors(group).items()
+        }
+
+
+class Runs:
+    """Starts runs; the processes exist while the block runs, and are made when needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._numbers = count()
+
+    def __enter__(self) -> Runs:
+        _context.set_forkserver_preload(PRELOAD)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._end()
+
+    def new_folder(self) -> Path:
+        """A path that is not used yet."""
+        return self._folder / f"run-{next(self._numbers)}"
+
+    def train(self, config: Config, size: int = 1, **options: Any) -> Run:
+        """Train `config` as it is, as `size` processes; `options` are `train_here`'s."""
+        folder = options.pop("folder", None) or self.new_folder()
+        return Run(folder, self.do(size, train_here, config, folder, **options))
+
+    def do(self, size: int, work: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
+        """What `work(world, *arguments, **options)` returned in each process, by rank.
+
+        A failure of one fails here, with its traceback.
+        """
+        meeting = str(self._folder / f"meeting-{next(self._numbers)}")
+        while len(self._workers) < size:
+            self._workers.append(self._start())
+        connections = [connection for _, connection in self._workers[:size]]
+        for rank, connection in enumerate(connections):
+            connection.send((work, arguments, options, World(rank, size, rank, size), meeting))
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        failures: list[str] = []
+        while len(results) < size:
+            ready = wait([c for r, c in enumerate(connections) if r not in results], 1.0)
+            for connection in ready:
+                rank = connections.index(connection)
+                try:
+                    results[rank], failure = connection.recv()
+                except EOFError:
+                    results[rank], failure = None, "ended without a word"
+                if failure:
+                    failures.append(f"rank {rank} of {size}:\n{failure}")
+                    deadline = min(deadline, time.monotonic() + 2)  # the others may say why
+            if len(results) < size and time.monotonic() > deadline:
+                failures.append(f"only ranks {sorted(results)} of {size} answered")
+                break
+        if failures:
+            self._end()
+        assert not failures, "\n".join(failures)
+        return [results[rank] for rank in range(size)]
+
+    def _start(self) -> tuple[BaseProcess, Connection]:
+        own, theirs = _context.Pipe()
+        process = _context.Process(target=_serve, args=(theirs, self._folder), daemon=True)
+        process.start()
+        theirs.close()
+        return process, own
+
+    def _end(self) -> None:
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers.clear()
+
+
+def _serve(connection: Connection, folder: Path) -> None:
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    while True:
+        try:
+            work, arguments, options, world, meeting = connection.recv()
+        except EOFError:
+            return
+        try:
+            result = _in_group(world, meeting, lambda: work(world, *arguments, **options))  # noqa: B023
+            connection.send((result, None))
+        except BaseException:
+            connection.send((None, traceback.format_exc()))
+            os._exit(1)
+
+
+def _in_group(world: World, meeting: str, work: Callable[[], Any]) -> Any:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=world.rank, world_size=world.size
+    )
+    result = work()
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
+# -- jobs ---------------------------------------------------------------------------------------
+
+
+def train_here(
+    world: World,
+    config: Config,
+    folder: Path,
+    hook: Callable[..., object] | None = None,
+    **options: Any,
+) -> Ended:
+    """Train in this process, one of the world's; `hook(world)` makes a hook of the trainer."""
+    from pentameter.train.trainer import Trainer
+
+    hooks = () if hook is None else (hook(world),)
+    trainer = Trainer(config, run_dir=folder, quiet=True, world=world, hooks=hooks, **options)
+    try:
+        end = trainer.fit()
+        step, reason = end.step, end.reason
+    except PentameterError as error:
+        step, reason = trainer.state.step, f"{type(error).__name__}: {error}"
+    state = trainer.state.to_json()
+    del state["train_seconds"], state["epoch"]["seconds"]
+    return Ended(step, reason, state)
+
+
+# -- configurations -----------------------------------------------------------------------------
+
+
+def changed(config: Config | str, *changes: Mapping[str, Any]) -> Config:
+    """A configuration or a preset with dotted changes, the last of a key's counting."""
+    return load_config(config, {key: value for each in changes for key, value in each.items()})
