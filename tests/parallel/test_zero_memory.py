@@ -1,0 +1,94 @@
+"""What each process holds, counted in tensors, is what the Plan says of the fullest one."""
+
+from __future__ import annotations
+
+import pytest
+from measured import configuration, held
+
+from pentameter.plan.layout import parse_layout
+from pentameter.plan.plan import make_plan
+
+# Few tokens, so that nearly all is weights, gradients, optimizer and what is gathered: 14 MB of
+# weights, and activations of a twentieth of that.
+WIDE = {"d_model": 256, "d_ff": 1024, "n_heads": 4, "vocab_size": 1000, "dropout": 0.0}
+# A vocabulary, then tokens, that outweigh all else.
+WORDS = {"n_layers": 2, "d_model": 128, "d_ff": 512, "vocab_size": 8000, "dropout": 0.0}
+LONG = {"d_model": 128, "d_ff": 512, "vocab_size": 500, "context_length": 128}
+AT_ONCE = {"batch_size": 4, "micro_batch_size": 2}
+ADDED_UP = {"batch_size": 4, "micro_batch_size": 1}
+PIPELINED = {"batch_size": 8, "micro_batch_size": 1}
+BF16 = {"precision": "bf16"}
+
+STATE = [
+    *(
+        (f"data=2,zero={zero}", model, train)
+        for zero in (0, 1, 2, 3)
+        for model, train in (
+            (WIDE, AT_ONCE),
+            (WIDE, ADDED_UP),
+            (WIDE, {**ADDED_UP, **BF16}),
+        )
+    ),
+    ("data=2,zero=1", WORDS, AT_ONCE),
+    ("data=2,zero=3", {**WORDS, "tied_head": False}, ADDED_UP),
+    ("data=4,zero=1", WIDE, PIPELINED),
+    ("data=4,zero=3", WIDE, ADDED_UP),
+    ("data=4,zero=2,replicate=2", WIDE, PIPELINED),
+    ("data=2,tensor=2", WIDE, ADDED_UP),
+    ("data=2,tensor=2,zero=3", WIDE, ADDED_UP),
+    ("data=2,pipeline=2", WIDE, PIPELINED),
+    ("data=2,pipeline=2,zero=1", WIDE, PIPELINED),
+]
+ACTIVATIONS = [
+    ("tensor=2", {**LONG, "attention_dropout": 0.1}, AT_ONCE),
+    ("tensor=2,sequence=1", LONG, {**AT_ONCE, **BF16}),
+    ("data=2", {**LONG, "activation": "relu", "norm_position": "post"}, AT_ONCE),
+    ("data=2", LONG, {**AT_ONCE, "activation_checkpoint": "full"}),
+    ("data=2", LONG, {**AT_ONCE, "activation_checkpoint": "selective"}),
+    ("pipeline=2", LONG, PIPELINED),
+    ("pipeline=2,schedule=gpipe", LONG, {**PIPELINED, **BF16}),
+    ("pipeline=2,schedule=interleaved,virtual_stages=2", LONG, PIPELINED),
+    ("pipeline=2,schedule=zero-bubble", LONG, PIPELINED),
+]
+
+
+def measure(processes, layout, model, train):
+    """The Plan, and for each moment what the fullest process held then."""
+    config = configuration(layout, model, train)
+    size = parse_layout(layout).world_size
+    each = processes.run(size, held, config)
+    plan = make_plan(config, world_size=size)
+    return plan, {moment: max(one[moment] for one in each) for moment in each[0]}
+
+
+@pytest.mark.parametrize(("layout", "model", "train"), STATE)
+def test_zero_holds_the_planned_share_of_the_state(processes, layout, model, train):
+    plan, measured = measure(processes, layout, model, train)
+    memory = plan.memory()
+    resident = memory.weights_bytes + memory.optimizer_bytes
+    at_step = resident + memory.gradients_bytes
+    if not plan.layout.zero and plan.layout.data == plan.layout.world_size:
+        resident = at_step  # DDP keeps room for gradients
+    if plan.layout.pipeline == 1:  # else there is room for what stages receive, too
+        assert measured["before"] == pytest.approx(resident, rel=0.002)
+    if not plan.layout.zero:
+        assert at_step <= measured["with_gradients"] <= 1.05 * at_step
+    assert memory.activations_bytes < 0.2 * memory.total_bytes
+    assert measured["most"] == pytest.approx(memory.total_bytes, rel=0.1)
+    assert memory.total_bytes <= memory.state_bytes + memory.activations_bytes
+
+
+@pytest.mark.parametrize(("layout", "model", "train"), ACTIVATIONS)
+def test_activations_are_planned(processes, layout, model, train):
+    plan, measured = measure(processes, layout, model, train)
+    memory = plan.memory()
+    assert memory.activations_bytes > 0.2 * memory.total_bytes
+    assert measured["most"] == pytest.approx(memory.total_bytes, rel=0.1)
+
+
+def test_each_stage_of_zero_holds_less(processes):
+    most = [
+        measure(processes, f"data=2,zero={zero}", WIDE, ADDED_UP)[1]["most"] for zero in range(4)
+    ]
+    assert most == sorted(most, reverse=True)
+    assert most[3] < 0.6 * most[0]
