@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,6 +78,8 @@ def share_state(part: Part, mesh: DeviceMesh, layout: Layout, *, offload: bool) 
         reduce_dtype=None if low is None else torch.float32,
         cast_forward_inputs=False,
     )
+    # What a unit returns may be a view, and nothing here writes into one: no word to the user.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     units: list[nn.Module] = []
     for block in part.model.blocks.values():
         units += [block.get_submodule("attention"), block.get_submodule("mlp")]

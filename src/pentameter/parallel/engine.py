@@ -91,7 +91,7 @@ def choose_engine(plan: Plan, world: World | None = None) -> Engine:
     )
     amx_kernels = False
     if device.type == "cpu":
-        tune_allocator()
+        tune_allocator(sparing=plan.layout.zero > 0)
         if compiled:
             how, amx_kernels = _compiled_on_cpu(plan, precision, capabilities)
             compile_reason += how

@@ -18,7 +18,7 @@ from pentameter.plan.chunks import MAX_LOGITS, row_chunks
 from pentameter.plan.layout import Layout
 from pentameter.plan.shares import part_size
 from pentameter.plan.table import embedding_dropout, feed_forward_width, padded_vocab_size
-from pentameter.plan.timeline import pass_order
+from pentameter.plan.timeline import Pass
 
 
 @dataclass(frozen=True)
@@ -127,46 +127,32 @@ def kept_activations_bytes(
     config: Config,
     layout: Layout,
     stages: Sequence[range],
-    place: int,
+    passes: Sequence[Pass],
     product_bytes: int,
     element_bytes: int,
 ) -> tuple[int, int]:
-    """The most that the process at `place` of the pipeline keeps at a time, and the most once it
-    has gradients, after its first backward pass.
+    """The most that a process keeps at a time which makes these passes, in order, and the most
+    once it has gradients, after its first backward pass.
 
-    Each forward pass adds what its stage keeps, until the backward pass is done. Added is what one
-    block needs that is computed again, and what the loss needs.
+    Each forward pass adds what its stage keeps, until the backward pass is done, and what is in
+    between its halves where it is split. Added is what one block needs that is computed again, and
+    what the loss needs.
     """
     sizes = _Sizes(config, layout, element_bytes, product_bytes)
     last = layout.n_stages - 1
+    held_stages = {one.stage for one in passes}
     kept = {
         stage: len(stages[stage]) * sizes.kept_layer()
         + sizes.ends(is_first=stage == 0, is_last=stage == last)
         + (sizes.e * sizes.stream if stage < last else 0)  # its output, which was sent
-        for stage in layout.stages_of(place)
+        for stage in held_stages
     }
+    split = {stage: len(stages[stage]) * sizes.split_layer() for stage in held_stages}
     at_once = 0 if config.train.activation_checkpoint is None else sizes.recomputed()
     at_once = max(at_once, sizes.loss() if last in kept else 0)
-    split = {stage: len(stages[stage]) * sizes.split_layer() for stage in kept}
-    most, later = _in_flight(config, layout, place, kept, split)
-    return most + at_once, later + at_once if later else 0
-
-
-def _in_flight(
-    config: Config, layout: Layout, place: int, kept: dict[int, int], split: dict[int, int]
-) -> tuple[int, int]:
-    """The most that passes under way keep, ever and once there are gradients: `kept[s]` for each
-    forward pass of stage s, and `split[s]` more between the halves of its backward pass."""
-    train = config.train
-    assert train.batch_size is not None  # resolved
-    assert train.micro_batch_size is not None
-    n_micro_batches = train.batch_size // layout.data // train.micro_batch_size
-    if layout.pipeline == 1:
-        most = sum(kept.values())
-        return most, most if n_micro_batches > 1 else 0
     held = most = later = 0
     has_gradients = False
-    for one in pass_order(layout, n_micro_batches)[place]:
+    for one in passes:
         if one.kind == "forward":
             held += kept[one.stage]
         elif one.kind == "backward_input":
@@ -176,4 +162,4 @@ def _in_flight(
             has_gradients = True
         most = max(most, held)
         later = max(later, held) if has_gradients else 0
-    return most, later
+    return most + at_once, later + at_once if later else 0

@@ -18,6 +18,7 @@ from pentameter.plan.shares import (
     units,
 )
 from pentameter.plan.table import ParameterSpec
+from pentameter.plan.timeline import Pass, pass_order
 
 MUON_MOMENTUM = 0.95  # where the configuration leaves it out (Jordan et al. 2024)
 
@@ -69,9 +70,25 @@ def step_memory(
     taken to be in full precision. The first of the processes that share tensors or shards holds
     the largest parts. Muon's work on a matrix is left out.
     """
-    places = range(layout.pipeline)
-    each = (_Process(config, layout, stages, place, precision).memory() for place in places)
+    passes = pass_order(layout, _enough_micro_batches(config, layout))
+    each = (
+        _Process(config, layout, stages, place, passes[place], precision).memory()
+        for place in range(layout.pipeline)
+    )
     return max(each, key=lambda memory: memory.total_bytes)
+
+
+def _enough_micro_batches(config: Config, layout: Layout) -> int:
+    """Micro-batches of a step, or so many that more do not keep more under way at a time: but for
+    GPipe's, a pipeline's passes repeat once it is full."""
+    train = config.train
+    assert train.batch_size is not None  # resolved
+    assert train.micro_batch_size is not None
+    n_micro_batches = train.batch_size // layout.data // train.micro_batch_size
+    several_rounds = 4 * layout.pipeline
+    if layout.schedule == "gpipe" or n_micro_batches % several_rounds:
+        return n_micro_batches
+    return several_rounds
 
 
 @dataclass(frozen=True)
@@ -109,6 +126,7 @@ class _Process:
         layout: Layout,
         stages: Sequence[range],
         place: int,
+        passes: Sequence[Pass],
         precision: str | None,
     ) -> None:
         train = config.train
@@ -125,7 +143,7 @@ class _Process:
         self.has_first, self.has_last = 0 in numbered, layout.n_stages - 1 in numbered
         self.specs = [spec for table in self.tables for spec in table]
         self.activations_bytes, self.later_activations_bytes = kept_activations_bytes(
-            config, layout, stages, place, self.product_bytes, self.element_bytes
+            config, layout, stages, passes, self.product_bytes, self.element_bytes
         )
 
     def elements(self, spec: ParameterSpec) -> int:
