@@ -24,7 +24,8 @@ from pentameter.optim.clip import (
     unscale_gradients,
 )
 from pentameter.optim.schedule import learning_rate
-from pentameter.parallel.assemble import AUTOCAST, assemble
+from pentameter.parallel.assemble import assemble
+from pentameter.parallel.part import AUTOCAST
 from pentameter.plan.plan import Plan
 from plain_gpt import PlainGPT, make_optimizer
 

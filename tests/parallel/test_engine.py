@@ -26,7 +26,7 @@ def plan(*, checkpoint=None, **model):
 
 @pytest.fixture
 def a_machine_with_amx(monkeypatch):
-    monkeypatch.setattr(engine, "tune_allocator", lambda: False)
+    monkeypatch.setattr(engine, "tune_allocator", lambda **options: False)
     monkeypatch.setattr(engine, "choose_compile", lambda *_, **__: (True, "asked for"))
     monkeypatch.setattr(engine, "product_ceiling", lambda *_: 1e12)
     monkeypatch.setattr(engine, "load_amx", lambda _: None)
