@@ -214,6 +214,31 @@ print(applied, plain, faults())
     assert int(tuned) < int(plain) / 10
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+def test_the_sparing_allocator_gives_large_tensors_back():
+    code = """
+import torch
+from pentameter.parallel.device import tune_allocator
+def resident_pages():
+    return int(open("/proc/self/statm").read().split()[1])
+applied = tune_allocator(sparing=True)
+kept = [torch.zeros(2**18)]
+before = resident_pages()
+for _ in range(8):  # between tensors that stay, as gathered weights come and go
+    gone = torch.zeros(8 * 2**20)
+    kept.append(torch.zeros(2**18))
+    del gone
+print(applied, (resident_pages() - before) * 4096)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    applied, grown_bytes = result.stdout.split()
+    if applied == "False":
+        pytest.skip("the C library is not glibc")
+    assert int(grown_bytes) < 2 * 8 * 4 * 2**18  # what stays is 8 MiB, a tensor that went 32 MiB
+
+
 def test_the_allocator_of_other_systems_is_left_alone(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert tune_allocator() is False
