@@ -214,7 +214,7 @@ def bubble_part(asked: argparse.Namespace, two: Group) -> dict[str, Any]:
                 "measured": median(map(idle_fraction, records[side.name].turns)),
                 "seconds": records[side.name].middle(lambda turn: turn.passes),
                 "busy": records[side.name].middle(lambda turn: turn.passes_busy),
-                "background": records[side.name].middle(lambda turn: turn.background),
+                "background": records[side.name].middle(lambda turn: turn.passes_background),
                 "others": median(records[side.name].others),
             }
             for side in sides
@@ -223,9 +223,12 @@ def bubble_part(asked: argparse.Namespace, two: Group) -> dict[str, Any]:
 
 
 def idle_fraction(turns: Sequence[Turn]) -> float:
-    """What `plan/timeline.py` calls the bubble fraction, of measured passes."""
+    """What `plan/timeline.py` calls the bubble fraction, of measured passes: the time in which no
+    thread of a process runs ÷ the time it computes. Moving data is no idleness but work, of gloo's
+    threads, which take the cores that compute; it has its own column."""
     busy = sum(turn.passes_busy for turn in turns)
-    return sum(turn.passes for turn in turns) / busy - 1
+    background = sum(turn.passes_background for turn in turns)
+    return (sum(turn.passes for turn in turns) - busy - background) / busy
 
 
 def schedule_plan(
@@ -259,7 +262,7 @@ def rows(records: Mapping[str, Record], base: str, tokens: int) -> dict[str, Any
                 "seconds": median(record.seconds()),
                 "tokens per second": tokens / median(record.seconds()),
                 "ratio": median(a / b for a, b in zip(first, record.seconds(), strict=True)),
-                "waiting": record.middle(lambda turn: turn.seconds - turn.busy),
+                "waiting": max(0.0, record.middle(lambda turn: turn.seconds - turn.busy)),
                 "background": record.middle(lambda turn: turn.background),
                 "others": median(record.others),
                 "loss": record.turns[-1][0].loss,
@@ -313,12 +316,13 @@ def report(result: Mapping[str, Any]) -> None:
         )
     for n_micro_batches, schedules in result.get("bubble", {}).items():
         print(f"\nbubble, pipeline 2, {n_micro_batches} micro-batches")
-        print(f"  {'':28} {'planned':>8} {'measured':>8} {'of plan':>8} {'s/step':>8} others")
+        heads = ("planned", "measured", "of plan", "s/step", "gloo", "others")
+        print(f"  {'':28}" + "".join(f" {head:>8}" for head in heads))
         for name, row in schedules.items():
             print(
                 f"  {name:28} {row['planned']:8.3f} {row['measured']:8.3f} "
                 f"{row['measured'] / row['planned']:8.2f} {row['seconds']:8.3f} "
-                f"{row['others']:6.2f}"
+                f"{row['background']:8.3f} {row['others']:8.2f}"
             )
 
 

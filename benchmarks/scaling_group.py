@@ -44,8 +44,8 @@ class Turn:
     """What one process reports of its steps, per step.
 
     `busy` is the processor time of the thread that computes (of all threads' where it has
-    several), `passes` and `passes_busy` what of both goes to forward and backward passes,
-    `background` what gloo's own threads took.
+    several), `background` what gloo's own threads took to move data; `passes`, `passes_busy` and
+    `passes_background` are what of the three goes to forward and backward passes.
     """
 
     seconds: float
@@ -53,8 +53,34 @@ class Turn:
     background: float
     passes: float
     passes_busy: float
+    passes_background: float
     loss: float
     peak_bytes: int
+
+
+class Clock:
+    """Adds up the time of what runs in it as a context, and the processor time it takes."""
+
+    def __init__(self) -> None:
+        self.seconds = self.thread = self.process = 0.0
+
+    def __enter__(self) -> Clock:
+        self._add(-1)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._add(1)
+
+    def _add(self, sign: int) -> None:
+        self.seconds += sign * time.perf_counter()
+        self.thread += sign * time.thread_time()
+        self.process += sign * time.process_time()
+
+    def figures(self) -> tuple[float, float, float]:
+        """Seconds, those of the processor that computing took, and what other threads did."""
+        if torch.get_num_threads() > 1:  # which of them compute, nobody can tell
+            return self.seconds, self.process, 0.0
+        return self.seconds, self.thread, self.process - self.thread
 
 
 class Runner:
@@ -75,28 +101,21 @@ class Runner:
     def turn(self, first: int, n_steps: int, cores: set[int] | None) -> Turn:
         """Steps `first` … first + n_steps - 1, on `cores` (on all when absent)."""
         os.sched_setaffinity(0, cores or set(range(os.cpu_count() or 1)))
-        passes = passes_busy = 0.0
+        config = self.plan.config
+        passes = Clock()
         self.world.wait()
-        start, busy, process = time.perf_counter(), time.thread_time(), time.process_time()
-        for number in range(first, first + n_steps):
-            batch = self.batches.batch(number, self.stage.rows)
-            self.world.wait()
-            before, before_busy = time.perf_counter(), time.thread_time()
-            loss = self.stage.forward_backward(batch, number)
-            passes += time.perf_counter() - before
-            passes_busy += time.thread_time() - before_busy
-            config = self.plan.config
-            rate = learning_rate(number, config.optimizer, config.schedule)
-            update_weights(self.stage, self.optimizer, loss, rate, 1.0, config.optimizer.clip_norm)
-        seconds = time.perf_counter() - start
-        busy, process = time.thread_time() - busy, time.process_time() - process
-        alone = torch.get_num_threads() == 1
+        with Clock() as whole:
+            for number in range(first, first + n_steps):
+                batch = self.batches.batch(number, self.stage.rows)
+                self.world.wait()
+                with passes:
+                    loss = self.stage.forward_backward(batch, number)
+                rate = learning_rate(number, config.optimizer, config.schedule)
+                update_weights(
+                    self.stage, self.optimizer, loss, rate, 1.0, config.optimizer.clip_norm
+                )
         return Turn(
-            seconds / n_steps,
-            (busy if alone else process) / n_steps,
-            (process - busy if alone else 0.0) / n_steps,
-            passes / n_steps,
-            passes_busy / n_steps,
+            *(figure / n_steps for figure in (*whole.figures(), *passes.figures())),
             loss.mean,
             resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )

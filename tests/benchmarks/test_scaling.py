@@ -44,7 +44,7 @@ def test_it_runs(tmp_path):
 
 
 def test_the_bubble_is_idle_time_over_computing_time(scaling):
-    turns = [SimpleNamespace(passes=3.0, passes_busy=2.0)] * 2
+    turns = [SimpleNamespace(passes=3.25, passes_busy=2.0, passes_background=0.25)] * 2
     assert scaling.idle_fraction(turns) == pytest.approx(0.5)
 
 
