@@ -39,7 +39,7 @@ def assemble(
     """
     world, layout = world or World(), plan.layout
     _set_matmul_precision(plan, precision)
-    mesh = build_mesh(layout, device.type) if world.size > 1 or layout.zero else None
+    mesh = build_mesh(layout, device.type, world) if world.size > 1 or layout.zero else None
     modules: dict[int, nn.Module] = {}
     parts: list[Part] = []
     for number in layout.stages_of(layout.coordinates(world.rank)["pipeline"]):

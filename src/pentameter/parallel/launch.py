@@ -17,7 +17,7 @@ from pentameter.errors import ConfigError
 from pentameter.parallel.lost import LostProcessError, lost_process
 from pentameter.parallel.slurm import expand_counts, expand_nodes, rendezvous_port
 from pentameter.parallel.threads import set_threads
-from pentameter.parallel.world import World
+from pentameter.parallel.world import TIMEOUT_SECONDS, World
 
 if TYPE_CHECKING:
     import torch
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 LAUNCH_FOLDER = "PENTAMETER_LAUNCH_FOLDER"
 """The private folder of `--nproc`: where its processes meet, and where they leave their reports."""
-
-TIMEOUT_SECONDS = 600.0
-"""Longest wait for another process; a first step may compile for minutes in one of them."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +184,7 @@ def joined_world(
     import torch.distributed as dist
 
     place = place or Place(0, 1, 0, 1, "", "one process")
-    world = World(place.rank, place.world_size, place.local_rank, place.local_size)
+    world = World(place.rank, place.world_size, place.local_rank, place.local_size, timeout_seconds)
     try:
         _meet(place, device_type, timeout_seconds)
         if world.size > 1:

@@ -68,7 +68,7 @@ class Stage:
         self._tied: TiedCopies | None = None
         if mesh is not None and plan.layout.pipeline > 1:
             self._pipeline = Pipeline(modules, parts[0], plan, mesh)
-            self._tied = TiedCopies(plan, mesh, dict(self.named_parameters()))
+            self._tied = TiedCopies(plan, mesh, world, dict(self.named_parameters()))
         places = plan.layout.coordinates(world.rank)
         self._speaks_for_rows = places["tensor"] == places["pipeline"] == 0
 

@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from pentameter.parallel import gradients
+from pentameter.parallel.mesh import make_group
+from pentameter.parallel.world import World
 from pentameter.plan.plan import Plan
 
 NAME = "token_embedding.weight"
@@ -26,25 +28,25 @@ class TiedCopies:
     holds it as a copy only.
     """
 
-    def __init__(self, plan: Plan, mesh: DeviceMesh, named: Mapping[str, Parameter]) -> None:
+    def __init__(
+        self, plan: Plan, mesh: DeviceMesh, world: World, named: Mapping[str, Parameter]
+    ) -> None:
         self._held: Parameter | None = None
         self.copy: Parameter | None = None
         self._group: dist.ProcessGroup | None = None
         if not plan.config.model.tied_head:
             return
         last = plan.layout.pipeline - 1
-        for rank in range(plan.layout.world_size):
-            places = plan.layout.coordinates(rank)
-            if places["pipeline"]:
-                continue
-            pair = [rank, plan.layout.rank_of(**{**places, "pipeline": last})]
-            group = dist.new_group(pair)
-            if dist.get_rank() in pair:
-                self._group = group
-        place = mesh["pipeline"].get_local_rank()
-        if place in (0, last):
-            self._held = named[NAME]
-            self.copy = self._held if place == last else None
+        places = plan.layout.coordinates(world.rank)
+        if places["pipeline"] not in (0, last):
+            return
+        self._held = named[NAME]
+        self.copy = self._held if places["pipeline"] == last else None
+        if last == 1:
+            self._group = mesh["pipeline"].get_group()
+        else:
+            ends = (plan.layout.rank_of(**{**places, "pipeline": end}) for end in (0, last))
+            self._group = make_group(ends, world)
 
     def add_up(self) -> None:
         """Give both copies the sum of their gradients."""

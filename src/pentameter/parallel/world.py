@@ -14,6 +14,9 @@ from pentameter.errors import PentameterError
 
 T = TypeVar("T")
 
+TIMEOUT_SECONDS = 600.0
+"""Longest wait for another process; a first step may compile for minutes in one of them."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -24,6 +27,8 @@ class World:
     local_rank: int = 0
     """Its number among those of its machine, and the number of its GPU."""
     local_size: int = 1
+    timeout_seconds: float = TIMEOUT_SECONDS
+    """Longest wait for another process, in every group."""
 
     @property
     def is_main(self) -> bool:

@@ -1,0 +1,51 @@
+"""Groups along the dimensions of the mesh, in processes."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pentameter.parallel.mesh import build_mesh
+from pentameter.plan.layout import MESH_DIMENSIONS, Layout
+
+LAYOUT = Layout(pipeline=2, data=2, zero=3, replicate=1, tensor=2)
+
+
+def test_ranks_of_the_groups_lie_along_their_dimension(processes):
+    for rank, (places, groups) in enumerate(processes.run(8, places_and_groups)):
+        assert places == LAYOUT.coordinates(rank)
+        for name, ranks in groups.items():
+            others = [{**places, name: place} for place in range(len(ranks))]
+            assert ranks == [LAYOUT.rank_of(**other) for other in others]
+
+
+def places_and_groups(world):
+    mesh = build_mesh(LAYOUT, "cpu", world)
+    return (
+        {name: mesh.get_local_rank(name) for name in MESH_DIMENSIONS},
+        {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in MESH_DIMENSIONS},
+    )
+
+
+def test_no_dimension_waits_longer_than_the_world(processes):
+    seconds = processes.run(4, wait_for_a_late_one)
+    assert 0.5 < seconds[0] < 5
+    assert seconds[2] < 5
+
+
+def wait_for_a_late_one(world):
+    layout = Layout(data=2, tensor=2)
+    mesh = build_mesh(layout, "cpu", replace(world, timeout_seconds=1))
+    start = time.perf_counter()
+    if world.rank == 1:
+        world.share(None)  # until the others have given up
+    elif world.rank == 0:
+        with pytest.raises(RuntimeError, match=r"(?i)timed out"):
+            dist.all_reduce(torch.ones(1), group=mesh.get_group("tensor"))
+        world.share(None)
+    else:
+        dist.all_reduce(torch.ones(1), group=mesh.get_group("tensor"))
+        world.share(None)
+    return time.perf_counter() - start
