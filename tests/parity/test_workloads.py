@@ -29,7 +29,7 @@ SINGLE = 1e-4
 COMMON = {
     "train.eval_interval": 10,
     "train.sample_interval": 20,
-    "train.sample_tokens": 12,
+    "train.sample_tokens": 40,  # more than the context of some
     "train.precision": "fp64",
     "train.compile": False,
     "checkpoint.interval": 10,

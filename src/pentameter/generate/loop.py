@@ -68,20 +68,22 @@ def generate_by(
     tokenizer: Tokenizer,
     prompt: str = "",
     *,
+    context_length: int,
     max_new_tokens: int,
     seed: int = 0,
 ) -> str:
     """Return the text after the prompt, as `generate` draws it, of a model that is a function.
 
-    `next_logits` gives the logits (B, V) of the token after text (B, n), tokens that only pad
-    left out or not.
+    `next_logits` gives the logits (B, V) of the token after text (B, n), n ≤ context_length,
+    tokens that only pad left out or not.
     """
     ids = encode_prompt(tokenizer, prompt)
     text = np.empty((1, len(ids) + max_new_tokens), dtype=np.int64)
     text[:, : len(ids)] = ids
 
     def of_tokenizer(seen: Tokens) -> Floats:
-        return next_logits(seen)[:, : tokenizer.vocab_size]
+        window = seen[:, -window_tokens(seen.shape[1], context_length) :]
+        return next_logits(window)[:, : tokenizer.vocab_size]
 
     steps = _chosen(of_tokenizer, text, len(ids), Sampling(), seed)
     prompt_ids = ids.tolist() if prompt else []

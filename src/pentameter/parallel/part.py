@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from pentameter.model import GPT, elementwise_row_loss
 from pentameter.model.fused import fused_loss_sum, kernel, with_own_code
@@ -35,9 +36,14 @@ class Part(nn.Module):
         self, x: Tensor, targets: Tensor | None = None, dropout_keys: Tensor | None = None
     ) -> Tensor:
         """The slice's part of the pass: of the last layers the summed loss (1,) of `targets`, or
-        logits; of others the stream. The arguments are GPT's."""
+        logits; of others the stream. The arguments are GPT's.
+
+        Without targets, which is to sample, products are in the weights' precision, as `generate`
+        computes them; but weights that are gathered from shards come rounded.
+        """
         run = self._train if self.training and targets is not None else self._plain
-        with self.autocast():
+        rounds = targets is not None or isinstance(self, FSDPModule)
+        with self.autocast() if rounds else contextlib.nullcontext():
             y = run(x, targets=targets, dropout_keys=dropout_keys)
         # Not a view, which FSDP's hook on what a module returns would be lost on.
         return torch.stack((y,)) if y.ndim == 0 else y

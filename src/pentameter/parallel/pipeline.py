@@ -6,7 +6,7 @@ Shapes: B rows of a micro-batch, T time (of a sequence-parallel process, its par
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ SCHEDULES: dict[str, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero-bubble": ScheduleInterleavedZeroBubble,
 }
+Use = Literal["train", "evaluate", "logits"]
 TAKES_SEVERAL_STAGES = ("interleaved", "zero-bubble")
 
 
@@ -47,9 +48,11 @@ class Pipeline:
         self._group = mesh["pipeline"].get_group()
         self._device = part.device
         self._stream_dtype = next(part.model.parameters()).dtype
-        self._logits_dtype = AUTOCAST.get(part.precision, self._stream_dtype)
+        self._logits_dtype = self._stream_dtype  # Part does not round them, unless sharded
+        if plan.layout.zero:
+            self._logits_dtype = AUTOCAST.get(part.precision, self._stream_dtype)
         self._holds_first = 0 in modules
-        self._schedules: dict[tuple[str, int, int, bool], Any] = {}
+        self._schedules: dict[tuple[str, str, int, int], Any] = {}
         self._factor = 1.0
         self._losses: list[Tensor] = []
 
@@ -59,7 +62,7 @@ class Pipeline:
         self._factor = factor
         n_micro_batches = len(tokens) // self._plan.micro_batch_size
         schedule = self._schedule(
-            self._plan.layout.schedule, self._plan.micro_batch_size, n_micro_batches
+            "train", self._plan.layout.schedule, self._plan.micro_batch_size, n_micro_batches
         )
         self._run(schedule.step, tokens, targets, keys)
         return self._collected()
@@ -67,14 +70,14 @@ class Pipeline:
     def evaluate(self, tokens: Tensor, targets: Tensor, n_micro_batches: int) -> Tensor:
         """The summed loss, (), without gradients; rows are divided into equal micro-batches."""
         schedule = self._schedule(
-            self._forward_only, len(tokens) // n_micro_batches, n_micro_batches
+            "evaluate", self._forward_only, len(tokens) // n_micro_batches, n_micro_batches
         )
         self._run(schedule.eval, tokens, targets, None)
         return self._collected()
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Logits (B, T, V) of one micro-batch; None where the last stage is elsewhere."""
-        schedule = self._schedule(self._forward_only, len(tokens), 1, has_loss=False)
+        schedule = self._schedule("logits", self._forward_only, len(tokens), 1)
         inputs = (tokens,) if self._holds_first else ()
         result: Tensor | None = schedule.step(*inputs)
         return result
@@ -102,29 +105,29 @@ class Pipeline:
         name = self._plan.layout.schedule
         return name if name in TAKES_SEVERAL_STAGES else "gpipe"
 
-    def _schedule(
-        self, name: str, micro_batch_size: int, n_micro_batches: int, *, has_loss: bool = True
-    ) -> Any:
-        """Shapes are fixed for a schedule's life, so each has its own; they hold no parameters."""
-        key = (name, micro_batch_size, n_micro_batches, has_loss)
+    def _schedule(self, use: Use, name: str, micro_batch_size: int, n_micro_batches: int) -> Any:
+        """Shapes are fixed for a schedule's life, so each has its own, and so has each use: whether
+        what is received has a gradient is settled in the first step. They hold no parameters."""
+        key = (use, name, micro_batch_size, n_micro_batches)
         if key not in self._schedules:
             stages = [
-                self._stage(number, module, micro_batch_size, has_loss=has_loss)
+                self._stage(use, number, module, micro_batch_size)
                 for number, module in self._modules.items()
             ]
             self._schedules[key] = SCHEDULES[name](
                 stages if name in TAKES_SEVERAL_STAGES else stages[0],
                 n_micro_batches,
-                loss_fn=self._loss if has_loss else None,
+                loss_fn=None if use == "logits" else self._loss,
                 scale_grads=False,  # the loss is divided by the global count of targets
             )
         return self._schedules[key]
 
     def _stage(
-        self, number: int, module: nn.Module, micro_batch_size: int, *, has_loss: bool
+        self, use: Use, number: int, module: nn.Module, micro_batch_size: int
     ) -> PipelineStage:
         plan, layout = self._plan, self._plan.layout
         T = plan.config.model.context_length
+        has_loss = use != "logits"
         on_meta: dict[str, Any] = {"device": "meta"}
         tokens = torch.empty(micro_batch_size, T, dtype=torch.int64, **on_meta)
         stream = torch.empty(

@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import Parameter
 
 from pentameter.data.batches import IGNORED, Batch
+from pentameter.errors import ConfigError
 from pentameter.model import GPT, dropout_keys
 from pentameter.optim.clip import gradient_norm
 from pentameter.parallel import gradients
@@ -76,7 +78,13 @@ class Stage:
 
     @property
     def model(self) -> GPT:
-        """The whole model, where a process has it whole."""
+        """The model where it is in one piece, its parameters in shards or not; `models` has the
+        slices of a pipeline. Raises ConfigError where they are several, or not all here."""
+        if self._pipeline is not None:
+            raise ConfigError(
+                f"with parallel.pipeline={self.plan.layout.pipeline} no process has the whole "
+                "model; stage.models are the slices of this one"
+            )
         (part,) = self.parts
         return part.model
 
@@ -198,6 +206,7 @@ class Stage:
         else:
             (part,) = self.parts
             total = part(tokens, targets).sum()
+        self._give_up_gathered()
         return LossSum(self._over_world(total.item()), batch.n_targets)
 
     def _own_part(self, batch: Batch) -> Batch:
@@ -215,23 +224,24 @@ class Stage:
 
     @torch.no_grad()
     def next_logits(self, text: np.ndarray) -> np.ndarray:
-        """Logits (B, V) of the token after text (B, n), in every process, float64.
+        """Logits (B, V) of the token after text (B, n), n ≤ context_length, in every process,
+        float64.
 
         The way to sample from a model that no process has whole: each token takes a forward pass
-        over the last `context_length` tokens.
+        over the whole context.
         """
         self._train(False)
         T = self.plan.config.model.context_length
-        window = text[:, -T:]
-        n_seen = window.shape[1]
+        n_seen = text.shape[1]
         filled = np.zeros((len(text), T), dtype=np.int64)  # what follows is not seen
-        filled[:, :n_seen] = window
+        filled[:, :n_seen] = text
         tokens = torch.from_numpy(filled).to(self.device)
         if self._pipeline is not None:
             logits = self._pipeline.logits(tokens)
         else:
             (part,) = self.parts
             logits = part(tokens)
+        self._give_up_gathered()
         vocab_size = self.plan.config.model.vocab_size
         own = None
         if logits is not None:
@@ -240,6 +250,13 @@ class Stage:
         result = self.world.share(own, source=last)
         assert result is not None  # the last stage has logits
         return result
+
+    def _give_up_gathered(self) -> None:
+        """Leave the parameters sharded, as a step's backward pass leaves them."""
+        for module in self._modules.values():
+            for unit in module.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.reshard()
 
     # -- numbers and tensors --------------------------------------------------------------------
 

@@ -24,7 +24,12 @@ def sample_text(
             + generate(stage.model, tokenizer, prompt, max_new_tokens=max_new_tokens, seed=seed)[0]
         )
     text = generate_by(
-        stage.next_logits, tokenizer, prompt, max_new_tokens=max_new_tokens, seed=seed
+        stage.next_logits,
+        tokenizer,
+        prompt,
+        context_length=stage.plan.config.model.context_length,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
     )
     return prompt + text if stage.world.is_main else None
 
