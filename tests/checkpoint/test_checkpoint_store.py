@@ -164,9 +164,39 @@ def test_prune_keeps_the_newest_and_the_named(store, save):
     assert names(store) == expected
 
 
+def test_nothing_is_committed_that_does_not_read_back(store, save, monkeypatch):
+    save(store, 1)
+    write = os.write
+
+    def bad_disk(fd, data):
+        damaged = bytes(data)[:-1] + bytes([bytes(data)[-1] ^ 1])
+        return write(fd, damaged)
+
+    monkeypatch.setattr(os, "write", bad_disk)
+    with pytest.raises(StorageError, match=r"does not read back: .*model\.safetensors"):
+        save(store, 2)
+    monkeypatch.undo()
+    assert names(store) == ["step-00000001"]
+    assert store.latest().step == 1
+
+
+def test_what_was_read_back_when_it_was_saved_is_not_read_again_to_prune(store, save, monkeypatch):
+    """The main process would read the files of all, and the others wait."""
+    for step in (1, 2):
+        save(store, step)
+    monkeypatch.setattr(
+        "pentameter.checkpoint.manifest.check_file",
+        lambda folder, record, hash_content: (
+            pytest.fail(f"read again: {folder}") if hash_content else None
+        ),
+    )
+    assert store.prune(1) == [1]
+
+
 def test_prune_never_counts_a_damaged_checkpoint_as_kept(store, save):
     for step in range(1, 5):
         save(store, step)
+    store = CheckpointStore(store.folder, run_id=store.run_id, config_hash=store.config_hash)
     path = store.folder / "step-00000004" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     assert store.prune(1) == [2, 1]

@@ -154,6 +154,21 @@ def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord
     return FileRecord(path.name, n_bytes, digest.hexdigest())
 
 
+def write_verified(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
+    """As `write_hashed`, and read back, so that whoever wrote a file also answers for it.
+
+    Raises StorageError where what is read is not what was written.
+    """
+    record = write_hashed(path, chunks)
+    try:
+        check_file(path.parent, record, hash_content=True)
+    except CorruptError as error:
+        raise StorageError(
+            f"what was written does not read back: {error}; this disk loses data, use another"
+        ) from error
+    return record
+
+
 def _write_all(fd: int, view: memoryview) -> None:
     while view:
         view = view[os.write(fd, view) :]

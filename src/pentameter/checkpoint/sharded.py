@@ -4,7 +4,7 @@ Its planners decide who writes which piece (each once, whoever else holds a copy
 out evenly) and which pieces fill a tensor of another layout. Storage is ours. Torch's own
 HuggingFaceStorageWriter neither hashes nor syncs what it writes, nor knows of a commit: here the
 main process prepares the folder while plans are made, each process streams its files through
-`write_hashed`, and the main process commits what all have finished.
+`write_verified`, and the main process commits what all have finished.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from pentameter.checkpoint.files import FileRecord, sync_folder, write_hashed
+from pentameter.checkpoint.files import FileRecord, sync_folder, write_verified
 from pentameter.checkpoint.pieces import Piece, piece_key
 from pentameter.checkpoint.stored_tensors import StoredTensors
 from pentameter.checkpoint.tensors import LazyTensor, TensorFile, materialize, plan_file
@@ -167,7 +167,7 @@ class _Writer(StorageWriter):
         results = []
         for group, name in files.names.items():
             file = _plan_pieces(_of_group(group, plan), planner)
-            record = write_hashed(files.folder / name, file.chunks())
+            record = write_verified(files.folder / name, file.chunks())
             results.append(WriteResult(MetadataIndex(group), record.n_bytes, record))
         if results:
             sync_folder(files.folder)  # on another machine than the main process's, perhaps

@@ -27,6 +27,7 @@ from pentameter.checkpoint.files import (
     sync_folder,
     temporary_name,
     write_hashed,
+    write_verified,
 )
 from pentameter.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -81,7 +82,7 @@ class CheckpointStore:
         self.run_id = run_id
         self.config_hash = config_hash
         self.warnings: list[str] = []
-        self._verified: dict[Path, Manifest] = {}  # hashed by this object: once is enough
+        self._verified: dict[Path, bytes] = {}  # hashed by this run: once is enough
 
     def save(
         self,
@@ -119,7 +120,7 @@ class CheckpointStore:
                 folder = save.begin(sum(file.n_bytes for file in files.values()))
                 save.commit(
                     {
-                        group: [write_hashed(folder / f"{group}.safetensors", file.chunks())]
+                        group: [write_verified(folder / f"{group}.safetensors", file.chunks())]
                         for group, file in files.items()
                     }
                 )
@@ -141,8 +142,9 @@ class CheckpointStore:
                 "--run-dir, or move that checkpoint away"
             )
 
-    def publish(self, temporary: Path, target: Path) -> None:
-        """Give a complete temporary folder its name, by one rename where none stood before."""
+    def publish(self, temporary: Path, target: Path, manifest: Manifest) -> None:
+        """Give a complete temporary folder, all of whose files were read back, its name: by one
+        rename where none stood before."""
         aside = None
         with storage_errors(target, "commit"):
             if target.is_dir():
@@ -163,6 +165,7 @@ class CheckpointStore:
                         os.rename(aside, target)
                 raise
         sync_folder(self.folder)
+        self._verified[target] = manifest.to_bytes()  # by those who wrote it, each its files
         if aside is not None:
             with suppress(StorageError):  # the new one is committed; `clean` removes the rest
                 _discard(aside)
@@ -176,7 +179,7 @@ class CheckpointStore:
             self.folder, lambda _, manifest: manifest.run_id == self.run_id, self.warnings
         )
         if checkpoint is not None:
-            self._verified[self.folder / checkpoint.path.name] = checkpoint.manifest
+            self._verified[self.folder / checkpoint.path.name] = checkpoint.manifest.to_bytes()
         return checkpoint
 
     def clean(self) -> list[str]:
@@ -235,15 +238,15 @@ class CheckpointStore:
             return False
 
     def _is_valid(self, path: Path) -> bool:
-        """Whether a folder of this run verifies; its content is hashed once per store."""
+        """Whether a folder of this run verifies; its content is hashed once in a run."""
         try:
             manifest = read_own_manifest(path)
-            known = self._verified.get(path) == manifest
+            known = self._verified.get(path) == manifest.to_bytes()
             check_files(path, manifest, hash_content=not known)
         except CorruptError as error:
             self.warnings.append(f"a checkpoint is damaged: {error}")
             return False
-        self._verified[path] = manifest
+        self._verified[path] = manifest.to_bytes()
         return manifest.run_id == self.run_id
 
 
@@ -288,7 +291,7 @@ class _Save:
         """Write the rest, then the manifest over all of it, and give the folder its name."""
         assert self._temporary is not None
         records = [record for of_group in files.values() for record in of_group]
-        records += [write_hashed(self._temporary / n, [data]) for n, data in self._small.items()]
+        records += [write_verified(self._temporary / n, [data]) for n, data in self._small.items()]
         manifest = Manifest(
             self.store.run_id,
             self.step,
@@ -299,7 +302,7 @@ class _Save:
         )
         write_hashed(self._temporary / MANIFEST_NAME, [manifest.to_bytes()])
         sync_folder(self._temporary)
-        self.store.publish(self._temporary, self.target)
+        self.store.publish(self._temporary, self.target, manifest)
         self.n_bytes = manifest.n_bytes
 
     def abandon(self) -> None:
