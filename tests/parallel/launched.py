@@ -11,9 +11,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from pentameter.cli import main as cli
 from pentameter.errors import ConfigError, InterruptedRunError
+from pentameter.parallel.failure import failure_ends_process
 from pentameter.parallel.launch import find_place, joined_world
 from pentameter.parallel.local_launch import run_local, watch_launcher
 
@@ -110,6 +112,17 @@ def obey(folder: str, seconds: str = "0") -> None:
     raise InterruptedRunError("stopped, and saved")
 
 
+def gather(folder: str) -> None:
+    """Rank 0 waits for the others to come; rank 1 is not ready to meet it, and never will be."""
+    import torch.distributed  # noqa: F401  # what the world waits for is not this import
+
+    Path(folder, f"pid-{rank()}").write_text(str(os.getpid()))
+    if rank() == 1:
+        time.sleep(600)
+    with joined_world("cpu", find_place()):
+        raise AssertionError("nobody came")
+
+
 def cling(folder: str) -> None:
     """Rank 1 fails; rank 0 heeds no signal, and has started a process of its own."""
     if rank() == 0:
@@ -121,6 +134,20 @@ def cling(folder: str) -> None:
     while not Path(folder, "pid-0").exists():
         time.sleep(0.02)
     raise RuntimeError("the first to fail")
+
+
+def script() -> NoReturn:
+    """Not a verb but a program of somebody's: rank 1 fails while it still has something to send."""
+    import torch
+    import torch.distributed as dist
+
+    with failure_ends_process(), joined_world("cpu", find_place(), timeout_seconds=10) as world:
+        world.wait()
+        if world.rank == 1:
+            _unfinished = dist.all_reduce(torch.ones(1), async_op=True)
+            raise ValueError("the planted bug")
+        dist.recv(torch.ones(1), src=1)
+    raise AssertionError("rank 1 sends nothing")
 
 
 def act(verb: str, arguments: list[str]) -> int:
@@ -135,5 +162,7 @@ def act(verb: str, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "script":
+        script()
     cli._run_verb = act
     raise SystemExit(cli.main())

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pentameter.errors import ConfigError
+from pentameter.parallel.failure import failure_ends_process
 from pentameter.parallel.launch import Place, find_place, joined_world, local_device
 from pentameter.parallel.lost import LostProcessError, lost_process
 from pentameter.parallel.slurm import expand_counts, expand_nodes, rendezvous_port
@@ -58,6 +59,13 @@ def test_srun_names_the_place():
     assert place.init_method == "tcp://[fe80::1]:1234"
 
 
+def test_a_batch_script_may_name_what_srun_says_too():
+    # As many tutorials do, before srun: export MASTER_ADDR=… MASTER_PORT=… WORLD_SIZE=$SLURM_NTASKS
+    exported = {"MASTER_ADDR": "gpu09", "MASTER_PORT": "29500", "WORLD_SIZE": "9"}
+    assert find_place({**SRUN, **exported}) == Place(6, 9, 2, 4, "tcp://gpu09:29500", "SLURM")
+    assert find_place({**SRUN, "WORLD_SIZE": ""}) == find_place(SRUN)  # SLURM_NTASKS was not set
+
+
 def test_ports_differ_between_steps():
     ports = {
         rendezvous_port({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
@@ -100,6 +108,11 @@ def test_one_process_has_nobody_to_meet(environ):
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4"}, ["TASKS_PER_NODE='4'", "NUM_TASKS=9"]),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "four"}, ["TASKS_PER_NODE='four'", "2(x3),1"]),
         ({**SRUN, "SLURM_STEP_NODELIST": "gpu[9-"}, ["SLURM_STEP_NODELIST='gpu[9-'"]),
+        (
+            {**SRUN, "WORLD_SIZE": "18"},
+            ["WORLD_SIZE=18", "SLURM_STEP_NUM_TASKS=9", "--ntasks=18", "unset WORLD_SIZE"],
+        ),
+        ({**SRUN, "WORLD_SIZE": "all"}, ["WORLD_SIZE='all'", "unset WORLD_SIZE"]),
         ({**SRUN, "SLURM_PROCID": "3"}, ["SLURM_PROCID=3", "--distribution=block"]),
     ],
 )
@@ -211,6 +224,21 @@ def test_without_a_launcher_each_rank_tells_its_own_failure(step):
     assert err_0.count("\n") == 1
     assert err_1.startswith("Traceback (most recent call last)")
     assert err_1.endswith("\npentameter: rank 1: ValueError: the planted bug\n")
+
+
+def test_a_script_that_fails_ends_without_waiting_for_the_others(step):
+    (_, err_0, code_0), (_, err_1, code_1) = slurm_tasks(step, "script")
+    assert "another process of the run went away (" in err_0  # and not: does not answer
+    assert (code_0, code_1) == (70, 1)
+    assert err_0.startswith("pentameter: ")
+    assert err_0.count("\n") == 1
+    assert err_1.startswith("Traceback (most recent call last)")
+    assert err_1.endswith("\npentameter: rank 1: ValueError: the planted bug\n")
+
+
+def test_a_script_of_one_process_fails_as_any_other():
+    with pytest.raises(ValueError, match="on its own"), failure_ends_process():
+        raise ValueError("on its own")
 
 
 def test_one_process_needs_no_group():

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pentameter.parallel.failure import Failure, first_failure
-from pentameter.parallel.local_launch import worker_environment
+from pentameter.errors import InterruptedRunError
+from pentameter.parallel.failure import Failure, WorkerFailedError, first_failure
+from pentameter.parallel.local_launch import run_local, worker_environment
 from pentameter.parallel.threads import chosen_threads, fair_share, usable_cores
 
 LAUNCHED = Path(__file__).with_name("launched.py")
@@ -197,6 +198,41 @@ def test_a_second_signal_leaves_at_once(launch, tmp_path):
     code, _, err = end(launcher)
     assert code == 75
     assert err == "pentameter: stopped at once by a second signal; the same command continues\n"
+
+
+def test_ctrl_c_while_the_workers_meet_does_not_wait_for_who_cannot_hear_it(launch, tmp_path):
+    # Rank 0 waits in C++, where Python's own handler of SIGINT cannot run; rank 1 ends by it.
+    launcher = launch("launch", 2, "gather", tmp_path)
+    pids = wait_for(tmp_path / "pid-0", tmp_path / "pid-1")
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "tmp").glob("pentameter-*/rendezvous")):
+        assert time.monotonic() < deadline, "rank 0 does not come to the rendezvous"
+        time.sleep(0.02)
+    time.sleep(0.5)  # from the file to the wait; a signal before it would prove nothing
+    os.killpg(launcher.pid, signal.SIGINT)
+    code, _, err = end(launcher)
+    assert code == 75
+    assert err == (
+        "pentameter: rank 1: stopped by SIGINT before the first step; "
+        "the same command starts again\n"
+    )
+    wait_until_dead(*pids)
+
+
+def test_a_signal_while_a_worker_is_being_started_reaches_it(monkeypatch):
+    started = []
+
+    class Signalled(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self)
+            signal.raise_signal(signal.SIGTERM)  # the launcher does not know of the worker yet
+
+    monkeypatch.setattr(subprocess, "Popen", Signalled)
+    with pytest.raises(WorkerFailedError, match="stopped by SIGTERM before the first") as caught:
+        run_local([sys.executable, "-c", "import time; time.sleep(10)"], 2)
+    assert caught.value.exit_code == InterruptedRunError.exit_code
+    assert [process.returncode for process in started] == [-signal.SIGTERM]
 
 
 @LINUX_ONLY

@@ -36,7 +36,15 @@ def test_everything_derivable_is_resolved():
     assert resolved.train.micro_batch_size == 12
     assert resolved.schedule.decay_steps == 20
     assert resolved.checkpoint.interval == 5
-    assert make_plan(resolved, vocab_size=10) == plan
+    assert make_plan(plan.portable_config, vocab_size=10) == plan
+
+
+def test_what_a_layout_implied_stays_out_of_the_configuration_for_another():
+    plan = make_plan(config(batch_size=12), vocab_size=10)
+    halves = make_plan(plan.portable_config, vocab_size=10, world_size=2)
+    assert (plan.micro_batch_size, halves.micro_batch_size) == (12, 6)
+    asked = make_plan(config(batch_size=12, micro_batch_size=3), vocab_size=10)
+    assert asked.portable_config.train.micro_batch_size == 3
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_epochs_take_the_fewest_steps_that_complete_them(rows_per_epoch, batch_s
     plan = make_plan(asked, 16, rows_per_epoch)
     assert plan.epoch(plan.steps) >= n_epochs
     assert plan.steps == 1 or plan.epoch(plan.steps - 1) < n_epochs
-    assert make_plan(plan.config, 16, rows_per_epoch) == plan
+    assert make_plan(plan.portable_config, 16, rows_per_epoch) == plan
 
 
 def test_epochs_need_the_data_and_exclude_steps():

@@ -1,11 +1,15 @@
 """What is said, or refused, before the first step."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
+import torch
 
+from pentameter.config.load import load_config
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
+from pentameter.plan.plan import make_plan
 from pentameter.train import precheck
 from pentameter.train.trainer import Trainer
 
@@ -55,6 +59,27 @@ def test_a_model_beyond_the_memory_is_refused_with_both_numbers(tmp_path, monkey
     (tmp_path / "text.txt").write_text("some text " * 20)
     with pytest.raises(ConfigError, match=r"take 0\.0 GB, cpu has 0\.0 GB.*--dry-run"):
         fit(tmp_path, {"path": str(tmp_path / "text.txt")})
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_what_is_offloaded_must_fit_the_machine_and_not_the_gpu(monkeypatch, device):
+    config = load_config(
+        "grammar", {"parallel.zero": 1, "train.offload": True, "model.vocab_size": 16}
+    )
+    plan = make_plan(config, world_size=2)
+    dataset, batches = (Mock(**{"split.return_value.n_tokens": 9}), Mock(tokens_per_epoch=9))
+
+    def check():
+        precheck.check_run(plan, dataset, batches, torch.device("cuda"), local_size=2)
+
+    small = {device: 1000}
+    monkeypatch.setattr(precheck, "memory_bytes", lambda device: small.get(device.type, 10**12))
+    if device == "cuda":
+        check()
+        plan = make_plan(load_config(config, {"train.offload": False}), world_size=2)
+    with pytest.raises(ConfigError, match=rf"{device} .*GB.*") as caught:
+        check()
+    assert ("train.offload" in str(caught.value)) == (device == "cuda")
 
 
 def test_padding_is_not_counted_as_speed(tmp_path):

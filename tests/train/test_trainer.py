@@ -1,7 +1,9 @@
 """The loop in one process: what a run folder holds, hooks, patience, skips, refusals."""
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -265,6 +267,29 @@ def test_a_failed_save_stops_or_warns_as_asked(tmp_path, monkeypatch, on_error):
         fit(run, sections=sections)  # the last save must succeed, whatever was asked
     assert [e["step"] for e in events(run, "train")][-1] == (4 if on_error == "stop" else 12)
     assert ("step 4 is not saved" in (run / "log.txt").read_text()) == (on_error == "warn")
+
+
+@pytest.mark.parametrize("log", ["metrics.jsonl", "log.txt"])
+def test_a_log_that_cannot_be_synced_is_a_failed_save(tmp_path, monkeypatch, log):
+    run = tmp_path / "run"
+    sync = os.fsync
+
+    def full_disk(fd):
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(log):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(StorageError, match=log):
+        fit(run, sections={"checkpoint": {"on_error": "warn"}})
+    assert "warning: step 4 is not saved" in (run / "log.txt").read_text()
+
+
+def test_the_configuration_of_a_run_leaves_its_layouts_micro_batches_out(tmp_path):
+    fit(tmp_path / "run")
+    assert load_config(tmp_path / "run" / "config.toml").train.micro_batch_size is None
+    fit(tmp_path / "asked", sections={"train": {"micro_batch_size": 2}})
+    assert load_config(tmp_path / "asked" / "config.toml").train.micro_batch_size == 2
 
 
 def test_a_text_too_short_for_the_context_is_a_clear_error(tmp_path):

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -113,6 +115,29 @@ def tell_failure(
             sys.stderr.flush()
         os._exit(exit_code)
     return True
+
+
+@contextmanager
+def failure_ends_process() -> Iterator[None]:
+    """What a script of several processes puts around `joined_world`, as the command does.
+
+    An exception that leaves the block is told once and ends the process, with the exit code of
+    `pentameter.errors` (1 for any other), without waiting for the others: a group that stands,
+    with work that is not done, would make the end of Python wait for them. In a process that runs
+    alone the exception goes on as it is.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        message, exit_code = f"{type(error).__name__}: {error}", 1
+        if isinstance(error, PentameterError):
+            message, exit_code = str(error), error.exit_code
+        elif isinstance(error, KeyboardInterrupt):
+            message, exit_code = "interrupted", 128 + signal.SIGINT
+        expected = isinstance(error, (PentameterError, KeyboardInterrupt))
+        if tell_failure(error, message, exit_code, expected=expected):
+            raise SystemExit(exit_code) from error
+        raise
 
 
 def _tell_here(error: BaseException, failure: Failure, *, debug: bool) -> None:

@@ -55,12 +55,12 @@ def _named_place(environ: Mapping[str, str]) -> Place | None:
     if LAUNCH_FOLDER in environ:
         meet = f"file://{os.path.join(environ[LAUNCH_FOLDER], 'rendezvous')}"
         return _place(environ, "--nproc", meet)
-    if "RANK" in environ or "WORLD_SIZE" in environ:
-        return _torch_place(environ)
     # srun alone sets the step's number of tasks: a batch script itself is one process.
-    if "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
-        return _slurm_place(environ)
-    return None
+    is_srun_task = "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ
+    # A batch script can export WORLD_SIZE for all its tasks, but not the RANK of each.
+    if "RANK" in environ or ("WORLD_SIZE" in environ and not is_srun_task):
+        return _torch_place(environ)
+    return _slurm_place(environ) if is_srun_task else None
 
 
 def _torch_place(environ: Mapping[str, str]) -> Place:
@@ -93,6 +93,13 @@ def _slurm_place(environ: Mapping[str, str]) -> Place:
     rank = _number(environ, "SLURM_PROCID", remedy)
     world_size = _number(environ, "SLURM_STEP_NUM_TASKS", remedy)
     local_rank = _number(environ, "SLURM_LOCALID", remedy)
+    if environ.get("WORLD_SIZE"):
+        exported = _number(environ, "WORLD_SIZE", "unset WORLD_SIZE: srun says it already")
+        if exported != world_size:
+            raise ConfigError(
+                f"WORLD_SIZE={exported} contradicts SLURM_STEP_NUM_TASKS={world_size}, the tasks "
+                f"of this step: start it with srun --ntasks={exported}, or unset WORLD_SIZE"
+            )
     if world_size == 1:
         return Place(0, 1, 0, 1, "", "SLURM")
     tasks = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))

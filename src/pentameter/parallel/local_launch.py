@@ -165,6 +165,8 @@ class _Workers:
             start_new_session=True,
         )
         self._processes.append(process)
+        for number in self._received:  # while it was being started, and was not among them
+            process.send_signal(number)
         if process.stdout is not None:
             relay = threading.Thread(target=_relay, args=(rank, process.stdout), daemon=True)
             relay.start()
@@ -177,14 +179,16 @@ class _Workers:
         failed_at = hurried_at = None
         while running:
             for rank, process in list(running.items()):
-                if process.poll() is not None:
-                    del running[rank]
-                    failures += self._failures_of(rank, process.returncode)
-            # A stopped process may have less to finish than another, so no hurry for that alone.
-            if failed_at is None and any(
-                f.exit_code != InterruptedRunError.exit_code for f in failures
-            ):
-                failed_at = time.monotonic()
+                code = process.poll()
+                if code is None:
+                    continue
+                del running[rank]
+                ended = self._failures_of(rank, code)
+                failures += ended
+                # Who stops as agreed may have less to finish than another: no hurry for that alone.
+                # But who ended before it minded signals may be waited for where none is heard.
+                if failed_at is None and ended and code != InterruptedRunError.exit_code:
+                    failed_at = time.monotonic()
             if hurried_at is None and len(self._received) > 1:
                 hurried_at = time.monotonic()
             self._press(failed_at, hurried_at)

@@ -25,7 +25,11 @@ MUON_MOMENTUM = 0.95  # where the configuration leaves it out (Jordan et al. 202
 
 @dataclass(frozen=True)
 class Memory:
-    """The fullest process's, in a step after the first one, which makes the optimizer's state."""
+    """The fullest process's, in a step after the first one, which makes the optimizer's state.
+
+    With `train.offload` weights, gradients and optimizer lie in the machine's memory, the rest in
+    the device's.
+    """
 
     weights_bytes: int
     gradients_bytes: int

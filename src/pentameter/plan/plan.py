@@ -54,6 +54,15 @@ class Plan:
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
+    asked_micro_batch_size: int | None
+
+    @property
+    def portable_config(self) -> Config:
+        """`config` without what was derived from the layout, to be loaded on another one."""
+        train = self.config.train.model_copy(
+            update={"micro_batch_size": self.asked_micro_batch_size}
+        )
+        return self.config.model_copy(update={"train": train})
 
     @property
     def steps(self) -> int:
@@ -125,6 +134,7 @@ def make_plan(
     that does not divide, a vocabulary smaller than the tokenizer's), naming the nearest that can.
     """
     layout = make_layout(config.parallel, world_size)
+    asked = config.train.micro_batch_size
     config = _resolve(config, vocab_size, rows_per_epoch, layout)
     model, train = config.model, config.train
     check_layout(layout, model, local_size)
@@ -157,6 +167,7 @@ def make_plan(
         weights_bytes=memory.weights_bytes,
         gradients_bytes=memory.gradients_bytes,
         optimizer_bytes=memory.optimizer_bytes,
+        asked_micro_batch_size=asked,
     )
 
 

@@ -73,9 +73,10 @@ class Console:
         """Bytes of log.txt so far, all of them on disk."""
         if self._log is None:
             return 0
-        self._log.flush()
-        os.fsync(self._log.fileno())
-        return os.fstat(self._log.fileno()).st_size
+        with storage_errors(Path(self._log.name), "write"):
+            self._log.flush()
+            os.fsync(self._log.fileno())
+            return os.fstat(self._log.fileno()).st_size
 
     def status(self, text: str) -> None:
         """Replace the live line, on a terminal."""

@@ -29,9 +29,10 @@ class MetricsLog:
 
     def sync(self) -> int:
         """Bytes written so far, all of them safely on disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return self.path.stat().st_size
+        with storage_errors(self.path, "write"):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            return self.path.stat().st_size
 
     def close(self) -> None:
         """Close the file; writing afterwards is an error."""

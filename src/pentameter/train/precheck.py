@@ -52,15 +52,18 @@ def check_run(
 def _check_memory(plan: Plan, device: torch.device, local_size: int) -> None:
     """Refuse what would end with the system killing this process, or another."""
     needed = plan.weights_bytes + plan.gradients_bytes + plan.optimizer_bytes
-    there = memory_bytes(device)
-    n_sharing = 1 if device.type == "cuda" else local_size
+    offload = plan.config.train.offload
+    where = torch.device("cpu") if offload else device
+    there = memory_bytes(where)
+    n_sharing = 1 if where.type == "cuda" else local_size
     if there is not None and needed * n_sharing > there:
         whose = f"{needed / 1e9:,.1f} GB in the fullest process, and {n_sharing} share the "
         if n_sharing == 1:
             whose = f"{needed / 1e9:,.1f} GB, "
+        remedy = "train.offload with parallel.zero, " if where.type == "cuda" else ""
         raise ConfigError(
             f"weights, gradients and optimizer of {plan.n_parameters:,} parameters take {whose}"
-            f"{device.type} {'with' if n_sharing > 1 else 'has'} {there / 1e9:,.1f} GB; choose a "
+            f"{where.type} {'with' if n_sharing > 1 else 'has'} {there / 1e9:,.1f} GB; choose a "
             "smaller model (--model.n-layers, --model.d-model), more processes with parallel.zero, "
-            "tensor or pipeline, or look at it with --dry-run"
+            f"tensor or pipeline, {remedy}or look at it with --dry-run"
         )

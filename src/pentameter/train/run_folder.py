@@ -219,7 +219,7 @@ def _write_identity(path: Path, plan: Plan, identity: Mapping[str, Any]) -> None
         make_folder(path / name)
     record = {**identity, **plan.to_json()}
     write_atomic(path / "plan.json", json.dumps(record, indent=2).encode() + b"\n")
-    write_atomic(path / "config.toml", to_toml(plan.config).encode())
+    write_atomic(path / "config.toml", to_toml(plan.portable_config).encode())
 
 
 def _read_identity(path: Path) -> dict[str, Any] | None:

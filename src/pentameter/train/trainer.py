@@ -365,9 +365,9 @@ class Trainer:
                 state,
                 self.stage,
                 self.optimizer,
-                config=self.config,
+                config=self.plan.portable_config,
                 dataset=self.dataset,
-                log_sizes=self._log_sizes(),
+                log_sizes=self.world.on_main(self._log_sizes),
             )
         except StorageError as error:
             if stopping or settings.on_error == "stop":
@@ -388,9 +388,8 @@ class Trainer:
         )
 
     def _log_sizes(self) -> dict[str, int]:
-        """Where the logs end, all of them on disk; only the main process has some."""
-        if self._metrics is None:
-            return {}
+        """Where the logs of the main process end, all of them on disk."""
+        assert self._metrics is not None
         return {"metrics_bytes": self._metrics.sync(), "log_bytes": self.console.sync()}
 
     def _say_warnings(self) -> None:
