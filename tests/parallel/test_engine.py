@@ -7,6 +7,7 @@ from pentameter.config.schema import Config
 from pentameter.parallel import engine
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import choose_engine, fused_obstacle
+from pentameter.parallel.world import World
 from pentameter.plan.plan import make_plan
 
 
@@ -38,6 +39,30 @@ def test_amx_kernels_serve_the_fused_step(a_machine_with_amx):
     assert chosen.amx_kernels
     assert chosen.compile_reason == "asked for; with AMX kernels"
     assert fused_obstacle(plan()) is None
+
+
+class TwoMachines(World):
+    """This process, and one of another machine, which cannot do everything."""
+
+    def __init__(self, lacks_compiler: bool) -> None:
+        super().__init__(rank=0, size=2, local_rank=0, local_size=1)
+        object.__setattr__(self, "lacks_compiler", lacks_compiler)
+
+    def on_main(self, action):
+        return action()
+
+    def collect(self, value):
+        if isinstance(value, tuple):
+            return [value, (False, "no compiler there") if self.lacks_compiler else value]
+        return [value, "no AMX there"]
+
+
+@pytest.mark.parametrize("lacks_compiler", [True, False])
+def test_what_one_machine_cannot_do_none_does(a_machine_with_amx, lacks_compiler):
+    chosen = choose_engine(plan(), TwoMachines(lacks_compiler))
+    assert not chosen.amx_kernels
+    assert chosen.compiled is not lacks_compiler
+    assert ("no compiler there" if lacks_compiler else "no AMX there") in chosen.compile_reason
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pentameter.errors import ConfigError
 from pentameter.parallel.mesh import build_mesh
+from pentameter.parallel.world import World
 from pentameter.plan.layout import MESH_DIMENSIONS, Layout
 
 LAYOUT = Layout(pipeline=2, data=2, zero=3, replicate=1, tensor=2)
@@ -27,6 +29,13 @@ def places_and_groups(world):
         {name: mesh.get_local_rank(name) for name in MESH_DIMENSIONS},
         {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in MESH_DIMENSIONS},
     )
+
+
+def test_what_cannot_be_shared_is_refused_with_a_remedy():
+    with pytest.raises(ConfigError, match=r"train.device=mps .*--train.device cpu"):
+        build_mesh(Layout(zero=1), "mps", World())
+    with pytest.raises(ConfigError, match=r"no group .*always_group=True"):
+        build_mesh(Layout(zero=1), "cpu", World())
 
 
 def test_no_dimension_waits_longer_than_the_world(processes):

@@ -75,8 +75,8 @@ class Engine:
 def choose_engine(plan: Plan, world: World | None = None) -> Engine:
     """The Engine for `plan` on this machine. Tunes the process's memory allocator on a CPU.
 
-    Collective: the main process chooses precision and compilation for all of `world`, since
-    machines that differ must not compute differently.
+    Collective: the main process chooses precision and compilation for all of `world`, and what
+    one process cannot do none does, since machines that differ must not compute differently.
     """
     world = world or World()
     train = plan.config.train
@@ -86,14 +86,18 @@ def choose_engine(plan: Plan, world: World | None = None) -> Engine:
     precision, precision_reason = world.on_main(
         lambda: choose_precision(train.precision, device, capabilities)
     )
-    compiled, compile_reason = world.on_main(
-        lambda: _choose_compile(plan, device, precision, capabilities, n_devices)
-    )
+
+    def compilation() -> tuple[bool, str]:
+        return _choose_compile(plan, device, precision, capabilities, n_devices)
+
+    compiled, compile_reason = world.on_main(compilation)
+    if compiled:
+        compiled, compile_reason = min(world.collect(compilation()))
     amx_kernels = False
     if device.type == "cpu":
         tune_allocator(sparing=plan.layout.zero > 0)
         if compiled:
-            how, amx_kernels = _compiled_on_cpu(plan, precision, capabilities)
+            how, amx_kernels = _compiled_on_cpu(plan, precision, capabilities, world)
             compile_reason += how
     name = device_name(device, capabilities)
     ceiling = peak_flops(name, precision) or product_ceiling(device, PRODUCT_DTYPES[precision])
@@ -152,7 +156,9 @@ def fused_obstacle(plan: Plan) -> str | None:
     return None
 
 
-def _compiled_on_cpu(plan: Plan, precision: str, capabilities: Capabilities) -> tuple[str, bool]:
+def _compiled_on_cpu(
+    plan: Plan, precision: str, capabilities: Capabilities, world: World
+) -> tuple[str, bool]:
     """How the step is compiled, to be added to the reason, and whether the AMX kernels serve it."""
     obstacle = fused_obstacle(plan)
     if obstacle is not None:
@@ -164,4 +170,5 @@ def _compiled_on_cpu(plan: Plan, precision: str, capabilities: Capabilities) -> 
     head_size = model.d_model // model.n_heads
     if missing is None and not amx.can_attend(PRODUCT_DTYPES[precision], head_size):
         missing = f"the AMX kernels want heads of a multiple of 32, not {head_size}"
+    missing = next((each for each in world.collect(missing) if each is not None), None)
     return f"; {missing or 'with AMX kernels'}", missing is None

@@ -44,11 +44,14 @@ def _region(
     for index, placement in enumerate(placements):
         if placement.is_partial():
             raise ValueError(f"a tensor placed {placements} is a sum still to be made")
-        dim = getattr(placement, "dim", None)
-        if dim is not None:
-            # Strided: FSDP's cut of what tensor parallelism, further right in the mesh, cut first.
-            strided = getattr(placement, "split_factor", 1) > 1
-            cuts.append((strided, -index if strided else index, index, dim % len(shape)))
+        if placement.is_replicate():
+            continue
+        kind = type(placement).__name__
+        if kind not in ("Shard", "_StridedShard"):
+            raise ValueError(f"a tensor placed {placements} is cut in a way that is not known here")
+        # Strided: FSDP's cut of what tensor parallelism, further right in the mesh, cut first.
+        strided = kind == "_StridedShard" and placement.split_factor > 1
+        cuts.append((strided, -index if strided else index, index, placement.dim % len(shape)))
     offset, sizes = [0] * len(shape), list(shape)
     for _, _, index, dim in sorted(cuts):
         step = -(-sizes[dim] // mesh.size(index))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from pentameter.errors import ConfigError
 from pentameter.parallel.world import World
 from pentameter.plan.layout import MESH_DIMENSIONS, Layout
 
@@ -19,8 +20,20 @@ def build_mesh(layout: Layout, device_type: str, world: World) -> DeviceMesh:
     Collective: all processes of the layout call it. A dimension of size 1 is there too, so that
     whoever needs one can name it. The groups are made here, not by `init_device_mesh`, because
     that leaves them PyTorch's timeout of half an hour, and gives each dimension of size 1 a group
-    of its own, whose threads wake up a hundred times a second with gloo.
+    of its own, whose threads wake up a hundred times a second with gloo. Raises ConfigError for
+    a device that processes cannot share tensors on, and where the processes have not met.
     """
+    if device_type not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"train.device={device_type} has no way to share tensors with other processes, or to "
+            "shard them; set --train.device cpu, or parallel.zero 0 in one process"
+        )
+    if not dist.is_initialized():
+        raise ConfigError(
+            "[parallel] shares tensors out, and this process has no group to do it in; use the "
+            "command line, or pentameter.parallel.launch.joined_world, with always_group=True for "
+            "one process"
+        )
     here = layout.coordinates(world.rank)
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
     groups = []

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +24,7 @@ from pentameter.plan.plan import Plan
 from pentameter.train.metrics import checkpoint_event, rewind_metrics
 
 RESUME_WORDS = ("auto", "never", "must")
+VISIBLE_SECONDS = 30.0  # until a network file system shows what another machine has written
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,8 @@ def open_run_folder(
     start), `must` (only continue) or the path of a checkpoint to branch off from. A run that
     starts begins with the weights of the model `init_from`. The caller holds the folder's lock.
     Raises ConfigError when the folder holds another run, or one on other data, saying what
-    differs; nothing has been touched then.
+    differs; nothing has been touched then. And when a process does not see the folder, since each
+    is to write its part of the checkpoints there.
     """
     world = world or World()
 
@@ -88,11 +93,34 @@ def open_run_folder(
         return replace(folder, initial_weights=None), folder.initial_weights is not None
 
     folder, is_begun_from_weights = world.on_main(open_it)
+    _check_shared(folder, world)
     if not is_begun_from_weights:
         return folder
     assert init_from is not None  # where they came from
     weights = initial_weights(init_from, plan.config, dataset.tokenizer)
     return replace(folder, initial_weights=weights)
+
+
+def _check_shared(folder: RunFolder, world: World) -> None:
+    """Refuse a folder that lies on one of several machines alone, now and not at the first save."""
+    record = folder.path / "plan.json"
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    while not (is_there := _holds(record, folder.run_id)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    where = None if is_there else f"rank {world.rank} on {socket.gethostname()}"
+    without = [place for place in world.collect(where) if place is not None]
+    if without:
+        raise ConfigError(
+            f"--run-dir {folder.path}, which rank 0 has opened, is not there for "
+            f"{', '.join(without)}: every process writes its part of a checkpoint, so choose a "
+            "folder on a file system that all machines share"
+        )
+
+
+def _holds(record: Path, run_id: str) -> bool:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return bool(json.loads(record.read_text(encoding="utf-8")).get("run_id") == run_id)
+    return False
 
 
 def _open(

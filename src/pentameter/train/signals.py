@@ -16,7 +16,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class _StopNow(BaseException):
-    """Raised from a handler; not an Exception, so that no library's catch-all swallows it."""
+    """Raised from a handler, with the signal's name; not an Exception, so that no library's
+    catch-all swallows it. What all processes do together may raise it in the others too."""
 
 
 class StopSignals:
@@ -51,9 +52,9 @@ class StopSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
-        if kind is _StopNow:
+        if isinstance(error, _StopNow):
             raise InterruptedRunError(
-                f"stopped by {self.received} before the first step; the same command starts again"
+                f"stopped by {error} before the first step; the same command starts again"
             ) from None
 
     def agree(self, world: World, word: str | None = None) -> str | None:
@@ -75,4 +76,4 @@ class StopSignals:
             os._exit(InterruptedRunError.exit_code)
         self.received = signal.Signals(number).name
         if self.nothing_to_lose:
-            raise _StopNow
+            raise _StopNow(self.received)

@@ -12,7 +12,7 @@ from pentameter.config.schema import Config
 from pentameter.errors import TrainingFailedError
 from pentameter.plan.layout import Layout
 from pentameter.plan.plan import make_plan
-from pentameter.verify.cases import Case
+from pentameter.verify.cases import MOST_PROCESSES, Case
 from pentameter.verify.job import Job
 from pentameter.verify.numbers import TOLERANCE, Difference, Kind, StepNumbers, differences
 from pentameter.verify.shrink import case_config
@@ -138,6 +138,7 @@ def _compute(
     """The numbers of each step, by rank."""
     meeting, n_processes = workers.new_file(), case.layout.world_size
     config = case_config(small, case)
+    timeout_seconds *= max(1.0, n_processes / MOST_PROCESSES)  # they share this machine
     jobs = [
         Job(config, n_steps, rank, n_processes, meeting, timeout_seconds, prepare)
         for rank in range(n_processes)
