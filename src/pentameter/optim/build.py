@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from pentameter.config.schema import OptimizerConfig
-from pentameter.plan.memory import momentum
+from pentameter.plan.optimizer import momentum
 from pentameter.plan.table import ParameterSpec
 
 NamedParameters = Iterable[tuple[str, Parameter]]

@@ -30,6 +30,7 @@ from pentameter.plan.shares import (
     tensor_part,
     units,
 )
+from pentameter.plan.step import step_sizes
 from pentameter.plan.table import ParameterSpec, padded_vocab_size
 
 COPIES_BUCKET_BYTES = 25 * 2**20
@@ -140,18 +141,15 @@ class _Step:
         rank: int,
         precision: str | None,
     ) -> None:
-        model, train = config.model, config.train
-        assert train.batch_size is not None  # resolved
-        assert train.micro_batch_size is not None
+        model, sizes = config.model, step_sizes(config, layout, precision)
         self.config = config
         self.layout = layout
         self.tally = Tally()
         self.places = layout.coordinates(rank)
-        self.n_micro_batches = train.batch_size // layout.data // train.micro_batch_size
-        precision = precision or train.precision
-        self.element_bytes = 8 if precision == "fp64" else 4
-        self.product_bytes = 2 if precision in ("bf16", "fp16") else self.element_bytes
-        self.n_rows = train.micro_batch_size * model.context_length
+        self.n_micro_batches = sizes.n_micro_batches
+        self.element_bytes = sizes.element_bytes
+        self.product_bytes = sizes.product_bytes
+        self.n_rows = sizes.micro_batch_size * model.context_length
         self.stream_elements = self.n_rows * model.d_model  # (B, T, D)
         self.stages = dict(stage_tables(model, layout, stages, self.places["pipeline"]))
         self.n_layers = sum(len(stages[number]) for number in self.stages)

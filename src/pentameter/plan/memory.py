@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pentameter.config.schema import Config, OptimizerConfig
+from pentameter.config.schema import Config
 from pentameter.plan.activations import kept_activations_bytes
 from pentameter.plan.communication import SUM_BUCKET_BYTES
 from pentameter.plan.layout import Layout
+from pentameter.plan.optimizer import optimizer_slots
 from pentameter.plan.shares import (
     ROOT,
     gathered_elements,
@@ -17,10 +18,9 @@ from pentameter.plan.shares import (
     tensor_part,
     units,
 )
+from pentameter.plan.step import step_sizes
 from pentameter.plan.table import ParameterSpec
 from pentameter.plan.timeline import Pass, pass_order
-
-MUON_MOMENTUM = 0.95  # where the configuration leaves it out (Jordan et al. 2024)
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,6 @@ class Memory:
         )
 
 
-def momentum(optimizer: OptimizerConfig) -> float:
-    """The momentum of SGD and Muon: their own default when it is not set."""
-    if optimizer.momentum is not None:
-        return optimizer.momentum
-    return MUON_MOMENTUM if optimizer.name == "muon" else 0.0
-
-
-def optimizer_slots(optimizer: OptimizerConfig, spec: ParameterSpec) -> int:
-    """Numbers that the optimizer keeps beside each weight of a parameter."""
-    if optimizer.name == "sgd":
-        return 1 if momentum(optimizer) else 0
-    return 1 if optimizer.name == "muon" and spec.is_block_matrix else 2
-
-
 def step_memory(
     config: Config, layout: Layout, stages: Sequence[range], precision: str | None = None
 ) -> Memory:
@@ -85,10 +71,7 @@ def step_memory(
 def _enough_micro_batches(config: Config, layout: Layout) -> int:
     """Micro-batches of a step, or so many that more do not keep more under way at a time: but for
     GPipe's, a pipeline's passes repeat once it is full."""
-    train = config.train
-    assert train.batch_size is not None  # resolved
-    assert train.micro_batch_size is not None
-    n_micro_batches = train.batch_size // layout.data // train.micro_batch_size
+    n_micro_batches = step_sizes(config, layout).n_micro_batches
     several_rounds = 4 * layout.pipeline
     if layout.schedule == "gpipe" or n_micro_batches % several_rounds:
         return n_micro_batches
@@ -133,15 +116,12 @@ class _Process:
         passes: Sequence[Pass],
         precision: str | None,
     ) -> None:
-        train = config.train
-        assert train.batch_size is not None  # resolved
-        assert train.micro_batch_size is not None
         self.config = config
         self.layout = layout
-        precision = precision or train.precision
-        self.element_bytes = 8 if precision == "fp64" else 4
-        self.product_bytes = 2 if precision in ("bf16", "fp16") else self.element_bytes
-        self.accumulates = train.batch_size // layout.data > train.micro_batch_size
+        self.sizes = step_sizes(config, layout, precision)
+        self.element_bytes = self.sizes.element_bytes
+        self.product_bytes = self.sizes.product_bytes
+        self.accumulates = self.sizes.n_micro_batches > 1
         numbered = dict(stage_tables(config.model, layout, stages, place))
         self.tables, self.numbers = list(numbered.values()), list(numbered)
         self.has_first, self.has_last = 0 in numbered, layout.n_stages - 1 in numbered
@@ -182,10 +162,9 @@ class _Process:
         stream and for the gradient of what was sent, and the stream's own gradient stays there."""
         if self.layout.pipeline == 1:
             return 0
-        model, train = self.config.model, self.config.train
+        model = self.config.model
         part = self.layout.tensor if self.layout.sequence else 1
-        assert train.batch_size is not None  # resolved
-        n_tokens = train.batch_size // self.layout.data * model.context_length
+        n_tokens = self.sizes.n_rows * model.context_length
         last = self.layout.n_stages - 1
         n = sum(2 * (stage > 0) + (stage < last) for stage in self.numbers)
         return n * n_tokens * model.d_model // part * self.element_bytes

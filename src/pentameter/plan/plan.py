@@ -19,7 +19,9 @@ from pentameter.plan.layout import (
     make_layout,
     stage_layers,
 )
-from pentameter.plan.memory import Memory, momentum, step_memory
+from pentameter.plan.memory import Memory, step_memory
+from pentameter.plan.optimizer import momentum
+from pentameter.plan.step import step_sizes
 from pentameter.plan.table import (
     ParameterSpec,
     embedding_dropout,
@@ -142,12 +144,11 @@ def make_plan(
     n_padded = sum(spec.n_elements for spec in table)
     n_padding = _padding_elements(config)
     assert train.batch_size is not None
-    assert train.micro_batch_size is not None
     assert train.steps is not None
     tokens_per_step = train.batch_size * model.context_length
     stages = stage_layers(model.n_layers, layout.n_stages, *_end_weights(config))
-    n_micro_batches = train.batch_size // layout.data // train.micro_batch_size
-    check_micro_batches(layout, n_micro_batches)
+    sizes = step_sizes(config, layout)
+    check_micro_batches(layout, sizes.n_micro_batches)
     memory = step_memory(config, layout, stages)
     return Plan(
         config=config,
@@ -159,8 +160,8 @@ def make_plan(
         n_parameters_padded=n_padded,
         rows_per_epoch=rows_per_epoch,
         batch_size=train.batch_size,
-        micro_batch_size=train.micro_batch_size,
-        n_micro_batches=n_micro_batches,
+        micro_batch_size=sizes.micro_batch_size,
+        n_micro_batches=sizes.n_micro_batches,
         tokens_per_step=tokens_per_step,
         total_tokens=tokens_per_step * train.steps,
         flops_per_token=flops_per_token(model, table),
