@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pentameter.errors import ConfigError
-from pentameter.parallel.failure import failure_ends_process
+from pentameter.parallel.failure import failure_ends_process, tell_failure
 from pentameter.parallel.launch import Place, find_place, joined_world, local_device
 from pentameter.parallel.lost import LostProcessError, lost_process
 from pentameter.parallel.slurm import expand_counts, expand_nodes, rendezvous_port
@@ -224,6 +224,15 @@ def test_without_a_launcher_each_rank_tells_its_own_failure(step):
     assert err_0.count("\n") == 1
     assert err_1.startswith("Traceback (most recent call last)")
     assert err_1.endswith("\npentameter: rank 1: ValueError: the planted bug\n")
+
+
+def test_ctrl_c_during_the_import_of_torch_is_told_as_such(monkeypatch, capsys):
+    for name, value in {**POD, "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(sys.modules, "torch", None)  # its parts outlive an import that was cut off
+    assert "torch.distributed" in sys.modules
+    assert tell_failure(KeyboardInterrupt(), "interrupted", 130, expected=True)
+    assert capsys.readouterr().err == "pentameter: interrupted\n"
 
 
 def test_a_script_that_fails_ends_without_waiting_for_the_others(step):

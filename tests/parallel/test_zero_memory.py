@@ -91,4 +91,11 @@ def test_each_stage_of_zero_holds_less(processes):
         measure(processes, f"data=2,zero={zero}", WIDE, ADDED_UP)[1]["most"] for zero in range(4)
     ]
     assert most == sorted(most, reverse=True)
-    assert most[3] < 0.6 * most[0]
+    assert most[3] < 0.65 * most[0]  # half, and what is gathered at a time
+
+
+def test_gradients_of_copies_are_held_once(processes):
+    """In DDP's buckets, where micro-batches add theirs up."""
+    plan, measured = measure(processes, "data=2", WIDE, ADDED_UP)
+    assert plan.n_micro_batches > 1
+    assert measured["most"] < 4.5 * plan.memory().weights_bytes  # weights, gradients, two moments

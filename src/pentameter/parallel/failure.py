@@ -165,8 +165,7 @@ def _tell_here(error: BaseException, failure: Failure, *, debug: bool) -> None:
 
 
 def _group_stands() -> bool:
-    if "torch.distributed" not in sys.modules:
-        return False
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()
+    # Not by an import: where a signal has cut off that of torch, parts of it are there, and to
+    # import it again would fail.
+    is_initialized = getattr(sys.modules.get("torch.distributed"), "is_initialized", None)
+    return is_initialized is not None and bool(is_initialized())

@@ -165,7 +165,7 @@ class _Workers:
             start_new_session=True,
         )
         self._processes.append(process)
-        for number in self._received:  # while it was being started, and was not among them
+        for number in self._received:  # those that came while it was being started
             process.send_signal(number)
         if process.stdout is not None:
             relay = threading.Thread(target=_relay, args=(rank, process.stdout), daemon=True)
@@ -185,8 +185,9 @@ class _Workers:
                 del running[rank]
                 ended = self._failures_of(rank, code)
                 failures += ended
-                # Who stops as agreed may have less to finish than another: no hurry for that alone.
-                # But who ended before it minded signals may be waited for where none is heard.
+                # A stop as agreed may take another longer, so no hurry for that alone. For one that
+                # a signal ended before it minded signals, another may wait in C++, where Python
+                # hears of no signal.
                 if failed_at is None and ended and code != InterruptedRunError.exit_code:
                     failed_at = time.monotonic()
             if hurried_at is None and len(self._received) > 1:

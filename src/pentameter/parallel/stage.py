@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 
 from pentameter.data.batches import IGNORED, Batch
 from pentameter.errors import ConfigError
@@ -129,6 +130,13 @@ class Stage:
         for name, parameter in self.named_parameters():
             if self._tied is None or parameter is not self._tied.copy:
                 yield name, parameter
+
+    @property
+    def adds_up_in_place(self) -> bool:
+        """Whether micro-batches add their gradients up where they are summed over the data, in
+        DDP's buckets. So they are set to zero there, not given up, or they would be held twice."""
+        copied = any(isinstance(each, DistributedDataParallel) for each in self._modules.values())
+        return copied and self.plan.n_micro_batches > 1
 
     def parameters(self) -> Iterable[Parameter]:
         """Parameters in the order of `named_parameters`."""

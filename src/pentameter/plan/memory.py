@@ -204,12 +204,12 @@ class _Process:
         return self.head_gradient_bytes() if both else 0
 
     def copied(self) -> Iterator[_Moment]:
-        """Without ZeRO. DDP has room for all gradients from the start; those of the micro-batches
-        before the last one are elsewhere."""
+        """Without ZeRO. DDP has room for all gradients from the start, where micro-batches add
+        theirs up."""
         layout, whole = self.layout, self.gradients_bytes()
         alone = layout.tensor == layout.pipeline == 1
         in_buckets = whole if layout.data > 1 and alone else 0
-        added = whole if self.accumulates else 0
+        added = whole if self.accumulates and not in_buckets else 0
         head = self.head_gradient_bytes()
         yield _Moment(in_buckets + head, self.activations_bytes)
         if self.accumulates:

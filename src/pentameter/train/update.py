@@ -32,7 +32,7 @@ def update_weights(
             clip_gradients(parameters, norm, clip_norm)
         set_learning_rate(optimizer, rate)
         optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=not stage.adds_up_in_place)
     return norm_value
 
 
