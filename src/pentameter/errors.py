@@ -43,3 +43,8 @@ class InterruptedRunError(PentameterError):
     """A signal stopped the run after it was saved; the same command continues it."""
 
     exit_code = 75
+
+    def __init__(self, message: str, *, agreed: bool = True) -> None:
+        super().__init__(message)
+        self.agreed = agreed
+        """Whether all processes stop at this step; else this one left alone, before any."""

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,6 +19,7 @@ from pentameter.errors import ConfigError, InterruptedRunError
 from pentameter.parallel.failure import failure_ends_process
 from pentameter.parallel.launch import find_place, joined_world
 from pentameter.parallel.local_launch import run_local, watch_launcher
+from pentameter.train.signals import StopSignals
 
 GRACE_SECONDS = float(os.environ.get("TEST_GRACE_SECONDS", "0.5"))
 
@@ -112,15 +114,16 @@ def obey(folder: str, seconds: str = "0") -> None:
     raise InterruptedRunError("stopped, and saved")
 
 
-def gather(folder: str) -> None:
+def gather(folder: str, minds_signals: str = "") -> None:
     """Rank 0 waits for the others to come; rank 1 is not ready to meet it, and never will be."""
     import torch.distributed  # noqa: F401  # what the world waits for is not this import
 
-    Path(folder, f"pid-{rank()}").write_text(str(os.getpid()))
-    if rank() == 1:
-        time.sleep(600)
-    with joined_world("cpu", find_place()):
-        raise AssertionError("nobody came")
+    with StopSignals() if minds_signals else nullcontext():
+        Path(folder, f"pid-{rank()}").write_text(str(os.getpid()))
+        if rank() == 1:
+            time.sleep(600)
+        with joined_world("cpu", find_place()):
+            raise AssertionError("nobody came")
 
 
 def cling(folder: str) -> None:

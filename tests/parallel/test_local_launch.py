@@ -200,9 +200,12 @@ def test_a_second_signal_leaves_at_once(launch, tmp_path):
     assert err == "pentameter: stopped at once by a second signal; the same command continues\n"
 
 
-def test_ctrl_c_while_the_workers_meet_does_not_wait_for_who_cannot_hear_it(launch, tmp_path):
-    # Rank 0 waits in C++, where Python's own handler of SIGINT cannot run; rank 1 ends by it.
-    launcher = launch("launch", 2, "gather", tmp_path)
+@pytest.mark.parametrize("minds_signals", [[], ["yes"]])
+def test_ctrl_c_while_the_workers_meet_does_not_wait_for_who_cannot_hear_it(
+    launch, tmp_path, minds_signals
+):
+    # Rank 0 waits in C++, where no handler in Python can run; rank 1 ends by it.
+    launcher = launch("launch", 2, "gather", tmp_path, *minds_signals)
     pids = wait_for(tmp_path / "pid-0", tmp_path / "pid-1")
     deadline = time.monotonic() + 60
     while not list((tmp_path / "tmp").glob("pentameter-*/rendezvous")):

@@ -54,6 +54,8 @@ class Failure:
     """Whether the message says all a person needs, without the traceback."""
     consequence: bool = False
     """Whether it only follows from the failure of another process."""
+    agreed: bool = False
+    """Whether it is a stop that all processes have agreed on."""
 
 
 def first_failure(failures: list[Failure]) -> Failure:
@@ -102,6 +104,7 @@ def tell_failure(
         traceback="".join(traceback.format_exception(error)),
         expected=expected,
         consequence=isinstance(error, LostProcessError),
+        agreed=isinstance(error, InterruptedRunError) and error.agreed,
     )
     if place.source == "--nproc":
         path = report_path(Path(os.environ[LAUNCH_FOLDER]), place.rank)

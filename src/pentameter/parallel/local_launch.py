@@ -186,9 +186,8 @@ class _Workers:
                 ended = self._failures_of(rank, code)
                 failures += ended
                 # A stop as agreed may take another longer, so no hurry for that alone. For one that
-                # a signal ended before it minded signals, another may wait in C++, where Python
-                # hears of no signal.
-                if failed_at is None and ended and code != InterruptedRunError.exit_code:
+                # a signal ended on its own, another may wait in C++, where Python hears of none.
+                if failed_at is None and not all(failure.agreed for failure in ended):
                     failed_at = time.monotonic()
             if hurried_at is None and len(self._received) > 1:
                 hurried_at = time.monotonic()

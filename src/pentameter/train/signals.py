@@ -54,7 +54,8 @@ class StopSignals:
         self._previous.clear()
         if isinstance(error, _StopNow):
             raise InterruptedRunError(
-                f"stopped by {error} before the first step; the same command starts again"
+                f"stopped by {error} before the first step; the same command starts again",
+                agreed=False,
             ) from None
 
     def agree(self, world: World, word: str | None = None) -> str | None:
