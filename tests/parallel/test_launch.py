@@ -231,7 +231,7 @@ def test_ctrl_c_during_the_import_of_torch_is_told_as_such(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(sys.modules, "torch", None)  # its parts outlive an import that was cut off
     assert "torch.distributed" in sys.modules
-    assert tell_failure(KeyboardInterrupt(), "interrupted", 130, expected=True)
+    assert tell_failure(KeyboardInterrupt())
     assert capsys.readouterr().err == "pentameter: interrupted\n"
 
 

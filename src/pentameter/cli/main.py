@@ -7,13 +7,12 @@ import importlib
 import io
 import keyword
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from pentameter.errors import ConfigError, PentameterError, StorageError
-from pentameter.parallel.failure import WorkerFailedError, tell_failure
+from pentameter.errors import ConfigError
+from pentameter.parallel.failure import EXPECTED, WorkerFailedError, explanation, tell_failure
 
 VERBS = {
     "train": "train a model, or continue a run: train PRESET-or-FILE [--section.key VALUE …]",
@@ -46,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run_verb(arguments[0], arguments[1:])
     except (Exception, KeyboardInterrupt) as error:
-        expected = isinstance(error, (PentameterError, OSError, KeyboardInterrupt))
-        message, code = _explanation(error)
-        if tell_failure(error, message, code, expected=expected, debug=debug):
+        expected = isinstance(error, EXPECTED)
+        message, code = explanation(error)
+        if tell_failure(error, debug=debug):
             return code  # one process of several
         if isinstance(error, WorkerFailedError):
             if debug or not error.expected:
@@ -66,20 +65,6 @@ def _run_verb(verb: str, arguments: list[str]) -> int:
     module = f"{verb}_" if keyword.iskeyword(verb) else verb  # `import` is in import_.py
     run: Callable[[list[str]], int] = importlib.import_module(f"pentameter.cli.{module}").run
     return run(arguments)
-
-
-def _explanation(error: BaseException) -> tuple[str, int]:
-    """What to say of an error, and the exit code that belongs to it."""
-    if isinstance(error, BrokenPipeError):
-        return "", 0  # the reader of our output went away (`… | head`): not our failure
-    if isinstance(error, PentameterError):
-        return str(error), error.exit_code
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted", 128 + signal.SIGINT
-    if isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror or error}", StorageError.exit_code
-    return f"{type(error).__name__}: {error}", 1
 
 
 def _explain(error: BaseException, message: str, code: int) -> int:

@@ -19,9 +19,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pentameter.errors import ConfigError, InterruptedRunError, PentameterError
+from pentameter.errors import ConfigError, InterruptedRunError, PentameterError, StorageError
 from pentameter.parallel.launch import LAUNCH_FOLDER, find_place
 from pentameter.parallel.lost import LostProcessError
+
+EXPECTED = (PentameterError, OSError, KeyboardInterrupt)
+"""Errors whose message says all a person needs, without the traceback."""
 
 HOLD_BACK_SECONDS = 2.0
 """What an error that all processes are likely to meet waits outside of rank 0; twice that, what
@@ -82,9 +85,21 @@ def read_report(folder: Path, rank: int) -> Failure | None:
         return None
 
 
-def tell_failure(
-    error: BaseException, message: str, exit_code: int, *, expected: bool, debug: bool = False
-) -> bool:
+def explanation(error: BaseException) -> tuple[str, int]:
+    """What to say of an error, and the exit code that belongs to it."""
+    if isinstance(error, BrokenPipeError):
+        return "", 0  # the reader of our output went away (`… | head`): not our failure
+    if isinstance(error, PentameterError):
+        return str(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 128 + signal.SIGINT
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or error}", StorageError.exit_code
+    return f"{type(error).__name__}: {error}", 1
+
+
+def tell_failure(error: BaseException, *, debug: bool = False) -> bool:
     """Tell the failure of a process of several; False for one that runs alone.
 
     Call it while `error` is being handled. Where the process group still stands this does not
@@ -96,13 +111,14 @@ def tell_failure(
         return False  # which is likely the error itself
     if place is None:
         return False
+    message, exit_code = explanation(error)
     failure = Failure(
         rank=place.rank,
         exit_code=exit_code,
         message=message,
         time=time.time(),
         traceback="".join(traceback.format_exception(error)),
-        expected=expected,
+        expected=isinstance(error, EXPECTED),
         consequence=isinstance(error, LostProcessError),
         agreed=isinstance(error, InterruptedRunError) and error.agreed,
     )
@@ -125,21 +141,15 @@ def failure_ends_process() -> Iterator[None]:
     """What a script of several processes puts around `joined_world`, as the command does.
 
     An exception that leaves the block is told once and ends the process, with the exit code of
-    `pentameter.errors` (1 for any other), without waiting for the others: a group that stands,
-    with work that is not done, would make the end of Python wait for them. In a process that runs
-    alone the exception goes on as it is.
+    `explanation`, without waiting for the others: a group that stands, with work that is not done,
+    would make the end of Python wait for them. In a process that runs alone the exception goes on
+    as it is.
     """
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        message, exit_code = f"{type(error).__name__}: {error}", 1
-        if isinstance(error, PentameterError):
-            message, exit_code = str(error), error.exit_code
-        elif isinstance(error, KeyboardInterrupt):
-            message, exit_code = "interrupted", 128 + signal.SIGINT
-        expected = isinstance(error, (PentameterError, KeyboardInterrupt))
-        if tell_failure(error, message, exit_code, expected=expected):
-            raise SystemExit(exit_code) from error
+        if tell_failure(error):
+            raise SystemExit(explanation(error)[1]) from error
         raise
 
 
