@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pentameter.config.load import load_config
 from pentameter.errors import ConfigError
 from pentameter.parallel.failure import failure_ends_process, tell_failure
 from pentameter.parallel.launch import Place, find_place, joined_world, local_device
@@ -19,6 +20,7 @@ from pentameter.parallel.lost import LostProcessError, lost_process
 from pentameter.parallel.slurm import expand_counts, expand_nodes, rendezvous_port
 from pentameter.parallel.threads import usable_cores
 from pentameter.parallel.world import World
+from pentameter.train.trainer import Trainer
 
 LAUNCHED = Path(__file__).with_name("launched.py")
 EACH_THREADS = max(1, len(usable_cores()) // 2)
@@ -113,6 +115,8 @@ def test_one_process_has_nobody_to_meet(environ):
             ["WORLD_SIZE=18", "SLURM_STEP_NUM_TASKS=9", "--ntasks=18", "unset WORLD_SIZE"],
         ),
         ({**SRUN, "WORLD_SIZE": "all"}, ["WORLD_SIZE='all'", "unset WORLD_SIZE"]),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, ["OMPI_COMM_WORLD_SIZE=2", "torchrun or srun"]),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, ["SLURM_STEP_NUM_TASKS=2", "run as one process"]),
         ({**SRUN, "SLURM_PROCID": "3"}, ["SLURM_PROCID=3", "--distribution=block"]),
     ],
 )
@@ -248,6 +252,26 @@ def test_a_script_that_fails_ends_without_waiting_for_the_others(step):
 def test_a_script_of_one_process_fails_as_any_other():
     with pytest.raises(ValueError, match="on its own"), failure_ends_process():
         raise ValueError("on its own")
+
+
+def test_who_waits_for_others_says_so(monkeypatch, capfd, tmp_path):
+    monkeypatch.setattr("pentameter.parallel.launch.PATIENCE_SECONDS", 0.2)
+    place = Place(0, 2, 0, 2, f"file://{tmp_path}/meeting", "torchrun")
+    with (
+        pytest.raises(LostProcessError, match="not all of the 2 processes"),
+        joined_world("cpu", place, timeout_seconds=1),
+    ):
+        pass
+    expected = f"pentameter: waiting for all 2 processes to come to file://{tmp_path}/meeting\n"
+    assert capfd.readouterr().err.count(expected) == 1
+
+
+def test_a_trainer_without_a_world_refuses_to_be_one_of_several(monkeypatch):
+    for name, value in {**POD, "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"no world: with joined_world"):
+        Trainer(load_config("grammar"))
+    assert Trainer(load_config("grammar"), world=World()).world == World()
 
 
 def test_one_process_needs_no_group():

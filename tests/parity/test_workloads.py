@@ -154,6 +154,10 @@ def test_the_character_gpt_goes_on_on_another_layout(runs, character_config, cha
     run = in_two(runs, character_config, 20, *layouts)
     assert_same_training(run, characters_alone)
     assert_same_state(run, characters_alone, 40)
+    assert "resume  from step 20, saved by data=2,zero=2" in run.log()
+    (start,), (resume,) = run.events("start"), run.events("resume")
+    assert (start["layout"], start["world_size"]) == ("data=2,zero=2", 2)
+    assert (resume["layout"], resume["world_size"]) == ("tensor=2", 2)
 
 
 def test_the_character_gpt_in_fp32(runs, character_config):

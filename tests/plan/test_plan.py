@@ -91,6 +91,35 @@ def test_memory_is_exact_bytes_per_parameter():
     assert plan.optimizer_bytes == 8 * plan.n_parameters_padded
 
 
+def test_a_vocabulary_that_leaves_a_process_nothing_is_to_be_padded():
+    few = config(batch_size=8)
+    few = load_config(few, {"model.n_heads": 4, "parallel.tensor": 4})
+    with pytest.raises(ConfigError, match=r"tensor=4 cuts the 9 rows .* --model.vocab-multiple 4"):
+        make_plan(few, vocab_size=9)
+    make_plan(load_config(few, {"model.vocab_multiple": 4}), vocab_size=9)
+    make_plan(few, vocab_size=10)  # 3, 3, 3, 1
+
+
+def test_a_batch_too_small_for_a_pipeline_is_to_be_raised():
+    few = load_config(config(batch_size=2), {"parallel.pipeline": 2, "model.n_layers": 2})
+    with pytest.raises(ConfigError, match=r"there are 1; raise train.batch_size to 4, or lower"):
+        make_plan(few, vocab_size=10, world_size=4)
+    few = load_config(few, {"train.batch_size": 4, "train.micro_batch_size": 2})
+    with pytest.raises(ConfigError, match=r"there are 1; lower train.micro_batch_size, or"):
+        make_plan(few, vocab_size=10, world_size=4)
+
+
+def test_more_parts_than_sequences_are_refused_with_one_batch():
+    with pytest.raises(ConfigError, match=r"or a batch of 32 sequences$"):
+        make_plan(config(batch_size=16), vocab_size=10, world_size=32)
+
+
+def test_a_plan_warns_of_what_a_pipeline_keeps_room_for():
+    (warning,) = make_plan(load_config("gpt3-175b"), world_size=128).to_json()["warnings"]
+    assert warning.startswith("58.0 of the 84.4 GB")
+    assert make_plan(load_config("gpt3-175b"), world_size=1024).warnings() == []
+
+
 @given(n_layers=st.integers(1, 100), n_stages=st.integers(1, 16))
 def test_stage_layers_partition_evenly(n_layers, n_stages):
     stages = stage_layers(n_layers, n_stages)

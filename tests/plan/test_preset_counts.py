@@ -147,9 +147,10 @@ def test_a_presets_layout(
         (
             "gpt2-xl-hybrid",
             "parallel.tensor=2 × parallel.pipeline=2 need a multiple of 4 processes, there is 1: "
-            "start 4 (--nproc 4), or lower a degree (--parallel.tensor 1 --parallel.pipeline 1)",
+            "start 4 (--nproc 4, or torchrun's --nproc-per-node), or lower a degree "
+            "(--parallel.tensor 1 --parallel.pipeline 1)",
         ),
-        ("gpt3-175b", "start 128 (--nproc 128)"),
+        ("gpt3-175b", "start 128 (--nproc 128, or torchrun"),
     ],
 )
 def test_one_process_is_told_what_a_presets_layout_needs(name: str, needs: str) -> None:

@@ -24,7 +24,7 @@ def test_all_has_every_layout_that_must_be_equal():
         "data=2,zero=3",
         "data=4,zero=3,replicate=2",
         "tensor=2",
-        "tensor=2,sequence=1",
+        "tensor=2,sequence=true",
         "pipeline=2,schedule=gpipe",
         "pipeline=2",
         "pipeline=2,schedule=zero-bubble",
@@ -35,7 +35,7 @@ def test_all_has_every_layout_that_must_be_equal():
         "tensor=2,pipeline=2",
         "data=2,tensor=2,pipeline=2",
         "data=2,zero=3,activation_checkpoint=full",
-        "data=2,zero=3,tensor=2,sequence=1,pipeline=2,schedule=interleaved,virtual_stages=2",
+        "data=2,zero=3,tensor=2,sequence=true,pipeline=2,schedule=interleaved,virtual_stages=2",
         "tensor=2,pipeline=2,tied_head=false",
     }
 
@@ -96,7 +96,7 @@ def test_the_configurations_own_layout_is_among_all():
         ({"data": 16, "zero": 1, "replicate": 4}, "data=4,zero=1,replicate=2"),
         (
             {"data": 3, "tensor": 4, "sequence": True, "pipeline": 4, "virtual_stages": 1},
-            "data=2,tensor=2,sequence=1,pipeline=2",
+            "data=2,tensor=2,sequence=true,pipeline=2",
         ),
     ],
 )

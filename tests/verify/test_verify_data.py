@@ -5,6 +5,7 @@ import pytest
 from pentameter.cli import verify as command
 from pentameter.config.load import load_config
 from pentameter.data import open_dataset, training_batches
+from pentameter.errors import ConfigError
 from pentameter.plan.layout import Layout, parse_layout
 from pentameter.plan.plan import global_batch_size
 from pentameter.verify.cases import chosen_cases
@@ -77,4 +78,12 @@ def test_wrong_rows_are_caught(rows, said, monkeypatch):
 def test_the_command(capsys):
     arguments = ["grammar", "--data", "--layouts", "data=2;data=4,tensor=2", *GRAMMAR]
     assert command.run(arguments) == 0
-    assert "3 of 3 layouts equal one process" in capsys.readouterr().out
+    assert "2 of 2 layouts equal one process:" in capsys.readouterr().out
+
+
+def test_a_layout_that_no_run_can_have_is_no_success(capsys):
+    arguments = ["grammar", "--data", *GRAMMAR, "--layouts"]
+    assert command.run([*arguments, "data=2;data=3"]) == 0
+    assert "1 of 1 layouts equal one process; not possible: data 3:" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"'data=3': no run can have any"):
+        command.run([*arguments, "data=3"])

@@ -64,11 +64,11 @@ def run(arguments: list[str]) -> int:
         elif is_main:
             print(json.dumps(_plan(config, n_processes, place), indent=2))
         return 0
-    if place is None:
-        _check_layout(config, n_processes or 1)  # before data is read, or N processes say the same
-        if n_processes is not None and n_processes > 1:
-            run_local(python_command("train", *arguments), n_processes)
-            return 0
+    # Before data is read, processes meet, or N of them say the same.
+    _check_layout(config, n_processes or 1, place)
+    if place is None and n_processes is not None and n_processes > 1:
+        run_local(python_command("train", *arguments), n_processes)
+        return 0
     _train(config, parsed, place)
     return 0
 
@@ -106,14 +106,16 @@ def _train(config: Config, parsed: TrainArguments, place: Place | None) -> None:
         _say_goodbye(trainer)
 
 
-def _check_layout(config: Config, n_processes: int) -> None:
-    """Raise ConfigError where the layout does not fit the processes, all in one machine."""
+def _check_layout(config: Config, n_processes: int, place: Place | None) -> None:
+    """Raise ConfigError where the layout does not fit the processes: all in one machine, or those
+    that were started at `place`."""
     from pentameter.plan.layout import check_layout, make_layout
     from pentameter.plan.plan import make_plan, needs_data
 
-    check_layout(make_layout(config.parallel, n_processes), config.model, n_processes)
+    local_size = n_processes if place is None else place.local_size
+    check_layout(make_layout(config.parallel, n_processes), config.model, local_size)
     if not needs_data(config):
-        make_plan(config, world_size=n_processes, local_size=n_processes)
+        make_plan(config, world_size=n_processes, local_size=local_size)
 
 
 def _with_tokenizer_beside(config: Config, model: Path, *, say: bool) -> Config:

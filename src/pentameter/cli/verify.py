@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from pentameter.config.schema import Config
+    from pentameter.verify.cases import Case
     from pentameter.verify.data import DataOutcome
     from pentameter.verify.run import Outcome
 
@@ -79,6 +80,8 @@ def _layouts(config: Config, parsed: VerifyArguments, again: Sequence[str]) -> b
 
     cases = chosen_cases(config, parsed.layouts)
     small = shrink(config, cases)
+    for case in cases:
+        _check(small, case)
     changes = list(described_changes(config, small))
     if not parsed.json:
         _say(f"{config.name}, in float64 on CPU processes, made small: {', '.join(changes)}\n")
@@ -100,6 +103,17 @@ def _layouts(config: Config, parsed: VerifyArguments, again: Sequence[str]) -> b
     said = f"every loss, gradient and weight of {parsed.steps} steps within {TOLERANCE:.0e}"
     _say(_summary(outcomes, said))
     return passed
+
+
+def _check(small: Config, case: Case) -> None:
+    """Raise ConfigError for a case that no run could have."""
+    from pentameter.plan.plan import make_plan
+    from pentameter.verify.shrink import case_config
+
+    try:
+        make_plan(case_config(small, case))
+    except ConfigError as error:
+        raise ConfigError(f"layout {str(case)!r}: {error}") from None
 
 
 def _data(config: Config, parsed: VerifyArguments) -> bool:
@@ -131,7 +145,10 @@ def _data(config: Config, parsed: VerifyArguments) -> bool:
         f"the {batch_size} rows of steps {', '.join(map(str, steps))}, in {config.data.order} "
         f"order, {batches.rows_per_epoch:,} rows an epoch"
     )
-    _say(_summary(outcomes, said))
+    asked = outcomes[1:] or outcomes  # the first is what they are compared with
+    _say(_summary(asked, said))
+    if all(outcome.refused for outcome in asked):
+        raise ConfigError(f"--layouts {parsed.layouts!r}: no run can have any of them, see above")
     return passed
 
 
@@ -144,7 +161,12 @@ def _summary(outcomes: Sequence[Outcome | DataOutcome], said: str) -> str:
     compared = [outcome for outcome in outcomes if outcome.passed is not None]
     n_passed = sum(1 for outcome in compared if outcome.passed)
     seconds = sum(outcome.seconds for outcome in outcomes)
-    return f"{n_passed} of {len(compared)} layouts equal one process: {said} ({seconds:.0f} s)"
+    refused = [outcome.name for outcome in outcomes if outcome.passed is None]
+    impossible = f"; not possible: {', '.join(refused)}" if refused else ""
+    return (
+        f"{n_passed} of {len(compared)} layouts equal one process{impossible}: {said} "
+        f"({seconds:.0f} s)"
+    )
 
 
 # -- what people see ----------------------------------------------------------------------------

@@ -20,8 +20,8 @@ class ParallelConfig(Section):
     replicate: Positive = 1
     """Copies of what `zero` shares out (HSDP): it is shared among data ÷ replicate processes."""
     tensor: Positive = 1
-    """Processes that share each matrix: attention by head, the feed-forward layer and the
-    vocabulary by column. They should be in one machine."""
+    """Processes that share each matrix: attention by head, the feed-forward layer by column,
+    the vocabulary by row. They should be in one machine."""
     sequence: Switch = False
     """Between the shared matrices, the tensor-parallel processes also share out the tokens."""
     pipeline: Positive = 1

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 
 LAUNCH_FOLDER = "PENTAMETER_LAUNCH_FOLDER"
 """The private folder of `--nproc`: where its processes meet, and where they leave their reports."""
+
+
+PATIENCE_SECONDS = 15.0
+"""Until a process that waits for others to come says so."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,38 @@ def _named_place(environ: Mapping[str, str]) -> Place | None:
     # A batch script can export WORLD_SIZE for all its tasks, but not the RANK of each.
     if "RANK" in environ or ("WORLD_SIZE" in environ and not is_srun_task):
         return _torch_place(environ)
-    return _slurm_place(environ) if is_srun_task else None
+    if not is_srun_task:
+        _refuse_unknown_launcher(environ)
+        return None
+    return _slurm_place(environ)
+
+
+def _refuse_unknown_launcher(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError where something has started several processes that each would run alone."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+        count = environ.get(name, "").strip()
+        if count.isdecimal() and int(count) > 1:
+            raise ConfigError(
+                f"{name}={count} says that {count} processes were started together, and nothing "
+                "says which of them this is; start them with torchrun or srun, or on one machine "
+                f"with --nproc, or unset {name} to run as one process"
+            )
+
+
+def lone_world() -> World:
+    """The World of a process by itself.
+
+    Raises ConfigError where the environment says that others were started with it: each would
+    train alone, and write to the same folder.
+    """
+    place = find_place()
+    if place is not None:
+        raise ConfigError(
+            f"{place.source} has started {place.world_size} processes, and this Trainer was given "
+            "no world: with joined_world(device, find_place()) as world: Trainer(…, world=world) "
+            "(docs/python-api.md)"
+        )
+    return World()
 
 
 def _torch_place(environ: Mapping[str, str]) -> Place:
@@ -223,21 +260,20 @@ def _meet(place: Place, device_type: str, timeout_seconds: float) -> None:
     elif place.init_method.startswith("file://"):
         # Not by init_method, which would read a ? or # in the path as the end of it.
         store = dist.FileStore(place.init_method.removeprefix("file://"), place.world_size)
+    where = place.init_method
+    if where == "env://":
+        where = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
     try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
-            init_method=place.init_method if store is None else None,
-            store=store,
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timeout,
-        )
-    except RuntimeError as error:
-        where = place.init_method
-        if where == "env://":
-            where = (
-                f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
+        with _saying_so_when_it_takes_long(place, where):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+                init_method=place.init_method if store is None else None,
+                store=store,
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=timeout,
             )
+    except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise ConfigError(
                 f"the port of {where} is in use on this machine; set MASTER_PORT to another"
@@ -248,6 +284,20 @@ def _meet(place: Place, device_type: str, timeout_seconds: float) -> None:
                 f"{where} within {timeout_seconds:g} s; look for the message of one that did not"
             ) from error
         raise
+
+
+@contextlib.contextmanager
+def _saying_so_when_it_takes_long(place: Place, where: str) -> Iterator[None]:
+    """Have rank 0 tell whom it waits for, once that is longer than starting takes."""
+    said = f"pentameter: waiting for all {place.world_size} processes to come to {where}"
+    timer = threading.Timer(PATIENCE_SECONDS, print, (said,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    if place.rank == 0:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def local_device(device: torch.device, world: World) -> torch.device:

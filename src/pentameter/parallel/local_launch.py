@@ -264,8 +264,9 @@ def _killed(rank: int, number: int) -> Failure:
     except ValueError:
         name = f"signal {number}"
     why = " (out of memory?)" if number == signal.SIGKILL else ""
+    message = f"was killed by {name}{why}; the same command goes back to the last checkpoint"
     seen = 0.0 if number in _ROOT_CAUSES else time.time()
-    return Failure(rank, TrainingFailedError.exit_code, f"was killed by {name}{why}", seen)
+    return Failure(rank, TrainingFailedError.exit_code, message, seen)
 
 
 def _relay(rank: int, lines: Iterator[str]) -> None:

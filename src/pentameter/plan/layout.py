@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 from pentameter.config.divisors import nearest_divisors
 from pentameter.config.schema import ModelConfig, ParallelConfig
 from pentameter.errors import ConfigError
-from pentameter.plan.table import feed_forward_width
+from pentameter.plan.table import feed_forward_width, padded_vocab_size
 
 MESH_DIMENSIONS = ("pipeline", "data", "shard", "context", "tensor")
 """From far apart to close together: neighbouring ranks, which share a machine, differ in `tensor`.
@@ -96,18 +97,19 @@ class Layout:
         """As it is written on a command line: what differs from one process."""
         plain = asdict(Layout())
         parts = [
-            f"{name}={int(value) if isinstance(value, bool) else value}"
+            f"{name}={str(value).lower()}"
             for name, value in asdict(self).items()
             if value != plain[name]
         ]
         return ",".join(parts) or "data=1"
 
 
-def parse_layout(text: str, world_size: int | None = None) -> Layout:
+def parse_layout(text: str, world_size: int | None = None, *, also: Sequence[str] = ()) -> Layout:
     """The Layout that `data=2,tensor=2,pipeline=2,zero=3,schedule=1f1b` describes.
 
     What is left out is 1 (`zero` 0); `data` may be left out where `world_size` is given: it is
-    that divided by the rest. Raises ConfigError for what cannot be, saying what can.
+    that divided by the rest. Raises ConfigError for what cannot be, saying what can: `also` what
+    else may stand where the text comes from.
     """
     values: dict[str, Any] = {}
     known = [name for name in ParallelConfig.model_fields if name != "partition"]
@@ -117,9 +119,11 @@ def parse_layout(text: str, world_size: int | None = None) -> Layout:
         if name == "context" and value == "1":
             continue
         if name not in known or not sign:
+            names = [*known, *also]
+            near = difflib.get_close_matches(name, names, n=1)
             raise ConfigError(
                 f"layout {text!r}: {part.strip()!r} must be NAME=VALUE with a name of: "
-                + ", ".join(known)
+                f"{', '.join(names)}{f'; did you mean {near[0]}?' if near else ''}"
             )
         if name in values:
             raise ConfigError(f"layout {text!r}: {name} stands there twice")
@@ -166,13 +170,13 @@ def make_layout(parallel: ParallelConfig, world_size: int | None = None) -> Layo
             raise ConfigError(
                 f"{named} {'need' if len(degrees) > 1 else 'needs'} a multiple of {rest} "
                 f"processes, there {are} {world_size}: start {_or(fitting)} "
-                f"(--nproc {fitting[0]}), or lower a degree ({lower})"
+                f"({_starting(fitting[0])}), or lower a degree ({lower})"
             )
     elif world_size is not None and data * rest != world_size:
         raise ConfigError(
             f"parallel.data={data}{' × ' if named else ''}{named} {'need' if named else 'needs'} "
             f"{data * rest} processes, there {are} {world_size}: start {data * rest} "
-            f"(--nproc {data * rest}), or leave parallel.data out to use those that are there"
+            f"({_starting(data * rest)}), or leave parallel.data out to use those that are there"
         )
     if data % parallel.replicate:
         raise ConfigError(
@@ -197,6 +201,14 @@ def check_layout(layout: Layout, model: ModelConfig, local_size: int | None = No
                 f"parallel.tensor={t} must divide model.{key}={size}; possible: "
                 + _listed(d for d in _divisors(math.gcd(model.n_heads, width)))
             )
+    if model.vocab_size is not None:
+        n_rows = padded_vocab_size(model)
+        part = -(-n_rows // t)
+        if part * (t - 1) >= n_rows:
+            raise ConfigError(
+                f"parallel.tensor={t} cuts the {n_rows} rows of the vocabulary into parts of "
+                f"{part}, which leaves the last process none; pad it: --model.vocab-multiple {t}"
+            )
     if layout.sequence and model.context_length % t:
         raise ConfigError(
             f"parallel.sequence=true: parallel.tensor={t} must divide model.context_length="
@@ -218,7 +230,7 @@ def check_layout(layout: Layout, model: ModelConfig, local_size: int | None = No
         )
 
 
-def check_micro_batches(layout: Layout, n_micro_batches: int) -> None:
+def check_micro_batches(layout: Layout, n_micro_batches: int, micro_batch_size: int) -> None:
     """Raise ConfigError unless the pipeline's schedule can take so many micro-batches.
 
     1F1B fills the pipeline before it alternates between forward and backward; schedules that
@@ -228,10 +240,14 @@ def check_micro_batches(layout: Layout, n_micro_batches: int) -> None:
         return
     if layout.schedule == "1f1b":
         if n_micro_batches < layout.pipeline:
+            remedy = "lower train.micro_batch_size"
+            if n_micro_batches * micro_batch_size < layout.pipeline:
+                least = layout.data * layout.pipeline
+                remedy = f"raise train.batch_size to {least}, or lower parallel.data or pipeline"
             raise ConfigError(
                 f"parallel.schedule='1f1b' over parallel.pipeline={layout.pipeline} processes "
-                f"takes at least as many micro-batches, there are {n_micro_batches}; lower "
-                "train.micro_batch_size, or use 'gpipe'"
+                f"takes at least as many micro-batches, there are {n_micro_batches}; {remedy}, or "
+                "use 'gpipe'"
             )
         return
     rounds = max(1, n_micro_batches // layout.pipeline)
@@ -266,6 +282,10 @@ def stage_layers(
         load[stage] += 1
     starts = [0, *itertools.accumulate(counts)]
     return tuple(range(a, b) for a, b in itertools.pairwise(starts))
+
+
+def _starting(n_processes: int) -> str:
+    return f"--nproc {n_processes}, or torchrun's --nproc-per-node"
 
 
 def _divisors(n: int) -> Sequence[int]:

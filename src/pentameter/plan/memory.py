@@ -38,6 +38,8 @@ class Memory:
     gathered_bytes: int
     """Beyond these, when it is fullest: weights gathered from shards, or rounded for products, and
     what is on its way between processes."""
+    received_bytes: int
+    """Room for what stages of a pipeline receive: PyTorch keeps it for every micro-batch."""
     activations_bytes: int
     """What the forward passes under way have kept for their backward passes, at the most."""
     total_bytes: int
@@ -47,7 +49,11 @@ class Memory:
     def state_bytes(self) -> int:
         """All but the activations."""
         return (
-            self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.gathered_bytes
+            self.weights_bytes
+            + self.gradients_bytes
+            + self.optimizer_bytes
+            + self.gathered_bytes
+            + self.received_bytes
         )
 
 
@@ -152,7 +158,8 @@ class _Process:
             weights_bytes=weights,
             gradients_bytes=gradients,
             optimizer_bytes=optimizer,
-            gathered_bytes=most - gradients,
+            gathered_bytes=most - gradients - held,
+            received_bytes=held,
             activations_bytes=self.activations_bytes,
             total_bytes=weights + optimizer + round(total),
         )

@@ -86,6 +86,17 @@ class Plan:
         it open."""
         return step_memory(self.config, self.layout, self.stages, precision)
 
+    def warnings(self) -> list[str]:
+        """What of the Plan is possible and likely not meant."""
+        memory = self.memory()
+        if 2 * memory.received_bytes < memory.total_bytes:
+            return []
+        return [
+            f"{memory.received_bytes / 1e9:,.1f} of the {memory.total_bytes / 1e9:,.1f} GB of the "
+            f"fullest process receive what stages send of all {self.n_micro_batches} micro-batches "
+            "of a step; a higher parallel.data, or a smaller batch, needs less"
+        ]
+
     def traffic(self, rank: int = 0, precision: str | None = None) -> Ledger:
         """What a process sends and receives in a step, by (dimension, kind)."""
         return step_traffic(self.config, self.layout, self.stages, rank, precision)
@@ -115,7 +126,7 @@ class Plan:
             "memory": asdict(self.memory()),
             "communication": by_dimension(busiest(self.config, self.layout, self.stages)),
             "time": {"bubble_fraction": self.bubble_fraction},
-            "warnings": [],
+            "warnings": self.warnings(),
         }
 
 
@@ -148,7 +159,7 @@ def make_plan(
     tokens_per_step = train.batch_size * model.context_length
     stages = stage_layers(model.n_layers, layout.n_stages, *_end_weights(config))
     sizes = step_sizes(config, layout)
-    check_micro_batches(layout, sizes.n_micro_batches)
+    check_micro_batches(layout, sizes.n_micro_batches, sizes.micro_batch_size)
     memory = step_memory(config, layout, stages)
     return Plan(
         config=config,
@@ -257,10 +268,11 @@ def _micro_batch_size(asked: int | None, batch_size: int, layout: Layout) -> int
     at least four micro-batches for each of its processes, where the batch has them."""
     rows, rest = divmod(batch_size, layout.data)
     if rest:
+        batches = [n * layout.data for n in (rows, rows + 1) if n]
         raise ConfigError(
             f"parallel.data={layout.data} must divide the {batch_size} sequences of a step; "
             f"nearest possible: {', '.join(map(str, nearest_divisors(batch_size, layout.data)))}, "
-            f"or a batch of {max(1, rows) * layout.data} or {(rows + 1) * layout.data} sequences"
+            f"or a batch of {' or '.join(map(str, batches))} sequences"
         )
     if asked is None:
         at_least = 1 if layout.pipeline == 1 else 4 * layout.pipeline

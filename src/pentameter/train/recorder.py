@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pentameter.config.schema import DataConfig
 from pentameter.data.grammar import grammar_entropy_rate
+from pentameter.plan.layout import Layout
 from pentameter.plan.plan import Plan
 from pentameter.train.hooks import (
     CheckpointMetrics,
@@ -43,6 +44,8 @@ class Recorder:
             flops_per_token=plan.flops_per_token,
             device=engine.device_name,
             precision=engine.precision,
+            layout=str(plan.layout),
+            world_size=plan.layout.world_size,
             compiled=engine.compiled,
             ceiling_flops=engine.ceiling_flops,
             entropy_rate=_entropy_rate(trainer.config.data),
@@ -114,6 +117,17 @@ def _stages(plan: Plan) -> list[str]:
     return lines
 
 
+def _other_layout(trainer: Trainer) -> str:
+    """On which layout the checkpoint was made that the run continues from, if on another."""
+    checkpoint, own = trainer.folder.checkpoint, trainer.plan.layout.degrees()
+    if checkpoint is None or {**own, **checkpoint.manifest.layout} == own:
+        return ""
+    plain = Layout().degrees()
+    degrees = checkpoint.manifest.layout.items()
+    named = ",".join(f"{name}={degree}" for name, degree in degrees if degree != plain.get(name))
+    return f", saved by {named or 'one process'}"
+
+
 def _threads(count: int) -> str:
     return f"{count} thread{'s' if count > 1 else ''}"
 
@@ -149,7 +163,7 @@ def describe(trainer: Trainer) -> list[str]:
     if plan.layout.world_size > 1:
         lines += [f"layout  {plan.layout} · {_threads(engine.n_threads)} a process", *_stages(plan)]
     if trainer.state.step:
-        lines.append(f"resume  from step {trainer.state.step}")
+        lines.append(f"resume  from step {trainer.state.step}{_other_layout(trainer)}")
     if engine.compiled:
         lines.append(
             "the first step compiles: about a minute on a new machine, seconds once cached"

@@ -26,6 +26,7 @@ from pentameter.optim.build import build_optimizer
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import LossSum, assemble
 from pentameter.parallel.engine import Engine, choose_engine
+from pentameter.parallel.launch import lone_world
 from pentameter.parallel.muon import ShardedMuon
 from pentameter.parallel.world import World
 from pentameter.plan.plan import make_plan
@@ -80,7 +81,7 @@ class Trainer:
     ) -> None:
         self.config = config
         self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / config.name
-        self.world = world or World()
+        self.world = world or lone_world()
         self.console = Console(quiet=quiet or not self.world.is_main)
         self.state = TrainState()
         self._resume = resume

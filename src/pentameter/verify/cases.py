@@ -17,6 +17,9 @@ MOST_PROCESSES = 8
 MOST_PROCESSES_ASKED = 64
 """Of a layout that somebody asks for; they all run on this machine."""
 
+SETTINGS = ("micro_batches", "activation_checkpoint", "tied_head")
+"""What a case may say beside its layout."""
+
 Recompute = Literal["full", "selective"]
 
 LAYOUTS = (
@@ -142,12 +145,12 @@ def _parse(text: str) -> Case:
     layout: list[str] = []
     for part in text.split(","):
         name, _, value = (piece.strip() for piece in part.partition("="))
-        if name.replace("-", "_") in ("micro_batches", "activation_checkpoint", "tied_head"):
+        if name.replace("-", "_") in SETTINGS:
             settings[name.replace("-", "_")] = value
         else:
             layout.append(part)
     case = Case(
-        parse_layout(",".join(layout)) if layout else Layout(),
+        parse_layout(",".join(layout), also=SETTINGS) if layout else Layout(),
         _micro_batches(text, settings.get("micro_batches")),
         _recompute(text, settings.get("activation_checkpoint")),
         _switch(text, "tied_head", settings.get("tied_head")),

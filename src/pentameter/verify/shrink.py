@@ -35,7 +35,7 @@ def shrink(config: Config, cases: Sequence[Case]) -> Config:
     """
     tensor = max(2, math.lcm(*(case.layout.tensor for case in cases)))
     n_stages = max(4, *(case.layout.n_stages for case in cases))
-    vocab_size = 6 * tensor + 1
+    vocab_size = 7 * tensor - 1  # each process has rows, one of them fewer
     model, optimizer = config.model, config.optimizer
     embedding = model.embedding_dropout
     changes: dict[str, Any] = {
@@ -97,10 +97,16 @@ def case_config(small: Config, case: Case) -> Config:
 
 
 def _vocab_multiple(asked: int, vocab_size: int, tensor: int) -> int:
-    """A multiple that pads where the configuration's pads, to a number that does not divide."""
+    """A multiple that pads where the configuration's pads, to a number that does not divide and
+    leaves each process rows."""
     if asked == 1:
         return 1
-    return next(m for m in range(3, vocab_size + 1, 2) if -(-vocab_size // m) * m % tensor)
+    padded = {m: -(-vocab_size // m) * m for m in range(2, 2 * vocab_size)}
+    return next(
+        m
+        for m, n_rows in padded.items()
+        if n_rows > vocab_size and n_rows % tensor and -(-n_rows // tensor) * (tensor - 1) < n_rows
+    )
 
 
 def described_changes(config: Config, small: Config) -> Iterator[str]:
