@@ -134,7 +134,10 @@ def test_a_failure_is_told_once_and_not_its_consequence(launch, how):
 def test_a_killed_worker_is_named(launch):
     code, _, err = end(launch("launch", 2, "lose", "kill"))
     assert code == 70
-    assert err == "pentameter: rank 1: was killed by SIGKILL (out of memory?)\n"
+    assert err == (
+        "pentameter: rank 1: was killed by SIGKILL (out of memory?); "
+        "the same command goes back to the last checkpoint\n"
+    )
 
 
 def test_a_worker_that_hangs_is_given_up(launch):
