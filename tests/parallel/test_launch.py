@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -278,6 +279,32 @@ def test_one_process_needs_no_group():
     with joined_world("cpu") as world:
         assert world == World()
         assert not dist.is_initialized()
+
+
+def test_threads_get_the_interpreter_before_the_process_may_end(monkeypatch):
+    """Gloo's want its lock to let go of the last tensors, and abort where Python has ended: of ten
+    scripts under torchrun that left no other occasion eight did."""
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)
+    may_run, has_run = threading.Lock(), threading.Event()
+    may_run.acquire()
+
+    def let_go():
+        with may_run:
+            has_run.set()
+
+    thread = threading.Thread(target=let_go, daemon=True)
+    interval = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(60)
+        with joined_world("cpu", always_group=True):
+            thread.start()
+            may_run.release()
+        settled = has_run.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+        monkeypatch.undo()
+        dist.destroy_process_group()
+    assert settled
 
 
 def test_one_process_can_have_a_group():

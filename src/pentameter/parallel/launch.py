@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 LAUNCH_FOLDER = "PENTAMETER_LAUNCH_FOLDER"
 """The private folder of `--nproc`: where its processes meet, and where they leave their reports."""
 
+
+SETTLE_SECONDS = 0.05
+"""Given to gloo's threads, which want some microseconds, before the process may end."""
 
 PATIENCE_SECONDS = 15.0
 """Until a process that waits for others to come says so."""
@@ -235,6 +239,10 @@ def joined_world(
             set_threads(world)
         yield world
         world.wait()  # rank 0 may hold what the others need to say goodbye
+        # Gloo's threads have yet to let go of the last tensors, for which they need the lock of the
+        # interpreter; one that still asks for it when Python ends aborts the process
+        # (https://github.com/pytorch/pytorch/pull/179291).
+        time.sleep(SETTLE_SECONDS)
     except RuntimeError as error:
         lost = lost_process(error)
         if lost is None or isinstance(error, LostProcessError):
