@@ -117,7 +117,9 @@ def test_more_parts_than_sequences_are_refused_with_one_batch():
 def test_a_plan_warns_of_what_a_pipeline_keeps_room_for():
     (warning,) = make_plan(load_config("gpt3-175b"), world_size=128).to_json()["warnings"]
     assert warning.startswith("58.0 of the 84.4 GB")
-    assert make_plan(load_config("gpt3-175b"), world_size=1024).warnings() == []
+    enough = make_plan(load_config("gpt3-175b"), world_size=1024)
+    assert enough.warnings() == []
+    assert enough.to_json()["layout"]["world_size"] == 1024
 
 
 @given(n_layers=st.integers(1, 100), n_stages=st.integers(1, 16))

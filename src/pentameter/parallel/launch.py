@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 LAUNCH_FOLDER = "PENTAMETER_LAUNCH_FOLDER"
 """The private folder of `--nproc`: where its processes meet, and where they leave their reports."""
 
-
 SETTLE_SECONDS = 0.05
 """Given to gloo's threads, which want some microseconds, before the process may end."""
 

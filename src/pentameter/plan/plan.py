@@ -111,7 +111,7 @@ class Plan:
                 "flops_per_token": self.flops_per_token,
                 "flops_convention": CONVENTION,
             },
-            "layout": self.layout.to_json(),
+            "layout": {**self.layout.to_json(), "world_size": self.layout.world_size},
             "stages": [[stage.start, stage.stop] for stage in self.stages],
             "batch": {
                 "tokens_per_step": self.tokens_per_step,
