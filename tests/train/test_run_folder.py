@@ -27,6 +27,7 @@ class Elsewhere(World):
 
 def test_a_folder_that_another_machine_does_not_see_is_refused_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "VISIBLE_SECONDS", 0.3)
+    (tmp_path / "config.toml").touch()  # which makes it a run
     world = Elsewhere(RunFolder(tmp_path, "this-run", None, None))
     for content in (None, '{"run_id": "another"}', '{"run_id": "this'):
         if content is not None:

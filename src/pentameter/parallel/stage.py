@@ -261,6 +261,8 @@ class Stage:
 
     def _give_up_gathered(self) -> None:
         """Leave the parameters sharded, as a step's backward pass leaves them."""
+        if not self.plan.layout.zero:
+            return
         for module in self._modules.values():
             for unit in module.modules():
                 if isinstance(unit, FSDPModule):

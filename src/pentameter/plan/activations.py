@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from pentameter.config.schema import Config
 from pentameter.plan.chunks import MAX_LOGITS, row_chunks
-from pentameter.plan.layout import Layout
-from pentameter.plan.shares import part_size
+from pentameter.plan.layout import Layout, part_size
+from pentameter.plan.step import StepSizes
 from pentameter.plan.table import embedding_dropout, feed_forward_width, padded_vocab_size
 from pentameter.plan.timeline import Pass
 
@@ -28,13 +28,19 @@ class _Sizes:
 
     config: Config
     layout: Layout
-    e: int
-    p: int
+    step: StepSizes
+
+    @property
+    def e(self) -> int:
+        return self.step.element_bytes
+
+    @property
+    def p(self) -> int:
+        return self.step.product_bytes
 
     @property
     def n_tokens(self) -> int:
-        assert self.config.train.micro_batch_size is not None  # resolved
-        return self.config.train.micro_batch_size * self.config.model.context_length
+        return self.step.micro_batch_size * self.config.model.context_length
 
     @property
     def stream(self) -> int:
@@ -128,8 +134,7 @@ def kept_activations_bytes(
     layout: Layout,
     stages: Sequence[range],
     passes: Sequence[Pass],
-    product_bytes: int,
-    element_bytes: int,
+    step: StepSizes,
 ) -> tuple[int, int]:
     """The most that a process keeps at a time which makes these passes, in order, and the most
     once it has gradients, after its first backward pass.
@@ -138,7 +143,7 @@ def kept_activations_bytes(
     between its halves where it is split. Added is what one block needs that is computed again, and
     what the loss needs.
     """
-    sizes = _Sizes(config, layout, element_bytes, product_bytes)
+    sizes = _Sizes(config, layout, step)
     last = layout.n_stages - 1
     held_stages = {one.stage for one in passes}
     kept = {

@@ -18,12 +18,11 @@ from typing import Literal
 
 from pentameter.config.schema import Config
 from pentameter.plan.chunks import MAX_LOGITS, row_chunks
-from pentameter.plan.layout import Layout
+from pentameter.plan.layout import Layout, part_size
 from pentameter.plan.shares import (
     ROOT,
     Shape,
     gathered_elements,
-    part_size,
     shard_elements,
     stage_tables,
     tensor_dimension,

@@ -203,11 +203,11 @@ def check_layout(layout: Layout, model: ModelConfig, local_size: int | None = No
             )
     if model.vocab_size is not None:
         n_rows = padded_vocab_size(model)
-        part = -(-n_rows // t)
-        if part * (t - 1) >= n_rows:
+        if not part_size(n_rows, t, t - 1):
             raise ConfigError(
                 f"parallel.tensor={t} cuts the {n_rows} rows of the vocabulary into parts of "
-                f"{part}, which leaves the last process none; pad it: --model.vocab-multiple {t}"
+                f"{part_size(n_rows, t, 0)}, which leaves the last process none; pad it: "
+                f"--model.vocab-multiple {t}"
             )
     if layout.sequence and model.context_length % t:
         raise ConfigError(
@@ -257,6 +257,13 @@ def check_micro_batches(layout: Layout, n_micro_batches: int, micro_batch_size: 
             f"{rounds} equal rounds: choose train.micro_batch_size so that they are a multiple of "
             f"parallel.pipeline={layout.pipeline}, or fewer than twice as many"
         )
+
+
+def part_size(n: int, n_parts: int, place: int) -> int:
+    """Rows of the part at `place` of n rows: parts of ⌈n / n_parts⌉ each, as long as there are
+    any. The first is the largest."""
+    most = -(-n // n_parts)
+    return min(most, max(0, n - place * most))
 
 
 def stage_layers(

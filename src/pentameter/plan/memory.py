@@ -133,7 +133,7 @@ class _Process:
         self.has_first, self.has_last = 0 in numbered, layout.n_stages - 1 in numbered
         self.specs = [spec for table in self.tables for spec in table]
         self.activations_bytes, self.later_activations_bytes = kept_activations_bytes(
-            config, layout, stages, passes, self.product_bytes, self.element_bytes
+            config, layout, stages, passes, self.sizes
         )
 
     def elements(self, spec: ParameterSpec) -> int:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from pentameter.config.schema import ModelConfig
-from pentameter.plan.layout import Layout
+from pentameter.plan.layout import Layout, part_size
 from pentameter.plan.table import Axis, ParameterSpec, parameter_table
 
 TENSOR_AXES: frozenset[Axis] = frozenset({"vocab", "heads", "mlp"})
@@ -21,13 +21,6 @@ def tensor_dimension(spec: ParameterSpec) -> int | None:
     """The dimension of a parameter that tensor-parallel processes divide; None where each has it
     whole."""
     return next((dim for dim, axis in enumerate(spec.axes) if axis in TENSOR_AXES), None)
-
-
-def part_size(n: int, n_parts: int, place: int) -> int:
-    """Rows of the part at `place` of n rows: parts of ⌈n / n_parts⌉ each, as long as there are
-    any. The first is the largest."""
-    most = -(-n // n_parts)
-    return min(most, max(0, n - place * most))
 
 
 def tensor_part(spec: ParameterSpec, n_parts: int, place: int = 0) -> Shape:

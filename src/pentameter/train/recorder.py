@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pentameter.config.schema import DataConfig
 from pentameter.data.grammar import grammar_entropy_rate
@@ -119,13 +120,13 @@ def _stages(plan: Plan) -> list[str]:
 
 def _other_layout(trainer: Trainer) -> str:
     """On which layout the checkpoint was made that the run continues from, if on another."""
-    checkpoint, own = trainer.folder.checkpoint, trainer.plan.layout.degrees()
-    if checkpoint is None or {**own, **checkpoint.manifest.layout} == own:
+    checkpoint = trainer.folder.checkpoint
+    if checkpoint is None:
         return ""
-    plain = Layout().degrees()
-    degrees = checkpoint.manifest.layout.items()
-    named = ",".join(f"{name}={degree}" for name, degree in degrees if degree != plain.get(name))
-    return f", saved by {named or 'one process'}"
+    degrees: Mapping[str, Any] = checkpoint.manifest.layout
+    saved = Layout(**degrees)
+    same = saved.degrees() == trainer.plan.layout.degrees()
+    return "" if same else f", saved by {saved}"
 
 
 def _threads(count: int) -> str:

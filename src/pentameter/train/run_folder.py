@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
 import time
@@ -103,9 +102,8 @@ def open_run_folder(
 
 def _check_shared(folder: RunFolder, world: World) -> None:
     """Refuse a folder that lies on one of several machines alone, now and not at the first save."""
-    record = folder.path / "plan.json"
     deadline = time.monotonic() + VISIBLE_SECONDS
-    while not (is_there := _holds(record, folder.run_id)) and time.monotonic() < deadline:
+    while not (is_there := _holds(folder.path, folder.run_id)) and time.monotonic() < deadline:
         time.sleep(0.1)
     where = None if is_there else f"rank {world.rank} on {socket.gethostname()}"
     without = [place for place in world.collect(where) if place is not None]
@@ -117,10 +115,12 @@ def _check_shared(folder: RunFolder, world: World) -> None:
         )
 
 
-def _holds(record: Path, run_id: str) -> bool:
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return bool(json.loads(record.read_text(encoding="utf-8")).get("run_id") == run_id)
-    return False
+def _holds(path: Path, run_id: str) -> bool:
+    try:
+        identity = _read_identity(path)
+    except (CorruptError, OSError):  # half of it can be seen yet
+        return False
+    return identity is not None and identity["run_id"] == run_id
 
 
 def _open(

@@ -15,6 +15,7 @@ from pentameter.config.fields import leaves
 from pentameter.config.load import load_config
 from pentameter.config.parallel import ParallelConfig
 from pentameter.config.schema import Config
+from pentameter.plan.layout import part_size
 from pentameter.verify.cases import Case
 
 LEAST_DROPOUT = 0.1
@@ -105,7 +106,7 @@ def _vocab_multiple(asked: int, vocab_size: int, tensor: int) -> int:
     return next(
         m
         for m, n_rows in padded.items()
-        if n_rows > vocab_size and n_rows % tensor and -(-n_rows // tensor) * (tensor - 1) < n_rows
+        if n_rows > vocab_size and n_rows % tensor and part_size(n_rows, tensor, tensor - 1)
     )
 
 
