@@ -29,8 +29,9 @@ from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.ceiling import product_ceiling
 from pentameter.parallel.engine import choose_engine
-from pentameter.parallel.launch import find_place, joined_world
+from pentameter.parallel.launch import joined_world
 from pentameter.parallel.local_launch import worker_environment
+from pentameter.parallel.place import find_place
 from pentameter.parallel.world import World
 from pentameter.plan.plan import Plan
 from pentameter.train.update import update_weights

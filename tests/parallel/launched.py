@@ -16,11 +16,15 @@ from typing import NoReturn
 
 from pentameter.cli import main as cli
 from pentameter.errors import ConfigError, InterruptedRunError
+from pentameter.parallel import progress
 from pentameter.parallel.failure import failure_ends_process
-from pentameter.parallel.launch import find_place, joined_world
-from pentameter.parallel.local_launch import run_local, watch_launcher
+from pentameter.parallel.launch import joined_world
+from pentameter.parallel.local_launch import run_local
+from pentameter.parallel.place import find_place
+from pentameter.parallel.worker import STOP_SIGNALS, watch_launcher
 from pentameter.train.signals import StopSignals
 
+progress.LEAST_PATIENCE_SECONDS = float(os.environ.get("TEST_PATIENCE_SECONDS", "30"))
 GRACE_SECONDS = float(os.environ.get("TEST_GRACE_SECONDS", "0.5"))
 
 
@@ -50,6 +54,45 @@ def meet(folder: str) -> None:
         while Path(folder, "wait").exists() and not Path(folder, "go").exists():
             time.sleep(0.02)
     assert not dist.is_initialized()
+
+
+def rejoin(n_deaths: str) -> None:
+    """Rank 1 is killed in each of the first attempts that torchrun makes; the next one goes on."""
+    import torch
+    import torch.distributed as dist
+
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    with joined_world("cpu", find_place()) as world:
+        total = torch.tensor([float(world.rank + 1)])
+        dist.all_reduce(total)
+        if attempt < int(n_deaths):
+            if world.rank == 1:
+                _plant("kill")
+            dist.all_reduce(total)
+        if world.is_main:
+            print(f"attempt {attempt}: sum {total.item()}")
+
+
+def freeze(folder: str, how: str) -> None:
+    """Rank 1 hangs in its second step, asleep or stopped; rank 0 waits for it."""
+    import torch
+    import torch.distributed as dist
+
+    with StopSignals() as signals, joined_world("cpu", find_place()) as world:
+        for step in range(2):
+            world.progress.note("training", step)
+            dist.all_reduce(torch.ones(1))
+        signals.nothing_to_lose = False
+        Path(folder, f"pid-{world.rank}").write_text(str(os.getpid()))
+        if world.rank == 1:
+            oversleep() if how == "asleep" else os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.ones(1))
+
+
+def oversleep() -> None:
+    """A hang that no signal's handler ends."""
+    while True:
+        time.sleep(600)
 
 
 def lose(how: str) -> None:
@@ -103,7 +146,7 @@ def obey(folder: str, seconds: str = "0") -> None:
             os._exit(75)
         received.append(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in STOP_SIGNALS:
         signal.signal(number, on_signal)
     Path(folder, f"pid-{rank()}").write_text(str(os.getpid()))
     while not received:

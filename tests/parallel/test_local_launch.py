@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -143,8 +144,38 @@ def test_a_killed_worker_is_named(launch):
 def test_a_worker_that_hangs_is_given_up(launch):
     code, _, err = end(launch("launch", 2, "lose", "hang"))
     assert code == 70
-    assert err.startswith("pentameter: another process of the run did not come or does not answer")
-    assert err.count("\n") == 1
+    *shown, message = err.splitlines()
+    assert message.startswith(
+        "pentameter: rank 1 did not answer within 1 s (parallel.timeout_seconds) while starting."
+    )
+    assert any(
+        re.search(r'rank 1:   File ".*launched.py", line \d+ in _plant', line) for line in shown
+    )
+
+
+@LINUX_ONLY
+@pytest.mark.parametrize(
+    ("how", "shown"),
+    [
+        ("asleep", r'rank 1:   File ".*launched.py", line \d+ in oversleep'),
+        ("stopped", "is stopped"),
+    ],
+)
+def test_one_signal_ends_a_run_in_which_a_worker_hangs(launch, tmp_path, how, shown):
+    launcher = launch("launch", 2, "freeze", tmp_path, how, TEST_PATIENCE_SECONDS="1")
+    pids = wait_for(tmp_path / "pid-0", tmp_path / "pid-1")
+    time.sleep(0.3)  # until rank 0 waits in C++
+    launcher.send_signal(signal.SIGTERM)
+    code, _, err = end(launcher)
+    assert code == 75
+    *stacks, message = err.splitlines()
+    assert re.fullmatch(
+        r"pentameter: rank 1: stopped by SIGTERM, but rank 1 did nothing more for \d s in step 1 "
+        r"\(training\) and had to be killed; the same command goes back to the last checkpoint",
+        message,
+    )
+    assert any(re.search(shown, line) for line in stacks)
+    wait_until_dead(*pids)
 
 
 def test_an_expected_error_ends_all_in_one_line(launch):
@@ -177,7 +208,7 @@ def test_who_heeds_no_signal_is_killed_with_what_it_started(launch, tmp_path):
     wait_until_dead(*wait_for(tmp_path / "pid-0", tmp_path / "pid-child"))
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_a_signal_reaches_every_worker_once(launch, tmp_path, name):
     # Rank 1 takes longer to stop than the grace after a failure: a stop is none.
     launcher = launch("launch", 2, "obey", tmp_path, 0.8)
@@ -204,10 +235,7 @@ def test_a_second_signal_leaves_at_once(launch, tmp_path):
 
 
 @pytest.mark.parametrize("minds_signals", [[], ["yes"]])
-def test_ctrl_c_while_the_workers_meet_does_not_wait_for_who_cannot_hear_it(
-    launch, tmp_path, minds_signals
-):
-    # Rank 0 waits in C++, where no handler in Python can run; rank 1 ends by it.
+def test_ctrl_c_while_the_workers_meet_ends_all(launch, tmp_path, minds_signals):
     launcher = launch("launch", 2, "gather", tmp_path, *minds_signals)
     pids = wait_for(tmp_path / "pid-0", tmp_path / "pid-1")
     deadline = time.monotonic() + 60
@@ -219,8 +247,7 @@ def test_ctrl_c_while_the_workers_meet_does_not_wait_for_who_cannot_hear_it(
     code, _, err = end(launcher)
     assert code == 75
     assert err == (
-        "pentameter: rank 1: stopped by SIGINT before the first step; "
-        "the same command starts again\n"
+        "pentameter: stopped by SIGINT before the first step; the same command starts again\n"
     )
     wait_until_dead(*pids)
 
@@ -247,6 +274,7 @@ def test_workers_end_with_a_launcher_that_is_killed(launch, tmp_path):
     pids = wait_for(tmp_path / "pid-0", tmp_path / "pid-1")
     launcher.kill()
     wait_until_dead(*pids)
+    assert not list((tmp_path / "tmp").iterdir())
 
 
 @LINUX_ONLY

@@ -13,8 +13,11 @@ import tyro
 
 from pentameter.cli.arguments import parse_arguments
 from pentameter.errors import ConfigError
-from pentameter.parallel.launch import Place, find_place, joined_world
-from pentameter.parallel.local_launch import python_command, run_local, watch_launcher
+from pentameter.parallel.launch import joined_world
+from pentameter.parallel.local_launch import python_command, run_local
+from pentameter.parallel.machine_load import check_memory, check_processes
+from pentameter.parallel.place import Place, find_place
+from pentameter.parallel.worker import watch_launcher
 
 if TYPE_CHECKING:
     from pentameter.config.schema import Config
@@ -40,6 +43,8 @@ class TrainArguments:
     """Begin with the weights of a run, a checkpoint or a Hugging Face GPT-2 folder (fine-tune)."""
     nproc: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Train as N processes of this machine, which divide the work as [parallel] says."""
+    oversubscribe: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Let --nproc start more processes than the cores of this machine can serve."""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the Plan and train nothing."""
     print_config: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -65,6 +70,8 @@ def run(arguments: list[str]) -> int:
             print(json.dumps(_plan(config, n_processes, place), indent=2))
         return 0
     # Before data is read, processes meet, or N of them say the same.
+    if place is None:
+        check_processes(n_processes or 1, oversubscribe=parsed.oversubscribe)
     _check_layout(config, n_processes or 1, place)
     if place is None and n_processes is not None and n_processes > 1:
         run_local(python_command("train", *arguments), n_processes)
@@ -93,7 +100,12 @@ def _train(config: Config, parsed: TrainArguments, place: Place | None) -> None:
     from pentameter.train.trainer import Trainer
 
     device = choose_device(config.train.device)
-    with joined_world(device.type, place, always_group=config.parallel.zero > 0) as world:
+    with joined_world(
+        device.type,
+        place,
+        always_group=config.parallel.zero > 0,
+        timeout_seconds=config.parallel.timeout_seconds,
+    ) as world:
         trainer = Trainer(
             config,
             run_dir=parsed.run_dir,
@@ -114,8 +126,12 @@ def _check_layout(config: Config, n_processes: int, place: Place | None) -> None
 
     local_size = n_processes if place is None else place.local_size
     check_layout(make_layout(config.parallel, n_processes), config.model, local_size)
-    if not needs_data(config):
-        make_plan(config, world_size=n_processes, local_size=local_size)
+    if needs_data(config):
+        return
+    plan = make_plan(config, world_size=n_processes, local_size=local_size)
+    on_gpu = config.train.device in ("auto", "cuda") and Path("/dev/nvidia0").exists()
+    if place is None and n_processes > 1 and not on_gpu:
+        check_memory(n_processes, plan.weights_bytes + plan.gradients_bytes + plan.optimizer_bytes)
 
 
 def _with_tokenizer_beside(config: Config, model: Path, *, say: bool) -> Config:

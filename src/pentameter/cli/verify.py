@@ -54,7 +54,7 @@ def run(arguments: list[str]) -> int:
     """Verify; 0 when every layout agrees with one process, else 70."""
     parsed, overrides = parse_arguments(VerifyArguments, arguments, verb="verify")
     from pentameter.config.load import load_config
-    from pentameter.parallel.launch import find_place
+    from pentameter.parallel.place import find_place
 
     place = find_place()
     if place is not None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from pentameter.config.section import Positive, Section, Switch
 
@@ -33,6 +33,9 @@ class ParallelConfig(Section):
     partition: Literal["uniform", "weighted"] = "uniform"
     """How layers are dealt out to stages: evenly, or so that stages take the same time, counting
     the embedding and the head as the work they are."""
+    timeout_seconds: Annotated[float, Field(strict=True, ge=1, le=2_592_000)] = 600.0
+    """Longest wait for another process; then the run ends with exit code 70 and names the rank that
+    did not answer. A first step may compile for minutes in one of them."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pentameter.errors import ConfigError, InterruptedRunError, PentameterError, StorageError
-from pentameter.parallel.launch import LAUNCH_FOLDER, find_place
 from pentameter.parallel.lost import LostProcessError
+from pentameter.parallel.place import LAUNCH_FOLDER, find_place
 
 EXPECTED = (PentameterError, OSError, KeyboardInterrupt)
 """Errors whose message says all a person needs, without the traceback."""

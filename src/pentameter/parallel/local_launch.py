@@ -27,16 +27,15 @@ from pentameter.parallel.failure import (
     first_failure,
     read_report,
 )
-from pentameter.parallel.launch import LAUNCH_FOLDER
+from pentameter.parallel.meeting import spelled
+from pentameter.parallel.place import LAUNCH_FOLDER
+from pentameter.parallel.silence import Silence, culprits, is_stopped, stacks
 from pentameter.parallel.threads import chosen_threads, usable_cores
+from pentameter.parallel.worker import LIFELINE, minded_stop_signals
 
-LIFELINE = "PENTAMETER_LIFELINE_FD"
-"""The descriptor of the pipe that closes with the launcher."""
-
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 4.0
 """What the others have to end by themselves after a failure, and again after SIGTERM."""
 
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _POLL_SECONDS = 0.05
 _Handler = Callable[[int, FrameType | None], object]
 # Signals that come from outside the program; an abort may be the answer to another's failure.
@@ -49,8 +48,9 @@ def run_local(
     """Run `command` as `n_processes` processes, and return when all are done.
 
     Rank 0 has this process's stdout and stderr; what another rank says appears on stderr, a line
-    at a time behind its rank. SIGTERM, SIGINT and SIGUSR1 go to all of them. When one fails the
-    others get `grace_seconds` to end, then SIGTERM and as long again.
+    at a time behind its rank. STOP_SIGNALS go to all of them. When one fails the others get
+    `grace_seconds` to end, then SIGTERM and as long again; before that, those that hang show their
+    stacks. So they do when none has made progress for a while after a signal, and then they end.
 
     Raises WorkerFailedError with the first failure; its exit code is that of the process, 70 for
     one that was killed. Call it in the main thread.
@@ -94,23 +94,6 @@ def worker_environment(
     }
 
 
-def watch_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """From now on, end this process and what it started when its launcher is gone."""
-    if LIFELINE not in environ:
-        return
-    descriptor = int(environ[LIFELINE])
-    with suppress(OSError):  # closed: this is not a worker, but something that a worker started
-        os.set_inheritable(descriptor, False)
-        threading.Thread(target=_end_with_launcher, args=(descriptor,), daemon=True).start()
-
-
-def _end_with_launcher(lifeline: int) -> None:
-    if os.read(lifeline, 1) == b"":
-        if os.getpgrp() == os.getpid():
-            os.killpg(os.getpid(), signal.SIGKILL)
-        os._exit(TrainingFailedError.exit_code)
-
-
 class _Workers:
     """The processes of a launch; leaving the block ends those that still run."""
 
@@ -118,8 +101,11 @@ class _Workers:
         self._folder = folder
         self._grace_seconds = grace_seconds
         self._processes: list[subprocess.Popen[str]] = []
+        self._running: dict[int, subprocess.Popen[str]] = {}
         self._relays: list[threading.Thread] = []
         self._received: list[signal.Signals] = []
+        self._received_at = 0.0
+        self._silence = Silence(folder)
         self._ended_by_us = False
         self._stack = ExitStack()
 
@@ -175,14 +161,14 @@ class _Workers:
     def wait(self) -> list[Failure]:
         """The failures, once every process has ended."""
         failures: list[Failure] = []
-        running = dict(enumerate(self._processes))
+        self._running = dict(enumerate(self._processes))
         failed_at = hurried_at = None
-        while running:
-            for rank, process in list(running.items()):
+        while self._running:
+            for rank, process in list(self._running.items()):
                 code = process.poll()
                 if code is None:
                     continue
-                del running[rank]
+                del self._running[rank]
                 ended = self._failures_of(rank, code)
                 failures += ended
                 # A stop as agreed may take another longer, so no hurry for that alone. For one that
@@ -191,17 +177,28 @@ class _Workers:
                     failed_at = time.monotonic()
             if hurried_at is None and len(self._received) > 1:
                 hurried_at = time.monotonic()
-            self._press(failed_at, hurried_at)
+            self._press(failed_at, hurried_at, failures)
+            failures += self._give_up_the_silent()
             time.sleep(_POLL_SECONDS)
         for relay in self._relays:
             relay.join(1.0)  # a process that outlives the worker may hold the pipe
         return failures
 
-    def _press(self, failed_at: float | None, hurried_at: float | None) -> None:
-        """Make those end that should have: after a failure, and after a second signal."""
+    def _press(
+        self, failed_at: float | None, hurried_at: float | None, failures: list[Failure]
+    ) -> None:
+        """Make those end that should have: after a failure, and after a second signal.
+
+        Where processes have only missed another one so far, that one hangs: it shows its stacks,
+        and is killed, since it has nobody to save anything with.
+        """
         now = time.monotonic()
         if failed_at is not None and now > failed_at + self._grace_seconds:
-            if not self._ended_by_us:
+            if all(failure.consequence for failure in failures):
+                self._show_stacks()
+                self._ended_by_us = True
+                self._kill()
+            elif not self._ended_by_us:
                 self._ended_by_us = True
                 self._send(signal.SIGTERM)
             elif now > failed_at + 2 * self._grace_seconds:
@@ -209,6 +206,41 @@ class _Workers:
         if hurried_at is not None and now > hurried_at + self._grace_seconds:
             self._ended_by_us = True
             self._kill()
+
+    def _give_up_the_silent(self) -> list[Failure]:
+        """End all that run where a signal asked them to stop and none has made progress since; the
+        failure that says so. One that hangs makes all others wait for it."""
+        self._silence.look(self._running)
+        if (
+            not self._running
+            or not self._received
+            or self._ended_by_us
+            or not self._silence.is_over(self._running, self._received_at)
+        ):
+            return []
+        self._ended_by_us = True
+        silent = self._show_stacks()
+        seconds = time.monotonic() - self._received_at
+        message = (
+            f"stopped by {self._received[0].name}, but {spelled(silent)} did nothing more for "
+            f"{seconds:.0f} s {self._silence.place(silent[0])} and had to be killed; the same "
+            "command goes back to the last checkpoint"
+        )
+        self._kill()
+        return [Failure(silent[0], InterruptedRunError.exit_code, message, 0.0)]
+
+    def _show_stacks(self) -> list[int]:
+        """The ranks that the others wait for, as far as it can be told; their stacks go to
+        stderr."""
+        pids = {rank: process.pid for rank, process in self._running.items()}
+        if not pids:
+            return []
+        shown = stacks(self._folder, pids)
+        silent = culprits(pids, shown)
+        for rank in silent:
+            said = "is stopped" if is_stopped(pids[rank]) else "cannot show where it is"
+            _relay(rank, iter(shown.get(rank, f"{said}, process {pids[rank]}").splitlines()))
+        return silent
 
     def _failures_of(self, rank: int, code: int) -> list[Failure]:
         """What the end of a process means: its report, or what its exit code says."""
@@ -223,7 +255,7 @@ class _Workers:
             name = self._received[0].name
             message = f"stopped by {name} before the first step; the same command starts again"
             return [Failure(rank, stopped, message, now)]
-        if self._received and (code == stopped or self._ended_by_us):
+        if len(self._received) > 1 and (code == stopped or self._ended_by_us):
             message = "stopped at once by a second signal; the same command continues"
             return [Failure(rank, stopped, message, now)]
         if code > 0:
@@ -231,6 +263,7 @@ class _Workers:
         return [] if self._ended_by_us else [_killed(rank, -code)]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._received_at = self._received_at or time.monotonic()
         self._received.append(signal.Signals(number))
         self._send(signal.Signals(number))
 
@@ -279,7 +312,7 @@ def _relay(rank: int, lines: Iterator[str]) -> None:
 @contextmanager
 def _handlers(on_signal: _Handler, on_suspend: _Handler) -> Iterator[None]:
     """While active, signals to this process are the workers' business."""
-    wanted = {**dict.fromkeys(_FORWARDED, on_signal), signal.SIGTSTP: on_suspend}
+    wanted = {**dict.fromkeys(minded_stop_signals(), on_signal), signal.SIGTSTP: on_suspend}
     previous = {number: signal.signal(number, handler) for number, handler in wanted.items()}
     try:
         yield

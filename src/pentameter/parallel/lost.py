@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from pentameter.errors import TrainingFailedError
 
@@ -10,6 +11,7 @@ from pentameter.errors import TrainingFailedError
 _GONE = (
     "Connection closed by peer",
     "Connection reset by peer",
+    "Connection refused",
     "Broken pipe",
     "failed to recv, got 0 bytes",
     "remote process exited",
@@ -17,6 +19,7 @@ _GONE = (
 )
 _LATE = (
     "Timed out waiting",
+    "timed out waiting",
     "waiting for clients",
     "Wait timeout",
     "wait timeout",
@@ -30,20 +33,16 @@ class LostProcessError(TrainingFailedError):
     """Another process of the run ended or stopped answering. Why, that process knows."""
 
 
-def lost_process(error: BaseException) -> LostProcessError | None:
-    """The error to raise instead of a RuntimeError that only says another process is missing.
-
-    None where `error` is this process's own failure.
-    """
+def lost_process(error: BaseException) -> Literal["gone", "late"] | None:
+    """How another process was lost, where that is all that `error` says; None where it is a
+    failure of this process's own."""
     for each in _chain(error):
         text = str(each)
         if isinstance(each, RuntimeError):
             if any(sign in text for sign in _GONE):
-                return LostProcessError(f"another process of the run went away ({_short(text)})")
+                return "gone"
             if any(sign in text for sign in _LATE):
-                return LostProcessError(
-                    f"another process of the run did not come or does not answer ({_short(text)})"
-                )
+                return "late"
     return None
 
 
@@ -53,9 +52,3 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while following is not None:
         yield following
         following = following.__cause__ or following.__context__
-
-
-def _short(text: str) -> str:
-    """The first sentence, without the place in the C++ source."""
-    line = text.strip().splitlines()[0].partition("] ")
-    return (line[2] if text.startswith("[") and line[2] else line[0]).split(". ")[0].rstrip(".")

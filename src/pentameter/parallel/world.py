@@ -6,16 +6,15 @@ process nothing is sent and torch.distributed is never imported.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pentameter.errors import PentameterError
+from pentameter.parallel.progress import Progress
 
 T = TypeVar("T")
-
-TIMEOUT_SECONDS = 600.0
-"""Longest wait for another process; a first step may compile for minutes in one of them."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,10 @@ class World:
     local_rank: int = 0
     """Its number among those of its machine, and the number of its GPU."""
     local_size: int = 1
-    timeout_seconds: float = TIMEOUT_SECONDS
-    """Longest wait for another process, in every group."""
+    timeout_seconds: float = math.inf
+    """Longest wait for another process, in every group; one process alone waits for nobody."""
+    progress: Progress = field(default_factory=Progress, compare=False, repr=False)
+    """Where this process is in its run."""
 
     @property
     def is_main(self) -> bool:

@@ -183,7 +183,7 @@ def make_layout(parallel: ParallelConfig, world_size: int | None = None) -> Layo
             f"parallel.replicate={parallel.replicate} must divide parallel.data={data}; nearest "
             f"possible: {_listed(nearest_divisors(data, parallel.replicate))}"
         )
-    values = parallel.model_dump(exclude={"data", "partition"})
+    values = parallel.model_dump(include=set(Layout.__dataclass_fields__) - {"data"})
     layout = Layout(data=data, **values)
     return replace(layout, virtual_stages=1, schedule="1f1b") if layout.pipeline == 1 else layout
 

@@ -9,10 +9,10 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from pentameter.errors import InterruptedRunError
+from pentameter.parallel.worker import minded_stop_signals
 from pentameter.parallel.world import World
 
 _HAS_WORD, _SIGNALS_FROM = 1, 2  # what processes tell each other: nothing, a word, a signal
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class _StopNow(BaseException):
@@ -21,7 +21,7 @@ class _StopNow(BaseException):
 
 
 class StopSignals:
-    """While active, turns the first SIGTERM, SIGINT or SIGUSR1 into a stop; the next exits 75.
+    """While active, turns the first of STOP_SIGNALS into a stop; the next exits 75.
 
     While `nothing_to_lose` is true (preparing data, loading, compiling) the stop is immediate and
     leaves the block as InterruptedRunError. Afterwards the signal's name is in `received`, and
@@ -39,7 +39,7 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in STOP_SIGNALS:
+            for number in minded_stop_signals():
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self
 

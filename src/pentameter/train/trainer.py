@@ -27,6 +27,7 @@ from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import LossSum, assemble
 from pentameter.parallel.engine import Engine, choose_engine
 from pentameter.parallel.launch import lone_world
+from pentameter.parallel.machine_load import OtherPrograms
 from pentameter.parallel.muon import ShardedMuon
 from pentameter.parallel.world import World
 from pentameter.plan.plan import make_plan
@@ -104,9 +105,12 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._signals)
             stack.enter_context(self.console)
+            others = OtherPrograms()
             self._prepare()
             self.world.on_main(lambda: self._lock(stack))
             self._open(stack)
+            if (warning := others.warning(self.world)) is not None:
+                self.console.say(f"warning: {warning}")
             try:
                 end = self._loop()
             except Exception as error:
@@ -215,6 +219,9 @@ class Trainer:
 
     def _train_step(self) -> None:
         state, config = self.state, self.config
+        self.world.progress.note(
+            "training", state.step + 1, nothing_to_lose=self._signals.nothing_to_lose
+        )
         with self.stopwatch:
             batch = self._batches.batch(state.step, self.stage.rows)
             scale = state.loss_scale.scale if self.engine.precision == "fp16" else 1.0
@@ -311,6 +318,7 @@ class Trainer:
             return
         if split.n_tokens < 2:  # nothing is held out
             return
+        self.world.progress.note("evaluating", state.step)
         metrics = evaluate(
             self.stage,
             split,
@@ -336,6 +344,7 @@ class Trainer:
         if self._signals.agreed or not due:
             return
         state.last_sample_step = state.step
+        self.world.progress.note("sampling", state.step)
         text = sample_text(
             self.stage,
             self.dataset.tokenizer,
@@ -360,6 +369,7 @@ class Trainer:
         if not due or (state.step == self._saved_step and not new_best):
             return
         store = self.folder.store
+        self.world.progress.note("saving", state.step)
         try:
             saved = save_checkpoint(
                 store,

@@ -16,8 +16,9 @@ from pentameter.data.batches import IGNORED, Batch
 from pentameter.keyed import bits, make_key
 from pentameter.optim.build import build_optimizer
 from pentameter.parallel.assemble import Stage, assemble
-from pentameter.parallel.launch import Place, joined_world
+from pentameter.parallel.launch import joined_world
 from pentameter.parallel.muon import ShardedMuon
+from pentameter.parallel.place import Place
 from pentameter.parallel.world import World
 from pentameter.plan.plan import Plan, make_plan
 from pentameter.plan.table import Init, ParameterSpec
