@@ -13,6 +13,7 @@ from importlib import metadata
 
 from pentameter.errors import ConfigError
 from pentameter.parallel.failure import EXPECTED, WorkerFailedError, explanation, tell_failure
+from pentameter.parallel.threads import wait_passively
 
 VERBS = {
     "train": "train a model, or continue a run: train PRESET-or-FILE [--section.key VALUE …]",
@@ -62,6 +63,7 @@ def _run_verb(verb: str, arguments: list[str]) -> int:
         near = difflib.get_close_matches(verb, VERBS, n=1)
         hint = f"; did you mean {near[0]}?" if near else "."
         raise ConfigError(f"unknown verb {verb!r}{hint} Known: {', '.join(VERBS)}")
+    wait_passively()
     module = f"{verb}_" if keyword.iskeyword(verb) else verb  # `import` is in import_.py
     run: Callable[[list[str]], int] = importlib.import_module(f"pentameter.cli.{module}").run
     return run(arguments)

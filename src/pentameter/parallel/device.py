@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 import sys
 from typing import Literal
@@ -11,6 +10,7 @@ from typing import Literal
 import torch
 
 from pentameter.errors import ConfigError
+from pentameter.parallel import machine_load
 from pentameter.parallel.capabilities import (
     Capabilities,
     GpuCapabilities,
@@ -236,7 +236,4 @@ def memory_bytes(device: torch.device) -> int | None:
     """The memory that the device has in all; None where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    try:  # a GPU of Apple's shares the machine's
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None
+    return machine_load.memory_bytes()  # which a GPU of Apple's shares

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import TYPE_CHECKING
 
-from pentameter.parallel.world import World
+if TYPE_CHECKING:
+    from pentameter.parallel.world import World
+
+
+def wait_passively(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have idle OpenMP threads sleep, not spin, unless the user chose how they wait.
+
+    Call it before torch is imported, which loads the OpenMP runtime: that reads these variables
+    once. A thread that spins takes the core from whoever has work for it: on shared cores that
+    makes a step several times slower, while on idle ones sleeping costs next to nothing
+    (docs/performance.md).
+    """
+    if not any(name in environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
+        environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 def usable_cores() -> frozenset[int]:
