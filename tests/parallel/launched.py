@@ -73,6 +73,16 @@ def rejoin(n_deaths: str) -> None:
             print(f"attempt {attempt}: sum {total.item()}")
 
 
+def outlive(folder: str) -> None:
+    """Work until a signal comes, and say which."""
+    with StopSignals() as signals, joined_world("cpu", find_place()) as world:
+        signals.nothing_to_lose = False
+        Path(folder, f"pid-{world.rank}").write_text(str(os.getpid()))
+        while signals.received is None:
+            time.sleep(0.02)
+        Path(folder, f"signal-{world.rank}").write_text(signals.received)
+
+
 def freeze(folder: str, how: str) -> None:
     """Rank 1 hangs in its second step, asleep or stopped; rank 0 waits for it."""
     import torch

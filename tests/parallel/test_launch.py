@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,34 @@ def test_torchrun_restarts_meet_again():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout == "attempt 3: sum 3.0\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_workers_of_a_killed_agent_stop_as_after_sigterm(tmp_path):
+    """Nobody would start them again: they save what they have and leave."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    agent = subprocess.Popen(
+        [*command, "--nproc-per-node", "2", str(LAUNCHED), "outlive", str(tmp_path)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=outside(),
+    )  # fmt: skip
+    try:
+        pids = [int(read_when_there(tmp_path / f"pid-{rank}")) for rank in range(2)]
+    finally:
+        agent.kill()
+        agent.wait()
+    assert [read_when_there(tmp_path / f"signal-{rank}") for rank in range(2)] == ["SIGTERM"] * 2
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a worker outlives its agent"
+        time.sleep(0.05)
+
+
+def read_when_there(path: Path) -> str:
+    deadline = time.monotonic() + 60
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline, f"{path} does not come"
+        time.sleep(0.02)
+    return path.read_text()
 
 
 def test_torchrun_shows_the_root_cause_once():
