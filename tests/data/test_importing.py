@@ -164,6 +164,11 @@ def put(place, value):
         (put(18, b"\4"), CorruptError, "is damaged"),
         (damaged_index(lambda index: index.__delitem__(-1)), CorruptError, "is damaged"),
         (lambda p: megatron(p, bounds=(0, 9)), CorruptError, "ends beyond sequence 3"),
+        (
+            lambda p: megatron(p, bounds=(0, 2, 1, 3)),
+            CorruptError,
+            r"document 1 begins at sequence 2 and ends before it, at 1 \(byte 86\)",
+        ),
         (put(46, b"\7"), ConfigError, "do not follow one another"),
     ],
 )

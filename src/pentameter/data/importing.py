@@ -325,6 +325,14 @@ def _open_megatron(path: Path, index: Path, size: int) -> TokenFile:
         raise ConfigError(f"{index}: its sequences do not follow one another in {path}")
     if n_bounds and (bounds.min() < 0 or bounds.max() > n_sequences):
         raise CorruptError(f"{index} is damaged: a document ends beyond sequence {n_sequences}")
+    falls = np.flatnonzero(np.diff(bounds) < 0)
+    if falls.size:
+        document = int(falls[0])
+        raise CorruptError(
+            f"{index} is damaged: document {document} begins at sequence {bounds[document]} and "
+            f"ends before it, at {bounds[document + 1]} (byte "
+            f"{MEGATRON_HEADER.itemsize + 12 * n_sequences + 8 * (document + 1)}); make it anew"
+        )
     n_tokens = int(ends[-1]) if n_sequences else 0
     _check_size(path, size, n_tokens, dtype)
     # Empty documents begin where the next one does, the last bound is the end of all.
