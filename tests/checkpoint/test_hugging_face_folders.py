@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -12,7 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from pentameter.checkpoint import load_model, model_state, open_model
 from pentameter.checkpoint.hugging_face import export_hf, read_hf
-from pentameter.checkpoint.hugging_face.tokenizer_files import is_gpt2
+from pentameter.checkpoint.hugging_face.tokenizer_files import (
+    is_gpt2,
+    read_tokenizer,
+    tokenizer_files,
+)
 from pentameter.checkpoint.stored import StoredModel
 from pentameter.config.schema import Config
 from pentameter.data import CharTokenizer
@@ -191,6 +196,81 @@ def test_a_damaged_vocabulary_is_refused(folder, vocabulary, merges, said):
     with pytest.raises(CorruptError, match=said) as caught:
         read_hf(folder)
     assert str(folder) in str(caught.value)
+
+
+WRONG = (None, True, 0, -1, 1.5, "x", "\ud800", [], [5], [["a"]], {}, {"a": []}, 10**400)
+"""Values of every JSON type, for places where another one is expected."""
+
+
+def places(content):
+    """Each place in a JSON value as its keys; of a vocabulary and of merges, the first twelve."""
+    yield ()
+    entries = list(content) if isinstance(content, dict) else range(len(content))
+    for key in entries[:12]:
+        inner = content[key]
+        below = places(inner) if isinstance(inner, dict | list) else [()]
+        yield from ((key, *rest) for rest in below)
+
+
+def replaced(content, keys, value):
+    """`content` with another value at a place."""
+    if not keys:
+        return value
+    first, *rest = keys
+    copy = dict(content) if isinstance(content, dict) else list(content)
+    copy[first] = replaced(content[first], rest, value)
+    return copy
+
+
+@pytest.mark.parametrize("tokenizer", [BPE, CharTokenizer("ab\n")], ids=["bpe", "char"])
+def test_no_wrong_type_in_a_tokenizer_file_is_a_traceback(tmp_path, tokenizer):
+    content = json.loads(tokenizer_files(tokenizer, 8)["tokenizer.json"])
+    path = tmp_path / "tokenizer.json"
+    n_refused = 0
+    for keys in places(content):
+        for value in WRONG:
+            path.write_text(json.dumps(replaced(content, keys, value)))
+            said = []
+            try:
+                read_tokenizer(tmp_path, said)
+            except (ConfigError, CorruptError) as error:
+                said.append(str(error))
+                n_refused += 1
+            assert all(str(path) in line for line in said)
+            "".join(said).encode()  # no half of a surrogate pair reaches a log
+    assert n_refused > 100
+
+
+@pytest.mark.parametrize("value", WRONG, ids=lambda value: repr(value)[:20])
+def test_no_wrong_type_in_the_old_tokenizer_files_is_a_traceback(tmp_path, value):
+    files = tokenizer_files(BPE, 8)
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / name).write_bytes(files[name])
+    wrong = {"added_tokens.json": [value, {"x": value}], "tokenizer_config.json": [value]}
+    wrong["vocab.json"] = [value, {**json.loads(files["vocab.json"]), "a": value}]
+    for name, contents in wrong.items():
+        before = files.get(name, b"{}") if name != "tokenizer_config.json" else b"{}"
+        for content in contents:
+            (tmp_path / name).write_text(json.dumps(content))
+            warnings = []
+            with contextlib.suppress(ConfigError, CorruptError):
+                read_tokenizer(tmp_path, warnings)
+            "".join(warnings).encode()
+        (tmp_path / name).write_bytes(before)
+    assert read_tokenizer(tmp_path, []).hash == BPE.hash
+
+
+@pytest.mark.parametrize("merge", [5, None, ["a"], ["a", 5], ["a", "b", "c"], {"a": "b"}])
+def test_a_merge_that_is_none_is_named_with_its_place(folder, merge):
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["merges"].append(merge)
+    path.write_text(json.dumps(content))
+    with pytest.raises(
+        CorruptError, match=rf"merge {len(BPE.merges)} is .*not two tokens"
+    ) as error:
+        read_hf(folder)
+    assert str(path) in str(error.value)
 
 
 def test_a_folder_without_a_tokenizer_says_how_to_give_it_one(folder):

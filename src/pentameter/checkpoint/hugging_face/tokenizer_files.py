@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pentameter.checkpoint.hugging_face.json_files import read_json, read_text
+from pentameter.config.problems import printable
 from pentameter.data.bpe_tokenizer import (
     BYTE_CHARACTERS,
     END_OF_TEXT,
@@ -192,7 +193,6 @@ def _read_whole(content: Mapping[str, Any], path: Path, warnings: list[str]) -> 
     merges = model.get("merges")
     if not isinstance(merges, list):
         raise CorruptError(f"{path} is malformed: it has no model.merges")
-    lines = [merge if isinstance(merge, str) else " ".join(map(str, merge)) for merge in merges]
     added = content.get("added_tokens") or []
     try:
         named = {token["content"]: token["id"] for token in added}
@@ -200,30 +200,48 @@ def _read_whole(content: Mapping[str, Any], path: Path, warnings: list[str]) -> 
         raise CorruptError(f"{path} is malformed: added_tokens: {error!r}") from error
     vocabulary = dict(vocabulary)
     _add(vocabulary, named, path, warnings)
-    return _bpe(vocabulary, lines, path)
+    return _bpe(vocabulary, merges, path)
 
 
 def _add(
     vocabulary: dict[str, Any], added: Mapping[str, Any], path: Path, warnings: list[str]
 ) -> None:
-    """Give the added tokens that follow the vocabulary without a gap their places in it."""
+    """Give the added tokens that follow the vocabulary without a gap their places in it.
+
+    Raises CorruptError for one that is not text with a whole number.
+    """
+    for text, number in added.items():
+        if not isinstance(text, str) or type(number) is not int:
+            raise CorruptError(
+                f"{path}: the added token {text!r:.80} has the id {number!r:.80}; "
+                "it must be text, and its id a whole number"
+            )
     unknown = [token for token, number in added.items() if vocabulary.get(token) != number]
     by_id = {added[token]: token for token in unknown if BYTE_CHARACTERS.keys() >= set(token)}
     while (token := by_id.get(len(vocabulary))) is not None and token not in vocabulary:
         vocabulary[token] = len(vocabulary)
     others = [token for token in unknown if token != END_OF_TEXT]
     if others:
-        warnings.append(
-            f"{path}: text never becomes one of the added tokens {', '.join(others[:5])}"
-            + (" …" if len(others) > 5 else "")
-        )
+        named = ", ".join(map(printable, others[:5])) + (" …" if len(others) > 5 else "")
+        warnings.append(f"{path}: text never becomes one of the added tokens {named}")
 
 
-def _bpe(vocabulary: Mapping[str, Any], lines: list[str], path: Path) -> BpeTokenizer:
+def _bpe(vocabulary: Mapping[str, Any], merges: list[Any], path: Path) -> BpeTokenizer:
     try:
-        return BpeTokenizer.from_vocabulary(vocabulary, [parse_merge(line) for line in lines])
+        pairs = [_merge(number, merge) for number, merge in enumerate(merges)]
+        return BpeTokenizer.from_vocabulary(vocabulary, pairs)
     except (ConfigError, CorruptError) as error:
         raise CorruptError(f"{path}: {error}") from error
+
+
+def _merge(number: int, merge: Any) -> tuple[str, str]:
+    """The two tokens of a merge: "left right" in old files, ["left", "right"] in new ones."""
+    match merge:
+        case str():
+            return parse_merge(merge)
+        case [str(left), str(right)]:
+            return left, right
+    raise CorruptError(f"merge {number} is {merge!r:.80}, not two tokens")
 
 
 def _characters(vocabulary: Mapping[str, Any], path: Path) -> CharTokenizer:
