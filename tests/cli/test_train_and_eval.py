@@ -110,3 +110,26 @@ def test_sample_from_the_run(run, capsys):
     assert first["samples"] == second["samples"]
     assert first["samples"][0]["tokens"] == 30
     assert set(first["samples"][0]["text"]) <= set("abcdefghijklmnop")
+
+
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "cached"])
+def test_a_flipped_bit_of_the_data_ends_every_verb_with_65(tmp_path, monkeypatch, capsys, prepared):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = tmp_path / "abba.txt"
+    data.write_text("abbabaabba" * 300)
+    if prepared:
+        assert main(["prepare", str(data), "--out", str(tmp_path / "shards")]) == 0
+        data = tmp_path / "shards"
+    run = ["train", "grammar", "--run-dir", str(tmp_path / "run"), *TINY, "--data.path", str(data)]
+    assert main(run) == 0
+    shard = next(tmp_path.rglob("abba-00000.bin"))
+    content = bytearray(shard.read_bytes())
+    content[100] ^= 1  # a for b, or b for a
+    shard.write_bytes(content)
+    remedy = "prepare the data again" if prepared else f"delete {shard.parent} and start again"
+    longer = [*run, "--train.steps=9"]
+    for command in (run, longer, ["eval", str(tmp_path / "run")]):
+        assert main(command) == 65
+        said = capsys.readouterr().err
+        assert f"{shard} was changed" in said
+        assert remedy in said

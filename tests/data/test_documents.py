@@ -39,7 +39,6 @@ def corpus(documents, name="text"):
 def prepared(folder, documents, **settings):
     prepare(corpus(documents), folder, **settings)
     dataset = Dataset(open_shards(folder / "text.json"))
-    dataset.verify()
     return {name: dataset.split(name) for name in SPLITS}
 
 

@@ -49,7 +49,6 @@ def test_text_comes_back_from_shards(tmp_path_factory, content, pieces, shard_to
     assert "".join(texts) == content
     assert [split.n_bytes for split in splits] == [len(text.encode()) for text in texts]
     assert [split.n_tokens for split in splits] == [len(text) for text in texts]
-    dataset.verify()
 
 
 @pytest.mark.parametrize("vocab_size", [1 << 16, (1 << 16) + 1])
@@ -216,11 +215,39 @@ def test_every_kind_of_damage_is_found_on_opening(folder, kind):
     assert error.value.exit_code == 65
 
 
-def test_changed_tokens_are_found_on_request(folder):
-    poke(7, 3)(folder)
-    dataset = Dataset(open_shards(folder / "text.json"))
-    with pytest.raises(CorruptError, match=r"text-00001\.bin was changed: sha256"):
-        dataset.verify()
+@pytest.mark.parametrize("name", ["text-00001.bin", "text-00004.bin"])
+def test_a_flipped_bit_inside_the_vocabulary_is_found_on_opening(folder, name):
+    path = folder / name
+    ids = np.fromfile(path, dtype="<u2")
+    assert ids[3] ^ 1 < 28  # an id like any other
+    ids[3] ^= 1
+    ids.tofile(path)
+    with pytest.raises(CorruptError, match=rf"{name} was changed: sha256 .*prepare the data again"):
+        open_shards(folder / "text.json")
+    assert open_shards(folder / "text.json", verify=False).files  # another process looks
+
+
+def test_other_documents_are_found_on_opening(tmp_path):
+    with ShardWriter(tmp_path, "text", CharTokenizer("abc")) as writer:
+        for _ in range(2):
+            writer.start_document("train")
+            writer.write("train", np.array([0, 1, 2]), 3)
+        writer.finish({})
+    np.array([0, 2], "<u8").tofile(tmp_path / "text-documents.bin")  # as good as 0, 3
+    with pytest.raises(CorruptError, match=r"text-documents\.bin was changed: sha256"):
+        open_shards(tmp_path / "text.json")
+
+
+def test_the_first_damaged_file_is_named_and_progress_told(folder, monkeypatch):
+    monkeypatch.setattr("pentameter.data.shards.CHECK_TOKENS", 7)
+    told = []
+    open_shards(folder / "text.json", progress=lambda *pass_: told.append(pass_))
+    assert told == [("verifying", 2 * n, 360) for n in (50, 100, 144, 162, 180)]
+    for name in ("text-00003.bin", "text-00001.bin"):
+        path = folder / name
+        path.write_bytes(path.read_bytes()[::-1][1:] + b"\0")
+    with pytest.raises(CorruptError, match=r"text-00001\.bin"):
+        open_shards(folder / "text.json")
 
 
 @given(st.integers(0, 10**6), st.integers(0, 7))
@@ -251,7 +278,6 @@ def test_version_1_opens_with_a_document_per_split(folder):
     (folder / "text-documents.bin").unlink()
     dataset = Dataset(open_shards(folder / "text.json"))
     assert [dataset.split(s).document_starts.tolist() for s in SPLITS] == [[0], [0], [0]]
-    dataset.verify()
 
 
 @pytest.mark.parametrize(("starts", "wrong"), [([0, 3, 3], 2), ([0, 4, 2], 2), ([0, 2, 9], 2)])

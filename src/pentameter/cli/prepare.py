@@ -241,7 +241,7 @@ def _progress_bar() -> Iterator[tuple[Progress, Callable[[int], None]]]:
         TransferSpeedColumn,
     )
 
-    from pentameter.data.prepare import AWAITING
+    from pentameter.data.progress import AWAITING
 
     console = Console(stderr=True)
     columns = (

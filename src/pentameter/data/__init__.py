@@ -5,12 +5,13 @@ from pentameter.data.batches import (
     TrainingBatches,
     training_batches,
 )
-from pentameter.data.contents import Progress, Splitting
+from pentameter.data.contents import Splitting
 from pentameter.data.corpora import CORPORA, corpus_text
 from pentameter.data.dataset import Dataset, TokenSplit, open_dataset
 from pentameter.data.evaluation import evaluation_batches
 from pentameter.data.grammar import grammar_entropy_rate
 from pentameter.data.prepare import prepare
+from pentameter.data.progress import Progress
 from pentameter.data.tokenizer import (
     CharTokenizer,
     Tokenizer,

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 import numpy as np
 
 from pentameter.data.documents import Routes, document_hasher, split_of
+from pentameter.data.progress import READING, Progress
 from pentameter.data.text import Documents, Text
 from pentameter.data.tokenizer import N_CODE_POINTS, code_points
 from pentameter.errors import ConfigError
-
-Progress = Callable[[str, int, int], None]
-"""Called with the pass ("reading", "encoding", …), bytes done, and about how many there are."""
-
-READING = "reading"
 
 
 @dataclass(frozen=True)

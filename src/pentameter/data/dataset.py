@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pentameter.config.schema import DataConfig
-from pentameter.data.contents import Contents, Progress, Splitting, read_contents
+from pentameter.data.contents import Contents, Splitting, read_contents
 from pentameter.data.corpora import corpus_text
 from pentameter.data.prepare import chosen_tokenizer, is_made_from_text, prepare
+from pentameter.data.progress import Progress
 from pentameter.data.shards import SPLITS, TOKENIZER_FILE, Shards, find_header, open_shards
 from pentameter.data.storage import cache_folder
 from pentameter.data.text import Text
@@ -75,22 +76,20 @@ class Dataset:
             raise ConfigError(f"there is no split {name!r}; possible: {', '.join(SPLITS)}")
         return self._splits[name]
 
-    def verify(self) -> None:
-        """Check every file against its sha256; CorruptError names the first that differs."""
-        self.shards.verify()
-
 
 def open_dataset(
     data: DataConfig,
     *,
     tokenizer: Tokenizer | None = None,
+    verify: bool = True,
     progress: Progress | None = None,
     warnings: list[str] | None = None,
 ) -> Dataset:
     """The data set that `data` describes, prepared into the cache if it is not there yet.
 
     `tokenizer` takes the place of `data.tokenizer`: a trained model's own, for other text.
-    `warnings` takes what the user should know of a preparation.
+    With `verify` the files' content is checked against their hashes, which one process of each
+    machine has to do. `warnings` takes what the user should know of a preparation.
 
     The cache is keyed by the sha256 of the text itself with the settings that shape the tokens,
     so a changed file is never mistaken for the old one, at the price of reading the text once per
@@ -103,7 +102,8 @@ def open_dataset(
     """
     wanted = chosen_tokenizer(tokenizer or data.tokenizer)
     if data.path is not None and (header := find_header(Path(data.path))) is not None:
-        return _open_prepared(data, header, wanted)
+        shards = open_shards(header, verify=verify, progress=progress)
+        return _as_prepared(data, shards, wanted)
     text = corpus_text(data)
     splitting = Splitting(data.validation_fraction, data.test_fraction, data.split_by)
     contents = None
@@ -124,7 +124,7 @@ def open_dataset(
             keep_existing=True,
         )
     try:
-        return Dataset(open_shards(header))
+        return Dataset(open_shards(header, verify=verify, progress=progress))
     except CorruptError as error:
         raise CorruptError(f"{error} (it is a cache: delete {folder} and start again)") from error
 
@@ -165,7 +165,8 @@ def _cached_folder(
     return cache_folder() / "prepared" / f"{text.name}-{key[:24]}"
 
 
-def _open_prepared(data: DataConfig, header: Path, wanted: str | Tokenizer) -> Dataset:
+def _as_prepared(data: DataConfig, shards: Shards, wanted: str | Tokenizer) -> Dataset:
+    """Prepared shards as the data set; ConfigError where `data` asks for what they are not."""
     if data.max_bytes is not None:
         raise ConfigError(
             f"data.max_bytes={data.max_bytes} cannot shorten prepared shards ({data.path}); "
@@ -177,7 +178,6 @@ def _open_prepared(data: DataConfig, header: Path, wanted: str | Tokenizer) -> D
                 f"data.{key}={value!r} stands beside prepared shards ({data.path}), which have "
                 "their own splits; give it to `prepare`, or leave it out"
             )
-    shards = open_shards(header)
     found = shards.tokenizer
     if isinstance(wanted, str):
         # `char` is the default, and says nothing of shards.

@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pentameter.data.contents import Progress, Splitting, split_ends
+from pentameter.data.contents import Splitting, split_ends
+from pentameter.data.progress import IMPORTING, Progress
 from pentameter.data.shard_writer import SHARD_TOKENS, ShardWriter
 from pentameter.data.shards import SPLITS, find_header
 from pentameter.data.storage import building, refuse_existing
@@ -35,7 +36,6 @@ from pentameter.data.text import safe_name
 from pentameter.data.tokenizer import BpeTokenizer, CharTokenizer, Tokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
-IMPORTING = "importing"
 BLOCK_TOKENS = 1 << 20
 HEADER_BYTES = 1024  # 256 int32
 LLMC: Mapping[tuple[int, int], np.dtype[Any]] = MappingProxyType(

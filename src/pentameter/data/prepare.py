@@ -21,9 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pentameter.data.building import build_tokenizer, check_tokenizer_setting
-from pentameter.data.contents import Contents, Progress, Splitting, TextDigest, read_contents
+from pentameter.data.contents import Contents, Splitting, TextDigest, read_contents
 from pentameter.data.documents import Cutter, Part, divide
 from pentameter.data.encoding import BATCH_CHARACTERS, batches, encoded, processes_for
+from pentameter.data.progress import AWAITING, ENCODING, RESUMING, TRAINING, Progress
 from pentameter.data.shard_writer import JOURNAL, SHARD_TOKENS, ShardWriter
 from pentameter.data.shards import TOKENIZER_FILE
 from pentameter.data.storage import continuing, refuse_existing
@@ -36,8 +37,6 @@ from pentameter.data.tokenizer import (
 )
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
-ENCODING, TRAINING = "encoding", "training"
-RESUMING, AWAITING = "resuming", "awaiting"  # what an earlier process did, what another one does
 NOTE_SECONDS = 30.0  # a killed preparation loses the encoding of about as long
 UNFINISHED_VERSION = 1  # raise it when what an older version left could not be continued
 

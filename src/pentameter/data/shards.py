@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pentameter.data.progress import VERIFYING, Progress
 from pentameter.data.token_sequence import TokenSequence
 from pentameter.data.tokenizer import FORMAT as TOKENIZER_FORMAT
 from pentameter.data.tokenizer import Tokenizer, load_tokenizer
@@ -38,6 +40,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
 )
 PLACE = np.dtype("<u8")
 CHECK_TOKENS = 1 << 21
+CHECK_THREADS = 4  # one hashes at about the speed of a disk, several at that of an array of them
 HEADER_LIMIT_BYTES = 1 << 24
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -84,22 +87,6 @@ class Shards:
             first += n
         return starts
 
-    def verify(self) -> None:
-        """Check every file against its sha256; CorruptError names the first that differs."""
-        hashes = [(name, sha256) for name, _, sha256 in self.files]
-        for name, expected in [*hashes, *([self.documents] if self.documents else [])]:
-            path = self.folder / name
-            try:
-                with path.open("rb") as stream:
-                    found = hashlib.file_digest(stream, "sha256").hexdigest()
-            except OSError as error:
-                raise StorageError(f"cannot read {path}: {error.strerror}") from error
-            if found != expected:
-                raise CorruptError(
-                    f"{path} was changed: sha256 {found}, its header says {expected}; "
-                    "prepare the data again"
-                )
-
 
 def header_hash(header: dict[str, Any]) -> str:
     """sha256, in hex, of a header without its own "sha256"."""
@@ -145,11 +132,13 @@ def _begins_with(file: Path, words: str) -> bool:
         return False
 
 
-def open_shards(header_path: Path) -> Shards:
-    """Open prepared shards: header, tokenizer, sizes and every id are checked.
+def open_shards(
+    header_path: Path, *, verify: bool = True, progress: Progress | None = None
+) -> Shards:
+    """Open prepared shards: header, tokenizer, sizes, every id and every file's hash are checked.
 
-    Raises CorruptError that names file and place for whatever is damaged. File hashes are checked
-    only by `Shards.verify`, which reads as much again.
+    Without `verify` the hashes are not: another process of this machine checks them. Raises
+    CorruptError that names file and place for whatever is damaged.
     """
     header = _read_header(header_path)
     folder, name = header_path.parent, header_path.stem
@@ -188,9 +177,10 @@ def open_shards(header_path: Path) -> Shards:
         hash=header["sha256"],
     )
     for file_name, n_tokens, _ in shards.files:
-        _check_file(folder / file_name, n_tokens, shards.dtype, tokenizer.vocab_size)
+        _check_size(folder / file_name, n_tokens * shards.dtype.itemsize)
     if shards.documents is not None:
-        _check_documents(folder / shards.documents[0], shards)
+        _check_documents(folder / shards.documents[0], shards, verify=verify)
+    _check_tokens(shards, verify, progress)
     return shards
 
 
@@ -287,42 +277,79 @@ def _count(part: dict[str, Any], key: str) -> int:
     return value
 
 
-def _check_file(path: Path, n_tokens: int, dtype: np.dtype[Any], vocab_size: int) -> None:
-    """Raise CorruptError unless a file has exactly n_tokens ids, all below vocab_size."""
+def _check_size(path: Path, expected: int) -> None:
+    """Raise CorruptError unless a file is there with exactly the expected number of bytes."""
     if not path.is_file():
         raise CorruptError(f"{path} is missing or not a file; prepare the data again")
+    size = path.stat().st_size
+    if size != expected:
+        what = "truncated" if size < expected else "too long"
+        raise CorruptError(f"{path} is {what}: {size} bytes, its header says {expected}")
+
+
+def _check_tokens(shards: Shards, verify: bool, progress: Progress | None) -> None:
+    """Raise CorruptError unless every id is below the vocabulary size and, with `verify`, every
+    file has its hash: the files are read once for both, a few of them at a time."""
+    stopped = Event()
+    n_tokens = sum(n for _, n, _ in shards.files)
+    n_checked = 0
+    with ThreadPoolExecutor(CHECK_THREADS) as pool:
+        checks = [
+            pool.submit(_check_file, shards, number, verify, stopped)
+            for number in range(len(shards.files))
+        ]
+        try:
+            for check, (_, n, _) in zip(checks, shards.files, strict=True):
+                check.result()
+                n_checked += n
+                if progress is not None and verify:
+                    size = shards.dtype.itemsize
+                    progress(VERIFYING, n_checked * size, n_tokens * size)
+        finally:  # after an error or a signal the others are not worth waiting for
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _check_file(shards: Shards, number: int, verify: bool, stopped: Event) -> None:
+    """Check a file of tokens as `_check_tokens` says; return early once `stopped` is set."""
+    name, n_tokens, expected = shards.files[number]
+    path, dtype, vocab_size = shards.folder / name, shards.dtype, shards.tokenizer.vocab_size
+    digest = hashlib.sha256()
+    # Read rather than mapped: a check of a large file must not fill this process's memory.
+    buffer = np.empty(min(CHECK_TOKENS, n_tokens), dtype=dtype)
     try:
-        size, expected = path.stat().st_size, n_tokens * dtype.itemsize
-        if size != expected:
-            what = "truncated" if size < expected else "too long"
-            raise CorruptError(f"{path} is {what}: {size} bytes, its header says {expected}")
-        if vocab_size == 1 << (8 * dtype.itemsize):
-            return
-        # Read rather than mapped: a check of a large file must not fill this process's memory.
-        buffer = np.empty(min(CHECK_TOKENS, n_tokens), dtype=dtype)
         with path.open("rb") as stream:
-            for number in range(math.ceil(n_tokens / CHECK_TOKENS)):
-                n_read = stream.readinto(buffer.data) // dtype.itemsize
-                ids = buffer[:n_read]
-                if n_read and int(ids.max()) >= vocab_size:
+            for first in range(0, n_tokens, CHECK_TOKENS):
+                if stopped.is_set():
+                    return
+                ids = buffer[: stream.readinto(buffer.data) // dtype.itemsize]
+                if len(ids) and int(ids.max()) >= vocab_size:
                     place = int(np.argmax(ids >= vocab_size))
-                    token = number * CHECK_TOKENS + place
+                    token = first + place
                     raise CorruptError(
                         f"{path}: token {token} (byte {token * dtype.itemsize}) has id "
                         f"{ids[place]}, the vocabulary has {vocab_size}; prepare the data again"
                     )
+                if verify:
+                    digest.update(ids.data)
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror}") from error
+    if verify:
+        _check_hash(path, digest.hexdigest(), expected)
 
 
-def _check_documents(path: Path, shards: Shards) -> None:
+def _check_hash(path: Path, found: str, expected: str) -> None:
+    """Raise CorruptError where a file's content is not what was written: a flipped bit, say."""
+    if found != expected:
+        raise CorruptError(
+            f"{path} was changed: sha256 {found}, its header says {expected}; "
+            "prepare the data again"
+        )
+
+
+def _check_documents(path: Path, shards: Shards, *, verify: bool) -> None:
     """Raise CorruptError unless the starts of each split begin at 0, rise, and lie in the split."""
-    if not path.is_file():
-        raise CorruptError(f"{path} is missing or not a file; prepare the data again")
-    size, expected = path.stat().st_size, sum(shards.n_documents.values()) * PLACE.itemsize
-    if size != expected:
-        what = "truncated" if size < expected else "too long"
-        raise CorruptError(f"{path} is {what}: {size} bytes, its header says {expected}")
+    _check_size(path, sum(shards.n_documents.values()) * PLACE.itemsize)
     for split, starts in shards.document_starts().items():
         start, stop, _ = shards.splits[split]
         if (len(starts) > 0) != (stop > start) or (len(starts) and starts[0] != 0):
@@ -336,3 +363,10 @@ def _check_documents(path: Path, shards: Shards) -> None:
                     f"{path}: document {place} of {split!r} starts at {starts[place]}, not between "
                     f"the one before and the split's {stop - start} tokens; prepare the data again"
                 )
+    if verify and shards.documents is not None:
+        try:
+            with path.open("rb") as stream:
+                found = hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {error.strerror}") from error
+        _check_hash(path, found, shards.documents[1])

@@ -138,7 +138,10 @@ class Trainer:
         """Everything that needs no run folder: data, Plan, device."""
         warnings: list[str] = []
         self.dataset = open_dataset(
-            self.config.data, progress=self.console.progress, warnings=warnings
+            self.config.data,
+            verify=self.world.local_rank == 0,
+            progress=self.console.progress,
+            warnings=warnings,
         )
         self._batches = training_batches(self.config, self.dataset.split("train"))
         self.plan = make_plan(
