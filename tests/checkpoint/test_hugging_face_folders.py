@@ -14,14 +14,13 @@ from safetensors.torch import load_file, save_file
 from pentameter.checkpoint import load_model, model_state, open_model
 from pentameter.checkpoint.hugging_face import export_hf, read_hf
 from pentameter.checkpoint.hugging_face.tokenizer_files import (
-    is_gpt2,
     read_tokenizer,
     tokenizer_files,
 )
 from pentameter.checkpoint.stored import StoredModel
 from pentameter.config.schema import Config
 from pentameter.data import CharTokenizer
-from pentameter.data.building import gpt2_tokenizer, train_bpe
+from pentameter.data.building import train_bpe
 from pentameter.data.word_tokenizer import WordTokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.model import build_model
@@ -359,16 +358,6 @@ def test_biases_that_are_not_there_are_zero(folder):
     biases = [tensor for name, tensor in tensors.items() if name.endswith("bias")]
     assert len(biases) == 2 * 6 + 1
     assert all(not tensor.any() for tensor in biases)
-
-
-def test_gpt2s_own_tokenizer_is_recognised():
-    try:
-        tokenizer = gpt2_tokenizer()
-    except StorageError:
-        pytest.skip("GPT-2's tokenizer files are not at hand")
-    assert is_gpt2(tokenizer)
-    assert not is_gpt2(BPE)
-    assert not is_gpt2(CharTokenizer("ab"))
 
 
 def test_links_are_followed_as_in_hugging_faces_cache(folder, tmp_path):

@@ -15,7 +15,8 @@ from pentameter.data.building import (
     bpe_vocab_size,
     build_tokenizer,
     check_tokenizer_setting,
-    gpt2_tokenizer,
+    is_gpt2,
+    known_vocab_size,
     train_bpe,
 )
 from pentameter.data.tokenizer import CharTokenizer, WordTokenizer
@@ -166,4 +167,17 @@ def test_gpt2_without_its_files_says_what_to_put_where(tmp_path, monkeypatch):
     reason=f"needs PENTAMETER_DATA_DIR with {GPT2_MERGES.place}",
 )
 def test_gpt2_needs_no_text():
-    assert build("gpt2", documents=[]).hash == gpt2_tokenizer().hash
+    tokenizer = build("gpt2", documents=[])
+    assert is_gpt2(tokenizer)
+    assert tokenizer.vocab_size == known_vocab_size("gpt2")
+
+
+def test_a_vocabulary_is_known_before_the_text_or_not_at_all(tmp_path):
+    tokenizer = build("bpe:300")
+    assert not is_gpt2(tokenizer)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    assert known_vocab_size(str(tmp_path / "tokenizer.json")) == tokenizer.vocab_size
+    assert [known_vocab_size(setting) for setting in ("char", "word", "bpe:300")] == [None] * 3
+    assert known_vocab_size("gpt2") == 50_257
+    with pytest.raises(ConfigError, match="size must be at least"):
+        known_vocab_size("bpe:3")

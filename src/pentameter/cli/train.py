@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from pentameter.config.schema import Config
     from pentameter.train.trainer import Trainer
 
+_LONG_EPOCH = 1 << 40  # rows: stands in the Plan for an epoch that nobody could count
+
 HELP = "Train a model, or continue a run."
 
 
@@ -67,7 +69,7 @@ def run(arguments: list[str]) -> int:
         if is_main and parsed.print_config:
             print(to_toml(config), end="")
         elif is_main:
-            print(json.dumps(_plan(config, n_processes, place), indent=2))
+            print(json.dumps(_plan(config, parsed.init_from, n_processes, place), indent=2))
         return 0
     # Before data is read, processes meet, or N of them say the same.
     if place is None:
@@ -146,22 +148,47 @@ def _with_tokenizer_beside(config: Config, model: Path, *, say: bool) -> Config:
     return config.model_copy(update={"data": data})
 
 
-def _plan(config: Config, n_processes: int | None, place: Place | None) -> dict[str, object]:
-    """The Plan as JSON; the data is read only for a vocabulary or an epoch that is not stated."""
+def _plan(
+    config: Config, init_from: Path | None, n_processes: int | None, place: Place | None
+) -> dict[str, object]:
+    """The Plan as JSON; the data is read only for a vocabulary or an epoch that is not known.
+
+    Where GPT-2's tokenizer would have to be downloaded for an epoch's length, that length is null,
+    and so is what follows from it.
+    """
+    from pentameter.checkpoint.hugging_face.tokenizer_files import gpt2_beside
+    from pentameter.data import open_dataset, training_batches
+    from pentameter.data.building import known_vocab_size
+    from pentameter.data.dataset import is_at_hand
     from pentameter.plan.plan import make_plan, needs_data
 
-    local_size = n_processes if place is None else place.local_size
-    vocab_size = rows_per_epoch = None
-    if needs_data(config):
-        from pentameter.data import open_dataset, training_batches
-
-        dataset = open_dataset(config.data)
-        vocab_size = dataset.vocab_size
-        rows_per_epoch = training_batches(config, dataset.split("train")).rows_per_epoch
+    tokenizer = gpt2_beside(config.data.tokenizer, init_from)
+    vocab_size = config.model.vocab_size or known_vocab_size(config.data.tokenizer)
+    model = config.model.model_copy(update={"vocab_size": vocab_size})
+    rows_per_epoch, unknown = None, []
+    if needs_data(config.model_copy(update={"model": model})):
+        if tokenizer is None and not is_at_hand(config.data):
+            unknown = ["rows_per_epoch"]
+            if config.train.epochs is not None:
+                unknown += ["steps", "total_tokens", "total_flops"]
+            rows_per_epoch = _LONG_EPOCH
+            print(
+                "pentameter: an epoch's length is not known: GPT-2's tokenizer, which cuts the "
+                f"text, is not on this machine; null are {', '.join(unknown)}",
+                file=sys.stderr,
+            )
+        else:
+            dataset = open_dataset(config.data, tokenizer=tokenizer, verify=False)
+            vocab_size = dataset.vocab_size
+            rows_per_epoch = training_batches(config, dataset.split("train")).rows_per_epoch
     plan = make_plan(
-        config, vocab_size, rows_per_epoch, world_size=n_processes, local_size=local_size
+        config,
+        vocab_size,
+        rows_per_epoch,
+        world_size=n_processes,
+        local_size=n_processes if place is None else place.local_size,
     )
-    return plan.to_json()
+    return {**plan.to_json(), **dict.fromkeys(unknown)}
 
 
 def _say_goodbye(trainer: Trainer) -> None:

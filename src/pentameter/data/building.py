@@ -15,7 +15,7 @@ from pentameter.data.bpe_tokenizer import (
 )
 from pentameter.data.char_tokenizer import CharTokenizer
 from pentameter.data.cutting import cut
-from pentameter.data.storage import PublicFile, public_file
+from pentameter.data.storage import PublicFile, local_file, public_file
 from pentameter.data.tokenizer import Tokenizer, load_tokenizer
 from pentameter.data.word_tokenizer import WordTokenizer
 from pentameter.errors import ConfigError
@@ -32,6 +32,11 @@ GPT2_MERGES = PublicFile(
     sha256="1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     n_bytes=456_318,
 )
+
+GPT2 = "gpt2"
+GPT2_TOKENS = 50_257
+GPT2_HASH = "808ae9c8c2c1400b2711ca17eb863029c2a0ad4eb730c161cdadd5af710a0a6d"
+"""The hash of GPT-2's tokenizer, so that it is known wherever it lies."""
 
 MIN_BPE_TOKENS = 257  # 256 bytes and <|endoftext|>
 MAX_BPE_TOKENS = 1 << 20
@@ -62,6 +67,11 @@ def bpe_vocab_size(setting: str) -> int:
     return size
 
 
+def is_made_from_text(setting: str) -> bool:
+    """Whether a setting of `data.tokenizer` stands for a tokenizer that the text decides."""
+    return setting in {"char", "word"} or setting.startswith("bpe:")
+
+
 def build_tokenizer(
     setting: str,
     documents: Callable[[], Iterator[str]],
@@ -83,7 +93,7 @@ def build_tokenizer(
         return CharTokenizer("".join(sorted(set().union(*documents()))))
     if setting == "word":
         return WordTokenizer.from_documents(documents())
-    if setting == "gpt2":
+    if setting == GPT2:
         return gpt2_tokenizer()
     if not setting.startswith("bpe:"):
         return load_tokenizer(setting)
@@ -106,6 +116,28 @@ def gpt2_tokenizer() -> BpeTokenizer:
     lines = public_file(GPT2_MERGES).read_text(encoding="utf-8").split("\n")
     # The first line names a version, the last is empty.
     return BpeTokenizer.from_vocabulary(vocabulary, [parse_merge(line) for line in lines[1:-1]])
+
+
+def is_gpt2(tokenizer: Tokenizer) -> bool:
+    """Whether this is GPT-2's own tokenizer, which `data.tokenizer = "gpt2"` names."""
+    return tokenizer.hash == GPT2_HASH
+
+
+def gpt2_is_at_hand() -> bool:
+    """Whether `gpt2_tokenizer` needs no download."""
+    return all(local_file(file) is not None for file in (GPT2_VOCABULARY, GPT2_MERGES))
+
+
+def known_vocab_size(setting: str) -> int | None:
+    """The vocabulary size of a `data.tokenizer` that neither a text nor a download decides.
+
+    That is GPT-2's and a tokenizer file's; `bpe:N` has N tokens at most. Errors as
+    `build_tokenizer`.
+    """
+    check_tokenizer_setting(setting)
+    if setting == GPT2:
+        return GPT2_TOKENS
+    return None if is_made_from_text(setting) else load_tokenizer(setting).vocab_size
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int) -> BpeTokenizer:

@@ -11,9 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pentameter.config.schema import DataConfig
+from pentameter.data.building import (
+    GPT2,
+    gpt2_is_at_hand,
+    is_gpt2,
+    is_made_from_text,
+)
 from pentameter.data.contents import Contents, Splitting, read_contents
 from pentameter.data.corpora import corpus_text
-from pentameter.data.prepare import chosen_tokenizer, is_made_from_text, prepare
+from pentameter.data.prepare import chosen_tokenizer, prepare
 from pentameter.data.progress import Progress
 from pentameter.data.shards import SPLITS, TOKENIZER_FILE, Shards, find_header, open_shards
 from pentameter.data.storage import cache_folder
@@ -100,10 +106,10 @@ def open_dataset(
     not know, …), CorruptError (damaged shards, a file that is not UTF-8 text), StorageError
     (reading or writing fails).
     """
-    wanted = chosen_tokenizer(tokenizer or data.tokenizer)
     if data.path is not None and (header := find_header(Path(data.path))) is not None:
         shards = open_shards(header, verify=verify, progress=progress)
-        return _as_prepared(data, shards, wanted)
+        return _as_prepared(data, shards, tokenizer or data.tokenizer)
+    wanted = chosen_tokenizer(tokenizer or data.tokenizer)
     text = corpus_text(data)
     splitting = Splitting(data.validation_fraction, data.test_fraction, data.split_by)
     contents = None
@@ -127,6 +133,12 @@ def open_dataset(
         return Dataset(open_shards(header, verify=verify, progress=progress))
     except CorruptError as error:
         raise CorruptError(f"{error} (it is a cache: delete {folder} and start again)") from error
+
+
+def is_at_hand(data: DataConfig) -> bool:
+    """Whether `open_dataset` needs no download of GPT-2's tokenizer."""
+    prepared = data.path is not None and find_header(Path(data.path)) is not None
+    return data.tokenizer != GPT2 or prepared or gpt2_is_at_hand()
 
 
 def _as_setting(
@@ -179,11 +191,14 @@ def _as_prepared(data: DataConfig, shards: Shards, wanted: str | Tokenizer) -> D
                 "their own splits; give it to `prepare`, or leave it out"
             )
     found = shards.tokenizer
+    if wanted != GPT2:  # which is known by its hash: its files need not be at hand
+        wanted = chosen_tokenizer(wanted)
     if isinstance(wanted, str):
         # `char` is the default, and says nothing of shards.
         kind, _, size = wanted.partition(":")
         # A short text gives fewer pieces than were asked for.
         differs = kind != found.kind or (size and found.vocab_size > int(size))
+        differs = not is_gpt2(found) if wanted == GPT2 else differs
         if wanted != "char" and differs:
             raise ConfigError(
                 f"the shards {data.path} were written by a tokenizer of kind {found.kind!r} with "

@@ -20,7 +20,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pentameter.data.building import build_tokenizer, check_tokenizer_setting
+from pentameter.data.building import (
+    build_tokenizer,
+    check_tokenizer_setting,
+    is_made_from_text,
+)
 from pentameter.data.contents import Contents, Splitting, TextDigest, read_contents
 from pentameter.data.documents import Cutter, Part, divide
 from pentameter.data.encoding import BATCH_CHARACTERS, batches, encoded, processes_for
@@ -93,11 +97,6 @@ def prepare(
         except (ConfigError, CorruptError, ChangedTextError):
             (unfinished / JOURNAL).unlink(missing_ok=True)  # trying again would not help
             raise
-
-
-def is_made_from_text(setting: str) -> bool:
-    """Whether a setting of `data.tokenizer` stands for a tokenizer that the text decides."""
-    return setting in {"char", "word"} or setting.startswith("bpe:")
 
 
 def chosen_tokenizer(setting: str | Tokenizer) -> str | Tokenizer:

@@ -69,24 +69,20 @@ def public_file(file: PublicFile) -> Path:
     Raises CorruptError when a file or the download has another one, StorageError when it is
     nowhere and cannot be downloaded or written.
     """
-    folders = [cache_folder()]
-    if (given := data_folder()) is not None:
-        folders.insert(0, given)
-    for folder in folders:
-        path = folder / file.place
-        if path.exists():
-            try:
-                found = file.checksum_of(path.read_bytes())
-            except OSError as error:
-                raise StorageError(f"cannot read {path}: {error.strerror}") from error
-            if found != file.checksum():
-                raise CorruptError(
-                    f"{path} is not the expected file: {found}, expected {file.checksum()}; "
-                    "delete it and it is downloaded again"
-                )
-            return path
-    target = folders[-1] / file.place
-    content = _download(file, folders)
+    path = local_file(file)
+    if path is not None:
+        try:
+            found = file.checksum_of(path.read_bytes())
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {error.strerror}") from error
+        if found != file.checksum():
+            raise CorruptError(
+                f"{path} is not the expected file: {found}, expected {file.checksum()}; "
+                "delete it and it is downloaded again"
+            )
+        return path
+    target = cache_folder() / file.place
+    content = _download(file, _public_folders())
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f".{target.name}.tmp-{uuid.uuid4().hex}")
@@ -100,6 +96,18 @@ def public_file(file: PublicFile) -> Path:
             f"cannot write {target}: {error.strerror}; set XDG_CACHE_HOME to a writable folder"
         ) from error
     return target
+
+
+def local_file(file: PublicFile) -> Path | None:
+    """Where a public file lies on this machine, unchecked; None where it must be downloaded."""
+    paths = (folder / file.place for folder in _public_folders())
+    return next((path for path in paths if path.exists()), None)
+
+
+def _public_folders() -> list[Path]:
+    """Where public files are looked for, in this order."""
+    given = data_folder()
+    return [cache_folder()] if given is None else [given, cache_folder()]
 
 
 def _download(file: PublicFile, folders: list[Path]) -> bytes:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from pentameter.checkpoint.hugging_face.tokenizer_files import gpt2_beside
 from pentameter.checkpoint.lock import RunLock
 from pentameter.config.schema import Config
 from pentameter.data.batches import training_batches
@@ -139,6 +140,7 @@ class Trainer:
         warnings: list[str] = []
         self.dataset = open_dataset(
             self.config.data,
+            tokenizer=gpt2_beside(self.config.data.tokenizer, self._init_from, self.run_dir),
             verify=self.world.local_rank == 0,
             progress=self.console.progress,
             warnings=warnings,

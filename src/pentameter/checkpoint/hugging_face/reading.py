@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from pentameter.checkpoint.hugging_face.architecture import from_gpt2_config
 from pentameter.checkpoint.hugging_face.json_files import read_json
-from pentameter.checkpoint.hugging_face.tokenizer_files import is_gpt2, read_tokenizer
+from pentameter.checkpoint.hugging_face.tokenizer_files import read_tokenizer
 from pentameter.checkpoint.hugging_face.weights import BODY, HEAD, from_gpt2, pairs
 from pentameter.checkpoint.manifest import is_plain_name
 from pentameter.checkpoint.state import few
@@ -18,6 +18,7 @@ from pentameter.checkpoint.stored import StoredModel
 from pentameter.checkpoint.tensors import LazyTensor, read_tensors
 from pentameter.config.problems import problems, shown
 from pentameter.config.schema import Config, ModelConfig
+from pentameter.data.building import is_gpt2
 from pentameter.data.tokenizer import Tokenizer
 from pentameter.errors import ConfigError, CorruptError
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,13 @@ from pentameter.data.bpe_tokenizer import (
     BpeTokenizer,
     parse_merge,
 )
+from pentameter.data.building import GPT2, is_gpt2
 from pentameter.data.char_tokenizer import CharTokenizer
-from pentameter.data.tokenizer import Tokenizer
-from pentameter.errors import ConfigError, CorruptError
+from pentameter.data.tokenizer import Tokenizer, load_tokenizer
+from pentameter.errors import ConfigError, CorruptError, PentameterError
 
 VOCABULARY, MERGES, WHOLE = "vocab.json", "merges.txt", "tokenizer.json"
 SETTINGS, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
-
-GPT2_SHA256 = "9e52e2d09323136cf31fca11e3a80463fe013e9ccfa1c04ac36c8bb825af904d"
-"""Of GPT-2's tokens and merges, see `is_gpt2`."""
 
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 _EACH_CHARACTER = {
@@ -179,7 +177,7 @@ def _read_whole(content: Mapping[str, Any], path: Path, warnings: list[str]) -> 
         and pre_tokenizer.get("use_regex", True)
     )
     plain = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
-    for what, is_gpt2 in (
+    for what, is_as_gpt2s in (
         (f"model.type={model.get('type')!r}", model.get("type", "BPE") == "BPE"),
         (f"pre_tokenizer={json.dumps(pre_tokenizer)[:200]}", is_bytes),
         (
@@ -188,7 +186,7 @@ def _read_whole(content: Mapping[str, Any], path: Path, warnings: list[str]) -> 
         ),
         *((f"model.{key}={model.get(key)!r}", not model.get(key)) for key in plain),
     ):
-        if not is_gpt2:
+        if not is_as_gpt2s:
             raise ConfigError(f"{path}: {what} {_NOT_GPT2}")
     merges = model.get("merges")
     if not isinstance(merges, list):
@@ -254,9 +252,19 @@ def _characters(vocabulary: Mapping[str, Any], path: Path) -> CharTokenizer:
     return tokenizer
 
 
-def is_gpt2(tokenizer: Tokenizer) -> bool:
-    """Whether this is GPT-2's own tokenizer, which `data.tokenizer = "gpt2"` names."""
-    if not isinstance(tokenizer, BpeTokenizer):
-        return False
-    text = "\n".join([*tokenizer.tokens, *map(" ".join, tokenizer.merges)])
-    return hashlib.sha256(text.encode()).hexdigest() == GPT2_SHA256
+def gpt2_beside(setting: str, *models: Path | None) -> Tokenizer | None:
+    """GPT-2's tokenizer out of the folder of a run, a checkpoint or a Hugging Face model.
+
+    None where `setting` (of `data.tokenizer`) does not ask for it, or no folder holds it: only then
+    OpenAI's own files are needed. Damage is passed over here, and told by who opens the model.
+    """
+    for model in models:
+        if setting != GPT2 or model is None:
+            continue
+        is_hugging_face = (model / "config.json").is_file()
+        for path in (model / WHOLE, *sorted(model.glob(f"checkpoints/*/{WHOLE}"))):
+            with suppress(PentameterError):
+                found = read_tokenizer(model, []) if is_hugging_face else load_tokenizer(path)
+                if found is not None and is_gpt2(found):
+                    return found
+    return None
