@@ -87,6 +87,30 @@ def test_an_existing_folder_and_a_binary_file_are_refused(tmp_path, text_file):
     assert not (tmp_path / "new").exists()
 
 
+def test_without_a_terminal_progress_is_plain_lines_on_standard_error(
+    tmp_path, text_file, monkeypatch, capsys
+):
+    monkeypatch.setattr("pentameter.data.progress.LINE_SECONDS", 0.0)
+    assert run([str(text_file), "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr()
+    lines = said.err.splitlines()
+    assert lines[0] == "reading the text: 100% · 0 of 0 MB"
+    assert lines[-1].startswith("encoding the text: 100% · 0 of 0 MB")
+    assert "the text" not in said.out
+    monkeypatch.setattr("pentameter.data.progress.LINE_SECONDS", 10.0)
+    assert run([str(text_file), "--out", str(tmp_path / "again")]) == 0
+    assert capsys.readouterr().err == ""  # too short to be told of
+
+
+def test_on_a_terminal_progress_is_a_bar_per_pass(tmp_path, text_file, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert run([str(text_file), "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().err
+    assert "reading" in said
+    assert "encoding" in said
+    assert "1.0/1.0 kB" in said
+
+
 def test_help_imports_nothing_slow():
     code = (
         "import sys\n"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import TaskID
 
     from pentameter.config.schema import DataConfig
@@ -104,7 +105,7 @@ def _encode(options: Options, warnings: list[str]) -> None:
     from pentameter.data import Splitting, prepare
 
     text = _text(options)
-    with _progress_bar() as (progress, count_tokens):
+    with _progress() as (progress, count_tokens):
         prepare(
             text,
             options.out,
@@ -145,7 +146,7 @@ def _import(options: Options, sources: Sequence[Path]) -> None:
     for split, here in files.items():
         for file in here:
             print(f"{file.path}: {file.format}, {file.n_tokens:,} tokens, {split}")
-    with _progress_bar() as (progress, _):
+    with _progress() as (progress, _):
         import_tokens(
             files,
             options.out,
@@ -226,12 +227,27 @@ def _report(dataset: Dataset, folder: Path, seconds: float) -> None:
 
 
 @contextmanager
-def _progress_bar() -> Iterator[tuple[Progress, Callable[[int], None]]]:
-    """Callbacks that draw one bar per pass on standard error, if that is a terminal.
+def _progress() -> Iterator[tuple[Progress, Callable[[int], None]]]:
+    """Callbacks that tell on standard error how far a preparation is, the second its tokens.
 
-    The second is told the tokens so far, and adds tokens/s to the bar of the last pass.
+    On a terminal a bar per pass, otherwise plain lines at a calm interval.
     """
     from rich.console import Console
+
+    from pentameter.data.progress import ProgressLines
+
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with _bars(console) as callbacks:
+            yield callbacks
+    else:
+        lines = ProgressLines(lambda line: print(line, file=sys.stderr, flush=True))
+        yield lines, lines.count_tokens
+
+
+@contextmanager
+def _bars(console: Console) -> Iterator[tuple[Progress, Callable[[int], None]]]:
+    """Callbacks that draw one bar per pass; the second adds tokens/s to that of the last pass."""
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -241,9 +257,8 @@ def _progress_bar() -> Iterator[tuple[Progress, Callable[[int], None]]]:
         TransferSpeedColumn,
     )
 
-    from pentameter.data.progress import AWAITING
+    from pentameter.data.progress import AWAITING, pass_in_words
 
-    console = Console(stderr=True)
     columns = (
         TextColumn("{task.description:>8}"),
         BarColumn(),
@@ -252,13 +267,13 @@ def _progress_bar() -> Iterator[tuple[Progress, Callable[[int], None]]]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[tokens]}"),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console) as bar:
         tasks: dict[str, TaskID] = {}
         first: list[tuple[float, int]] = []  # when and with how many tokens this process began
 
         def update(stage: str, done: int, total: int) -> None:
             if stage == AWAITING:
-                console.print("another process prepares the same folder; waiting for it")
+                console.print(pass_in_words(stage))
                 return
             if stage not in tasks:
                 tasks[stage] = bar.add_task(stage, total=total, tokens="")

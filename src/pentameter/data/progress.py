@@ -1,8 +1,10 @@
-"""Progress of what takes long with much data: the passes by name, and where they report to."""
+"""Progress of what takes long with much data: its passes by name, and lines that tell of them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from datetime import timedelta
 
 Progress = Callable[[str, int, int], None]
 """Called with the pass (one of those below), bytes done, and about how many there are."""
@@ -10,3 +12,65 @@ Progress = Callable[[str, int, int], None]
 READING, TRAINING, ENCODING = "reading", "training", "encoding"
 RESUMING, AWAITING = "resuming", "awaiting"  # what an earlier process did, what another one does
 IMPORTING, VERIFYING = "importing", "verifying"
+
+LINE_SECONDS = 10.0
+"""Time between two lines: calm enough for a log, often enough for who waits."""
+
+_WORDS = {
+    TRAINING: "training the tokenizer",
+    IMPORTING: "importing the tokens",
+    VERIFYING: "verifying the tokens",
+    AWAITING: "another process prepares the same data; waiting for it",
+}
+
+
+def pass_in_words(name: str) -> str:
+    """The pass as a person is told of it: "encoding the text"."""
+    return _WORDS.get(name, f"{name} the text")
+
+
+class ProgressLines:
+    """A `Progress` for where there is no terminal: a plain line every `LINE_SECONDS`.
+
+    The line has the pass, its share, its MB, MB/s, tokens (as told to `count_tokens`) and the time
+    left. `say` prints it; `clock` gives seconds.
+    """
+
+    def __init__(
+        self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._say, self._clock = say, clock
+        self._last_line = clock()
+        self._pass = ""
+        self._began, self._first_bytes = 0.0, 0  # of the pass, as this process saw it
+        self._n_tokens = 0
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        """Say how far the pass is, if the last line is long enough ago."""
+        now = self._clock()
+        if name != self._pass:
+            self._pass, self._began, self._first_bytes = name, now, done
+            if name == AWAITING:  # nothing follows until the other process has ended
+                self._say(pass_in_words(name))
+        if now - self._last_line < LINE_SECONDS or name == AWAITING:
+            return
+        self._last_line = now
+        parts = [f"{pass_in_words(name)}: {_percent(done, total)}"]
+        parts.append(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+        seconds, n_bytes = now - self._began, done - self._first_bytes
+        if seconds > 0 and n_bytes > 0:
+            parts.append(f"{n_bytes / 1e6 / seconds:,.1f} MB/s")
+        if self._n_tokens:
+            parts.append(f"{self._n_tokens:,} tokens")
+        if seconds > 0 and n_bytes > 0:
+            left = max(0, total - done) * seconds / n_bytes
+            parts.append(f"{timedelta(seconds=round(left))} left")
+        self._say(" · ".join(parts))
+
+    def count_tokens(self, n_tokens: int) -> None:
+        """Take the number of tokens so far, for the next line."""
+        self._n_tokens = n_tokens
+
+
+def _percent(done: int, total: int) -> str:
+    return f"{100 * min(done, total) / total:.0f}%" if total else "0%"

@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from pentameter.checkpoint.files import storage_errors
+from pentameter.data.progress import ProgressLines, pass_in_words
 from pentameter.train.hooks import (
     CheckpointMetrics,
     EpochMetrics,
@@ -42,6 +43,7 @@ class Console:
         self._last_refresh = 0.0
         self._log: TextIO | None = None
         self._pending: list[str] = []
+        self._progress_lines = ProgressLines(self.say)
 
     def __enter__(self) -> Self:
         if self._rich.is_terminal and not self._rich.quiet:
@@ -86,10 +88,13 @@ class Console:
             self._live.update(Text(text, style="bold"), refresh=True)
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """The live line of preparing data: pass, bytes done, bytes in all."""
+        """The live line of preparing data: pass, bytes done, bytes in all; without a terminal a
+        line now and then."""
+        if self._live is None:
+            self._progress_lines(what, done, total)
+            return
         share = f" · {100 * done / total:.0f}%" if total else ""
-        text = "the tokenizer on the text" if what == "training" else "the text"
-        self.status(f"{what} {text} · {size(done)} of {size(total)}{share}")
+        self.status(f"{pass_in_words(what)} · {size(done)} of {size(total)}{share}")
 
     def on_step(self, trainer: Trainer, step: StepMetrics) -> None:
         """A line where the step is one to log, the live line at every step."""
