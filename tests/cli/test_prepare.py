@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 
@@ -85,6 +86,29 @@ def test_an_existing_folder_and_a_binary_file_are_refused(tmp_path, text_file):
     with pytest.raises(CorruptError, match="offset 0"):
         run([str(binary), "--out", str(tmp_path / "new")])
     assert not (tmp_path / "new").exists()
+
+
+def test_another_encoding_and_field(tmp_path, text_file, capsys):
+    text = text_file.read_text() + "日本\n"
+    records = tmp_path / "notes.jsonl"
+    records.write_text(json.dumps({"body": text}, ensure_ascii=False), encoding="gb18030")
+    out = tmp_path / "out"
+    arguments = [str(records), "--encoding", "gb18030", "--text-field", "body", "--out", str(out)]
+    assert run(arguments) == 0
+    dataset = open_dataset(DataConfig(path=str(out)))
+    splits = [dataset.split(name) for name in ("train", "val")]
+    assert "".join(dataset.tokenizer.decode(split.tokens[:]) for split in splits) == text
+    assert sum(split.n_bytes for split in splits) == len(text.encode())
+    elsewhere = ["--out", str(tmp_path / "elsewhere")]
+    with pytest.raises(CorruptError, match=r"notes\.jsonl, line 1 is not UTF-8.*--encoding"):
+        run([str(records), *elsewhere])
+    with pytest.raises(ConfigError, match=r"data\.encoding='gb18031' is not known; .*gb18030\?"):
+        run([str(records), "--encoding", "gb18031", *elsewhere])
+    with pytest.raises(ConfigError, match=r"is of the files at data\.path"):
+        run(["stdlib", "--text-field", "body", *elsewhere])
+    (tmp_path / "tokens.bin").write_bytes(b"ab")
+    with pytest.raises(ConfigError, match="--encoding is of files of text, not of tokens"):
+        run([str(tmp_path / "tokens.bin"), "--encoding", "gbk", *elsewhere])
 
 
 def test_without_a_terminal_progress_is_plain_lines_on_standard_error(

@@ -96,6 +96,22 @@ def test_eval_on_other_text(run, tmp_path, capsys):
     assert "data section only" in capsys.readouterr().err
 
 
+def test_training_on_another_encoding_and_eval_on_text_in_utf8(tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("日本語 naïve " * 300, encoding="gb18030")
+    other = tmp_path / "other.txt"
+    other.write_text("日本語 " * 300, encoding="utf-8")
+    folder = str(tmp_path / "run")
+    command = ["train", "grammar", "--run-dir", folder, *TINY, "--data.path", str(text)]
+    assert main(command) == 65
+    assert "is not UTF-8 text: byte" in capsys.readouterr().err
+    assert main([*command, "--data.encoding", "gb18030"]) == 0
+    assert main(["eval", folder]) == 0
+    assert main(["eval", folder, "--data.path", str(other)]) == 0
+    assert main(["eval", folder, "--data.path", str(text)]) == 65  # another text's is not known
+    assert main(["eval", folder, "--data.path", str(text), "--data.encoding", "gb18030"]) == 0
+
+
 def test_eval_of_an_empty_split_says_how_to_get_one(run, capsys):
     assert main(["eval", str(run), "--split", "test"]) == 2
     assert "test_fraction" in capsys.readouterr().err

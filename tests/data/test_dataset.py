@@ -1,3 +1,4 @@
+import json
 import os
 import shutil
 import subprocess
@@ -246,3 +247,34 @@ def test_data_needs_no_torch():
     subprocess.run(
         [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(source)}
     )
+
+
+def test_the_same_text_in_another_encoding_is_the_same_data_set(text_file, tmp_path):
+    text = text_file.read_bytes().decode()
+    other, records = tmp_path / "other", tmp_path / "records"
+    for folder in (other, records):
+        folder.mkdir()
+    (other / text_file.name).write_text(text, encoding="utf-16", newline="")
+    whole, held_out = json.dumps({"body": text}), json.dumps({"body": text[:40]})
+    (records / "my text.jsonl").write_text(whole, encoding="gb18030")
+    (records / "val.jsonl").write_text(held_out, encoding="gb18030")
+    plain = open_dataset(DataConfig(path=str(text_file)))
+    settings = {"path": str(other / text_file.name), "encoding": "utf-16"}
+    assert open_dataset(DataConfig(**settings)).hash == plain.hash  # bytes of text are UTF-8's
+    settings = {
+        "path": str(records / "my text.jsonl"),
+        "validation_path": str(records / "val.jsonl"),
+        "encoding": "gb18030",
+        "text_field": "body",
+    }
+    dataset = open_dataset(DataConfig(**settings))
+    assert content(dataset) == text + text[:40]
+    assert dataset.split("val").n_bytes == len(text[:40].encode())
+
+
+@pytest.mark.parametrize(("key", "value"), [("encoding", "gb18030"), ("text_field", "content")])
+def test_prepared_shards_have_no_encoding(text_file, cache, key, value):
+    open_dataset(DataConfig(path=str(text_file)))
+    shards = str(next(cache.iterdir()))
+    with pytest.raises(ConfigError, match=rf"data\.{key}='{value}' is of files of text"):
+        open_dataset(DataConfig(path=shards, **{key: value}))

@@ -3,19 +3,45 @@ import json
 import subprocess
 import sys
 import tracemalloc
+from encodings.aliases import aliases
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pentameter.data.reading import read_documents
+from pentameter.config.text_encoding import encoding_problem
+from pentameter.data.reading import UTF8, FileContents, read_documents
 from pentameter.data.text import text_from_paths
 from pentameter.errors import ConfigError, CorruptError
 
+CHARACTERS = {
+    "utf-16": "日本 🙂 naïve\r\n",
+    "utf-32": "日本 🙂 naïve\r\n",
+    "utf-16-be": "日本 🙂\u0a0a\n",  # whose bytes are line ends
+    "utf-8-sig": "日本 🙂\n",
+    "utf-7": "日本 🙂 a+b\n",
+    "gb18030": "日本 naïve € 🙂 語 語\n",
+    "gbk": "日本語\n",
+    "big5": "日本語\n",
+    "shift_jis": "日本語 ソ表\n",  # whose second bytes are backslashes
+    "euc-kr": "한국어\n",
+    "iso2022_jp": "日本 and 語\n",  # switches between sets of characters
+    "hz": "~{}~中文 and 文\n",
+    "latin-1": "naïve\xa0\x85\r\n",
+    "cp1252": "naïve €\n",
+    "koi8-r": "Привет\n",
+    "cp037": "EBCDIC\n",
+}
+MARKS = {
+    "utf-16": (b"\xff\xfe", b"\xfe\xff"),
+    "utf-32": (b"\xff\xfe\0\0", b"\0\0\xfe\xff"),
+}
 RECORDS = ["one", "", "naïve\r\n日本 🙂", "a\0b\n"]
 JSONL = "".join(json.dumps({"text": text, "id": 1}) + "\n" for text in RECORDS).encode()
 
 
-def documents(file):
-    return ["".join(pieces) for pieces in read_documents(file)]
+def documents(file, contents=UTF8):
+    return ["".join(pieces) for pieces in read_documents(file, contents)]
 
 
 def write(path, data):
@@ -38,7 +64,10 @@ def test_a_record_is_a_document(tmp_path, name):
     ("line", "message"),
     [
         (b"{nonsense}", "line 2 is not JSON"),
-        (b'{"text": "\xff"}', "line 2 is not JSON"),
+        (
+            b'{"text": "\xff"}',
+            r"line 2 is not UTF-8 text: byte 0xff at offset 27 .*--data.encoding",
+        ),
         (b'{"content": "x"}', r"line 2 has no field 'text' \(its keys are \['content'\]\)"),
         (b'["text"]', r"line 2 has no field 'text' \(no object\)"),
         (b'{"text": 3}', "line 2: 'text' is int 3, not a string"),
@@ -52,6 +81,97 @@ def test_a_wrong_record_is_named_with_file_and_line(tmp_path, line, message):
     with pytest.raises(CorruptError, match=message) as error:
         documents(file)
     assert str(file) in str(error.value)
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 2, 3, 7, 1 << 16])
+@pytest.mark.parametrize("encoding", CHARACTERS)
+def test_a_named_encoding_is_decoded_whatever_a_block_cuts(
+    tmp_path, monkeypatch, encoding, piece_bytes
+):
+    monkeypatch.setattr("pentameter.data.reading.PIECE_BYTES", piece_bytes)
+    assert encoding_problem(encoding) is None
+    text = CHARACTERS[encoding] * 3
+    contents = FileContents(encoding)
+    assert documents(write(tmp_path / "a.txt", text.encode(encoding)), contents) == [text]
+    lines = json.dumps({"text": text}, ensure_ascii=False) + "\n\n" + json.dumps({"text": "b"})
+    data = gzip.compress(lines.encode(encoding))
+    assert documents(write(tmp_path / "a.jsonl.gz", data), contents) == [text, "b"]
+
+
+def test_every_encoding_that_is_taken_can_be_read(tmp_path):
+    taken = [name for name in sorted({*aliases.values()}) if encoding_problem(name) is None]
+    assert len(taken) > 80
+    for name in taken:
+        file = write(tmp_path / f"{name}.txt", "abc\n".encode(name))
+        assert documents(file, FileContents(name)) == ["abc\n"]
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 3, 1 << 16])
+@pytest.mark.parametrize(
+    ("encoding", "data", "said"),
+    [
+        (
+            "gb18030",
+            "日本".encode("gb18030") + b"\xff\n",
+            r"GB18030 text: byte 0xff at offset 4 \(",
+        ),
+        ("gb18030", "日本".encode("gb18030") + b"\x81", r"byte 0x81 at offset 4 \(incomplete"),
+        ("gb18030", "🙂".encode("gb18030")[:3], "byte 0x95 at offset 0 "),
+        ("shift_jis", "日本語".encode("shift_jis")[:-1], "byte 0x8c at offset 4 "),
+        ("utf-16", b"\xff\xfea\0\0\xd8b\0", "byte 0x00 at offset 4 "),
+        ("utf-16", b"\xff\xfea\0b", "byte 0x62 at offset 4 "),
+        ("utf-16", b"a\0b\0", "does not start with BOM; .*: utf-16-le or utf-16-be"),
+        ("U32", b"a\0\0\0", "does not start with BOM; .*: utf-32-le or utf-32-be"),
+        ("ascii", b"abc\xe9", "ASCII text: byte 0xe9 at offset 3 .*--data.encoding gb18030"),
+        ("utf-8-sig", b"\xef\xbb\xbfab\xff", "byte 0xff at offset 5 "),
+        ("latin-1", b"ab\xe9\0", "latin-1 text: NUL at character 3; name its encoding"),
+    ],
+)
+def test_what_does_not_decode_is_placed(tmp_path, monkeypatch, encoding, data, said, piece_bytes):
+    monkeypatch.setattr("pentameter.data.reading.PIECE_BYTES", piece_bytes)
+    file = write(tmp_path / "a.txt", data)
+    with pytest.raises(CorruptError, match=said) as error:
+        documents(file, FileContents(encoding))
+    assert str(file) in str(error.value)
+
+
+@given(st.sampled_from(sorted(CHARACTERS)), st.binary(max_size=40), st.integers(1, 9))
+def test_any_bytes_are_the_text_python_makes_of_them_or_an_error(
+    tmp_path_factory, encoding, data, piece_bytes
+):
+    file = write(tmp_path_factory.mktemp("any") / "a.txt", data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pentameter.data.reading.PIECE_BYTES", piece_bytes)
+        try:
+            (found,) = documents(file, FileContents(encoding))
+        except CorruptError:
+            found = None
+    try:
+        expected = data.decode(encoding).removeprefix("\ufeff")
+        expected.encode()
+        unordered = encoding in MARKS and not data.startswith(MARKS[encoding])
+        wrong = "\0" in expected or (unordered and data)
+    except UnicodeError:
+        wrong = True
+    assert found is None if wrong else found == expected
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_the_mark_of_another_encoding_is_told_and_not_followed(tmp_path, name, encoding):
+    file = write(tmp_path / name, '{"text": "a"}'.encode(encoding))
+    with pytest.raises(CorruptError, match=f"not UTF-8 .*begins as .*--data.encoding {encoding}$"):
+        documents(file)
+    assert documents(file, FileContents(encoding)) in (["a"], ['{"text": "a"}'])
+
+
+def test_the_text_may_stand_in_another_field(tmp_path):
+    file = write(tmp_path / "a.jsonl", b'{"content": "one", "text": 3}\n{"content": "two"}\n')
+    assert documents(file, FileContents(text_field="content")) == ["one", "two"]
+    with pytest.raises(
+        CorruptError, match=r"line 1 has no field 'body' .*'content', 'text'.*field"
+    ):
+        documents(file, FileContents(text_field="body"))
 
 
 def test_gzip_of_text_and_of_jsonl(tmp_path):

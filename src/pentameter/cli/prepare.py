@@ -49,8 +49,8 @@ class Options:
     source: Annotated[
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="CORPUS-or-FILES")
     ]
-    """A corpus (stdlib, grammar, shakespeare, wikitext-2), or files and folders: UTF-8 text, each
-    file a document, or .jsonl with a document's `text` in each line; .gz and .zst of either. Or
+    """A corpus (stdlib, grammar, shakespeare, wikitext-2), or files and folders: text, each file a
+    document, or .jsonl with a document's `text` in each line; .gz and .zst of either. Or
     tokens of nanoGPT, llm.c, modded-nanogpt (.bin) or Megatron (.bin and .idx), taken as they
     are."""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
@@ -59,6 +59,11 @@ class Options:
     """`char`: one token per character; `word`: per word of lower-cased English; `gpt2`: GPT-2's
     own; `bpe:8192`: byte-level BPE of that size, trained on the text; or a tokenizer file of an
     earlier `prepare`. Tokens of other programs need the one that wrote them."""
+    encoding: str = "utf-8"
+    """How the files encode text: `utf-8`, `utf-16`, `gb18030`, `latin-1`, or another that Python
+    knows. The shards do not depend on it."""
+    text_field: str = "text"
+    """The field of a JSONL record that holds its text."""
     split_by: Literal["position", "document"] = "position"
     """`position`: the last part of the text is held out; `document`: each document goes to the
     split that the hash of its text decides."""
@@ -120,12 +125,17 @@ def _encode(options: Options, warnings: list[str]) -> None:
 
 
 def _import(options: Options, sources: Sequence[Path]) -> None:
+    from pentameter.config.schema import FILE_DEFAULTS
     from pentameter.data.importing import import_tokens, open_token_file, with_neighbours
     from pentameter.data.prepare import chosen_tokenizer
     from pentameter.errors import ConfigError
 
     if options.max_bytes is not None:
         raise ConfigError("--max-bytes cannot shorten files of tokens; leave it out")
+    for key, usual in FILE_DEFAULTS.items():
+        if getattr(options, key) != usual:
+            name = key.replace("_", "-")
+            raise ConfigError(f"--{name} is of files of text, not of tokens; leave it out")
     if options.split_by == "document":
         raise ConfigError(
             "--split-by document goes by each document's text, which files of tokens do not have; "
@@ -195,6 +205,8 @@ def _data_section(options: Options, corpus: str | None) -> DataConfig:
         "validation_path": _as_text(options.validation_path),
         "test_path": _as_text(options.test_path),
         "tokenizer": options.tokenizer,
+        "encoding": options.encoding,
+        "text_field": options.text_field,
         "split_by": options.split_by,
         "validation_fraction": options.validation_fraction,
         "test_fraction": options.test_fraction,

@@ -28,6 +28,7 @@ from pentameter.config.section import (
     Switch,
     Width,
 )
+from pentameter.config.text_encoding import encoding_problem
 
 
 class ModelConfig(Section):
@@ -118,6 +119,10 @@ class GrammarConfig(Section):
         return self
 
 
+FILE_DEFAULTS = {"text_field": "text", "encoding": "utf-8"}
+"""Keys of `[data]` that say how its files hold text, with what they are when absent."""
+
+
 class DataConfig(Section):
     """Where the text comes from, how it is cut into tokens, and in which order it is read."""
 
@@ -129,6 +134,11 @@ class DataConfig(Section):
     """Held-out text of its own; `path` is then trained on whole."""
     test_path: str | None = None
     """Text of its own for `eval --split test`."""
+    text_field: Annotated[str, Field(min_length=1)] = FILE_DEFAULTS["text_field"]
+    """The field of a JSONL record that holds its text."""
+    encoding: Annotated[str, Field(min_length=1)] = FILE_DEFAULTS["encoding"]
+    """How the files at `path` (and `validation_path`, `test_path`) encode text: `utf-8`, `utf-16`,
+    `gb18030`, `latin-1`, or any other text encoding that Python knows."""
     tokenizer: Annotated[str, Field(min_length=1)] = "char"
     """`char`, `word` (basic English words), `gpt2`, `bpe:VOCAB_SIZE` (trained on the text), or a
     tokenizer file."""
@@ -147,7 +157,7 @@ class DataConfig(Section):
     test_fraction: Rate = 0.0
     """The part for `eval --split test`; by position, the tail."""
     max_bytes: ByteCount | None = None
-    """Read at most this many bytes of the corpus."""
+    """Read at most this many bytes of the text, as UTF-8 has them."""
     grammar: GrammarConfig = GrammarConfig()
     """Settings of `corpus = "grammar"`."""
 
@@ -168,6 +178,7 @@ class DataConfig(Section):
                 raise ValueError(
                     f"data.{key}={getattr(self, key)!r} stands beside data.path, which is not set"
                 )
+        self._check_files()
         if self.packing and self.order != "documents":
             raise ValueError(
                 f"data.packing=true fills rows with documents, but data.order={self.order!r}; set "
@@ -179,6 +190,17 @@ class DataConfig(Section):
                 f"{self.test_fraction} leave nothing to train on; their sum must stay below 1"
             )
         return self
+
+    def _check_files(self) -> None:
+        """Refuse an encoding that is none, and what says nothing of a corpus."""
+        if problem := encoding_problem(self.encoding):
+            raise ValueError(f"data.encoding={self.encoding!r} {problem}")
+        for key, usual in FILE_DEFAULTS.items():
+            if self.corpus is not None and getattr(self, key) != usual:
+                raise ValueError(
+                    f"data.{key}={getattr(self, key)!r} is of the files at data.path, and "
+                    f"data.corpus={self.corpus!r} has its own; leave one of them out"
+                )
 
 
 class OptimizerConfig(Section):

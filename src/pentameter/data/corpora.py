@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from pentameter.config.schema import DataConfig
 from pentameter.data.grammar import grammar_source, grammar_text
+from pentameter.data.reading import FileContents
 from pentameter.data.storage import PublicFile, public_file
 from pentameter.data.text import (
     Text,
@@ -136,10 +137,11 @@ def corpus_text(data: DataConfig) -> Text:
 
 def text_from_data_paths(data: DataConfig, paths: Sequence[Path]) -> Text:
     """The text of files and folders, with the texts that `data` holds out beside them."""
-    text = text_from_paths(paths)
+    contents = FileContents(data.encoding, data.text_field)
+    text = text_from_paths(paths, contents=contents)
     given = {"val": data.validation_path, "test": data.test_path}
     held_out = {
-        split: text_from_paths([Path(path)], f"{text.name}-{split}")
+        split: text_from_paths([Path(path)], f"{text.name}-{split}", contents)
         for split, path in given.items()
         if path is not None
     }

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pentameter.config.schema import DataConfig
+from pentameter.config.schema import FILE_DEFAULTS, DataConfig
 from pentameter.data.building import (
     GPT2,
     gpt2_is_at_hand,
@@ -189,6 +189,12 @@ def _as_prepared(data: DataConfig, shards: Shards, wanted: str | Tokenizer) -> D
             raise ConfigError(
                 f"data.{key}={value!r} stands beside prepared shards ({data.path}), which have "
                 "their own splits; give it to `prepare`, or leave it out"
+            )
+    for key, usual in FILE_DEFAULTS.items():
+        if (value := getattr(data, key)) != usual:
+            raise ConfigError(
+                f"data.{key}={value!r} is of files of text, and {data.path} holds prepared shards; "
+                "leave it out"
             )
     found = shards.tokenizer
     if wanted != GPT2:  # which is known by its hash: its files need not be at hand

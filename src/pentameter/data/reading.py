@@ -1,8 +1,10 @@
-"""What is inside a file: UTF-8 text or JSONL records, plain, gzipped or as Zstandard.
+"""What is inside a file: text or JSONL records, plain, gzipped or as Zstandard.
 
 Files are read as bytes and decoded as UTF-8, so line ends stay as they are; a byte order mark at
-the start of a file is an encoding mark, not text, and is dropped. A text file is one document; of
-a `.jsonl` or `.ndjson` file each record's `text` is one.
+the start of a file is an encoding mark, not text, and is dropped. A file in another encoding
+becomes UTF-8 on the way in, so that all that counts bytes of text (bits per byte, `max_bytes`)
+counts the same whatever the file's encoding. A text file is one document; of a `.jsonl` or
+`.ndjson` file each record's text is one.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from pentameter.config.schema import FILE_DEFAULTS
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 # Small on purpose: decoding pieces of a MiB left holes in glibc's heap that it did not fill again
@@ -32,6 +36,24 @@ FED_BYTES = 1 << 10  # of Zstandard at once: they hold at most 32 MiB, 128 KiB i
 USUAL_COMPRESSION = 3  # of English text by gzip; only the progress bar's total depends on it
 
 
+@dataclass(frozen=True)
+class FileContents:
+    """How files hold their text."""
+
+    encoding: str = FILE_DEFAULTS["encoding"]
+    """One that `pentameter.config.text_encoding` takes."""
+    text_field: str = FILE_DEFAULTS["text_field"]
+    """The field of a JSONL record that holds its text."""
+
+    @property
+    def is_utf8(self) -> bool:
+        """Whether the bytes are taken as they are; a byte order mark is dropped anyway."""
+        return codecs.lookup(self.encoding).name in ("utf-8", "utf-8-sig")
+
+
+UTF8 = FileContents()
+
+
 def about_bytes(file: Path) -> int:
     """About how many bytes of text a file holds. Raises StorageError when it cannot be read."""
     try:
@@ -41,30 +63,32 @@ def about_bytes(file: Path) -> int:
     return size * USUAL_COMPRESSION if _compression(file) else size
 
 
-def read_documents(file: Path) -> Iterator[Iterator[str]]:
+def read_documents(file: Path, contents: FileContents = UTF8) -> Iterator[Iterator[str]]:
     """The documents of a file, each as its pieces.
 
-    Raises CorruptError, with the place, where the file is not what its name says: not UTF-8, a
-    NUL in a text file (binary data), a record that is not JSON, has no string `text` or a line
-    longer than `LONGEST_LINE_BYTES`, damaged compression. StorageError when it cannot be read;
-    ConfigError for `.zst` without a decoder.
+    Raises CorruptError, with the place, where the file is not what its name says: not in its
+    encoding, a NUL in a text file (binary data), a record that is not JSON, has no string in its
+    text field or a line longer than `LONGEST_LINE_BYTES`, damaged compression. StorageError when
+    it cannot be read; ConfigError for `.zst` without a decoder.
     """
     name = file.name.lower().removesuffix(_compression(file))
     if name.endswith(JSONL_SUFFIXES):
-        for text in _read_records(file):
+        for text in _read_records(file, contents):
             yield iter((text,))
     else:
-        yield read_pieces(file)
+        yield read_pieces(file, contents=contents)
 
 
-def read_pieces(file: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[str]:
-    """The text of a UTF-8 file in pieces of at most about `piece_bytes` bytes.
+def read_pieces(
+    file: Path, piece_bytes: int = PIECE_BYTES, contents: FileContents = UTF8
+) -> Iterator[str]:
+    """The text of a file in pieces of at most about `piece_bytes` bytes of UTF-8.
 
     Where the pieces end depends only on the content. Raises as `read_documents` does.
     """
     offset = 0  # of the first byte of `data` in the text
     data = b""
-    with _open(file) as stream:
+    with _open(file, contents) as stream:
         while True:
             block = stream.read(piece_bytes)
             data += block
@@ -83,28 +107,52 @@ def _decode(data: bytes, offset: int, file: Path, *, final: bool) -> tuple[str, 
     try:
         text, used = codecs.utf_8_decode(data, "strict", final)
     except UnicodeDecodeError as error:
-        hint = "convert it to UTF-8, or leave it out"
-        if offset == 0 and data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            hint = "it looks like UTF-16; convert it to UTF-8"
-        if file.suffix == ".bin":
-            hint = (
-                "are these token ids? `pentameter prepare FILE.bin --tokenizer gpt2 --out DIR` "
-                "imports them; prepared shards are a data.path of their own"
-            )
-        raise CorruptError(
-            f"{file} is not UTF-8 text: byte 0x{data[error.start]:02x} at offset "
-            f"{offset + error.start} ({error.reason}); {hint}"
-        ) from error
+        raise _undecodable(file, "utf-8", error, offset) from error
     if (nul := data.find(b"\0", 0, used)) >= 0:
         raise CorruptError(
-            f"{file} is binary, not text: NUL byte at offset {offset + nul}; leave it out"
+            f"{file} is binary, not text: NUL byte at offset {offset + nul}; leave it out, or "
+            "name its encoding where it is UTF-16 (--data.encoding utf-16-le)"
         )
     return text, used
 
 
-def _read_records(file: Path) -> Iterator[str]:
-    """The `text` of each record; empty lines are passed over."""
-    with _open(file) as stream:
+def _undecodable(
+    file: Path, encoding: str, error: UnicodeError, offset: int, line: int | None = None
+) -> CorruptError:
+    """The error of bytes that are not text; those that were decoded begin at `offset`."""
+    name = codecs.lookup(encoding).name
+    place, hint = str(error), _ENCODING_HINT
+    if isinstance(error, UnicodeDecodeError):
+        place = f"byte 0x{error.object[error.start]:02x} at offset {offset + error.start}"
+        place += f" ({error.reason})"
+        marks = [name for name, mark in _MARKS.items() if error.object.startswith(mark)]
+        if offset == 0 and marks and name == "utf-8":
+            hint = f"it begins as {marks[0].upper()} does: --data.encoding {marks[0]}"
+    if "BOM" in place:  # what Python says of UTF-16 and UTF-32
+        hint = f"name the order of its bytes: {name}-le or {name}-be"
+    if file.suffix == ".bin":
+        hint = (
+            "are these token ids? `pentameter prepare FILE.bin --tokenizer gpt2 --out DIR` "
+            "imports them; prepared shards are a data.path of their own"
+        )
+    where = file if line is None else f"{file}, line {line}"
+    return CorruptError(f"{where} is not {name.upper()} text: {place}; {hint}")
+
+
+_MARKS = {
+    "utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),  # first: UTF-16's mark begins UTF-32's
+    "utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+}
+_ENCODING_HINT = (
+    "name its encoding (--data.encoding gb18030, utf-16, latin-1, …; in prepare --encoding), or "
+    "leave it out"
+)
+
+
+def _read_records(file: Path, contents: FileContents) -> Iterator[str]:
+    """The text of each record; empty lines are passed over."""
+    offset = 0
+    with _open(file, contents) as stream:
         for number in itertools.count(1):
             line = stream.readline(LONGEST_LINE_BYTES + 1)
             if not line:
@@ -116,23 +164,33 @@ def _read_records(file: Path) -> Iterator[str]:
                 )
             record = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if record.strip():
-                yield _record_text(record, f"{file}, line {number}")
+                try:
+                    decoded = record.decode()
+                except UnicodeDecodeError as error:
+                    first = offset + len(line) - len(record)
+                    raise _undecodable(file, "utf-8", error, first, number) from error
+                yield _record_text(decoded, contents.text_field, f"{file}, line {number}")
+            offset += len(line)
 
 
-def _record_text(record: bytes, where: str) -> str:
+def _record_text(record: str, field: str, where: str) -> str:
     try:
-        parsed = json.loads(record.decode())
+        parsed = json.loads(record)
     except (ValueError, RecursionError) as error:
         raise CorruptError(
-            f"{where} is not JSON ({error}); JSONL has one object a line, with its text in 'text'"
+            f"{where} is not JSON ({error}); JSONL has one object a line, with its text in "
+            f"{field!r}"
         ) from error
-    if not isinstance(parsed, dict) or "text" not in parsed:
+    if not isinstance(parsed, dict) or field not in parsed:
         found = f"its keys are {sorted(parsed)}" if isinstance(parsed, dict) else "no object"
-        raise CorruptError(f"{where} has no field 'text' ({found}); put the document's text there")
-    text = parsed["text"]
+        raise CorruptError(
+            f"{where} has no field {field!r} ({found}); name the field of the document's text with "
+            "--data.text-field (in prepare --text-field)"
+        )
+    text = parsed[field]
     if not isinstance(text, str):
         raise CorruptError(
-            f"{where}: 'text' is {type(text).__name__} {text!r:.40}, not a string; write the "
+            f"{where}: {field!r} is {type(text).__name__} {text!r:.40}, not a string; write the "
             "document's text, or leave the record out"
         )
     if not text.isascii():
@@ -140,8 +198,9 @@ def _record_text(record: bytes, where: str) -> str:
             text.encode()
         except UnicodeEncodeError as error:
             raise CorruptError(
-                f"{where}: 'text' holds half a surrogate pair (\\u{ord(text[error.start]):04x}), "
-                "which is no character; write both halves, or leave it out"
+                f"{where}: {field!r} holds half a surrogate pair "
+                f"(\\u{ord(text[error.start]):04x}), which is no character; write both halves, "
+                "or leave it out"
             ) from error
     return text
 
@@ -153,24 +212,71 @@ def _compression(file: Path) -> str:
 
 
 @contextmanager
-def _open(file: Path) -> Iterator[BinaryIO]:
-    """The file's bytes, decompressed; reads are full until the end."""
+def _open(file: Path, contents: FileContents) -> Iterator[BinaryIO]:
+    """The file's text as UTF-8, decompressed; reads are full until the end."""
     errors = (EOFError, gzip.BadGzipFile, zlib.error)
     try:
         with file.open("rb") as stream:
             match _compression(file):
                 case ".gz":
-                    yield cast(BinaryIO, gzip.GzipFile(fileobj=stream))
+                    plain = cast(BinaryIO, gzip.GzipFile(fileobj=stream))
                 case ".zst":
-                    yield cast(BinaryIO, io.BufferedReader(_ZstdReader(stream), PIECE_BYTES))
+                    plain = cast(BinaryIO, io.BufferedReader(_ZstdReader(stream), PIECE_BYTES))
                 case _:
-                    yield stream
+                    plain = stream
+            if contents.is_utf8:
+                yield plain
+            else:
+                recoded = _Utf8Reader(plain, file, contents.encoding)
+                yield cast(BinaryIO, io.BufferedReader(recoded, PIECE_BYTES))
     except errors as error:
         raise CorruptError(
             f"{file} is damaged or cut short ({error}); fetch it again, or leave it out"
         ) from error
     except OSError as error:
         raise StorageError(f"cannot read {file}: {error.strerror}") from error
+
+
+class _Utf8Reader(io.RawIOBase):
+    """The text of a stream in another encoding, as UTF-8; CorruptError for what it cannot decode.
+
+    A decoder keeps the bytes of a character that a block cuts, and its state where there is one.
+    """
+
+    def __init__(self, stream: BinaryIO, file: Path, encoding: str) -> None:
+        self._stream, self._file, self._encoding = stream, file, encoding
+        self._decoder = codecs.getincrementaldecoder(encoding)("strict")
+        self._offset = self._n_characters = 0  # before the next block
+        self._ready = memoryview(b"")
+        self._ended = False
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """The number of bytes put into `buffer`; 0 at the end."""
+        while not self._ready and not self._ended:
+            block = self._stream.read(PIECE_BYTES)
+            self._ended = not block
+            kept = self._decoder.getstate()[0]  # from earlier blocks; an error counts from there
+            try:
+                text = self._decoder.decode(block, final=self._ended)
+                self._ready = memoryview(text.encode())
+                nul = text.find("\0")
+            except UnicodeError as error:
+                first = self._offset - len(kept)
+                raise _undecodable(self._file, self._encoding, error, first) from error
+            if nul >= 0:
+                raise CorruptError(
+                    f"{self._file} is not {self._encoding} text: NUL at character "
+                    f"{self._n_characters + nul}; {_ENCODING_HINT}"
+                )
+            self._offset += len(block)
+            self._n_characters += len(text)
+        n = min(len(buffer), len(self._ready))
+        buffer[:n], self._ready = self._ready[:n], self._ready[n:]
+        return n
 
 
 class _ZstdReader(io.RawIOBase):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pentameter.data.reading import about_bytes, read_documents
+from pentameter.data.reading import UTF8, FileContents, about_bytes, read_documents
 from pentameter.errors import ConfigError, StorageError
 
 Documents = Iterator[Iterator[str]]
@@ -48,7 +48,9 @@ def text_of_pieces(
     return Text(name, lambda: iter([pieces()]), n_bytes, identity)
 
 
-def text_from_paths(paths: Sequence[Path], name: str | None = None) -> Text:
+def text_from_paths(
+    paths: Sequence[Path], name: str | None = None, contents: FileContents = UTF8
+) -> Text:
     """The text of files and folders, one after another in the order given.
 
     A folder stands for the files below it, sorted by path; hidden files and folders,
@@ -59,16 +61,16 @@ def text_from_paths(paths: Sequence[Path], name: str | None = None) -> Text:
     files: list[Path] = []
     for path in paths:
         files += files_below(path) if path.is_dir() else [_regular_file(path)]
-    return text_from_files(files, name or safe_name(paths[0].absolute().stem))
+    return text_from_files(files, name or safe_name(paths[0].absolute().stem), contents)
 
 
-def text_from_files(files: Sequence[Path], name: str) -> Text:
+def text_from_files(files: Sequence[Path], name: str, contents: FileContents = UTF8) -> Text:
     """The text of exactly these files, read lazily, one after another."""
     n_bytes = sum(about_bytes(file) for file in files)
 
     def documents() -> Documents:
         for file in files:
-            yield from read_documents(file)
+            yield from read_documents(file, contents)
 
     return Text(name, documents, n_bytes)
 
