@@ -14,6 +14,7 @@ from pentameter.config.load import load_config
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError, StorageError, TrainingFailedError
 from pentameter.parallel.assemble import LossSum, Stage
+from pentameter.parallel.world import World
 from pentameter.train.trainer import Trainer
 
 
@@ -414,3 +415,18 @@ def test_a_prompt_the_text_cannot_spell_is_left_out(tmp_path):
     fit(run, sections=sections)
     assert "sample_prompt is left out" in (run / "log.txt").read_text()
     assert len((run / "samples" / "step-00000012.txt").read_text()) == 4
+
+
+@pytest.mark.parametrize(("local_rank", "verifies"), [(0, True), (1, False)])
+def test_one_process_of_each_machine_verifies_the_data(tmp_path, monkeypatch, local_rank, verifies):
+    asked = {}
+
+    def opened(data, **arguments):
+        asked.update(arguments)
+        raise StorageError("seen enough")
+
+    monkeypatch.setattr("pentameter.train.trainer.open_dataset", opened)
+    world = World(rank=2 + local_rank, size=4, local_rank=local_rank, local_size=2)
+    with pytest.raises(StorageError, match="seen enough"):
+        Trainer(config(), run_dir=tmp_path / "run", world=world).fit()
+    assert asked["verify"] is verifies
