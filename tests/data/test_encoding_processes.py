@@ -1,7 +1,9 @@
 """Processes that encode text: they end with their work, and run nobody else's code."""
 
+import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -43,6 +45,30 @@ def test_they_stop_when_the_caller_stops(processes):
     assert ids[0].tolist() == TOKENIZER.encode("some words").tolist()
     results.close()
     assert [process.returncode for process in processes] == [-9, -9]
+
+
+def test_they_leave_nothing_behind_when_the_caller_is_killed(tmp_path):
+    script = (
+        "import os, signal\n"
+        "from pentameter.data.building import train_bpe\n"
+        "from pentameter.data.documents import Part\n"
+        "from pentameter.data.encoding import encoded\n"
+        "batch = [Part('some', 'train', True, True)]\n"
+        "results = encoded([batch] * 9, train_bpe(['some words'], 260), 2)\n"
+        "next(results)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    (tmp_path / "tmp").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script],
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+        check=False,
+    )
+    assert done.returncode == -9
+    deadline = time.monotonic() + 20
+    while left := list((tmp_path / "tmp").iterdir()):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
 
 
 def test_a_lost_one_is_told_and_the_others_stop(processes):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 import signal
 import sys
+from pathlib import Path
 from typing import IO
 
 import numpy as np
@@ -32,7 +34,11 @@ def serve(tokenizer: Tokenizer, requests: IO[bytes], answers: IO[bytes]) -> None
 
 
 def main(tokenizer: str) -> None:
-    """Serve the process that started this one, until it closes the pipe; `tokenizer` is a file."""
+    """Serve the process that started this one, until it closes the pipe; `tokenizer` is a file in
+    a temporary folder of its own."""
     # Ctrl-C reaches the whole group of processes; the one that started this ends it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    serve(load_tokenizer(tokenizer), sys.stdin.buffer, sys.stdout.buffer)
+    try:
+        serve(load_tokenizer(tokenizer), sys.stdin.buffer, sys.stdout.buffer)
+    finally:  # who started this process was killed, or it would have ended this one
+        shutil.rmtree(Path(tokenizer).parent, ignore_errors=True)
