@@ -30,6 +30,9 @@ NOT_THE_TRAINING = {
     "checkpoint.keep_best": "as above",
     "checkpoint.on_error": "as above",
     "log.interval": "logging reads, it changes nothing",
+    "log.tensorboard": "as above",
+    "log.wandb": "as above",
+    "log.trackio": "as above",
 }
 """Keys that a resumed run may change, and why. Every other key defines the weights of each step,
 but for those of `[parallel]`: a layout changes no number beyond its last digits.

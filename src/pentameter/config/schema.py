@@ -321,6 +321,13 @@ class LogConfig(Section):
 
     interval: Positive = 10
     """Steps between log lines."""
+    tensorboard: Switch = False
+    """Write the same metrics, samples and the configuration as TensorBoard event files, into
+    RUN_DIR/tensorboard."""
+    wandb: Annotated[str, Field(min_length=1)] | None = None
+    """Tell the same to this project of Weights & Biases."""
+    trackio: Annotated[str, Field(min_length=1)] | None = None
+    """Tell the same to this project of trackio."""
 
 
 class Config(Section):

@@ -1,4 +1,4 @@
-"""Hooks: objects with any of eight methods, called by the trainer in the order they were given.
+"""Hooks: objects with any of nine methods, called by the trainer in the order they were given.
 
     class PrintLoss:
         def on_step(self, trainer, step): print(step.step, step.loss)
@@ -24,6 +24,7 @@ HOOK_METHODS = (
     "on_skip",
     "on_epoch",
     "on_eval",
+    "on_sample",
     "on_checkpoint",
     "on_end",
     "on_error",
@@ -80,6 +81,15 @@ class EvalMetrics:
     tokens: int
     seconds: float
     best: bool = False
+
+
+@dataclass(frozen=True)
+class SampledText:
+    """A prompt and what the model made of it after `step` steps. Only the main process has it, and
+    only its hooks are called."""
+
+    step: int
+    text: str
 
 
 @dataclass(frozen=True)

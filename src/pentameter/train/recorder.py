@@ -1,4 +1,4 @@
-"""The hook that writes metrics.jsonl, and the lines a run introduces itself with."""
+"""The hook that records a run's events, and the lines a run introduces itself with."""
 
 from __future__ import annotations
 
@@ -15,26 +15,33 @@ from pentameter.train.hooks import (
     EpochMetrics,
     EvalMetrics,
     RunEnd,
+    SampledText,
     SkippedStep,
     StepMetrics,
     is_logged,
 )
 from pentameter.train.metrics import MetricsLog, checkpoint_event
+from pentameter.train.trackers import Trackers
 
 if TYPE_CHECKING:
     from pentameter.train.trainer import Trainer
 
 
 class Recorder:
-    """Turns what the hooks report into lines of metrics.jsonl."""
+    """Turns what the hooks report into events: lines of metrics.jsonl, and what trackers show."""
 
-    def __init__(self, log: MetricsLog) -> None:
-        self._log = log
+    def __init__(self, log: MetricsLog, trackers: Trackers) -> None:
+        self._log, self._trackers = log, trackers
+
+    def write(self, event: str, **values: Any) -> None:
+        """Record one event everywhere."""
+        self._log.write(event, **values)
+        self._trackers.write(event, **values)
 
     def on_start(self, trainer: Trainer) -> None:
         """`start` for a new run, `resume` for one that continues."""
         plan, engine = trainer.plan, trainer.engine
-        self._log.write(
+        self.write(
             "start" if trainer.state.step == 0 else "resume",
             step=trainer.state.step,
             run_id=trainer.folder.run_id,
@@ -55,36 +62,42 @@ class Recorder:
     def on_step(self, trainer: Trainer, step: StepMetrics) -> None:
         """A `train` line, where the step is one to log."""
         if is_logged(step.step, trainer.config):
-            self._log.write("train", **asdict(step))
+            self.write("train", **asdict(step))
 
     def on_skip(self, trainer: Trainer, skip: SkippedStep) -> None:
         """A `skip` line."""
-        self._log.write("skip", **asdict(skip))
+        self.write("skip", **asdict(skip))
 
     def on_epoch(self, trainer: Trainer, metrics: EpochMetrics) -> None:
         """An `epoch` line."""
-        self._log.write("epoch", **asdict(metrics))
+        self.write("epoch", **asdict(metrics))
 
     def on_eval(self, trainer: Trainer, metrics: EvalMetrics) -> None:
         """An `eval` line."""
-        self._log.write("eval", **asdict(metrics))
+        self.write("eval", **asdict(metrics))
 
     def on_checkpoint(self, trainer: Trainer, metrics: CheckpointMetrics) -> None:
         """A `checkpoint` line, one for a step."""
         if metrics.again:
             return
-        self._log.write(
+        self.write(
             "checkpoint",
             **checkpoint_event(metrics.step, metrics.path, metrics.bytes, metrics.seconds),
         )
 
+    def on_sample(self, trainer: Trainer, sample: SampledText) -> None:
+        """For the trackers alone: the run folder has samples in files of their own."""
+        self._trackers.text("sample", sample.text, sample.step)
+
     def on_end(self, trainer: Trainer, end: RunEnd) -> None:
         """An `end` line."""
-        self._log.write("end", **asdict(end))
+        self.write("end", **asdict(end))
+        self._trackers.finish(failed=False)
 
     def on_error(self, trainer: Trainer, error: Exception) -> None:
         """An `end` line that says what went wrong."""
-        self._log.write("end", step=trainer.state.step, reason=f"error: {error}", seconds=None)
+        self.write("end", step=trainer.state.step, reason=f"error: {error}", seconds=None)
+        self._trackers.finish(failed=True)
 
 
 def _epochs(plan: Plan) -> str:

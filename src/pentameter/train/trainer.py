@@ -39,6 +39,7 @@ from pentameter.train.hooks import (
     EpochMetrics,
     Hooks,
     RunEnd,
+    SampledText,
     SkippedStep,
     StepMetrics,
 )
@@ -52,6 +53,7 @@ from pentameter.train.saving import save_checkpoint
 from pentameter.train.signals import StopSignals
 from pentameter.train.state import TrainState
 from pentameter.train.stopwatch import Stopwatch
+from pentameter.train.trackers import open_trackers, require_trackers
 from pentameter.train.update import update_weights
 
 MAX_CONSECUTIVE_SKIPS = 3
@@ -95,6 +97,7 @@ class Trainer:
         self._saved_step = 0
         self._new_best = False
         self._metrics: MetricsLog | None = None
+        self._recorder: Recorder | None = None
 
     def fit(self) -> RunEnd:
         """Train to the end: all steps, patience, or a hook's stop.
@@ -129,14 +132,16 @@ class Trainer:
         self._stop_word = reason
 
     def record(self, event: str, **values: float | str | None) -> None:
-        """Append a line of one's own to metrics.jsonl: what a hook of the main process measured."""
-        if self._metrics is not None:
-            self._metrics.write(event, **values)
+        """Record an event of one's own, in metrics.jsonl and trackers: what a hook of the main
+        process measured; `values` hold its step."""
+        if self._recorder is not None:
+            self._recorder.write(event, **values)
 
     # -- before the first step ------------------------------------------------------------------
 
     def _prepare(self) -> None:
         """Everything that needs no run folder: data, Plan, device."""
+        require_trackers(self.config.log)
         warnings: list[str] = []
         self.dataset = open_dataset(
             self.config.data,
@@ -201,7 +206,8 @@ class Trainer:
             self.console.open_log(self.folder.log_path)
             self._metrics = MetricsLog(self.folder.metrics_path)
             stack.callback(self._metrics.close)
-            recorders.append(Recorder(self._metrics))
+            self._recorder = Recorder(self._metrics, open_trackers(self))
+            recorders.append(self._recorder)
         for line in describe(self):
             self.console.say(line)
         self._say_warnings()
@@ -364,6 +370,7 @@ class Trainer:
         self.console.say(f"sample at step {state.step}:")
         for line in text.strip("\n").splitlines():
             self.console.say(f"  │ {line}")
+        self._hooks.call("on_sample", self, SampledText(state.step, text))
 
     def _save_if_due(self, *, stopping: bool) -> None:
         state, settings = self.state, self.config.checkpoint

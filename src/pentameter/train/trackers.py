@@ -1,0 +1,216 @@
+"""TensorBoard, W&B and trackio: the events of metrics.jsonl, shown elsewhere as they happen.
+
+A tracker is told the same events as metrics.jsonl, text samples and the resolved configuration.
+One that raises is dropped with a warning: a run never ends, and never waits for long, because of
+the service that watches it.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from pentameter.config.load import to_toml
+from pentameter.config.schema import LogConfig
+from pentameter.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pentameter.train.trainer import Trainer
+
+T = TypeVar("T")
+
+FINISH_SECONDS = 8.0  # a signal's promise is to be gone within ten
+UNTOLD = ("start", "resume", "end")
+"""Events that say how the run goes, not what it measured; a tracker has its own words for them."""
+
+
+class Tracker(Protocol):
+    """What a run says to a service that shows it; any call may raise anything."""
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Numbers by "group/name", measured after `step` optimizer steps."""
+
+    def text(self, name: str, text: str, step: int) -> None:
+        """A text sample, or why a step was skipped."""
+
+    def finish(self, *, failed: bool) -> None:
+        """Send what is left; the run has ended."""
+
+
+class TensorBoardTracker:
+    """Event files in RUN_DIR/tensorboard, which `tensorboard --logdir` reads."""
+
+    def __init__(self, folder: Path, configuration: str, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # what an earlier start wrote from `first_step` on is hidden: those steps are made again
+        self._writer = SummaryWriter(str(folder), purge_step=first_step)
+        if first_step == 0:
+            self.text("config", configuration, 0)
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """One point of each curve."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        # what a checkpoint follows is on disk before it: a killed run does not make it again
+        self._writer.flush()
+
+    def text(self, name: str, text: str, step: int) -> None:
+        """As a block of code: TensorBoard would read it as Markdown."""
+        block = "".join(f"    {line}\n" for line in text.split("\n"))
+        self._writer.add_text(name, block, step)
+
+    def finish(self, *, failed: bool) -> None:
+        """Write and close the file."""
+        self._writer.close()
+
+
+class ProjectTracker:
+    """A run in a project of W&B, or of trackio, whose calls are W&B's."""
+
+    def __init__(self, module: Any, run: Any) -> None:
+        self._module, self._run = module, run
+        # A resumed run may have been told of steps that were not saved and are made again. They
+        # give the same numbers, so they are left out. trackio has no public word for it.
+        self._first_step: int = getattr(run, "starting_step", getattr(run, "_next_step", 0))
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """One row of the run's history."""
+        self._log(dict(values), step)
+
+    def text(self, name: str, text: str, step: int) -> None:
+        """As HTML, which both can show."""
+        self._log({name: self._module.Html(f"<pre>{html.escape(text)}</pre>")}, step)
+
+    def finish(self, *, failed: bool) -> None:
+        """Mark the run as finished, or as failed where the service knows the difference."""
+        if self._module.__name__ == "wandb":
+            self._run.finish(exit_code=1 if failed else 0)
+        else:
+            self._run.finish()
+
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        if step >= self._first_step:
+            self._run.log(values, step=step)
+
+
+class Trackers:
+    """All trackers of a run; each is dropped, with a warning, at the first call that raises."""
+
+    def __init__(
+        self, openers: Mapping[str, Callable[[], Tracker]], say: Callable[[str], None]
+    ) -> None:
+        self._say = say
+        self._trackers: dict[str, Tracker] = {}
+        for name, open_tracker in openers.items():
+            tracker = self._guard(name, open_tracker)
+            if tracker is not None:
+                self._trackers[name] = tracker
+
+    def write(self, event: str, step: int = 0, **values: Any) -> None:
+        """One event of metrics.jsonl: its numbers as EVENT/KEY, an evaluation's as SPLIT/KEY.
+
+        Texts go the same way (why a step was skipped), but for a checkpoint's path.
+        """
+        if event in UNTOLD:
+            return
+        group = str(values.pop("split", event))
+        numbers = {
+            f"{group}/{key}": float(value)
+            for key, value in values.items()
+            if isinstance(value, int | float) and math.isfinite(value)
+        }
+        if numbers:
+            self._each("scalars", numbers, step)
+        for key, value in values.items():
+            if isinstance(value, str) and key != "path":
+                self._each("text", f"{group}/{key}", value, step)
+
+    def text(self, name: str, text: str, step: int) -> None:
+        """A text of the run."""
+        self._each("text", name, text, step)
+
+    def finish(self, *, failed: bool) -> None:
+        """Nothing is told afterwards."""
+        self._each("finish", failed=failed)
+        self._trackers.clear()
+
+    def _each(self, method: str, *arguments: Any, **named: Any) -> None:
+        for name, tracker in list(self._trackers.items()):
+            self._guard(name, partial(getattr(tracker, method), *arguments, **named))
+
+    def _guard(self, name: str, call: Callable[[], T]) -> T | None:
+        """What `call` returns; None, and without tracker `name` from now on, where it raises."""
+        try:
+            return call()
+        except Exception as error:  # a library's own kind; the run must survive every one
+            self._trackers.pop(name, None)
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            self._say(f"warning: log.{name}: {lines[0]}; the run goes on without it")
+            return None
+
+
+def require_trackers(log: LogConfig) -> None:
+    """Raise ConfigError where a package that `log` needs is not installed; imports none of them."""
+    for name in ("tensorboard", "wandb", "trackio"):
+        if not getattr(log, name):
+            continue
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # a mere folder of that name, as wandb leaves
+            raise ConfigError(
+                f"log.{name}={getattr(log, name)!r} needs the package {name}, which is not "
+                f'installed: pip install "pentameter[{name}]"'
+            )
+
+
+def open_trackers(trainer: Trainer) -> Trackers:
+    """The trackers that the run's configuration asks for; those that cannot start are warned of."""
+    log, folder = trainer.config.log, trainer.folder
+    openers: dict[str, Callable[[], Tracker]] = {}
+    if log.tensorboard:
+        first_step = 0 if folder.checkpoint is None else trainer.state.step + 1
+        toml = to_toml(trainer.config)
+        openers["tensorboard"] = lambda: TensorBoardTracker(
+            folder.path / "tensorboard", toml, first_step
+        )
+    if log.wandb is not None:
+        openers["wandb"] = lambda: _wandb(trainer, str(log.wandb))
+    if log.trackio is not None:
+        openers["trackio"] = lambda: _trackio(trainer, str(log.trackio))
+    return Trackers(openers, trainer.console.say)
+
+
+def _wandb(trainer: Trainer, project: str) -> Tracker:
+    wandb = importlib.import_module("wandb")
+    run = wandb.init(
+        project=project,
+        id=trainer.folder.run_id,
+        name=trainer.config.name,
+        resume="allow",
+        dir=str(trainer.run_dir),
+        config=trainer.config.model_dump(mode="json"),
+        settings=wandb.Settings(
+            console="off",  # the live line would fill its log; log.txt has what was said
+            finish_timeout=FINISH_SECONDS,
+            finish_timeout_raises=True,
+        ),
+    )
+    return ProjectTracker(wandb, run)
+
+
+def _trackio(trainer: Trainer, project: str) -> Tracker:
+    trackio = importlib.import_module("trackio")
+    run = trackio.init(
+        project=project,
+        name=f"{trainer.config.name}-{trainer.folder.run_id[:8]}",  # it resumes by name
+        resume="allow",
+        config=trainer.config.model_dump(mode="json"),
+        embed=False,
+    )
+    return ProjectTracker(trackio, run)
