@@ -27,6 +27,36 @@ def test_the_loss_figure_names_its_curves(make_run, run_events):
     ]
 
 
+def fall(highest):
+    """A loss that falls from `highest` to 2 in 20 of 400 steps, and then to 1."""
+    losses = [highest - (highest - 2) * step / 20 for step in range(20)]
+    losses += [2 - step / 380 for step in range(381)]
+    lines = [f'{{"event": "train", "step": {i}, "loss": {v}}}' for i, v in enumerate(losses)]
+    return "\n".join(lines)
+
+
+def test_the_axis_may_begin_after_the_fall_at_the_start(make_run):
+    record = read_run(make_run(fall(4.6)))
+    whole, settled = loss_figure(record).axes[0], loss_figure(record, settled=True).axes[0]
+    assert whole.get_ylim()[1] > 4.6
+    assert 1.9 < settled.get_ylim()[1] < 2.1
+    assert settled.get_ylim()[0] < 1
+    assert settled.get_title(loc="left") == "↑ begins at 4.60, above this axis"
+    assert whole.get_title(loc="left") == ""
+
+
+def test_a_loss_without_such_a_fall_has_one_axis(make_run):
+    assert loss_figure(read_run(make_run(fall(2.1))), settled=True) is None
+
+
+def test_a_loss_that_rises_again_is_seen_whole(make_run):
+    rising = "\n".join(
+        f'{{"event": "train", "step": {i}, "loss": {4 - 3 * i / 200 if i < 200 else i / 100 - 1}}}'
+        for i in range(401)
+    )
+    assert loss_figure(read_run(make_run(rising)), settled=True) is None
+
+
 def test_no_loss_no_figure(tmp_path, make_run):
     assert loss_figure(read_run(tmp_path)) is None
     folder = make_run('{"event": "train", "step": 1, "loss": NaN}')

@@ -11,6 +11,9 @@ from pentameter.report.reading import Series
 Curve = tuple[np.ndarray, np.ndarray]
 """Steps and values, float64, of the same length."""
 
+Limits = tuple[float, float]
+"""The lowest and the highest value that an axis shows."""
+
 
 def envelope(series: Series, n_bins: int = 400) -> Curve:
     """The curve with at most two points a bin, its lowest and its highest: no spike is lost."""
@@ -54,7 +57,7 @@ def thinned(series: Series, n_points: int = 800) -> Curve:
     return x[kept], y[kept]
 
 
-def limits(series: tuple[Series, ...], extra: tuple[float, ...] = ()) -> tuple[float, float] | None:
+def limits(series: tuple[Series, ...], extra: tuple[float, ...] = ()) -> Limits | None:
     """The lowest value and a highest one that a few spikes do not set; None without values.
 
     Every curve's first value, where a loss starts, counts as no spike. `extra` are levels that
@@ -70,6 +73,25 @@ def limits(series: tuple[Series, ...], extra: tuple[float, ...] = ()) -> tuple[f
     if not lows:
         return None
     return min(lows), max(highs)
+
+
+SETTLED = 0.1
+"""The part of a run after which its loss has left the heights where every loss begins."""
+
+
+def settled_limits(series: tuple[Series, ...], extra: tuple[float, ...] = ()) -> Limits | None:
+    """Limits that leave out the fall at the start, where that would flatten what follows it.
+
+    None where the curves have no such fall: the whole of them then is not twice as high as what
+    comes after the first tenth of the steps.
+    """
+    whole = limits(series, extra)
+    begins = SETTLED * max((one.steps[-1] for one in series if len(one)), default=0)
+    after = limits(tuple(one.after(begins) for one in series), extra)
+    if whole is None or after is None or after[1] <= after[0]:
+        return None
+    falls = whole[1] - after[0] > 2 * (after[1] - after[0])
+    return (min(whole[0], after[0]), after[1]) if falls else None
 
 
 def _arrays(series: Series) -> Curve:

@@ -1,8 +1,62 @@
-"""Text of unknown origin made harmless and visible in HTML."""
+"""What pages are made of: a frame, sections, tabs, and text of unknown origin made harmless."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from html import escape
+from importlib import metadata
+
+from pentameter.report.hover import SCRIPT, SCRIPT_HASH
+from pentameter.report.stylesheet import STYLESHEET
+
+# Even if something in the text slipped through escaping, the browser would load nothing and run
+# nothing but the one script that has this hash.
+_POLICY = (
+    f"default-src 'none'; style-src 'unsafe-inline'; script-src '{SCRIPT_HASH}'; "
+    "base-uri 'none'; form-action 'none'"
+)
+
+
+def document(title: str, sections: Iterable[str], source: str) -> str:
+    """A whole page as HTML; `source` says in its footer what it was made from."""
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{text(title)}</title>\n<style>{STYLESHEET}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(section for section in sections if section)
+        + f"\n<footer>Written by pentameter {text(_version())} from {text(source)}.</footer>\n"
+        f"</main>\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
+    )
+
+
+def section(title: str, body: str) -> str:
+    """A part of a page under its heading."""
+    return f"<section><h2>{text(title)}</h2>{body}</section>"
+
+
+def tabs(name: str, views: Sequence[tuple[str, str]]) -> str:
+    """Labelled views of which the reader sees one, by the style sheet alone; one stands as it is.
+
+    Args:
+        name: unique on the page, of letters and hyphens.
+        views: at most four pairs of label and HTML; the first is seen at the start.
+    """
+    if len(views) == 1:
+        return f"<div>{views[0][1]}</div>"
+    buttons = "".join(
+        f'<input type="radio" name="{name}" id="{name}-{index}"{" checked" * (index == 0)}>'
+        f'<label for="{name}-{index}">{text(label)}</label>'
+        for index, (label, _) in enumerate(views)
+    )
+    return f'<div class="tabs">{buttons}{"".join(f"<div>{view}</div>" for _, view in views)}</div>'
+
+
+def _version() -> str:
+    try:
+        return metadata.version("pentameter")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return ""
 
 
 def text(value: str) -> str:
@@ -12,6 +66,11 @@ def text(value: str) -> str:
     file names may contain and UTF-8 may not, becomes U+FFFD.
     """
     return escape("".join(map(_visible, value)))
+
+
+def dotted(path: str) -> str:
+    """A setting's path, which a narrow column may break where its words end."""
+    return text(path).replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 
 def _visible(character: str) -> str:

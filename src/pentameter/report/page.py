@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from importlib import metadata
 from typing import Any
 
 from pentameter.report import wording
-from pentameter.report.markup import text
+from pentameter.report.markup import document, dotted, section, tabs, text
 from pentameter.report.plots import (
     NARROW_INCHES,
     PAGE,
@@ -17,52 +16,41 @@ from pentameter.report.plots import (
     small_figures,
 )
 from pentameter.report.reading import NAN, RunRecord, Sample, Series, number
-from pentameter.report.stylesheet import STYLESHEET
+from pentameter.report.settings import choices, settings
 from pentameter.report.summary import header
 
 MAX_SAMPLES = 8
 MAX_CHECKPOINTS = 40
 MAX_MARKS = 20
 
-# Even if something in the text slipped through escaping, the browser would load and run nothing.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-
 
 def render_page(record: RunRecord) -> str:
     """The whole page as HTML."""
-    sections = (
-        header(record),
-        _loss(record),
-        _small_plots(record),
-        _samples(record),
-        _checkpoints(record),
-        _interruptions(record),
-        _configuration(record),
-        _environment(record),
-        _log(record),
-    )
-    title = text(f"{record.name} – pentameter report")
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>{STYLESHEET}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(section for section in sections if section)
-        + f"\n<footer>Written by pentameter {text(_version())} from {text(record.name)}: "
-        "metrics.jsonl, config.toml, plan.json, environment.json, samples.</footer>\n"
-        "</main>\n</body>\n</html>\n"
+    return document(
+        f"{record.name} – pentameter report",
+        (
+            header(record),
+            _loss(record),
+            _small_plots(record),
+            _samples(record),
+            _checkpoints(record),
+            _interruptions(record),
+            _settings(record),
+            _environment(record),
+            _log(record),
+        ),
+        f"{record.name}: metrics.jsonl, config.toml, plan.json, environment.json, samples",
     )
 
 
 def _loss(record: RunRecord) -> str:
-    wide = loss_figure(record, palette=PAGE)
-    narrow = loss_figure(record, palette=PAGE, size_inches=NARROW_INCHES)
-    if wide is None or narrow is None:
-        return _section("Loss", '<div class="card muted">No step has been logged yet.</div>')
-    best = record.best()
-    description = "Training and validation loss over steps"
-    if best is not None:
-        description += f"; best validation loss {best.loss:.4f} at step {best.step}"
+    views = [
+        (label, drawn)
+        for settled, label in ((True, "after the start"), (False, "whole run"))
+        if (drawn := _loss_views(record, settled=settled))
+    ]
+    if not views:
+        return section("Loss", '<div class="card muted">No step has been logged yet.</div>')
     notes = []
     losses = record.train.get("loss", Series())
     n_bad = losses.n_non_finite + record.split_losses("val").n_non_finite
@@ -71,12 +59,27 @@ def _loss(record: RunRecord) -> str:
     if record.unreadable_lines:
         s = "s" if record.unreadable_lines > 1 else ""
         notes.append(f"{record.unreadable_lines:,} unreadable line{s} of metrics.jsonl skipped.")
-    return _section(
+    return section(
         "Loss",
-        '<figure class="card plot">'
-        f'<div class="wide">{page_svg(wide, "loss-wide", description)}</div>'
-        f'<div class="narrow">{page_svg(narrow, "loss-narrow", description)}</div></figure>'
+        f'<figure class="card plot">{tabs("loss", views)}</figure>'
         + (f'<p class="note">{text(" ".join(notes))}</p>' if notes else ""),
+    )
+
+
+def _loss_views(record: RunRecord, *, settled: bool) -> str:
+    """The loss figure for wide and for narrow windows; "" where there is nothing to draw."""
+    wide = loss_figure(record, palette=PAGE, settled=settled)
+    narrow = loss_figure(record, palette=PAGE, size_inches=NARROW_INCHES, settled=settled)
+    if wide is None or narrow is None:
+        return ""
+    best = record.best()
+    description = "Training and validation loss over steps"
+    if best is not None:
+        description += f"; best validation loss {best.loss:.4f} at step {best.step}"
+    name = "loss-settled" if settled else "loss"
+    return (
+        f'<div class="wide">{page_svg(wide, f"{name}-wide", description)}</div>'
+        f'<div class="narrow">{page_svg(narrow, f"{name}-narrow", description)}</div>'
     )
 
 
@@ -94,7 +97,7 @@ def _small_plots(record: RunRecord) -> str:
     if "mfu" in record.train and isinstance(model, dict) and model.get("flops_convention"):
         words = f"Utilisation counts {model['flops_convention']}."
         note = f'<p class="note">{text(words)}</p>'
-    return _section("Optimisation and speed", f'<div class="pair">{body}</div>{note}')
+    return section("Optimisation and speed", f'<div class="pair">{body}</div>{note}')
 
 
 def _samples(record: RunRecord) -> str:
@@ -118,7 +121,7 @@ def _samples(record: RunRecord) -> str:
     note = ""
     if len(shown) < len(record.samples):
         note = f'<p class="note">{len(shown)} of {len(record.samples)} samples.</p>'
-    return _section("Samples over time", f'<div class="pair">{"".join(cards)}</div>{note}')
+    return section("Samples over time", f'<div class="pair">{"".join(cards)}</div>{note}')
 
 
 def _spread(samples: tuple[Sample, ...], limit: int) -> list[Sample]:
@@ -141,20 +144,19 @@ def _checkpoints(record: RunRecord) -> str:
         tag = '<span class="tag">best</span>' if is_best else ""
         rows.append(
             f'<tr><th scope="row">{text(checkpoint["name"])}{tag}</th>'
-            f'<td class="number">{checkpoint["step"]:,}</td>'
             f'<td class="number">{wording.size(size)}</td>'
             f'<td class="number">{wording.duration(seconds)}</td></tr>'
         )
     header = (
-        '<thead><tr><th scope="col">folder</th><th scope="col" class="number">step</th>'
-        '<th scope="col" class="number">size</th><th scope="col" class="number">written in</th>'
+        '<thead><tr><th scope="col">folder</th><th scope="col" class="number">size</th>'
+        '<th scope="col" class="number">written in</th>'
         "</tr></thead>"
     )
     n_all = len(record.checkpoints)
     note = f"{n_all:,} written, {len(kept):,} kept."
     if len(shown) < len(kept):
         note += f" The last {len(shown)} are listed."
-    return _section(
+    return section(
         "Checkpoints",
         f'<div class="card scroll"><table class="rows">{header}<tbody>{"".join(rows)}</tbody>'
         f'</table></div><p class="note">{note}</p>',
@@ -176,23 +178,54 @@ def _interruptions(record: RunRecord) -> str:
         '<thead><tr><th scope="col" class="number">step</th><th scope="col">event</th>'
         '<th scope="col">reason</th></tr></thead>'
     )
-    return _section(
+    return section(
         "Interruptions",
         f'<div class="card scroll"><table class="rows">{header}<tbody>{rows}</tbody></table>'
         f"</div>{note}",
     )
 
 
-def _configuration(record: RunRecord) -> str:
-    return _tables("Configuration", record.config, "run")
+def _settings(record: RunRecord) -> str:
+    """What was chosen first, then all settings, folded away."""
+    found = settings(record.config)
+    if not found:
+        return ""
+    rows_per_epoch = record.plan.get("rows_per_epoch")
+    chosen = choices(found, rows_per_epoch if isinstance(rows_per_epoch, int) else None)
+    first = ""
+    if chosen is not None and chosen.before:
+        rows = "".join(
+            f'<tr><th scope="row">{dotted(path)}</th><td>{text(wording.scalar(found[path]))}</td>'
+            f"<td>{text(wording.scalar(before))}</td></tr>"
+            for path, before in chosen.before.items()
+        )
+        first = (
+            '<div class="card scroll"><table class="rows settings"><thead><tr>'
+            f'<th scope="col">setting</th><th scope="col">this run</th>'
+            f'<th scope="col">preset {text(chosen.preset)}</th></tr></thead>'
+            f"<tbody>{rows}</tbody></table></div>"
+        )
+    if chosen is not None:
+        n = len(chosen.before)
+        said = f"{n} of {len(found)} settings differ" if n else "No setting differs"
+        first += (
+            f'<p class="note">{said} from the preset {text(chosen.preset)}, '
+            "the nearest to this run.</p>"
+        )
+    everything = _cards(record.config, "run")
+    return section(
+        "Settings",
+        f"{first}<details><summary>All {len(found)} settings</summary>{everything}</details>",
+    )
 
 
 def _environment(record: RunRecord) -> str:
     latest = {key: v for key, v in record.environment.items() if key != "earlier_starts"}
-    return _tables("Environment", latest, "machine")
+    cards = _cards(latest, "machine")
+    return section("Environment", cards) if cards else ""
 
 
-def _tables(title: str, values: Mapping[str, Any], general: str) -> str:
+def _cards(values: Mapping[str, Any], general: str) -> str:
     """A card for the values at the top and one for each section, in columns."""
     cards = []
     top = {key: value for key, value in values.items() if not isinstance(value, dict)}
@@ -206,7 +239,7 @@ def _tables(title: str, values: Mapping[str, Any], general: str) -> str:
             cards.append(
                 f'<div class="card"><h3>{text(name)}</h3><table class="keys">{rows}</table></div>'
             )
-    return _section(title, f'<div class="columns">{"".join(cards)}</div>') if cards else ""
+    return f'<div class="columns">{"".join(cards)}</div>' if cards else ""
 
 
 def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
@@ -232,14 +265,3 @@ def _log(record: RunRecord) -> str:
         '<section class="log"><h2>Log</h2><details class="card"><summary>The last lines of '
         f"log.txt</summary><pre>{text(record.log_tail)}</pre></details></section>"
     )
-
-
-def _version() -> str:
-    try:
-        return metadata.version("pentameter")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        return ""
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{text(title)}</h2>{body}</section>"

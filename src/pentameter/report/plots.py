@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter
 
 from pentameter.errors import ConfigError, StorageError
-from pentameter.report.curves import envelope, limits, smoothed, thinned
+from pentameter.report.curves import envelope, limits, settled_limits, smoothed, thinned
+from pentameter.report.hover import hover_attribute
 from pentameter.report.reading import RunRecord, Series
 
 WIDE_INCHES = (8.4, 3.5)
@@ -49,6 +50,7 @@ def loss_figure(
     *,
     size_inches: tuple[float, float] = WIDE_INCHES,
     palette: Palette = LIGHT,
+    settled: bool = False,
 ) -> Figure | None:
     """Training and validation loss over steps, the best marked; None when there is no loss.
 
@@ -56,11 +58,14 @@ def loss_figure(
         record: the run. Its `entropy_rate`, known of a grammar corpus, becomes the floor line.
         size_inches: width and height.
         palette: the colours.
+        settled: leave the fall at the start above the axis, and say so; None where there is none.
     """
     train, validation = record.train.get("loss", Series()), record.split_losses("val")
     floor = entropy_rate(record)
-    span = limits((train, validation), () if floor is None else (floor,))
-    if span is None or not (len(train) or len(validation)):
+    extra = () if floor is None else (floor,)
+    whole = limits((train, validation), extra)
+    span = settled_limits((train, validation), extra) if settled else whole
+    if whole is None or span is None or not (len(train) or len(validation)):
         return None
     figure, axes = _axes(size_inches, palette)
     _draw_noisy(axes, train, palette, label="train")
@@ -81,6 +86,8 @@ def loss_figure(
         )
     _draw_marks(axes, record, palette, labelled=True)
     _limit(axes, span)
+    if settled:
+        say_cut(axes, whole[1], palette)
     axes.set_ylabel("loss, nats per token", color=palette.muted, fontsize=9)
     axes.legend(
         loc="upper right", frameon=False, fontsize=9, labelcolor=palette.ink, handlelength=1.6
@@ -164,13 +171,23 @@ def page_svg(figure: Figure, name: str, description: str) -> str:
     svg = re.sub(r'\s(id="|xlink:href="#)', rf" \1{name}-", svg)
     svg = svg.replace("url(#", f"url(#{name}-")
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
-    for colour, variable in _PAGE_VARIABLES.items():
-        svg = svg.replace(colour, variable)
     opening = re.match(r"<svg[^>]*>", svg)
     assert opening is not None
     box = re.search(r'viewBox="[^"]*"', opening[0])
     assert box is not None
-    return f'<svg {box[0]} role="img" aria-label="{description}">{svg[opening.end() :].rstrip()}'
+    svg = (
+        f'<svg {box[0]} role="img" aria-label="{description}"'
+        f"{hover_attribute(figure)}>{svg[opening.end() :].rstrip()}"
+    )
+    for colour, variable in _PAGE_VARIABLES.items():
+        svg = svg.replace(colour, variable)
+    return svg
+
+
+def say_cut(axes: Axes, highest: float, palette: Palette) -> None:
+    """A word over an axis whose top curves cross: they begin higher."""
+    words = f"↑ begins at {highest:.2f}, above this axis"
+    axes.set_title(words, loc="left", color=palette.muted, fontsize=8)
 
 
 def entropy_rate(record: RunRecord) -> float | None:

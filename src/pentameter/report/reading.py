@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 import re
+import time
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,7 +19,11 @@ NAN = math.nan
 MAX_SAMPLE_CHARACTERS = 4000
 MAX_LOG_CHARACTERS = 6000
 # the fields of the `train` events that are drawn or summed up
-CURVES = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "peak_memory_bytes")
+CURVES = (
+    "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "peak_memory_bytes",
+    "tokens", "eta_seconds",
+)  # fmt: skip
+BEATS_SECONDS = 60.0  # a run's lock is touched every few seconds; a dead run's is older
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,11 @@ class Series:
 
     def __len__(self) -> int:
         return len(self.steps)
+
+    def after(self, step: float) -> Series:
+        """The points from a step on."""
+        first = bisect.bisect_left(self.steps, step)
+        return Series(self.steps[first:], self.values[first:])
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,7 @@ class RunRecord:
     samples: tuple[Sample, ...] = ()
     log_tail: str = ""
     locked: bool = False
+    """A process is at work on it: the lock has been touched within BEATS_SECONDS."""
 
     @property
     def name(self) -> str:
@@ -137,7 +149,7 @@ def read_run(folder: Path) -> RunRecord:
         environment=_read_json(folder / "environment.json"),
         samples=tuple(_samples(folder / "samples")),
         log_tail=_read_text(folder / "log.txt")[-MAX_LOG_CHARACTERS:],
-        locked=(folder / "run.lock").exists(),
+        locked=_is_beating(folder / "run.lock"),
     )
 
 
@@ -227,6 +239,13 @@ def _samples(folder: Path) -> Iterator[Sample]:
     for step, path in sorted(found):
         text = _read_text(path)
         yield Sample(step, text[:MAX_SAMPLE_CHARACTERS], max(0, len(text) - MAX_SAMPLE_CHARACTERS))
+
+
+def _is_beating(lock: Path) -> bool:
+    try:
+        return time.time() - lock.stat().st_mtime < BEATS_SECONDS
+    except OSError:
+        return False
 
 
 def _listed(folder: Path) -> list[Path]:

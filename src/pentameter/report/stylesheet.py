@@ -55,6 +55,26 @@ p { margin: .4rem 0; }
 .facts small { display: block; color: var(--muted); font-size: .8rem; font-weight: 400;
   letter-spacing: 0; line-height: 1.4; }
 .facts .best dd { color: var(--validation); }
+.outcome { margin: .7rem 0 .3rem; font-size: 1.05rem; }
+.plot, .plot .tabs > div, .plot .tabs > div > div { position: relative; }
+.hover {
+  position: absolute; top: 0; pointer-events: none; padding: .35rem .6rem; border-radius: 8px;
+  border: 1px solid var(--grid); background: var(--surface); box-shadow: var(--shadow);
+  font-size: .8rem; line-height: 1.45; white-space: nowrap; font-variant-numeric: tabular-nums;
+}
+.hover i { display: inline-block; width: .6rem; height: .6rem; margin-right: .4rem;
+  border-radius: 50%; }
+.tabs > input { position: absolute; opacity: 0; }
+.tabs > label { display: inline-block; margin: 0 .3rem .5rem 0; padding: .1rem .7rem;
+  border: 1px solid var(--grid); border-radius: 99px; color: var(--muted); font-size: .8rem;
+  cursor: pointer; }
+.tabs > input:checked + label { border-color: currentcolor; color: var(--ink); }
+.tabs > input:focus-visible + label { outline: 2px solid var(--train); }
+.tabs > div { display: none; }
+.tabs > input:nth-of-type(1):checked ~ div:nth-of-type(1),
+.tabs > input:nth-of-type(2):checked ~ div:nth-of-type(2),
+.tabs > input:nth-of-type(3):checked ~ div:nth-of-type(3),
+.tabs > input:nth-of-type(4):checked ~ div:nth-of-type(4) { display: block; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr));
   gap: 1rem; }
 .pair > * { min-width: 0; }
@@ -86,6 +106,7 @@ table.rows thead + tbody tr:first-child > * { border-top: 1px solid var(--grid);
 table.rows .number { text-align: right; }
 .columns { columns: 20rem 3; column-gap: 1rem; }
 .columns > .card { break-inside: avoid; margin-bottom: 1rem; }
+table.settings td { overflow-wrap: anywhere; white-space: normal; min-width: 5rem; }
 summary { cursor: pointer; }
 details[open] > summary { margin-bottom: .8rem; }
 footer { margin-top: 3rem; color: var(--muted); font-size: .8rem; }
@@ -99,6 +120,9 @@ footer { margin-top: 3rem; color: var(--muted); font-size: .8rem; }
   .facts dd { font-size: 1.2rem; }
   figure .wide { display: none; }
   figure .narrow { display: block; }
+  table { font-size: .8rem; }
+  table.rows th, table.rows td { padding-right: .7rem; }
+  table.rows.settings th { white-space: normal; }
 }
 """
     f"""
@@ -120,7 +144,7 @@ footer { margin-top: 3rem; color: var(--muted); font-size: .8rem; }
   .scroll { overflow: visible; }
   figure .wide { display: block; }
   figure .narrow { display: none; }
-  .log { display: none; }
+  .log, .tabs > label { display: none; }
 }
 """
 )

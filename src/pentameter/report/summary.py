@@ -10,13 +10,15 @@ from typing import Any
 
 from pentameter.report import wording
 from pentameter.report.markup import text
+from pentameter.report.outcome import outcome, planned_steps
 from pentameter.report.plots import entropy_rate
 from pentameter.report.reading import RunRecord, Series
+from pentameter.report.settings import settings
 
 
 def header(record: RunRecord) -> str:
     """The page's header as HTML."""
-    label, kind, reason = _status(record)
+    ended = outcome(record)
     model = _table(record.config.get("model"))
     words = [str(record.start.get("model") or "GPT")]
     if {"n_layers", "d_model", "n_heads"} <= model.keys():
@@ -24,9 +26,9 @@ def header(record: RunRecord) -> str:
         words.append(f"{model['n_heads']} heads")
     if "context_length" in model:
         words.append(f"context {model['context_length']}")
-    data = _table(record.config.get("data"))
-    if data.get("corpus") or data.get("path"):
-        words.append(str(data.get("corpus") or Path(str(data["path"])).name))
+    data = settings(record.config)
+    if data.get("data.corpus") or data.get("data.path"):
+        words.append(str(data.get("data.corpus") or Path(str(data["data.path"])).name))
     words += [str(record.start[key]) for key in ("device", "precision") if record.start.get(key)]
     facts = "".join(
         f"<div{' class=best' if index == 0 and record.best() else ''}><dt>{text(name)}</dt>"
@@ -35,25 +37,11 @@ def header(record: RunRecord) -> str:
     )
     return (
         f'<header><div class="title"><h1>{text(record.name)}</h1>'
-        f'<span class="badge {kind}">{text(label)}</span></div>'
+        f'<span class="badge {ended.kind}">{text(ended.label)}</span></div>'
+        f'<p class="outcome">{text(ended.sentence)}</p>'
         f'<p class="muted">{text(" · ".join(words))}</p>'
-        + (f'<p class="note">{text(reason)}</p>' if reason else "")
-        + f'<dl class="facts">{facts}</dl></header>'
+        f'<dl class="facts">{facts}</dl></header>'
     )
-
-
-def _status(record: RunRecord) -> tuple[str, str, str]:
-    """What became of the run, the class of its badge, and the reason where there is one to tell."""
-    if record.end is not None:
-        reason = str(record.end.get("reason") or "completed")
-        if reason == "completed":
-            return "finished", "good", ""
-        if reason.startswith("no better"):  # patience
-            return "stopped early", "good", reason
-        return "failed" if reason.startswith("error") else "stopped", "bad", reason
-    if record.locked:
-        return "running", "live", ""
-    return ("interrupted", "bad", "") if record.last_step else ("not started", "", "")
 
 
 def _facts(record: RunRecord) -> Iterable[tuple[str, str, str]]:
@@ -72,8 +60,8 @@ def _facts(record: RunRecord) -> Iterable[tuple[str, str, str]]:
     if len(loss):
         recent = statistics.fmean(loss.values[-max(1, len(loss) // 20) :])
         yield "Train loss", wording.fixed(recent), "recent mean"
-    planned = record.start.get("steps") or record.plan.get("steps")
-    steps = f"of {planned:,}" if isinstance(planned, int) else ""
+    planned = planned_steps(record)
+    steps = f"of {planned:,}" if planned else ""
     yield "Steps", f"{record.last_step:,}", steps
     if record.tokens:
         per_step = record.start.get("tokens_per_step")

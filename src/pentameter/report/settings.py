@@ -1,0 +1,103 @@
+"""The settings of a run, and which of them somebody chose."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pentameter.config.fields import leaves
+from pentameter.config.load import load_config, preset_names
+from pentameter.config.schema import Config
+from pentameter.config.section import ABSENT
+from pentameter.config.write import value_at
+from pentameter.errors import ConfigError
+from pentameter.plan.plan import make_plan
+
+Settings = dict[str, Any]
+"""Dotted path → value, None where it is absent."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The preset that a configuration is nearest to, and the settings in which it differs."""
+
+    preset: str
+    before: Settings
+    """The preset's value of each setting that differs; what follows from others is left out."""
+
+
+def settings(config: Mapping[str, Any]) -> Settings:
+    """A run's config.toml by dotted path: the schema's keys in its order, then unknown ones."""
+    found = dict(_flat(config, ""))
+    for path, leaf in leaves().items():
+        if found.get(path) == ABSENT and ABSENT in leaf.expected.split():
+            found[path] = None
+    return {path: found[path] for path in (*leaves(), *found) if path in found}
+
+
+def choices(found: Settings, rows_per_epoch: int | None) -> Choices | None:
+    """How the settings of a run differ from those of the nearest preset; None without any.
+
+    config.toml does not say what a run was made from. The nearest preset is the one that the
+    fewest settings differ from; `rows_per_epoch`, from plan.json, resolves one that counts epochs.
+    """
+    if not found.keys() & leaves().keys():
+        return None
+    presets = [load_config(name) for name in preset_names()]
+    preset = min(presets, key=lambda config: len(_stated_differences(config, found)))
+    resolved = _resolved(preset, found, rows_per_epoch)
+    differs = [path for path in _known(found) if found[path] != resolved.get(path)]
+    # A value that the preset leaves open may follow from others that were chosen. The Plan fills
+    # in nothing of [data].
+    is_open = {
+        path
+        for path in differs
+        if value_at(preset, leaves()[path]) is None and not path.startswith("data.")
+    }
+    chosen = {path: found[path] for path in differs if path not in is_open}
+    try:
+        implied = _resolved(load_config(preset, chosen), found, rows_per_epoch)
+    except ConfigError:  # of another version
+        implied = resolved
+    return Choices(
+        preset.name,
+        {
+            path: resolved.get(path)
+            for path in differs
+            if path not in is_open or found[path] != implied.get(path)
+        },
+    )
+
+
+def _known(found: Settings) -> list[str]:
+    return [path for path in found if path in leaves() and path != "name"]
+
+
+def _stated_differences(preset: Config, found: Settings) -> list[str]:
+    """The settings that differ from what a preset states."""
+    stated = {path: _plain(value_at(preset, leaves()[path])) for path in _known(found)}
+    return [path for path, value in stated.items() if value not in (None, found[path])]
+
+
+def _resolved(config: Config, found: Settings, rows_per_epoch: int | None) -> Settings:
+    """The settings as a run folder would have them, where the Plan can be made."""
+    vocab_size = found.get("model.vocab_size")
+    with contextlib.suppress(ConfigError, TypeError):  # it does not divide, or is damaged
+        config = make_plan(config, vocab_size, rows_per_epoch).portable_config
+    return {path: _plain(value_at(config, leaf)) for path, leaf in leaves().items()}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            pairs += _flat(value, f"{prefix}{key}.")
+        else:
+            pairs.append((f"{prefix}{key}", value))
+    return pairs
