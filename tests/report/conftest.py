@@ -1,11 +1,14 @@
 import json
 import math
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 CONFIG = """
 name = "small-gpt"

@@ -87,3 +87,13 @@ def test_the_page_begins_with_the_sentence(make_run):
 def test_the_subtitle_names_the_text_of_a_run_on_a_path(make_run):
     page = render_page(read_run(make_run(config='[data]\ncorpus = "none"\npath = "a/novel.txt"')))
     assert '<p class="muted">GPT · novel.txt · ' in page
+
+
+def test_the_last_step_need_not_have_a_line_of_its_own(make_run):
+    assert said(make_run, end("SIGTERM", step=57)).sentence.startswith(
+        "Stopped by SIGTERM after step 57 of 400."
+    )
+
+
+def test_an_untrained_model_has_no_best_loss(make_run):
+    assert "best" not in said(make_run, evaluation(0, 4.6), end("SIGTERM")).sentence

@@ -24,6 +24,7 @@ VERBS = {
     "import": "make a MODEL of a Hugging Face GPT-2 folder: import HF_DIR --out DIR",
     "verify": "prove layouts equal to one process: verify PRESET-or-FILE [--layouts all]",
     "report": "write report.html for a run: report RUN_DIR",
+    "compare": "curves, settings that differ and results of runs on one page: compare RUN RUN…",
     "doctor": "what this machine can do, and what training on it would choose",
 }
 

@@ -77,7 +77,7 @@ def _unfinished(record: RunRecord, at: str) -> Outcome:
 def _best(record: RunRecord) -> str:
     """The best validation, and where the loss went after it."""
     best, losses = record.best(), record.split_losses("val")
-    if best is None:
+    if best is None or (best.step == 0 and len(losses) == 1):  # not trained yet
         return ""
     said = f"the best validation loss is {best.loss:.4f} at step {best.step:,}"
     if len(losses) < 3:

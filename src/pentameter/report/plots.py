@@ -42,7 +42,11 @@ LIGHT = Palette()
 # For the page: colours that stand for a CSS variable each, so that one drawing serves light and
 # dark. `page_svg` replaces them; no other colour may be used in a figure.
 PAGE = Palette(*(f"#ab00{index:02x}" for index in range(1, 8)))
-_PAGE_VARIABLES = {colour: f"var(--{role})" for role, colour in vars(PAGE).items()}
+RUN_COLOURS = tuple(f"#ab01{index:02x}" for index in range(1, 9))
+"""Of the runs of a comparison, on a page; they stand for --run-1 to --run-8."""
+_PAGE_VARIABLES = {colour: f"var(--{role})" for role, colour in vars(PAGE).items()} | {
+    colour: f"var(--run-{index})" for index, colour in enumerate(RUN_COLOURS, 1)
+}
 
 
 def loss_figure(
@@ -67,7 +71,7 @@ def loss_figure(
     span = settled_limits((train, validation), extra) if settled else whole
     if whole is None or span is None or not (len(train) or len(validation)):
         return None
-    figure, axes = _axes(size_inches, palette)
+    figure, axes = plain_axes(size_inches, palette)
     _draw_noisy(axes, train, palette, label="train")
     if len(validation):
         x, y = thinned(validation)
@@ -85,7 +89,7 @@ def loss_figure(
             floor, color=palette.floor, lw=1.4, ls=(0, (5, 3)), label=f"entropy rate {floor:.4f}"
         )
     _draw_marks(axes, record, palette, labelled=True)
-    _limit(axes, span)
+    limit_axes(axes, span)
     if settled:
         say_cut(axes, whole[1], palette)
     axes.set_ylabel("loss, nats per token", color=palette.muted, fontsize=9)
@@ -111,7 +115,7 @@ def small_figures(record: RunRecord, palette: Palette = LIGHT) -> list[tuple[str
         series = record.train.get(key, Series())
         if not len(series):
             continue
-        figure, axes = _axes(SMALL_INCHES, palette)
+        figure, axes = plain_axes(SMALL_INCHES, palette)
         level = _clip_norm(record) if key == "grad_norm" else None
         span = limits((series,), () if level is None else (level,))
         if noisy:
@@ -124,7 +128,7 @@ def small_figures(record: RunRecord, palette: Palette = LIGHT) -> list[tuple[str
         _draw_marks(axes, record, palette)
         if span is not None:
             from_zero = key in ("tokens_per_second", "mfu", "learning_rate")
-            _limit(axes, (0.0, span[1]) if from_zero else span)
+            limit_axes(axes, (0.0, span[1]) if from_zero else span)
         if axes.get_yscale() == "linear":
             axes.yaxis.set_major_formatter(formatter)
         figures.append((key, title, figure))
@@ -202,7 +206,8 @@ def _clip_norm(record: RunRecord) -> float | None:
     return float(value) if isinstance(value, int | float) and value > 0 else None
 
 
-def _axes(size_inches: tuple[float, float], palette: Palette) -> tuple[Figure, Axes]:
+def plain_axes(size_inches: tuple[float, float], palette: Palette) -> tuple[Figure, Axes]:
+    """A figure and its one plot over steps, as all of a page look."""
     figure = Figure(figsize=size_inches, layout="constrained", facecolor=palette.surface)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(facecolor="none")
@@ -245,7 +250,7 @@ def _draw_marks(axes: Axes, record: RunRecord, palette: Palette, *, labelled: bo
             )  # fmt: skip
 
 
-def _limit(axes: Axes, span: tuple[float, float]) -> None:
+def limit_axes(axes: Axes, span: tuple[float, float]) -> None:
     """Sets the y axis to a span, logarithmic where that is wider than a factor of 30.
 
     The x axis starts at 0 unless the run begins far from it.

@@ -71,7 +71,8 @@ class RunRecord:
     folder: Path
     start: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Series] = field(default_factory=dict)
-    """By the names in CURVES; a curve without values is empty or absent."""
+    """By the names in CURVES, and elapsed_seconds, the time spent in steps; a curve without values
+    is empty or absent."""
     evaluations: tuple[Evaluation, ...] = ()
     marks: tuple[tuple[int, str, str], ...] = ()
     """(step, kind, reason) of each resume, skip and rollback."""
@@ -122,14 +123,21 @@ def read_run(folder: Path) -> RunRecord:
     for event in starts:  # a resume repeats what may have changed: device, precision
         start.update({k: v for k, v in event.items() if k not in ("event", "step")})
     evaluations = tuple(_evaluations(events))
-    last_step = max([step for step, _ in train[-1:]] + [e.step for e in evaluations], default=0)
+    elapsed = _elapsed_seconds(train)
+    last_step = max(
+        *(step for step, _ in train[-1:]),
+        *(e.step for e in evaluations),
+        _integer((end or {}).get("step")),  # the lines of `train` may end before it
+        0,
+    )
     return RunRecord(
         folder=folder,
         start=start,
         train={
             key: _series([(step, number(e[key])) for step, e in train if key in e])
             for key in CURVES
-        },
+        }
+        | {"elapsed_seconds": elapsed},
         evaluations=evaluations,
         marks=tuple(
             sorted(
@@ -142,7 +150,7 @@ def read_run(folder: Path) -> RunRecord:
         end=end,
         last_step=last_step,
         tokens=max((_integer(e.get("tokens")) for _, e in train), default=0),
-        training_seconds=_training_seconds(train, end),
+        training_seconds=_training_seconds(elapsed, end),
         unreadable_lines=unreadable,
         config=_read_toml(folder / "config.toml"),
         plan=_read_json(folder / "plan.json"),
@@ -198,22 +206,29 @@ def _series(points: list[tuple[int, float]]) -> Series:
     )
 
 
-def _training_seconds(train: list[tuple[int, dict[str, Any]]], end: dict[str, Any] | None) -> float:
+def _training_seconds(elapsed: Series, end: dict[str, Any] | None) -> float:
     """Seconds of training over all sessions of the run, NaN when unknown.
 
-    A run that ended says so itself. Otherwise: the tokens between two lines over the tokens per
-    second of the later one.
+    A run that ended says so itself.
     """
     seconds = NAN if end is None else number(end.get("seconds"))
     if math.isfinite(seconds):
         return seconds
+    return elapsed.values[-1] if len(elapsed) else NAN
+
+
+def _elapsed_seconds(train: list[tuple[int, dict[str, Any]]]) -> Series:
+    """Seconds of training until each line: the tokens between two lines over the tokens per second
+    of the later one, summed."""
+    points: list[tuple[int, float]] = []
     total, previous_tokens = 0.0, 0
-    for _, event in train:
+    for step, event in train:
         tokens, rate = _integer(event.get("tokens")), number(event.get("tokens_per_second"))
         if tokens > previous_tokens and math.isfinite(rate) and rate > 0:
             total += (tokens - previous_tokens) / rate
+            points.append((step, total))
         previous_tokens = max(previous_tokens, tokens)
-    return total or NAN
+    return _series(points)
 
 
 def _checkpoints(folder: Path, events: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:

@@ -1,4 +1,4 @@
-"""Writes a run's report.html."""
+"""Writes a run's report.html, and other pages."""
 
 from __future__ import annotations
 
@@ -17,12 +17,21 @@ def write_report(run_dir: Path) -> Path:
     Raises:
         StorageError: the folder is not there, or cannot be read or written.
     """
-    page = render_page(read_run(run_dir))
-    path = run_dir / "report.html"
+    return write_page(run_dir / "report.html", render_page(read_run(run_dir)))
+
+
+def write_page(path: Path, page: str) -> Path:
+    """`path`, which holds the page now.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
     temporary = None
     try:
         # a reader who reloads the page during a run never sees half of it
-        handle, temporary = tempfile.mkstemp(prefix=".report-", suffix=".html", dir=run_dir)
+        handle, temporary = tempfile.mkstemp(
+            prefix=f".{path.stem}-", suffix=".html", dir=path.parent
+        )
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
             file.write(page)
         Path(temporary).chmod(0o644)

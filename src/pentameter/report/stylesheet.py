@@ -3,6 +3,8 @@
 _LIGHT = """
   --page: #f5f6f9; --surface: #ffffff; --ink: #1c2430; --muted: #66707f; --grid: #e3e7ee;
   --train: #2f6bdb; --validation: #d9650c; --floor: #138a5e; --good: #138a5e; --bad: #c9302c;
+  --run-1: #2f6bdb; --run-2: #dd6b10; --run-3: #138a5e; --run-4: #b0379a; --run-5: #8a6d00;
+  --run-6: #0e8fa8; --run-7: #c9302c; --run-8: #5b4bb7;
   --shadow: 0 1px 2px rgb(20 30 50 / 6%), 0 4px 16px rgb(20 30 50 / 5%);
 """
 
@@ -13,6 +15,8 @@ STYLESHEET = (
   :root {{
     --page: #0f1319; --surface: #171d26; --ink: #e6eaf0; --muted: #94a0b1; --grid: #2a3340;
     --train: #6d9eff; --validation: #ff9a4a; --floor: #4fc795; --good: #4fc795; --bad: #ff7b72;
+    --run-1: #6d9eff; --run-2: #ff9a4a; --run-3: #4fc795; --run-4: #ea7fd5; --run-5: #d9b93b;
+    --run-6: #4ecbe0; --run-7: #ff7b72; --run-8: #a89bff;
     --shadow: none;
   }}
 }}
@@ -106,6 +110,24 @@ table.rows thead + tbody tr:first-child > * { border-top: 1px solid var(--grid);
 table.rows .number { text-align: right; }
 .columns { columns: 20rem 3; column-gap: 1rem; }
 .columns > .card { break-inside: avoid; margin-bottom: 1rem; }
+.key { display: inline-block; width: .7rem; height: .7rem; margin-right: .45rem;
+  border-radius: 50%; }
+.run-1 { background: var(--run-1); }
+.run-2 { background: var(--run-2); }
+.run-3 { background: var(--run-3); }
+.run-4 { background: var(--run-4); }
+.run-5 { background: var(--run-5); }
+.run-6 { background: var(--run-6); }
+.run-7 { background: var(--run-7); }
+.run-8 { background: var(--run-8); }
+.runs { margin: 1rem 0 0; padding: 0; list-style: none; }
+.runs li { margin: .45rem 0; }
+.runs .badge { margin: 0 .5rem 0 .3rem; }
+.runs li > span:last-child { color: var(--muted); }
+table.settings thead th { color: var(--ink); font-weight: 600; }
+table.settings tbody th { font-weight: 400; }
+table.settings .best { color: var(--good); font-weight: 600; }
+table.settings .muted { color: var(--muted); }
 table.settings td { overflow-wrap: anywhere; white-space: normal; min-width: 5rem; }
 summary { cursor: pointer; }
 details[open] > summary { margin-bottom: .8rem; }

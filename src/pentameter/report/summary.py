@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from pentameter.report import wording
 from pentameter.report.markup import text
-from pentameter.report.outcome import outcome, planned_steps
+from pentameter.report.outcome import outcome
 from pentameter.report.plots import entropy_rate
-from pentameter.report.reading import RunRecord, Series
+from pentameter.report.reading import RunRecord
+from pentameter.report.results import results, table
 from pentameter.report.settings import settings
 
 
 def header(record: RunRecord) -> str:
     """The page's header as HTML."""
     ended = outcome(record)
-    model = _table(record.config.get("model"))
+    model = table(record.config.get("model"))
     words = [str(record.start.get("model") or "GPT")]
     if {"n_layers", "d_model", "n_heads"} <= model.keys():
         words.append(f"{model['n_layers']} layers of width {model['d_model']}")
@@ -56,36 +55,23 @@ def _facts(record: RunRecord) -> Iterable[tuple[str, str, str]]:
     floor = entropy_rate(record)
     if best is not None and floor is not None:
         yield "Above entropy rate", wording.fixed(best.loss - floor), f"the floor is {floor:.4f}"
-    loss = record.train.get("loss", Series())
-    if len(loss):
-        recent = statistics.fmean(loss.values[-max(1, len(loss) // 20) :])
-        yield "Train loss", wording.fixed(recent), "recent mean"
-    planned = planned_steps(record)
-    steps = f"of {planned:,}" if planned else ""
-    yield "Steps", f"{record.last_step:,}", steps
+    found = results(record)
+    if math.isfinite(found.train_loss):
+        yield "Train loss", wording.fixed(found.train_loss), "recent mean"
+    yield "Steps", f"{found.steps:,}", f"of {found.planned_steps:,}" if found.planned_steps else ""
     if record.tokens:
         per_step = record.start.get("tokens_per_step")
         detail = f"{per_step:,} per step" if isinstance(per_step, int) else ""
         yield "Tokens seen", wording.count(record.tokens), detail
-    parameters = record.start.get("parameters") or _table(record.plan.get("model")).get(
-        "parameters"
-    )
-    if isinstance(parameters, int):
-        yield "Parameters", wording.count(parameters), f"{parameters:,}"
+    if found.parameters is not None:
+        yield "Parameters", wording.count(found.parameters), f"{found.parameters:,}"
     if math.isfinite(record.training_seconds):
         yield "Time", wording.duration(record.training_seconds), ""
-    rates = record.train.get("tokens_per_second", Series())
-    if len(rates):
-        yield "Tokens per second", wording.count(statistics.median(rates.values)), "median"
-    mfu = record.train.get("mfu", Series())
-    if len(mfu):
+    if math.isfinite(found.tokens_per_second):
+        yield "Tokens per second", wording.count(found.tokens_per_second), "median"
+    if math.isfinite(found.mfu):
         ceiling = record.start.get("ceiling_flops")
         of = f" of {wording.flops(ceiling)}" if isinstance(ceiling, int | float) else ""
-        yield "MFU", wording.percent(statistics.median(mfu.values)), f"median{of}"
-    memory = record.train.get("peak_memory_bytes", Series())
-    if len(memory):
-        yield "Peak memory", wording.size(max(memory.values)), ""
-
-
-def _table(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+        yield "MFU", wording.percent(found.mfu), f"median{of}"
+    if math.isfinite(found.peak_memory_bytes):
+        yield "Peak memory", wording.size(found.peak_memory_bytes), ""

@@ -1,0 +1,90 @@
+"""`pentameter compare`: several runs on one page and in one table."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+if TYPE_CHECKING:
+    from pentameter.report.comparison import Comparison
+
+HELP = "Compare runs: curves overlaid, the settings that differ, results."
+LONGEST_CELL = 32
+
+
+@dataclass(frozen=True)
+class CompareArguments:
+    """Compare runs on one page to open in a browser, and in a table here.
+
+    Runs may be under way, stopped or failed.
+    """
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN RUN…")]
+    """Run folders, runs/NAME."""
+    out: Annotated[Path, tyro.conf.arg(metavar="FILE.html")] = Path("compare.html")
+    """Where the page is written; one that is there is replaced."""
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print one JSON object instead of the table."""
+
+
+def run(arguments: list[str]) -> int:
+    """Compare; 0."""
+    asked = tyro.cli(CompareArguments, prog="pentameter compare", args=arguments)
+    from pentameter.report.comparison import compare_runs
+    from pentameter.report.comparison_page import render_comparison
+    from pentameter.report.report import write_page
+
+    comparison = compare_runs(asked.runs)
+    page = write_page(asked.out, render_comparison(comparison))
+    if asked.json:
+        print(json.dumps({"page": str(page), **comparison.to_json()}, ensure_ascii=False))
+        return 0
+    print("\n".join(_lines(comparison, shutil.get_terminal_size((100, 24)).columns)))
+    print(f"\n{page}")
+    return 0
+
+
+def _lines(comparison: Comparison, width: int) -> Iterator[str]:
+    """The tables, as many runs side by side as the width has room for."""
+    from pentameter.report import wording
+
+    rows = [("", [run.label for run in comparison.runs])]
+    for row in comparison.rows:
+        marked = [f"{cell} *" if i in row.best else cell for i, cell in enumerate(row.cells)]
+        rows.append((row.title, marked))
+    rows.append(("", [""] * len(comparison.runs)))
+    for path, values in comparison.differing.items():
+        rows.append((path, [wording.scalar(value) for value in values]))
+    titles = max(len(title) for title, _ in rows)
+    widths = [max(len(_short(cells[i])) for _, cells in rows) for i in range(len(comparison.runs))]
+    for number, group in enumerate(_groups(widths, width - titles)):
+        if number:
+            yield ""
+        for title, cells in rows:
+            columns = (_short(cells[i]).ljust(widths[i]) for i in group)
+            yield "  ".join((title.ljust(titles), *columns)).rstrip()
+    yield ""
+    yield "* best of its row"
+    if comparison.verdict:
+        yield comparison.verdict
+
+
+def _short(cell: str) -> str:
+    return cell if len(cell) <= LONGEST_CELL else f"{cell[: LONGEST_CELL - 1]}…"
+
+
+def _groups(widths: Sequence[int], room: int) -> Iterator[list[int]]:
+    """The columns, in order, cut into groups that fit; a column too wide stands alone."""
+    group: list[int] = []
+    for index, width in enumerate(widths):
+        if group and sum(widths[i] + 2 for i in group) + width + 2 > room:
+            yield group
+            group = []
+        group.append(index)
+    yield group
