@@ -43,7 +43,7 @@ def test_where_the_loss_of_a_completed_run_went(make_run, losses, words):
     ("reason", "sentence"),
     [
         ("SIGTERM", "Stopped by SIGTERM after step 50 of 400. The same command continues."),
-        ("error: step 7: loss is nan\non batch ab.", "Gave up at step 50 of 400: step 7: loss is "
+        ("error: step 7: loss is nan\non batch ab.", "Gave up at step 50 of 400: loss is "
          "nan on batch ab."),
         ("no better validation loss in 3 evaluations",
          "Stopped early after step 50 of 400: no better validation loss in 3 evaluations."),

@@ -123,6 +123,13 @@ def test_a_run_begun_again_hides_what_was_told_before(tmp_path):
     same_points(points_of_tensorboard(tmp_path), points_of_metrics(tmp_path))
 
 
+def test_a_tracker_that_is_added_later_has_the_configuration_too(tmp_path):
+    fit(tmp_path, train__steps=6, schedule__name="constant")
+    fit(tmp_path, log__tensorboard=True, schedule__name="constant")
+    assert points_of_tensorboard(tmp_path)["train/loss"][0][0] == 8
+    assert "d_model = 16" in texts_of_tensorboard(tmp_path, "config")[0]
+
+
 class Measures:
     """A hook with a metric of its own."""
 

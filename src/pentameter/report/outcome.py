@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from pentameter.report import wording
@@ -37,7 +38,7 @@ def outcome(record: RunRecord) -> Outcome:
         done += f" in {took}" if math.isfinite(record.training_seconds) else ""
         return Outcome("finished", "good", f"{done}{also}.")
     if reason.startswith("error"):
-        why = reason.removeprefix("error:").strip().rstrip(".")
+        why = re.sub(r"^error:\s*(step \d+:\s*)?", "", reason).rstrip(".")
         return Outcome("failed", "bad", f"Gave up at {at}: {why}.")
     if reason.startswith("SIG"):
         sentence = f"Stopped by {reason} after {at}{also}. The same command continues."

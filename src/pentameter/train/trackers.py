@@ -49,9 +49,10 @@ class TensorBoardTracker:
     def __init__(self, folder: Path, configuration: str, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        is_new = first_step == 0 or not folder.exists()
         # what an earlier start wrote from `first_step` on is hidden: those steps are made again
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
-        if first_step == 0:
+        if is_new:
             self.text("config", configuration, 0)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
