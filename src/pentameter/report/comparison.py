@@ -17,6 +17,8 @@ from pentameter.report.reading import RunRecord, read_run
 from pentameter.report.results import Results, results, strict
 from pentameter.report.settings import Settings, settings
 
+SAME_TEXT = ("data.tokenizer", "data.order", "data.packing")
+"""Keys of [data] that leave open which text is held out."""
 RUN_FILES = ("config.toml", "metrics.jsonl")
 
 
@@ -182,12 +184,7 @@ def _verdict(runs: Sequence[Run], differing: dict[str, Any]) -> str:
 
     Losses per token compare where the tokens are the same, bits per byte where the text is.
     """
-    texts = [
-        path
-        for path in differing
-        if path.startswith(("data.grammar.", "data.validation", "data.test_fraction"))
-        or path in ("data.corpus", "data.path", "data.split_by", "data.max_bytes")
-    ]
+    texts = [path for path in differing if path.startswith("data.") and path not in SAME_TEXT]
     if texts:
         return (
             f"The runs are evaluated on different text ({', '.join(texts)}): losses do not compare."
