@@ -131,6 +131,65 @@ def test_the_newer_of_an_exclusive_pair_wins(toml):
     assert (config.data.corpus, config.data.path) == (None, "x")
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [["--data.path", "tales/novel.txt"], {"data.path": "tales/novel.txt"}],
+    ids=["command line", "mapping"],
+)
+def test_another_text_leaves_behind_what_suits_the_old_one(overrides):
+    config, quickstart = load_config("quickstart", overrides), load_config("quickstart")
+    assert (quickstart.data.max_bytes, quickstart.train.sample_prompt) == (4_000_000, "def ")
+    assert (config.name, config.data.max_bytes, config.train.sample_prompt) == ("novel", None, "")
+    assert config.data.validation_fraction == quickstart.data.validation_fraction
+    assert (config.model, config.train.steps) == (quickstart.model, quickstart.train.steps)
+
+
+def test_what_is_said_with_the_other_text_stays(toml):
+    own = [
+        "--data.path=x.txt", "--data.max-bytes=9", "--name=mine", "--train.sample-prompt=A",
+        "--data.validation-path=y.txt",
+    ]  # fmt: skip
+    config = load_config("quickstart", own)
+    assert (config.name, config.data.max_bytes, config.train.sample_prompt) == ("mine", 9, "A")
+    path = toml('extends = "quickstart"\n[data]\npath = "a.txt"\nvalidation_path = "b.txt"\n')
+    assert (load_config(path).name, load_config(path).data.validation_path) == ("a", "b.txt")
+    again = load_config(path, ["--data.path", "a.txt"])  # the same text
+    assert again.data.validation_path == "b.txt"
+    other = load_config(path, ["--data.path", "c.jsonl.gz"])
+    assert (other.name, other.data.validation_path) == ("c", None)
+    assert load_config(load_config(path), {"data": {"path": "c.jsonl.gz"}}) == other
+
+
+def test_another_corpus_is_another_text_and_takes_the_grammars_settings_away():
+    grammar = load_config("grammar", ["--data.grammar.seed", "7"])
+    assert (grammar.name, grammar.data.grammar.seed) == ("grammar", 7)
+    config = load_config(grammar, ["--data.corpus", "wikitext-2"])
+    assert (config.name, config.data.grammar.seed) == ("wikitext-2", 0)
+    again = load_config(config, ["--data.corpus=grammar", "--data.grammar.n-states=2"])
+    assert (again.name, again.data.grammar.n_states) == ("grammar", 2)
+
+
+def test_a_layer_without_a_text_keeps_its_settings(toml):
+    toml('name = "mine"\n[train]\nbatch_size = 4\nsample_prompt = "A"\n', "settings.toml")
+    config = load_config(toml('extends = "settings.toml"\n[data]\npath = "x.txt"\n'))
+    assert (config.name, config.train.sample_prompt) == ("mine", "A")
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("/a b/My novel (1).txt", "My-novel-1"),
+        ("wikitext-2", "wikitext-2"),
+        ("books/", "books"),
+        (".", "text"),
+        ("война.txt", "text"),
+        ("x" * 200, "x" * 100),
+    ],
+)
+def test_the_name_made_of_a_text_is_a_name(text, name):
+    assert load_config("quickstart", {"data.path": text}).name == name
+
+
 def test_both_of_an_exclusive_pair_at_once_is_refused():
     message = refusal("quickstart", "--train.batch-size=4", "--train.tokens-per-step=1024")
     assert "train.batch_size" in message

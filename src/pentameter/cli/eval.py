@@ -152,16 +152,12 @@ def _with_other_data(config: Config, overrides: list[str]) -> Config:
     if not overrides:
         return config
     from pentameter.config.load import load_config
-    from pentameter.config.schema import FILE_DEFAULTS
 
     for path, _ in parse_overrides(overrides):
         if not path.startswith("data."):
             raise ConfigError(
                 f"eval takes overrides of the data section only, not {path}: --data.path FILE"
             )
-        if path in ("data.path", "data.corpus"):  # the splits of the other text go with it
-            own = {"validation_path": None, "test_path": None, **FILE_DEFAULTS}
-            config = config.model_copy(update={"data": config.data.model_copy(update=own)})
     return load_config(config, overrides)
 
 

@@ -9,7 +9,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from pydantic import ValidationError
@@ -39,6 +39,20 @@ EXCLUSIVE = (
     ("train", "steps", "epochs"),
 )
 """Section and two keys that exclude each other: a newer layer's choice replaces an older one's."""
+
+BOUND_TO_TEXT = (
+    "name",
+    "data.max_bytes",
+    "data.validation_path",
+    "data.test_path",
+    "data.text_field",
+    "data.encoding",
+    "data.grammar",
+    "train.sample_prompt",
+)
+"""Keys and sections that suit one text: when a newer layer chooses another, older values go."""
+
+LONGEST_NAME = 100
 
 Tree = dict[str, Any]
 
@@ -78,7 +92,15 @@ def preset_names() -> list[str]:
 
 
 def merge(base: Tree, layer: Tree) -> Tree:
-    """`base` with `layer` on top; what `layer` chooses of an exclusive pair unseats the other."""
+    """`base` with `layer` on top; what `layer` chooses of an exclusive pair unseats the other.
+
+    Where `layer` chooses another text than `base`, what `base` says of its own text
+    (`BOUND_TO_TEXT`) falls back to the defaults, and the run is named after the new text: in the
+    folder of the old one it would be refused as another run.
+    """
+    old, new = _text_of(base), _text_of(layer)
+    if old is not None and new not in (None, old):
+        base = {**_without(base, BOUND_TO_TEXT), "name": text_name(new[1])}
     merged = _merge_keys(base, layer)
     for section, first, second in EXCLUSIVE:
         chosen, result = layer.get(section), merged.get(section)
@@ -88,6 +110,32 @@ def merge(base: Tree, layer: Tree) -> Tree:
             if chosen.get(key, ABSENT) not in (None, ABSENT) and other not in chosen:
                 result.pop(other, None)
     return merged
+
+
+def text_name(text: str) -> str:
+    """A run's name made of a corpus's name, or of the path of a file or folder."""
+    stem = PurePath(text).name.partition(".")[0]  # also of novel.txt.gz
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("_-")[:LONGEST_NAME] or "text"
+
+
+def _text_of(tree: Tree) -> tuple[str, str] | None:
+    """The key and the value with which `tree` chooses a text; None where it chooses none."""
+    section, *keys = EXCLUSIVE[0]
+    data = tree.get(section)
+    for key in keys:
+        value = data.get(key) if isinstance(data, dict) else None
+        if isinstance(value, str) and value != ABSENT:
+            return key, value
+    return None
+
+
+def _without(tree: Tree, paths: Sequence[str], prefix: str = "") -> Tree:
+    """`tree` without the keys and sections at these dotted paths."""
+    return {
+        key: _without(value, paths, f"{prefix}{key}.") if isinstance(value, dict) else value
+        for key, value in tree.items()
+        if f"{prefix}{key}" not in paths
+    }
 
 
 def _merge_keys(base: Tree, layer: Tree) -> Tree:
