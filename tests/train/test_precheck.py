@@ -54,6 +54,28 @@ def test_a_split_by_document_that_holds_nothing_out_is_said(tmp_path):
         fit(tmp_path / "patient", data, patience=2)
 
 
+def test_a_text_that_is_short_for_the_run_is_said(tmp_path):
+    (tmp_path / "text.txt").write_text("some words " * 50)  # 550 characters
+    data = {"path": str(tmp_path / "text.txt"), "validation_fraction": 0.1}
+    said, _ = fit(tmp_path, data)
+    assert "only 55 tokens are held out" in said
+    assert "learn it by heart" not in said
+    said, _ = fit(tmp_path / "long", data, steps=160)  # of 32 tokens
+    assert "train.steps=160 read the text 10 times" in said
+    said, _ = fit(tmp_path / "patient", data, steps=160, patience=1)
+    assert "learn it by heart" not in said
+    said, _ = fit(tmp_path / "more", {**data, "validation_fraction": 0.2}, eval_interval=None)
+    assert "warning" not in said
+
+
+def test_what_is_left_out_of_the_text_is_said(tmp_path):
+    (tmp_path / "text.txt").write_text("some words " * 200)
+    said, _ = fit(tmp_path, {"path": str(tmp_path / "text.txt"), "max_bytes": 1500})
+    assert "text.txt · reads 1.5 KB of 2.2 KB (data.max_bytes) · char tokens" in said
+    said, _ = fit(tmp_path / "whole", {"path": str(tmp_path / "text.txt"), "max_bytes": 2200})
+    assert " · reads " not in said
+
+
 def test_a_model_beyond_the_memory_is_refused_with_both_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(precheck, "memory_bytes", lambda device: 1000)
     (tmp_path / "text.txt").write_text("some text " * 20)

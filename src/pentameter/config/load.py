@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path, PurePath
 from typing import Any
@@ -201,17 +202,20 @@ def _read_source(source: str | Path, folder: Path, named_by: str) -> tuple[str, 
             raise ConfigError(f"{named_by}{label} is a folder; name the .toml file in it")
         return str(path.resolve()), label, path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(f"{named_by}{_not_found(name, label)}") from None
+        raise ConfigError(f"{named_by}{_not_found(path, label)}") from None
     except OSError as error:
         raise ConfigError(f"{named_by}{label} cannot be read: {error.strerror}") from None
     except ValueError:  # a NUL or a lone surrogate
         raise ConfigError(f"{named_by}{label} cannot be the name of a file") from None
 
 
-def _not_found(name: str, label: str) -> str:
+def _not_found(path: Path, label: str) -> str:
     presets = preset_names()
-    near = nearest(name.removesuffix(".toml"), presets)
-    hint = f"did you mean {near}? " if near else ""
+    beside = []
+    with suppress(OSError):
+        beside = [entry.name for entry in path.parent.iterdir()]
+    near = nearest(path.name.removesuffix(".toml"), presets) or nearest(path.name, beside)
+    hint = f"did you mean {printable(near)}? " if near else ""
     return f"{label} is neither a preset nor a file; {hint}presets: {', '.join(presets)}"
 
 

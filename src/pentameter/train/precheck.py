@@ -10,6 +10,12 @@ from pentameter.errors import ConfigError
 from pentameter.parallel.device import memory_bytes
 from pentameter.plan.plan import Plan
 
+FEW_WINDOWS = 8
+"""Of model.context_length tokens: a validation split below that is too small to rely on."""
+
+MANY_PASSES = 10
+"""Over the text: so often a small model without dropout reads it to its cost."""
+
 
 def check_run(
     plan: Plan,
@@ -46,6 +52,27 @@ def check_run(
                 f"{val.n_tokens} tokens; {advice}, or leave patience out"
             )
         warnings.append(f"nothing is held out, so nothing will be evaluated; {advice}")
+    return warnings + _text_is_short(plan, val.n_tokens)
+
+
+def _text_is_short(plan: Plan, n_val: int) -> list[str]:
+    """Warnings where the settings ask more of the text than it has."""
+    warnings, config = [], plan.config
+    evaluates = config.train.eval_interval is not None
+    if evaluates and 2 <= n_val < FEW_WINDOWS * config.model.context_length:
+        warnings.append(
+            f"the validation loss will be a rough measure: only {n_val:,} tokens are held out. "
+            "Use a longer text, or raise data.validation_fraction="
+            f"{config.data.validation_fraction}"
+        )
+    n_passes = plan.epoch(plan.steps)
+    is_guarded = config.model.dropout > 0 or config.train.patience is not None
+    if n_passes >= MANY_PASSES and not is_guarded:
+        warnings.append(
+            f"train.steps={plan.steps} read the text {n_passes} times: the model may learn it by "
+            "heart, and its validation loss rise. Use more text, or fewer steps, "
+            "model.dropout=0.2 or train.patience=3"
+        )
     return warnings
 
 

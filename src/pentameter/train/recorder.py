@@ -7,9 +7,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pentameter.config.schema import DataConfig
+from pentameter.data.corpora import corpus_text
 from pentameter.data.grammar import grammar_entropy_rate
 from pentameter.plan.layout import Layout
 from pentameter.plan.plan import Plan
+from pentameter.train.console import size
 from pentameter.train.hooks import (
     CheckpointMetrics,
     EpochMetrics,
@@ -108,6 +110,17 @@ def _epochs(plan: Plan) -> str:
     return f" = {n_epochs:,.3g} epochs"
 
 
+def _left_out(data: DataConfig) -> str:
+    """How much of the text is read, in words; nothing where all of it is. The size of the whole
+    is that of its files: of JSONL and compressed text about what it holds."""
+    if data.max_bytes is None:
+        return ""
+    whole = corpus_text(data.model_copy(update={"max_bytes": None})).n_bytes
+    if whole <= data.max_bytes:
+        return ""
+    return f" · reads {size(data.max_bytes)} of {size(whole)} (data.max_bytes)"
+
+
 def _entropy_rate(data: DataConfig) -> float | None:
     """The lowest loss any model can reach, where the corpus is one of which that is known."""
     return grammar_entropy_rate(data.grammar) if data.corpus == "grammar" else None
@@ -167,7 +180,7 @@ def describe(trainer: Trainer) -> list[str]:
         f"{config.name} · seed {config.seed} · {trainer.run_dir}",
         f"model   {plan.n_parameters:,} parameters · {model.n_layers} layers × {model.d_model} · "
         f"{model.n_heads} heads · context {model.context_length}",
-        f"data    {source} · {trainer.dataset.tokenizer.kind} tokens: {splits} · "
+        f"data    {source}{_left_out(data)} · {trainer.dataset.tokenizer.kind} tokens: {splits} · "
         f"vocabulary {model.vocab_size:,}",
         f"run     {plan.steps:,} steps × {plan.tokens_per_step:,} tokens{micro} = "
         f"{plan.total_tokens:,} tokens{_epochs(plan)}",

@@ -1,0 +1,114 @@
+"""`train novel.txt`: the quickstart on that text; and what is printed to go on with."""
+
+import gzip
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from pentameter.cli.main import main
+
+TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 40
+TINY = [
+    "--model.n-layers=1",
+    "--model.d-model=16",
+    "--model.n-heads=2",
+    "--model.context-length=16",
+    "--train.batch-size=4",
+    "--train.steps=4",
+    "--train.eval-interval=2",
+    "--train.sample-interval=none",
+    "--train.precision=fp32",
+    "--train.compile=false",
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    """A folder with a space in its name and some texts, in which the commands run."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "my texts"
+    (folder / "tales").mkdir(parents=True)
+    (folder / "novel.txt").write_text(TEXT)
+    (folder / "tales" / "one.txt").write_text(TEXT)
+    (folder / "records.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
+    (folder / "packed.txt.gz").write_bytes(gzip.compress(TEXT.encode()))
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def printed(capsys, *arguments: str) -> str:
+    assert main(["train", *arguments, "--print-config"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("novel.txt", "novel"),
+        ("tales", "tales"),
+        ("records.jsonl", "records"),
+        ("packed.txt.gz", "packed"),
+    ],
+)
+def test_a_text_is_the_quickstart_on_it(capsys, text, name):
+    said = printed(capsys, text, *TINY)
+    assert said == printed(capsys, "quickstart", "--data.path", text, *TINY)
+    assert f'name = "{name}"' in said
+    assert f'path = "{text}"' in said
+
+
+def test_a_text_is_trained_on_and_continued(folder, capsys):
+    assert main(["train", "novel.txt", *TINY]) == 0
+    assert main(["train", "novel.txt", *TINY]) == 0
+    assert "resume  from step 4" in capsys.readouterr().out
+    assert (folder / "runs" / "novel" / "checkpoints" / "step-00000004").is_dir()
+
+
+def test_prepared_shards_are_trained_on(capsys):
+    assert main(["prepare", "novel.txt", "--tokenizer", "char", "--out", "shards"]) == 0
+    assert main(["train", "shards", *TINY]) == 0
+    assert "shards · char tokens: train" in capsys.readouterr().out
+
+
+def test_a_configuration_stays_one_under_any_name(folder, capsys):
+    (folder / "mine.toml").write_text('extends = "grammar"\nname = "mine"\n')
+    (folder / "mine.conf").write_text((folder / "mine.toml").read_text())
+    assert 'corpus = "grammar"' in printed(capsys, "mine.toml")
+    assert 'corpus = "grammar"' in printed(capsys, "mine.conf")
+
+
+def test_what_is_neither_is_refused_with_what_was_meant(folder, capsys):
+    assert main(["train", "novle.txt"]) == 2
+    assert "novle.txt is neither a preset nor a file; did you mean novel.txt?" in (
+        capsys.readouterr().err
+    )
+    assert main(["train", "novel.txt", "--data.path", "tales"]) == 2
+    assert "novel.txt is the text to train on, and --data.path tales" in capsys.readouterr().err
+    main(["train", "novel.txt", *TINY])
+    assert main(["train", "runs/novel"]) == 2
+    assert "runs/novel is a folder; name the .toml file in it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["novel.txt", "--run-dir", "runs/a b", "--train.sample-prompt=It's"],
+        ["novel.txt", "--train.sample-prompt=-- dark"],
+        ["quickstart", "--data.path=novel.txt", "--train.sample-prompt=§"],  # not in the text
+        ["novel.txt", "--train.sample-prompt=night;\nthe", "--data.validation-fraction=0"],
+        ["grammar", "--data.grammar.n-characters=3000"],
+    ],
+    ids=["spaces", "dashes", "unknown prompt", "nothing held out", "grammar"],
+)
+def test_every_command_printed_at_the_end_works(capsys, settings):
+    assert main(["train", *settings, *TINY]) == 0
+    said = capsys.readouterr().out.partition("\nnext:\n")[2].partition("\n\n")[0]
+    commands = [shlex.split(line) for line in said.splitlines()]
+    assert {words[3] for words in commands} >= {"sample", "doctor"}
+    for words in commands:
+        assert words[:3] == [sys.executable, "-m", "pentameter"]
+        if words[3] != "doctor":  # it measures this machine, for seconds, and knows no run
+            assert main(words[3:]) == 0, words
