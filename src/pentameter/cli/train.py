@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from pentameter.cli.arguments import parse_arguments
+from pentameter.config.overrides import parse_overrides
 from pentameter.errors import ConfigError
 from pentameter.parallel.launch import joined_world
 from pentameter.parallel.local_launch import python_command, run_local
@@ -27,6 +29,13 @@ _LONG_EPOCH = 1 << 40  # rows: stands in the Plan for an epoch that nobody could
 
 HELP = "Train a model, or continue a run."
 
+PRESET_FOR_TEXT = "quickstart"
+"""What `train novel.txt` trains."""
+
+# A TOML file by another name is no text.
+_OF_A_CONFIGURATION = re.compile(rb"^(extends *=|\[(model|data|optimizer|train)\])", re.MULTILINE)
+_LOOKED_AT_BYTES = 1 << 16
+
 
 @dataclass(frozen=True)
 class TrainArguments:
@@ -36,7 +45,8 @@ class TrainArguments:
     """
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PRESET-or-FILE")]
-    """A preset (quickstart, shakespeare-char, …) or a TOML file."""
+    """A preset (quickstart, shakespeare-char, …) or a TOML file. A text file, or a folder of them:
+    the quickstart on that text, --data.path TEXT."""
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """The run folder; runs/NAME when absent."""
     resume: str = "auto"
@@ -62,7 +72,7 @@ def run(arguments: list[str]) -> int:
     place = find_place()
     is_main = place is None or place.rank == 0
     n_processes = _n_processes(parsed.nproc, place)
-    config = load_config(parsed.source, overrides)
+    config = load_config(*_preset_for_text(parsed.source, overrides))
     if parsed.init_from is not None:
         config = _with_tokenizer_beside(config, parsed.init_from, say=is_main)
     if parsed.print_config or parsed.dry_run:
@@ -80,6 +90,38 @@ def run(arguments: list[str]) -> int:
         return 0
     _train(config, parsed, place)
     return 0
+
+
+def _preset_for_text(source: str, overrides: list[str]) -> tuple[str, list[str]]:
+    """`source` and `overrides`; where `source` is a text, the preset to train on it, and its path
+    among the overrides.
+
+    Raises ConfigError where the overrides name a text too.
+    """
+    from pentameter.config.load import preset_names
+
+    if source in preset_names() or not is_text(Path(source)):
+        return source, overrides
+    for key, text in parse_overrides(overrides):
+        if key in ("data.path", "data.corpus"):
+            raise ConfigError(
+                f"{source} is the text to train on, and --{key} {text} names another; keep one"
+            )
+    return PRESET_FOR_TEXT, [f"--data.path={source}", *overrides]
+
+
+def is_text(path: Path) -> bool:
+    """Whether `path` is something to train on: a file or a folder, but no configuration and no
+    run."""
+    try:
+        if path.is_dir():
+            return not ((path / "config.toml").exists() and (path / "plan.json").exists())
+        if path.suffix.lower() == ".toml" or not path.exists():
+            return False
+        with path.open("rb") as file:
+            return _OF_A_CONFIGURATION.search(file.read(_LOOKED_AT_BYTES)) is None
+    except (OSError, ValueError):  # unreadable, or a NUL in the name: the loader says so
+        return False
 
 
 def _n_processes(nproc: int | None, place: Place | None) -> int | None:
@@ -192,18 +234,21 @@ def _plan(
 
 
 def _say_goodbye(trainer: Trainer) -> None:
-    """Write the report and name the commands that make sense next, ready to paste."""
+    """Write the report and name the commands that make sense next, ready to paste: each works for
+    this run, in this folder."""
     from pentameter.report.report import write_report
 
     report = write_report(trainer.run_dir)
     called = Path(sys.argv[0])
-    command = str(called) if called.name == "pentameter" else f"{sys.executable} -m pentameter"
-    run, prompt = shlex.quote(str(trainer.run_dir)), trainer.config.train.sample_prompt
-    asked = f" --prompt {shlex.quote(prompt)}" if prompt else ""
-    print(
-        f"\nreport: {report}\n\nnext:\n"
-        f"  {command} sample {run}{asked} --max-new-tokens 500\n"
-        f"  {command} eval {run}\n"
-        f"  {command} train quickstart --name mine --data.path FILE-or-FOLDER\n"
-        f"  {command} doctor"
-    )
+    is_script = called.name == "pentameter"
+    command = shlex.join([str(called)] if is_script else [sys.executable, "-m", "pentameter"])
+    run, prompt = shlex.quote(str(trainer.run_dir)), trainer.sample_prompt
+    # A line end would break the line to paste; without a prompt a sample begins after one.
+    asked = f" --prompt={shlex.quote(prompt)}" if prompt and prompt.isprintable() else ""
+    lines = [f"{command} sample {run}{asked} --max-new-tokens 500"]
+    if trainer.dataset.split("val").n_tokens > 1:
+        lines.append(f"{command} eval {run}")
+    lines.append(f"{command} doctor")
+    print(f"\nreport: {report}\n\nnext:", *lines, sep="\n  ")
+    if trainer.config.data.path is None:
+        print("\nYour own text, a file or a folder: name it where you named the preset.")
