@@ -15,7 +15,7 @@ import pytest
 
 from pentameter.errors import InterruptedRunError
 from pentameter.parallel.failure import Failure, WorkerFailedError, first_failure
-from pentameter.parallel.local_launch import run_local, worker_environment
+from pentameter.parallel.local_launch import _relay, run_local, worker_environment
 from pentameter.parallel.threads import chosen_threads, fair_share, usable_cores
 
 LAUNCHED = Path(__file__).with_name("launched.py")
@@ -119,6 +119,11 @@ def test_workers_meet_over_loopback_and_leave_nothing(launch, tmp_path):
     assert set(addresses[0] + addresses[1]) <= LOOPBACK
     assert not list((tmp_path / "tmp").iterdir())
     wait_until_dead(*pids)
+
+
+def test_a_line_that_names_its_rank_is_not_named_twice(capsys):
+    _relay(1, iter(["rank 1: warning: odd\n", "a word\n"]))
+    assert capsys.readouterr().err == "rank 1: warning: odd\nrank 1: a word\n"
 
 
 @pytest.mark.parametrize("how", ["raise", "late"])

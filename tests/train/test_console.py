@@ -1,6 +1,55 @@
-"""What reaches the screen and log.txt."""
+"""What reaches the screen and the logs, in one process and in several."""
 
+import io
+import os
+import re
+import socket
+import subprocess
+import sys
+from contextlib import closing, suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pentameter.config.load import load_config
+from pentameter.errors import StorageError, TrainingFailedError
+from pentameter.parallel.world import World
 from pentameter.train.console import Console
+from pentameter.train.hooks import StepMetrics
+
+TINY = [
+    "grammar", "--data.grammar.n-characters=3000", "--model.n-layers=1", "--model.d-model=16",
+    "--model.context-length=16", "--train.batch-size=4", "--train.steps=4", "--log.interval=2",
+    "--train.eval-interval=4", "--train.precision=fp32", "--train.compile=false",
+    "--train.sample-interval=4", "--run-dir", "run",
+]  # fmt: skip
+
+
+class SecondMachine(World):
+    """Of two machines of eight processes; the main process has warned of one thing."""
+
+    def __init__(self, local_rank: int) -> None:
+        super().__init__(rank=8 + local_rank, size=16, local_rank=local_rank, local_size=8)
+
+    def share(self, value, source=0):
+        return ["known to all"]
+
+
+def metrics(step: int, eta_seconds: float = 100.0) -> StepMetrics:
+    return StepMetrics(step, step * 64, 2.5, 1e-3, 0.5, 0.1, 640.0, None, 5_000_000, eta_seconds)
+
+
+@pytest.fixture
+def trainer():
+    config = load_config("quickstart", {"log.interval": 10})
+    return SimpleNamespace(
+        config=config,
+        run_dir=Path("runs/quickstart"),
+        plan=SimpleNamespace(steps=2000),
+        engine=SimpleNamespace(device_name="a device"),
+        state=SimpleNamespace(step=300),
+    )
 
 
 def test_control_characters_of_a_sample_reach_no_terminal(tmp_path):
@@ -25,3 +74,120 @@ def test_preparing_on_a_terminal_is_the_live_line(monkeypatch, capsys):
     with Console() as console:
         console.progress("verifying", 1_000_000, 4_000_000)
     assert "verifying the tokens · 1 MB of 4 MB · 25%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("step", "eta_seconds", "said"),
+    [
+        (10, 3.2, "step   10/2000 ·   0% ·    3 s left │ loss 2.5000"),
+        (110, 59.7, "step  110/2000 ·   5% ·  1 min left │ loss"),
+        (1990, 45 * 60, "step 1990/2000 ·  99% · 45 min left │ loss"),
+        (1990, 4000, "step 1990/2000 ·  99% ·  1.1 h left │ loss"),
+    ],
+)
+def test_a_step_line_says_how_far_the_run_is(trainer, capsys, step, eta_seconds, said):
+    with Console() as console:
+        console.on_step(trainer, metrics(1))
+        console.on_step(trainer, metrics(step, eta_seconds))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("step    1/2000 ·   0% │ loss")  # it may have compiled
+    assert second.startswith(said)
+
+
+def test_the_first_process_of_another_machine_says_where_it_stands(trainer, capsys, tmp_path):
+    with Console(SecondMachine(0)) as console:
+        console.open_log(tmp_path / "logs" / "rank-00008.txt")
+        console.say("the data")
+        console.warn(["known to all", "only here"])
+        console.on_start(trainer)
+        for step in (9, 10, 11):
+            console.on_step(trainer, metrics(step))
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        "rank 8: warning: only here",
+        "rank 8: quickstart · runs/quickstart · rank 8 of 16; ranks 8-15 are on "
+        f"{socket.gethostname()} · a device · from step 300",
+        *[line for line in said if line.startswith("rank 8: step   10/2000 ·   0% · ")],
+    ]
+    assert len(said) == 3
+    log = (tmp_path / "logs" / "rank-00008.txt").read_text().splitlines()
+    assert log[:3] == ["the data", "warning: known to all", "warning: only here"]
+    assert log[3:] == [line.removeprefix("rank 8: ") for line in said[1:]]
+
+
+def test_another_process_of_it_prints_its_own_warnings_only(trainer, capsys, tmp_path):
+    with suppress(ValueError), Console(SecondMachine(3)) as console:
+        console.say("before the log is open")
+        console.open_log(tmp_path / "log.txt")
+        console.warn(["known to all", "only here"])
+        console.on_start(trainer)
+        console.on_step(trainer, metrics(10))
+        raise ValueError("planted")
+    assert capsys.readouterr().out == "rank 11: warning: only here\n"
+    log = (tmp_path / "log.txt").read_text()
+    assert log.startswith("before the log is open\nwarning: known to all\nwarning: only here\n")
+    assert "step   10/2000" in log
+    assert "Traceback (most recent call last)" in log
+    assert log.endswith("ValueError: planted\n")
+
+
+def test_an_expected_error_is_one_line_of_another_processs_log(tmp_path):
+    with suppress(TrainingFailedError), Console(SecondMachine(3)) as console:
+        console.open_log(tmp_path / "log.txt")
+        raise TrainingFailedError("step 3: loss is nan")
+    assert (tmp_path / "log.txt").read_text() == "step 3: loss is nan\n"
+
+
+def test_a_log_that_cannot_be_written_ends_no_run_but_that_of_the_main_process(tmp_path):
+    (tmp_path / "file").write_text("")
+    with Console(SecondMachine(3)) as console:
+        console.open_log(tmp_path / "file" / "rank-00011.txt")
+        console.say("nowhere")
+
+    class FullDisk(io.StringIO):
+        name = "log.txt"
+
+        def write(self, text):
+            raise OSError("No space left on device")
+
+    with Console(SecondMachine(3)) as console:
+        console.open_log(tmp_path / "log.txt")
+        console._log = FullDisk()
+        console.say("nowhere")
+    with Console(quiet=True) as console:
+        console.open_log(tmp_path / "log.txt")
+        console._log = FullDisk()
+        with pytest.raises(StorageError, match="No space left"):
+            console.say("nowhere")
+
+
+def started(arguments: list[str], cwd: Path, **environment: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "pentameter", "train", *TINY, *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd,
+        env={**os.environ, **{name: str(value) for name, value in environment.items()}},
+    )  # fmt: skip
+
+
+def test_two_machines_say_where_they_stand_and_every_process_keeps_a_log(tmp_path):
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port = server.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "XDG_CACHE_HOME": tmp_path / "cache",
+    }  # fmt: skip
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    stale = tmp_path / "run" / "logs" / "rank-00007.txt"
+    stale.write_text("of a run that never came to a checkpoint\n")
+    processes = [started([], tmp_path, RANK=rank, **shared) for rank in range(2)]
+    said = [process.communicate(timeout=100) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    main, other = (out for out, _ in said)
+    assert "sample at step 4:" in main
+    assert "rank 1" not in main
+    lines = [re.sub(r" ·.*", "", line) for line in other.splitlines()]
+    assert lines == ["rank 1: grammar", *(f"rank 1: step {step}/4" for step in (1, 2, 4))]
+    log = (tmp_path / "run" / "logs" / "rank-00001.txt").read_text()
+    assert "model   " in log
+    assert log.splitlines()[-1].startswith("ended at step 4: completed")
+    assert not stale.exists()

@@ -16,7 +16,7 @@ from pentameter.parallel.failure import EXPECTED, WorkerFailedError, explanation
 from pentameter.parallel.threads import wait_passively
 
 VERBS = {
-    "train": "train a model, or continue a run: train PRESET-or-FILE-or-TEXT [--section.key VALUE …]",
+    "train": "train a model, or continue a run: train PRESET-or-FILE-or-TEXT [--KEY VALUE …]",
     "sample": "write text with a model: sample MODEL [--prompt TEXT]",
     "eval": "loss, perplexity and bits per byte of a model over a whole split: eval MODEL",
     "prepare": "turn text into token shards: prepare CORPUS-or-FILES --out DIR",

@@ -304,9 +304,10 @@ def _killed(rank: int, number: int) -> Failure:
 
 def _relay(rank: int, lines: Iterator[str]) -> None:
     """Copy what a process says to stderr, behind its rank."""
+    name = f"rank {rank}: "
     for line in lines:
         with suppress(OSError, ValueError):  # nobody reads; keep the process's pipe empty
-            print(f"rank {rank}: {line.rstrip()}", file=sys.stderr, flush=True)
+            print(f"{name}{line.rstrip().removeprefix(name)}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -1,11 +1,21 @@
-"""What a person sees: a scrolling log, a live line on a terminal, and the same text in log.txt."""
+"""What a person sees: a scrolling log, a live line on a terminal, and the same text in log.txt.
+
+Of several processes the main one speaks. Of every other machine one process prints its step lines
+too, and any process a warning that the main one has not; both stand behind the rank. What a process
+does not print is in its own log.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from traceback import format_exception
+from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 from rich.console import Console as RichConsole
@@ -14,6 +24,8 @@ from rich.text import Text
 
 from pentameter.checkpoint.files import storage_errors
 from pentameter.data.progress import ProgressLines, pass_in_words
+from pentameter.parallel.failure import EXPECTED
+from pentameter.parallel.world import World
 from pentameter.train.hooks import (
     CheckpointMetrics,
     EpochMetrics,
@@ -35,41 +47,67 @@ _NO_CONTROLS = dict.fromkeys(_CONTROLS, "\N{REPLACEMENT CHARACTER}")
 class Console:
     """A hook that prints the run; also the only way anything of the trainer reaches the screen."""
 
-    def __init__(self, *, quiet: bool = False) -> None:
+    def __init__(self, world: World | None = None, *, quiet: bool = False) -> None:
+        self._world = world or World()
         self._rich = RichConsole(
             file=sys.stdout, highlight=False, soft_wrap=True, quiet=quiet, markup=False
         )
         self._live: Live | None = None
         self._last_refresh = 0.0
+        self._n_steps = 0
         self._log: TextIO | None = None
-        self._pending: list[str] = []
+        self._pending: list[str] | None = []
         self._progress_lines = ProgressLines(self.say)
 
     def __enter__(self) -> Self:
-        if self._rich.is_terminal and not self._rich.quiet:
+        if self._rich.is_terminal and not self._rich.quiet and self._world.is_main:
             self._live = Live(console=self._rich, auto_refresh=False, transient=True)
             self._live.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._live is not None:
             self._live.stop()
+        if error is not None and not self._world.is_main:  # the main one's is told, see `failure`
+            lines = [str(error)] if isinstance(error, EXPECTED) else format_exception(error)
+            self._to_log("".join(lines).rstrip("\n"))
         if self._log is not None:
-            self._log.close()
+            with self._log_errors(Path(self._log.name)):
+                self._log.close()
 
     def open_log(self, path: Path) -> None:
         """Copy everything said from now on, and so far, into `path`."""
-        with storage_errors(path, "write"):
+        with self._log_errors(path):
+            path.parent.mkdir(exist_ok=True)
             self._log = path.open("a", encoding="utf-8")
-        for line in self._pending:
+        pending, self._pending = self._pending, None
+        for line in pending or ():
             self._to_log(line)
-        self._pending.clear()
 
-    def say(self, text: str) -> None:
-        """Print a line and log it; a sample's control characters must not reach a terminal."""
+    def say(self, text: str, *, of_machine: bool = False) -> None:
+        """Print a line and log it; a sample's control characters must not reach a terminal.
+
+        The main process prints it; one process of every other machine does too `of_machine`.
+        """
         text = text.translate(_NO_CONTROLS)
-        self._rich.print(Text(text))
+        if self._world.is_main or (of_machine and self._world.local_rank == 0):
+            self._print(text)
         self._to_log(text)
+
+    def warn(self, warnings: Sequence[str]) -> None:
+        """Say each of `warnings`; another process than the main one, those that are its own.
+        Collective."""
+        told = self._world.share(list(warnings))
+        for warning in warnings:
+            self.say(f"warning: {warning}")
+            if warning not in told:
+                self._print(f"warning: {warning}")
+
+    def _print(self, text: str) -> None:
+        rank = "" if self._world.is_main else f"rank {self._world.rank}: "
+        self._rich.print(Text(rank + text))
 
     def sync(self) -> int:
         """Bytes of log.txt so far, all of them on disk."""
@@ -96,12 +134,25 @@ class Console:
         share = f" · {100 * done / total:.0f}%" if total else ""
         self.status(f"{pass_in_words(what)} · {size(done)} of {size(total)}{share}")
 
+    def on_start(self, trainer: Trainer) -> None:
+        """Which processes are here; the main one has introduced the run."""
+        world = self._world
+        if not world.is_main:
+            first = world.rank - world.local_rank
+            self.say(
+                f"{trainer.config.name} · {trainer.run_dir} · rank {world.rank} of {world.size}; "
+                f"ranks {first}-{first + world.local_size - 1} are on {socket.gethostname()} · "
+                f"{trainer.engine.device_name} · from step {trainer.state.step}",
+                of_machine=True,
+            )
+
     def on_step(self, trainer: Trainer, step: StepMetrics) -> None:
         """A line where the step is one to log, the live line at every step."""
-        line = _step_line(step, trainer.plan.steps)
+        self._n_steps += 1
+        line = _step_line(step, trainer.plan.steps, is_first=self._n_steps == 1)
         if is_logged(step.step, trainer.config):
-            self.say(line)
-        self.status(f"{line} · eta {duration(step.eta_seconds)}")
+            self.say(line, of_machine=True)
+        self.status(line)
 
     def on_skip(self, trainer: Trainer, skip: SkippedStep) -> None:
         """A skipped update is always worth a line."""
@@ -132,21 +183,36 @@ class Console:
         self.say(f"ended at step {end.step}: {end.reason}, {duration(end.seconds)} of training")
 
     def _to_log(self, text: str) -> None:
-        if self._log is None:
+        if self._pending is not None:
             self._pending.append(text)
-            return
-        with storage_errors(Path(self._log.name), "write"):
-            self._log.write(text + "\n")
-            self._log.flush()
+        elif self._log is not None:
+            with self._log_errors(Path(self._log.name)):
+                self._log.write(text + "\n")
+                self._log.flush()
+
+    def _log_errors(self, path: Path) -> AbstractContextManager[None]:
+        """What an error of the log means: log.txt is part of the run, other logs are for a reader
+        of a failure and must not cause one."""
+        return storage_errors(path, "write") if self._world.is_main else suppress(OSError)
 
 
-def _step_line(step: StepMetrics, total_steps: int) -> str:
+def _step_line(step: StepMetrics, total_steps: int, *, is_first: bool) -> str:
+    """`is_first` of this start: it may have compiled, and says nothing about the time left."""
     mfu = "" if step.mfu is None else f" │ mfu {100 * step.mfu:.0f}%"
+    left = "" if is_first else f" · {_rough_duration(step.eta_seconds):>6} left"
     return (
-        f"step {step.step:>{len(str(total_steps))}}/{total_steps} │ loss {step.loss:.4f} │ lr "
+        f"step {step.step:>{len(str(total_steps))}}/{total_steps} · "
+        f"{100 * step.step // total_steps:>3}%{left} │ loss {step.loss:.4f} │ lr "
         f"{step.learning_rate:.2e} │ norm {step.grad_norm:.2f} │ "
         f"{step.tokens_per_second:,.0f} tok/s{mfu} │ {size(step.peak_memory_bytes)}"
     )
+
+
+def _rough_duration(seconds: float) -> str:
+    """`seconds` in one unit: 42 s, 3 min, 2.1 h."""
+    if seconds < 59.5:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 59.5 * 60 else f"{seconds / 3600:.1f} h"
 
 
 def duration(seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import time
 import uuid
@@ -23,6 +24,7 @@ from pentameter.plan.plan import Plan
 from pentameter.train.metrics import checkpoint_event, rewind_metrics
 
 RESUME_WORDS = ("auto", "never", "must")
+RANK_LOGS = "logs"
 VISIBLE_SECONDS = 30.0  # until a network file system shows what another machine has written
 
 
@@ -42,10 +44,10 @@ class RunFolder:
         """metrics.jsonl."""
         return self.path / "metrics.jsonl"
 
-    @property
-    def log_path(self) -> Path:
-        """log.txt, what the console said."""
-        return self.path / "log.txt"
+    def log_path(self, rank: int = 0) -> Path:
+        """log.txt, what the console said; of another process logs/rank-00001.txt, what it would
+        have said."""
+        return self.path / ("log.txt" if rank == 0 else f"{RANK_LOGS}/rank-{rank:05d}.txt")
 
     def sample_path(self, step: int) -> Path:
         """The file of the text sampled at `step`."""
@@ -281,8 +283,11 @@ def _rewind(folder: RunFolder) -> None:
             checkpoint.step, checkpoint.path, checkpoint.manifest.n_bytes, None
         )
     rewind_metrics(folder.metrics_path, n_bytes=metrics_bytes, checkpoint=event)
-    if folder.log_path.exists():
-        write_atomic(folder.log_path, folder.log_path.read_bytes()[:log_bytes])
+    log = folder.log_path()
+    if log.exists():
+        write_atomic(log, log.read_bytes()[:log_bytes])
+    if last_step < 0:  # a resumed run adds to them: they may say why it had to be resumed
+        shutil.rmtree(folder.path / RANK_LOGS, ignore_errors=True)
     for sample in (folder.path / "samples").glob("step-*.txt"):
         if sample.stem[5:].isdigit() and int(sample.stem[5:]) > last_step:
             sample.unlink()

@@ -86,7 +86,7 @@ class Trainer:
         self.config = config
         self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / config.name
         self.world = world or lone_world()
-        self.console = Console(quiet=quiet or not self.world.is_main)
+        self.console = Console(self.world, quiet=quiet)
         self.state = TrainState()
         self._resume = resume
         self._init_from = None if init_from is None else Path(init_from)
@@ -168,8 +168,7 @@ class Trainer:
         warnings += check_run(
             self.plan, self.dataset, self._batches, self.engine.device, self.world.local_size
         )
-        for warning in warnings:
-            self.console.say(f"warning: {warning}")
+        self.console.warn(warnings)
 
     def _lock(self, stack: contextlib.ExitStack) -> None:
         stack.enter_context(RunLock(self.run_dir / "run.lock"))
@@ -200,10 +199,10 @@ class Trainer:
             for warning in self.folder.initial_weights.warnings:
                 self.console.say(f"warning: {warning}")
         self.stopwatch = Stopwatch(self.plan, self.engine)
+        self.console.open_log(self.folder.log_path(self.world.rank))
         recorders: list[object] = []
         if self.world.is_main:
             self.folder.write_environment(self.engine.environment())
-            self.console.open_log(self.folder.log_path)
             self._metrics = MetricsLog(self.folder.metrics_path)
             stack.callback(self._metrics.close)
             self._recorder = Recorder(self._metrics, open_trackers(self))
