@@ -23,6 +23,7 @@ from pentameter.parallel.worker import watch_launcher
 
 if TYPE_CHECKING:
     from pentameter.config.schema import Config
+    from pentameter.train.profile import Profile
     from pentameter.train.trainer import Trainer
 
 _LONG_EPOCH = 1 << 40  # rows: stands in the Plan for an epoch that nobody could count
@@ -57,6 +58,8 @@ class TrainArguments:
     """Train as N processes of this machine, which divide the work as [parallel] says."""
     oversubscribe: tyro.conf.FlagCreatePairsOff[bool] = False
     """Let --nproc start more processes than the cores of this machine can serve."""
+    profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
+    """Record what these steps spend their time and memory on, into the run folder's profile/."""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the Plan and train nothing."""
     print_config: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -75,6 +78,7 @@ def run(arguments: list[str]) -> int:
     config = load_config(*_preset_for_text(parsed.source, overrides))
     if parsed.init_from is not None:
         config = _with_tokenizer_beside(config, parsed.init_from, say=is_main)
+    hooks = _hooks(parsed, config)
     if parsed.print_config or parsed.dry_run:
         if is_main and parsed.print_config:
             print(to_toml(config), end="")
@@ -88,8 +92,20 @@ def run(arguments: list[str]) -> int:
     if place is None and n_processes is not None and n_processes > 1:
         run_local(python_command("train", *arguments), n_processes)
         return 0
-    _train(config, parsed, place)
+    _train(config, parsed, place, hooks)
     return 0
+
+
+def _hooks(parsed: TrainArguments, config: Config) -> list[Profile]:
+    """The hooks that the options ask for, checked as far as `config` tells."""
+    if parsed.profile is None:
+        return []
+    from pentameter.train.profile import parse_window
+
+    profile = parse_window(parsed.profile)
+    if config.train.steps is not None:
+        profile.check(config.train.steps)
+    return [profile]
 
 
 def _preset_for_text(source: str, overrides: list[str]) -> tuple[str, list[str]]:
@@ -138,7 +154,9 @@ def _n_processes(nproc: int | None, place: Place | None) -> int | None:
     return place.world_size
 
 
-def _train(config: Config, parsed: TrainArguments, place: Place | None) -> None:
+def _train(
+    config: Config, parsed: TrainArguments, place: Place | None, hooks: list[Profile]
+) -> None:
     """Train in this process, together with those it meets at `place`."""
     from pentameter.parallel.device import choose_device
     from pentameter.train.trainer import Trainer
@@ -155,6 +173,7 @@ def _train(config: Config, parsed: TrainArguments, place: Place | None) -> None:
             run_dir=parsed.run_dir,
             resume=parsed.resume,
             init_from=parsed.init_from,
+            hooks=hooks,
             world=world,
         )
         trainer.fit()

@@ -1,0 +1,206 @@
+"""A hook that records what the steps of a window spend their time and memory on.
+
+    Trainer(config, hooks=[Profile(10, 13)]).fit()
+
+Each process writes `profile/rank-00000.json.gz` into the run folder, a trace that
+https://ui.perfetto.dev and chrome://tracing open, and on a GPU `rank-00000-memory.pickle`, a
+snapshot for https://pytorch.org/memory_viz. The longest operations stand in the log. Recording
+reads clocks and sizes and changes no number of the training.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pentameter.errors import ConfigError
+from pentameter.train.hooks import RunEnd, SkippedStep, StepMetrics
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
+    from pentameter.train.trainer import Trainer
+
+FOLDER = "profile"
+_RULE = "the numbers of two steps, counted from 1 as the log counts them"
+N_LONGEST = 10
+MEMORY_EVENTS = 1_000_000
+"""Allocations and frees that the snapshot can hold; older ones are dropped."""
+
+
+class Profile:
+    """Records steps `first` to `last`, both included, counted from 1 as the log counts them.
+
+    In the trace each step is a span "step N". It begins where the step before it ended, so an
+    evaluation, a sample or a save between the two is inside it. Raises ConfigError for a window
+    that cannot be; `on_start` does for one beyond the run's last step.
+    """
+
+    def __init__(self, first: int, last: int) -> None:
+        if not 1 <= first <= last:
+            raise ConfigError(
+                f"cannot profile steps {first} to {last}: {_RULE}, the first not after the last"
+            )
+        self.first, self.last = first, last
+        self._recording: profile | None = None
+        self._span: Any = None
+        self._begun = 0
+
+    def check(self, n_steps: int) -> None:
+        """Raise ConfigError where a run of `n_steps` steps does not come to the window's end."""
+        if self.last > n_steps:
+            raise ConfigError(
+                f"cannot profile steps {self.first} to {self.last}: the run has train.steps="
+                f"{n_steps}; take an earlier window"
+            )
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Begin at once where the window does; a run that continues may be past it."""
+        self.check(trainer.plan.steps)
+        done = trainer.state.step
+        if done >= self.last:
+            trainer.console.say(
+                f"profile: nothing to record, steps {self.first} to {self.last} are done and the "
+                f"run continues after step {done}; take a later window"
+            )
+            return
+        if done >= self.first:
+            trainer.console.say(
+                f"profile: recording from step {done + 1} only, the run continues after step {done}"
+            )
+        if done + 1 >= self.first:
+            self._start(trainer, done + 1)
+
+    def on_step(self, trainer: Trainer, step: StepMetrics) -> None:
+        """A step has ended, and the next begins."""
+        self._turn(trainer, step.step)
+
+    def on_skip(self, trainer: Trainer, skip: SkippedStep) -> None:
+        """A step without an update is one too."""
+        self._turn(trainer, skip.step)
+
+    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
+        """Write what there is of a window that the run ended in."""
+        if self._recording is not None:
+            self._finish(trainer, end.step)
+        elif end.step < self.first:
+            trainer.console.say(
+                f"profile: nothing recorded, the run ended before step {self.first}"
+            )
+
+    def on_error(self, trainer: Trainer, error: Exception) -> None:
+        """Stop recording; the run failed, and nothing is written."""
+        if self._recording is not None:
+            self._stop(trainer)
+            _forget_memory(trainer)
+
+    def _turn(self, trainer: Trainer, done: int) -> None:
+        if self._recording is None:
+            if done + 1 == self.first:
+                self._start(trainer, self.first)
+        elif done == self.last:
+            self._finish(trainer, done)
+        else:
+            self._begin_span(done + 1)
+
+    def _start(self, trainer: Trainer, step: int) -> None:
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        activities = [ProfilerActivity.CPU]
+        if _is_on_gpu(trainer):
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+        self._begun = step
+        self._recording = profile(activities=activities)
+        self._recording.start()
+        self._begin_span(step)
+
+    def _begin_span(self, step: int) -> None:
+        from torch.profiler import record_function
+
+        self._end_span()
+        self._span = record_function(f"step {step}")
+        self._span.__enter__()
+
+    def _end_span(self) -> None:
+        if self._span is not None:
+            self._span.__exit__(None, None, None)
+            self._span = None
+
+    def _stop(self, trainer: Trainer) -> profile:
+        """The recording, complete. The memory's history goes on."""
+        import torch
+
+        if _is_on_gpu(trainer):
+            torch.cuda.synchronize()  # kernels of the last step would be missing
+        self._end_span()
+        recording, self._recording = self._recording, None
+        assert recording is not None
+        recording.stop()
+        return recording
+
+    def _finish(self, trainer: Trainer, last: int) -> None:
+        """Write the files and the table; a disk that refuses them does not end the run."""
+        import torch
+
+        recording = self._stop(trainer)
+        path = trainer.run_dir / FOLDER / f"rank-{trainer.world.rank:05d}.json.gz"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            if _is_on_gpu(trainer):
+                torch.cuda.memory._dump_snapshot(str(memory_path(path)))
+            recording.export_chrome_trace(str(path))
+        except OSError as error:
+            trainer.console.say(f"warning: the profile is not written: {error}")
+            return
+        finally:
+            _forget_memory(trainer)
+        trainer.console.say(
+            f"profile of steps {self._begun} to {last}: {path}, for https://ui.perfetto.dev"
+        )
+        for line in longest_operations(recording.key_averages(), on_gpu=_is_on_gpu(trainer)):
+            trainer.console.say(line)
+
+
+def parse_window(text: str) -> Profile:
+    """The Profile that `--profile FIRST:LAST` asks for; ConfigError where it asks for none."""
+    window = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
+    if window is None:
+        raise ConfigError(f"--profile {text} must be FIRST:LAST, {_RULE}; e.g. --profile 10:13")
+    return Profile(int(window[1]), int(window[2]))
+
+
+def longest_operations(averages: Iterable[Any], *, on_gpu: bool) -> list[str]:
+    """A line for each of the operations that took longest in all, without what they called."""
+    key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    rows = [
+        (getattr(row, key), row.count, row.key)
+        for row in averages
+        if not re.fullmatch(r"step \d+", row.key)
+    ]
+    total = sum(microseconds for microseconds, _, _ in rows) or 1.0
+    return [
+        f"  {microseconds / 1000:>10,.1f} ms {100 * microseconds / total:>3.0f}% "
+        f"{count:>7,} × {name}"
+        for microseconds, count, name in sorted(rows, reverse=True)[:N_LONGEST]
+    ]
+
+
+def memory_path(trace: Path) -> Path:
+    """Where the snapshot of the memory lies beside a trace."""
+    return trace.with_name(trace.name.replace(".json.gz", "-memory.pickle"))
+
+
+def _forget_memory(trainer: Trainer) -> None:
+    """Record allocations no longer."""
+    if _is_on_gpu(trainer):
+        import torch
+
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _is_on_gpu(trainer: Trainer) -> bool:
+    return trainer.engine.device.type == "cuda"
