@@ -1,6 +1,7 @@
 """The programs in examples/ run, and do what they say, on a small configuration."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -50,3 +51,54 @@ def test_the_documentation_shows_the_example_as_it_is():
     page = (EXAMPLES.parent / "docs" / "python-api.md").read_text()
     code = (EXAMPLES / "hooks.py").read_text().split('"""\n\n', 1)[1]
     assert f"```python\n{code}```" in page
+
+
+NOTEBOOK = EXAMPLES / "first-steps.ipynb"
+# Jupyter would be a large dependency of the tests, and starts a kernel that listens on sockets. Its
+# code cells are Python, run one after another in one namespace: that is what this does.
+RUN_NOTEBOOK = """
+import json, sys
+namespace = {"__name__": "__main__"}
+for cell in json.load(open(sys.argv[1], encoding="utf-8"))["cells"]:
+    if cell["cell_type"] == "code":
+        exec(compile("".join(cell["source"]), f"cell {cell['id']}", "exec"), namespace)
+curve = namespace["curve"]
+drawn = [len(line.get_xdata()) for line in curve.axes.get_lines()]
+print("\\nfacts:" + json.dumps({"drawn": drawn, "losses": curve.losses}))
+"""
+
+
+def test_the_notebook_runs_from_its_own_text_to_a_sample(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_NOTEBOOK, NOTEBOOK],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600,
+        env={
+            **os.environ, "MPLBACKEND": "Agg", "XDG_CACHE_HOME": str(tmp_path / "cache"),
+            "OMP_NUM_THREADS": "1",  # on a busy machine threads that wait for each other take long
+        },
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said, _, facts = done.stdout.partition("\nfacts:")
+    drawn, losses = json.loads(facts).values()
+    assert drawn == [200, 5]  # each step, and evaluations at 0, 50, … 200
+    assert losses[0] > 4
+    assert losses[-1] < 3
+    written = (tmp_path / "my-text.txt").read_text()
+    sample = said.rpartition("completed after step 200\n")[2]
+    assert sample.startswith(written[:20])
+    assert len(sample.rstrip("\n")) > 200
+    assert set(sample) <= set(written)
+
+
+def test_the_notebook_is_one_without_what_somebodys_run_left_in_it():
+    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    cells = notebook["cells"]
+    assert {cell["cell_type"] for cell in cells} == {"markdown", "code"}
+    assert len({cell["id"] for cell in cells}) == len(cells)
+    for cell in cells:
+        assert isinstance(cell["source"], list)
+        code = {"outputs": [], "execution_count": None} if cell["cell_type"] == "code" else {}
+        expected = {"cell_type", "id", "metadata", "source", *code}
+        assert set(cell) == expected
+        assert {name: cell[name] for name in code} == code
