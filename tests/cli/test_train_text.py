@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pentameter.cli.main import main
+from pentameter.cli.train import is_text
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents. " * 40
 TINY = [
@@ -78,6 +80,16 @@ def test_a_configuration_stays_one_under_any_name(folder, capsys):
     (folder / "mine.conf").write_text((folder / "mine.toml").read_text())
     assert 'corpus = "grammar"' in printed(capsys, "mine.toml")
     assert 'corpus = "grammar"' in printed(capsys, "mine.conf")
+
+
+def test_a_folder_with_another_programs_configuration_is_text(folder, capsys):
+    (folder / "tales" / "config.toml").write_text('title = "a site"\n')
+    assert 'path = "tales"' in printed(capsys, "tales")
+
+
+def test_a_pipe_is_not_waited_for(folder):
+    os.mkfifo(folder / "pipe")
+    assert not is_text(folder / "pipe")
 
 
 def test_what_is_neither_is_refused_with_what_was_meant(folder, capsys):

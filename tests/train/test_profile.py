@@ -152,11 +152,12 @@ def test_a_window_beyond_the_epochs_of_a_run_is_refused(tmp_path):
         fit(tmp_path / "run", parse_window("3:9999"), **{"train.epochs": 1})
 
 
-def test_every_process_writes_a_trace_of_its_own(tmp_path):
+def test_every_process_writes_a_trace_of_its_own_also_of_a_text_by_name(tmp_path):
+    (tmp_path / "novel.txt").write_text("It was a dark and stormy night. " * 100)
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "pentameter", "train", *TINY, "--run-dir", "run"),
-            *("--nproc", "2", "--profile", "2:3"),
+            *(sys.executable, "-m", "pentameter", "train", "novel.txt", *TINY[1:]),
+            *("--run-dir", "run", "--nproc", "2", "--profile", "2:3"),
         ],
         cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100,
         env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},

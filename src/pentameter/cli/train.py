@@ -127,15 +127,17 @@ def _preset_for_text(source: str, overrides: list[str]) -> tuple[str, list[str]]
 
 
 def is_text(path: Path) -> bool:
-    """Whether `path` is something to train on: a file or a folder, but no configuration and no
-    run."""
+    """Whether `path` is something to train on: a file that is no configuration, or a folder that
+    holds none, as those of runs and models do."""
     try:
-        if path.is_dir():
-            return not ((path / "config.toml").exists() and (path / "plan.json").exists())
-        if path.suffix.lower() == ".toml" or not path.exists():
+        is_folder = path.is_dir()
+        file = path / "config.toml" if is_folder else path
+        if not file.is_file():  # to open a pipe would wait
+            return is_folder
+        if file.suffix.lower() == ".toml" and not is_folder:
             return False
-        with path.open("rb") as file:
-            return _OF_A_CONFIGURATION.search(file.read(_LOOKED_AT_BYTES)) is None
+        with file.open("rb") as opened:
+            return _OF_A_CONFIGURATION.search(opened.read(_LOOKED_AT_BYTES)) is None
     except (OSError, ValueError):  # unreadable, or a NUL in the name: the loader says so
         return False
 

@@ -91,7 +91,6 @@ class Console:
 
         The main process prints it; one process of every other machine does too `of_machine`.
         """
-        text = text.translate(_NO_CONTROLS)
         if self._world.is_main or (of_machine and self._world.local_rank == 0):
             self._print(text)
         self._to_log(text)
@@ -107,7 +106,7 @@ class Console:
 
     def _print(self, text: str) -> None:
         rank = "" if self._world.is_main else f"rank {self._world.rank}: "
-        self._rich.print(Text(rank + text))
+        self._rich.print(Text(rank + text.translate(_NO_CONTROLS)))
 
     def sync(self) -> int:
         """Bytes of log.txt so far, all of them on disk."""
@@ -183,6 +182,7 @@ class Console:
         self.say(f"ended at step {end.step}: {end.reason}, {duration(end.seconds)} of training")
 
     def _to_log(self, text: str) -> None:
+        text = text.translate(_NO_CONTROLS)
         if self._pending is not None:
             self._pending.append(text)
         elif self._log is not None:
