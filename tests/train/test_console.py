@@ -16,7 +16,7 @@ from pentameter.config.load import load_config
 from pentameter.errors import StorageError, TrainingFailedError
 from pentameter.parallel.world import World
 from pentameter.train.console import Console
-from pentameter.train.hooks import StepMetrics
+from pentameter.train.hooks import EpochMetrics, StepMetrics
 
 TINY = [
     "grammar", "--data.grammar.n-characters=3000", "--model.n-layers=1", "--model.d-model=16",
@@ -92,6 +92,13 @@ def test_a_step_line_says_how_far_the_run_is(trainer, capsys, step, eta_seconds,
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("step    1/2000 ·   0% │ loss")  # it may have compiled
     assert second.startswith(said)
+
+
+def test_epochs_shorter_than_the_log_interval_are_not_said(trainer, capsys):
+    with Console() as console:
+        for n_steps in (9, 10):
+            console.on_epoch(trainer, EpochMetrics(1, n_steps, 2.5, 12.2, 640, n_steps, 1.0))
+    assert capsys.readouterr().out.count("epoch ") == 1
 
 
 def test_the_first_process_of_another_machine_says_where_it_stands(trainer, capsys, tmp_path):

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from pentameter.cli.main import main
 from pentameter.config.load import load_config
 from pentameter.errors import ConfigError
+from pentameter.train import profile
 from pentameter.train.profile import Profile, longest_operations, parse_window
 from pentameter.train.trainer import Trainer
 
@@ -90,6 +92,26 @@ def test_a_run_that_continues_records_what_is_left_of_the_window(tmp_path):
     said = fit(run, Profile(4, 6), **{"train.steps": 8})
     assert "profile: recording from step 5 only, the run continues after step 4" in said
     assert spans(run / "profile" / "rank-00000.json.gz")[0] == ["step 5", "step 6"]
+
+
+def test_on_a_gpu_the_memory_is_recorded_for_the_window_only(tmp_path, monkeypatch):
+    # Without a GPU: that PyTorch is asked for it at the right steps, in the right order.
+    asked = []
+
+    class Note:
+        def on_step(self, trainer, step):
+            asked.append(step.step)
+
+    memory = torch.cuda.memory
+    monkeypatch.setattr(profile, "_is_on_gpu", lambda trainer: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append("wait"))
+    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: asked.append(Path(path).name))
+    monkeypatch.setattr(
+        memory, "_record_memory_history", lambda enabled="all", **_: asked.append(enabled)
+    )
+    fit(tmp_path / "run", Profile(3, 4), Note())
+    dumped = ["wait", "rank-00000-memory.pickle", None]
+    assert asked == [1, "all", 2, 3, *dumped, 4, 5, 6, 7, 8]
 
 
 def test_a_run_that_ends_within_the_window_writes_what_there_is(tmp_path):

@@ -158,7 +158,10 @@ class Console:
         self.say(f"step {skip.step:>6} skipped: {skip.reason}")
 
     def on_epoch(self, trainer: Trainer, metrics: EpochMetrics) -> None:
-        """The epoch's mean loss, and what a step cost."""
+        """The epoch's mean loss, and what a step cost; of a shorter one than the step lines are
+        apart only metrics.jsonl tells, or a small text would leave nothing else to see."""
+        if metrics.steps < trainer.config.log.interval:
+            return
         self.say(
             f"epoch {metrics.epoch:>5} │ train loss {metrics.loss:.4f} │ perplexity "
             f"{metrics.perplexity:.4g} │ {1000 * metrics.seconds / metrics.steps:,.1f} ms/step"

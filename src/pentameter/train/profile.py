@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 FOLDER = "profile"
 _RULE = "the numbers of two steps, counted from 1 as the log counts them"
 N_LONGEST = 10
-MEMORY_EVENTS = 1_000_000
-"""Allocations and frees that the snapshot can hold; older ones are dropped."""
+MEMORY_EVENTS = 100_000
+"""Allocations and frees that the snapshot can hold, of some KB each; older ones are dropped."""
 
 
 class Profile:
@@ -112,7 +112,7 @@ class Profile:
         activities = [ProfilerActivity.CPU]
         if _is_on_gpu(trainer):
             activities.append(ProfilerActivity.CUDA)
-            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=MEMORY_EVENTS)
         self._begun = step
         self._recording = profile(activities=activities)
         self._recording.start()
