@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 from pentameter.checkpoint.files import make_folder, write_atomic
@@ -24,8 +24,8 @@ from pentameter.plan.plan import Plan
 from pentameter.train.metrics import checkpoint_event, rewind_metrics
 
 RESUME_WORDS = ("auto", "never", "must")
-RANK_LOGS = "logs"
 VISIBLE_SECONDS = 30.0  # until a network file system shows what another machine has written
+RANK_LOGS = "logs"
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,14 @@ class RunFolder:
         """metrics.jsonl."""
         return self.path / "metrics.jsonl"
 
-    def log_path(self, rank: int = 0) -> Path:
-        """log.txt, what the console said; of another process logs/rank-00001.txt, what it would
-        have said."""
-        return self.path / ("log.txt" if rank == 0 else f"{RANK_LOGS}/rank-{rank:05d}.txt")
+    @property
+    def log_path(self) -> Path:
+        """log.txt, what the console said."""
+        return self.path / "log.txt"
+
+    def log_path_of(self, rank: int) -> Path:
+        """log.txt; of another process than the main one logs/rank-00001.txt, a log of its own."""
+        return self.path / RANK_LOGS / f"rank-{rank:05d}.txt" if rank else self.log_path
 
     def sample_path(self, step: int) -> Path:
         """The file of the text sampled at `step`."""
@@ -283,11 +287,10 @@ def _rewind(folder: RunFolder) -> None:
             checkpoint.step, checkpoint.path, checkpoint.manifest.n_bytes, None
         )
     rewind_metrics(folder.metrics_path, n_bytes=metrics_bytes, checkpoint=event)
-    log = folder.log_path()
-    if log.exists():
-        write_atomic(log, log.read_bytes()[:log_bytes])
-    if last_step < 0:  # a resumed run adds to them: they may say why it had to be resumed
-        shutil.rmtree(folder.path / RANK_LOGS, ignore_errors=True)
+    if folder.log_path.exists():
+        write_atomic(folder.log_path, folder.log_path.read_bytes()[:log_bytes])
     for sample in (folder.path / "samples").glob("step-*.txt"):
         if sample.stem[5:].isdigit() and int(sample.stem[5:]) > last_step:
             sample.unlink()
+    if last_step < 0:  # a resumed run adds to them: they may say why it had to be resumed
+        rmtree(folder.path / RANK_LOGS, ignore_errors=True)

@@ -199,7 +199,7 @@ class Trainer:
             for warning in self.folder.initial_weights.warnings:
                 self.console.say(f"warning: {warning}")
         self.stopwatch = Stopwatch(self.plan, self.engine)
-        self.console.open_log(self.folder.log_path(self.world.rank))
+        self.console.open_log(self.folder.log_path_of(self.world.rank))
         recorders: list[object] = []
         if self.world.is_main:
             self.folder.write_environment(self.engine.environment())
