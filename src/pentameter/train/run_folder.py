@@ -39,6 +39,10 @@ class RunFolder:
     initial_weights: InitialWeights | None = None
     """Those of another model that the run begins with, where there is no checkpoint yet."""
 
+    def log_path_of(self, rank: int) -> Path:
+        """log.txt; of another process than the main one logs/rank-00001.txt, a log of its own."""
+        return self.path / RANK_LOGS / f"rank-{rank:05d}.txt" if rank else self.log_path
+
     @property
     def metrics_path(self) -> Path:
         """metrics.jsonl."""
@@ -48,10 +52,6 @@ class RunFolder:
     def log_path(self) -> Path:
         """log.txt, what the console said."""
         return self.path / "log.txt"
-
-    def log_path_of(self, rank: int) -> Path:
-        """log.txt; of another process than the main one logs/rank-00001.txt, a log of its own."""
-        return self.path / RANK_LOGS / f"rank-{rank:05d}.txt" if rank else self.log_path
 
     def sample_path(self, step: int) -> Path:
         """The file of the text sampled at `step`."""
