@@ -65,7 +65,7 @@ def test_a_text_that_is_short_for_the_run_is_said(tmp_path):
     said, _ = fit(tmp_path / "patient", data, steps=160, patience=1)
     assert "learn it by heart" not in said
     said, _ = fit(tmp_path / "more", {**data, "validation_fraction": 0.2}, eval_interval=None)
-    assert "warning" not in said
+    assert "held out" not in said
 
 
 def test_what_is_left_out_of_the_text_is_said(tmp_path):
