@@ -108,8 +108,10 @@ def test_training_on_another_encoding_and_eval_on_text_in_utf8(tmp_path, capsys)
     assert main([*command, "--data.encoding", "gb18030"]) == 0
     assert main(["eval", folder]) == 0
     assert main(["eval", folder, "--data.path", str(other)]) == 0
-    assert main(["eval", folder, "--data.path", str(text)]) == 65  # another text's is not known
-    assert main(["eval", folder, "--data.path", str(text), "--data.encoding", "gb18030"]) == 0
+    assert main(["eval", folder, "--data.path", str(text)]) == 0  # the run's own text
+    renamed = str(text.rename(tmp_path / "renamed.txt"))
+    assert main(["eval", folder, "--data.path", renamed]) == 65  # another text's is not known
+    assert main(["eval", folder, "--data.path", renamed, "--data.encoding", "gb18030"]) == 0
 
 
 def test_eval_of_an_empty_split_says_how_to_get_one(run, capsys):
