@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pentameter.config.load import load_config, preset_names
+from pentameter.config.fields import leaves, sections
+from pentameter.config.load import BOUND_TO_TEXT, load_config, preset_names
 from pentameter.errors import ConfigError
 
 MINIMAL = '[data]\ncorpus = "stdlib"\n[train]\nbatch_size = 4\n'
@@ -167,6 +168,10 @@ def test_another_corpus_is_another_text_and_takes_the_grammars_settings_away():
     assert (config.name, config.data.grammar.seed) == ("wikitext-2", 0)
     again = load_config(config, ["--data.corpus=grammar", "--data.grammar.n-states=2"])
     assert (again.name, again.data.grammar.n_states) == ("grammar", 2)
+
+
+def test_what_suits_a_text_are_keys_of_the_schema():
+    assert set(BOUND_TO_TEXT) <= {*leaves(), *sections()}
 
 
 def test_a_layer_without_a_text_keeps_its_settings(toml):

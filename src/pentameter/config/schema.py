@@ -131,8 +131,8 @@ class DataConfig(Section):
     path: str | None = None
     """Instead of `corpus`: a text or JSONL file, a folder of them, or prepared shards. To choose
     another text than that of the preset or file below, by this or by `corpus`, resets `max_bytes`,
-    `validation_path`, `test_path`, `grammar` and `train.sample_prompt`, and names the run after
-    it."""
+    `validation_path`, `test_path`, `text_field`, `encoding`, `grammar` and `train.sample_prompt`,
+    and names the run after it."""
     validation_path: str | None = None
     """Held-out text of its own; `path` is then trained on whole."""
     test_path: str | None = None
