@@ -153,6 +153,33 @@ def test_clean_removes_unfinished_saves_and_nothing_else(store, save):
     assert names(store) == sorted([*keep, "step-00000010"])
 
 
+@pytest.mark.parametrize("kind", ["dangling link", "link to a folder", "file"])
+def test_clean_removes_what_bears_an_unfinished_saves_name(store, save, tmp_path, kind):
+    saved = save(store, 10)
+    elsewhere = tmp_path / "elsewhere"
+    left = store.folder / f"step-00000020.tmp-{'0' * 32}"
+    if kind == "file":
+        left.write_text("half")
+    else:
+        left.symlink_to(elsewhere)
+    if kind == "link to a folder":
+        shutil.copytree(saved.path, elsewhere)
+    assert store.clean() == [left.name]
+    assert names(store) == ["step-00000010"]
+    assert elsewhere.exists() == (kind == "link to a folder")
+
+
+def test_what_follows_a_step_is_discarded_only_where_that_step_is_whole(store, save):
+    for step in (1, 2, 3, 4):
+        save(store, step)
+    save(CheckpointStore(store.folder, run_id="run-b", config_hash="c0"), 100)
+    assert store.discard_after(9) == []
+    assert store.discard_after(2) == [4, 3]
+    (store.folder / "step-00000001" / "model.safetensors").unlink()
+    assert store.discard_after(1) == []
+    assert names(store) == [f"step-{step:08d}" for step in (1, 2, 100)]
+
+
 def test_prune_keeps_the_newest_and_the_named(store, save):
     for step in range(1, 8):
         save(store, step)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from pentameter.parallel.local_parts import local_part
 from pentameter.parallel.world import World
 
 
@@ -39,6 +40,19 @@ class OverflowInOne:
             for model in trainer.stage.models:
                 block = next(iter(model.blocks.values()))
                 block.register_forward_hook(forward_hook)
+
+
+class SpoilInOne:
+    """Makes one weight NaN after a step, in the last process only."""
+
+    def __init__(self, world: World, step: int) -> None:
+        self.plants = world.rank == world.size - 1
+        self.step = step
+
+    def on_step(self, trainer: Any, metrics: Any) -> None:
+        if self.plants and metrics.step == self.step:
+            with torch.no_grad():
+                local_part(next(iter(trainer.stage.parameters())))[0].view(-1)[-1] = float("nan")
 
 
 class _Overflowing(torch.autograd.Function):

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from parity_hooks import OverflowInOne, StopInOne
+from parity_hooks import OverflowInOne, SpoilInOne, StopInOne
 from parity_runs import Run, changed
 
 from pentameter.cli.main import main
@@ -63,6 +63,15 @@ def curve(run: Run) -> list[float]:
 def overflowed_alone(runs, tiny):
     config = changed(tiny, {"train.precision": "fp16"})
     return runs.train(config, hook=partial(OverflowInOne, steps=(2, 5)))
+
+
+@pytest.mark.parametrize("layout", ["data", "zero 3"])
+def test_a_nan_in_one_process_is_saved_by_none(runs, tiny, layout):
+    config = changed(tiny, LAYOUTS[layout], {"checkpoint.interval": 3, "train.eval_interval": None})
+    run = runs.train(config, 2, hook=partial(SpoilInOne, step=6))
+    assert run.end.reason.startswith("TrainingFailedError: step 6 is not saved: model tensor ")
+    assert "on rank 1 is not finite; the last checkpoint is step 3" in run.end.reason
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000003"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -4,57 +4,17 @@ import errno
 import json
 import math
 import os
-from pathlib import Path
 
 import pytest
 import torch
+from tiny_runs import config, events, fit
 
 from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.config.load import load_config
-from pentameter.config.schema import Config
 from pentameter.errors import ConfigError, StorageError, TrainingFailedError
 from pentameter.parallel.assemble import LossSum, Stage
 from pentameter.parallel.world import World
 from pentameter.train.trainer import Trainer
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-def config(**sections) -> Config:
-    base = {
-        "name": "tiny",
-        "model": {"context_length": 16, "n_layers": 1, "n_heads": 2, "d_model": 16},
-        "data": {"corpus": "grammar", "grammar": {"n_characters": 3000}},
-        "optimizer": {"learning_rate": 1e-2},
-        "train": {
-            "steps": 12,
-            "batch_size": 4,
-            "eval_interval": 4,
-            "precision": "fp32",
-            "compile": False,
-        },
-        "log": {"interval": 1},
-    }
-    for name, section in sections.items():
-        base[name] = {**base.get(name, {}), **section}
-    return Config.model_validate(base)
-
-
-def fit(run_dir, **arguments):
-    sections = arguments.pop("sections", {})
-    trainer = Trainer(config(**sections), run_dir=run_dir, quiet=True, **arguments)
-    return trainer, trainer.fit()
-
-
-def events(run_dir: Path, kind: str | None = None):
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return [r for r in records if kind is None or r["event"] == kind]
 
 
 def test_a_run_folder_holds_what_the_interface_promises(tmp_path):

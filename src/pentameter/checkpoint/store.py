@@ -192,12 +192,15 @@ class CheckpointStore:
         with storage_errors(self.folder, "list"):
             names = sorted(os.listdir(self.folder)) if self.folder.is_dir() else []
         for name in names:
-            path = self.folder / name
-            if path.is_symlink() or not path.is_dir():
+            if not is_temporary(name) or not is_step_folder(name.rsplit(".tmp-", 1)[0]):
                 continue
-            if is_temporary(name) and is_step_folder(name.rsplit(".tmp-", 1)[0]):
+            path = self.folder / name
+            if path.is_dir() and not path.is_symlink():
                 remove_tree(path)
-                removed.append(name)
+            else:  # no save makes one, and none may follow a link
+                with storage_errors(path, "remove"):
+                    os.unlink(path)
+            removed.append(name)
         for candidate in list_checkpoints(self.folder):
             if not candidate.replaced:
                 continue
@@ -230,6 +233,17 @@ class CheckpointStore:
                 _discard(candidate.path)
                 removed.append(candidate.step)
         return removed
+
+    def discard_after(self, step: int) -> list[int]:
+        """Steps it removed: this run's checkpoints after `step`, where that one verifies."""
+        candidates = [each for each in list_checkpoints(self.folder) if self._is_own(each.path)]
+        if not any(each.step == step and self._is_valid(each.path) for each in candidates):
+            return []
+        newer = [each for each in candidates if each.step > step]
+        for each in newer:
+            self._verified.pop(each.path, None)
+            _discard(each.path)
+        return [each.step for each in newer]
 
     def _is_own(self, path: Path) -> bool:
         try:

@@ -1,50 +1,186 @@
-"""What a checkpoint of a run holds, gathered and handed to the store."""
+"""When a run is saved, and which of its checkpoints stay.
+
+1. Nothing non-finite is saved. Every process looks at its part of the weights and the optimizer's
+   state first; where one finds NaN or an infinity, all raise TrainingFailedError and nothing is
+   written or removed.
+2. While updates are being skipped (`TrainState.consecutive_skips` > 0) nothing is saved, except a
+   new best model and the end of a complete run. A save that fell due is made after the next
+   update. A signal then ends the run without a save: the same command goes on from the last
+   checkpoint and makes the steps since again. The overflows by which fp16 finds its loss scale are
+   not counted, so they hold up no save.
+3. A checkpoint is *proved* once something computed from its weights was finite: the loss and
+   gradient norm of the next step, or the loss of an evaluation. Between a checkpoint and the next
+   update the weights stay as they are, so that update proves it. The newest proved checkpoint is
+   never removed.
+4. A run that gives up removes its own checkpoints after the last proved one: from their weights
+   nothing finite was computed, so the same command would give up again. Without a proved one all
+   stay.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
 
 from pentameter.checkpoint.state import model_state, optimizer_state
 from pentameter.checkpoint.store import CheckpointStore, Saved
 from pentameter.config.load import to_toml
-from pentameter.config.schema import Config
 from pentameter.data.dataset import Dataset
+from pentameter.errors import StorageError, TrainingFailedError
 from pentameter.optim.build import AnyOptimizer
 from pentameter.parallel.assemble import Stage
+from pentameter.parallel.local_parts import local_part
+from pentameter.parallel.world import World
+from pentameter.train.hooks import CheckpointMetrics
 from pentameter.train.state import TrainState
 
 
-def save_checkpoint(
-    store: CheckpointStore,
-    state: TrainState,
-    stage: Stage,
-    optimizer: AnyOptimizer,
-    *,
-    config: Config,
-    dataset: Dataset,
-    log_sizes: Mapping[str, int],
-) -> Saved:
-    """What was saved: weights, optimizer and state, with the files that make it self-contained.
+@dataclass
+class RunCheckpoints:
+    """The checkpoints of a running run, under the rules above. Methods are collective."""
 
-    `log_sizes` are metrics_bytes and log_bytes, where the logs end now: a resumed run cuts them
-    back to there. Collective: each process of the world passes its own Stage, and raises the same.
-    Raises StorageError when writing fails; earlier checkpoints are untouched then.
-    """
-    # First, as it shards what FSDP left gathered: the parameters below are the optimizer's then.
-    model = model_state(stage.models)
-    named = dict(stage.named_parameters())
-    copies = named.keys() - {name for name, _ in stage.owned_parameters()}
-    return store.save(
-        state.step,
-        {
+    store: CheckpointStore
+    stage: Stage
+    optimizer: AnyOptimizer
+    state: TrainState
+    dataset: Dataset
+    log_ends: Callable[[], Mapping[str, Any]]
+    """Where the logs end now, in the main process; a resumed run cuts them back to there."""
+    say: Callable[[str], None]
+    last_step: int
+    """Step of the newest checkpoint, 0 without one."""
+    _is_owed: bool = False
+
+    def __str__(self) -> str:
+        """Where the run would go on from."""
+        if self.last_step == 0:
+            return "there is no checkpoint, so the same command starts again"
+        return f"the last checkpoint is step {self.last_step}, where the same command goes on"
+
+    def save_if_due(
+        self, *, complete: bool, interrupted: bool, new_best: bool
+    ) -> CheckpointMetrics | None:
+        """What was saved at the boundary between two steps, if anything was.
+
+        `complete` and `interrupted` say that the run ends here. Raises TrainingFailedError for
+        weights or optimizer state that are not finite, StorageError where the save fails and must
+        not; earlier checkpoints are untouched then.
+        """
+        state, settings = self.state, self.stage.plan.config.checkpoint
+        assert settings.interval is not None  # the plan resolved it
+        new_best = new_best and settings.keep_best
+        due = complete or interrupted or new_best or self._is_owed
+        due = due or state.step % settings.interval == 0
+        if not due or (state.step == self.last_step and not new_best):
+            return None
+        self._is_owed = state.consecutive_skips > 0 and not (complete or new_best)
+        if self._is_owed:
+            return None
+        try:
+            saved = self._save()
+        except StorageError as error:
+            if complete or interrupted or settings.on_error == "stop":
+                raise
+            self.say(f"warning: step {state.step} is not saved: {error}")
+            return None
+        again, self.last_step = self.last_step == state.step, state.step
+        if state.last_eval_step == state.step:  # its loss was finite, or the run had given up
+            state.proved_step = state.step
+        self.prune()
+        return CheckpointMetrics(saved.step, saved.path, saved.n_bytes, saved.seconds, again)
+
+    def prove(self) -> None:
+        """Note that something computed from the newest checkpoint's weights was finite."""
+        if self.last_step and self.state.proved_step != self.last_step:
+            self.state.proved_step = self.last_step
+            self.prune()
+
+    def prune(self) -> None:
+        """Remove all but the newest checkpoints, the best and the newest proved one."""
+        state, settings = self.state, self.stage.plan.config.checkpoint
+        best_step = state.best_step if settings.keep_best else None
+        keep = [step for step in (best_step, state.proved_step) if step is not None]
+        try:
+            self._on_main(lambda: self.store.prune(settings.keep_last, keep))
+        except StorageError as error:  # the new checkpoint stands; only the old ones stay too
+            self.say(f"warning: an old checkpoint could not be removed: {error}")
+
+    def give_up(self, why: str) -> NoReturn:
+        """Raise TrainingFailedError, with the checkpoints gone that the run could not go on from
+        either."""
+        proved, settings = self.state.proved_step, self.stage.plan.config.optimizer
+        if proved is not None and proved < self.last_step:
+            with suppress(StorageError):
+                if self._on_main(lambda: self.store.discard_after(proved)):
+                    why += f"; step {self.last_step} is removed, nothing finite came of its weights"
+                    self.last_step = proved
+        raise TrainingFailedError(
+            f"{why}; {self}. Where that ends here again, lower optimizer.learning_rate="
+            f"{settings.learning_rate} or look at the data"
+        )
+
+    def _save(self) -> Saved:
+        stage, world = self.stage, self.stage.world
+        world.progress.note("saving", self.state.step)
+        # First, as it shards what FSDP left gathered: the parameters below are the optimizer's.
+        model = model_state(stage.models)
+        named = dict(stage.named_parameters())
+        copies = named.keys() - {name for name, _ in stage.owned_parameters()}
+        tensors = {
             "model": {name: tensor for name, tensor in model.items() if name not in copies},
-            "optimizer": optimizer_state(optimizer, named.items(), copies),
-        },
-        {**state.to_json(), "data_hash": dataset.hash, **log_sizes},
-        extra_files={
-            "config.toml": to_toml(config).encode(),
-            "tokenizer.json": dataset.tokenizer.to_bytes(),
-        },
-        layout=stage.plan.layout.degrees(),
-        world=stage.world,
+            "optimizer": optimizer_state(self.optimizer, named.items(), copies),
+        }
+        wrong = first_non_finite(tensors, world)
+        if wrong is not None:
+            self.give_up(f"step {self.state.step} is not saved: {wrong} is not finite")
+        return self.store.save(
+            self.state.step,
+            tensors,
+            {
+                **self.state.to_json(),
+                "data_hash": self.dataset.hash,
+                **self._on_main(self.log_ends),
+            },
+            extra_files={
+                "config.toml": to_toml(stage.plan.portable_config).encode(),
+                "tokenizer.json": self.dataset.tokenizer.to_bytes(),
+            },
+            layout=stage.plan.layout.degrees(),
+            world=world,
+        )
+
+    @property
+    def _on_main(self) -> Callable[[Callable[[], Any]], Any]:
+        return self.stage.world.on_main
+
+
+def first_non_finite(
+    groups: Mapping[str, Mapping[str, torch.Tensor]], world: World | None = None
+) -> str | None:
+    """Group, name and process of a tensor with a NaN or an infinity, the same in every process;
+    None where all are finite. Each process looks at its own part. Collective."""
+    world = World() if world is None else world
+    own = next(
+        (
+            f"{group} tensor {name}" + (f" on rank {world.rank}" if world.size > 1 else "")
+            for group, tensors in groups.items()
+            for name, tensor in tensors.items()
+            if not _is_finite(local_part(tensor)[0])
+        ),
+        None,
     )
+    if not world.largest(own is not None):
+        return None
+    return next(each for each in world.collect(own) if each is not None)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite; both show in the extremes, which need no copy."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    low, high = torch.aminmax(tensor)
+    return bool((torch.isfinite(low) & torch.isfinite(high)).item())

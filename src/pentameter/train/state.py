@@ -48,6 +48,8 @@ class TrainState:
     best_loss: float | None = None
     evals_without_best: int = 0
     consecutive_skips: int = 0
+    proved_step: int | None = None
+    """The newest checkpoint from whose weights something finite was computed; see `saving.py`."""
     loss_scale: LossScale = field(default_factory=LossScale)
     epoch: EpochSums = field(default_factory=EpochSums)
 

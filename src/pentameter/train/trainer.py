@@ -18,11 +18,7 @@ from pentameter.checkpoint.lock import RunLock
 from pentameter.config.schema import Config
 from pentameter.data.batches import training_batches
 from pentameter.data.dataset import open_dataset
-from pentameter.errors import (
-    InterruptedRunError,
-    StorageError,
-    TrainingFailedError,
-)
+from pentameter.errors import InterruptedRunError
 from pentameter.optim.build import build_optimizer
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import LossSum, assemble
@@ -35,7 +31,6 @@ from pentameter.plan.plan import make_plan
 from pentameter.train.console import Console
 from pentameter.train.evaluation import evaluate, evaluation_batch_size, perplexity
 from pentameter.train.hooks import (
-    CheckpointMetrics,
     EpochMetrics,
     Hooks,
     RunEnd,
@@ -49,7 +44,7 @@ from pentameter.train.recorder import Recorder, describe
 from pentameter.train.restore import restore
 from pentameter.train.run_folder import open_run_folder
 from pentameter.train.sampling import encodable_prompt, sample_text
-from pentameter.train.saving import save_checkpoint
+from pentameter.train.saving import RunCheckpoints
 from pentameter.train.signals import StopSignals
 from pentameter.train.state import TrainState
 from pentameter.train.stopwatch import Stopwatch
@@ -94,7 +89,6 @@ class Trainer:
         self._schedule = schedule
         self._signals = StopSignals()
         self._stop_word: str | None = None
-        self._saved_step = 0
         self._new_best = False
         self._metrics: MetricsLog | None = None
         self._recorder: Recorder | None = None
@@ -121,10 +115,7 @@ class Trainer:
                 self._hooks.call("on_error", self, error)
                 raise
             if end.reason == self._signals.agreed:
-                raise InterruptedRunError(
-                    f"stopped by {end.reason} after step {end.step}, which is saved; "
-                    "the same command continues"
-                )
+                raise InterruptedRunError(self._interruption(end))
             return end
 
     def stop(self, reason: str) -> None:
@@ -136,6 +127,13 @@ class Trainer:
         process measured; `values` hold its step."""
         if self._recorder is not None:
             self._recorder.write(event, **values)
+
+    def _interruption(self, end: RunEnd) -> str:
+        """What a signal stopped, and where the run goes on."""
+        what = f"stopped by {end.reason} after step {end.step}"
+        if self._checkpoints.last_step == end.step:
+            return f"{what}, which is saved; the same command continues"
+        return f"{what}, whose update was skipped; {self._checkpoints}"
 
     # -- before the first step ------------------------------------------------------------------
 
@@ -194,7 +192,17 @@ class Trainer:
             self.stage.named_parameters(), self.plan.table, self.config.optimizer, ShardedMuon
         )
         self.state = restore(self.folder, self.stage, self.optimizer)
-        self._saved_step = self.state.step
+        self._checkpoints = RunCheckpoints(
+            store=self.folder.store,
+            stage=self.stage,
+            optimizer=self.optimizer,
+            state=self.state,
+            dataset=self.dataset,
+            log_ends=self._log_ends,
+            say=self.console.say,
+            last_step=self.state.step,
+        )
+        self._checkpoints.prune()  # what a kill between a save and its pruning left
         if self.folder.initial_weights is not None:
             for warning in self.folder.initial_weights.warnings:
                 self.console.say(f"warning: {warning}")
@@ -220,7 +228,7 @@ class Trainer:
             self._evaluate_if_due()
             self._sample_if_due()
             reason = self._stop_reason()
-            self._save_if_due(stopping=reason is not None)
+            self._save_if_due(reason)
             if reason is not None:
                 end = RunEnd(self.state.step, reason, self.state.train_seconds)
                 self._hooks.call("on_end", self, end)
@@ -249,6 +257,7 @@ class Trainer:
             state.loss_scale.update(finite=finite)
         if finite:
             state.consecutive_skips = 0
+            self._checkpoints.prove()
             state.epoch.add(loss, self.stopwatch.step_seconds)
             self._hooks.call("on_step", self, self._step_metrics(loss, rate, norm))
         else:
@@ -301,10 +310,9 @@ class Trainer:
             state.consecutive_skips += 1
         self._hooks.call("on_skip", self, SkippedStep(state.step, reason))
         if state.consecutive_skips > MAX_CONSECUTIVE_SKIPS:
-            raise TrainingFailedError(
+            self._checkpoints.give_up(
                 f"step {state.step}: {reason}, after {MAX_CONSECUTIVE_SKIPS} skipped updates in a "
-                f"row; the last checkpoint is step {self._saved_step}. Lower "
-                f"optimizer.learning_rate={self.config.optimizer.learning_rate} or look at the data"
+                "row"
             )
 
     # -- between two steps ----------------------------------------------------------------------
@@ -339,11 +347,11 @@ class Trainer:
         )
         if metrics is not None:
             if not math.isfinite(metrics.loss):
-                raise TrainingFailedError(
-                    f"the validation loss is {metrics.loss} at step {state.step}; the last "
-                    f"checkpoint is step {self._saved_step}. Lower optimizer.learning_rate="
-                    f"{self.config.optimizer.learning_rate}"
+                self._checkpoints.give_up(
+                    f"the validation loss is {metrics.loss} at step {state.step}"
                 )
+            if self._checkpoints.last_step == state.step:
+                self._checkpoints.prove()
             trained = state.step > 0 or self._init_from is not None
             self._new_best = state.record_eval(metrics.loss, trained=trained)
             self._hooks.call("on_eval", self, replace(metrics, best=self._new_best))
@@ -371,45 +379,19 @@ class Trainer:
             self.console.say(f"  │ {line}")
         self._hooks.call("on_sample", self, SampledText(state.step, text))
 
-    def _save_if_due(self, *, stopping: bool) -> None:
-        state, settings = self.state, self.config.checkpoint
-        assert settings.interval is not None  # the plan resolved it
-        due = stopping or state.step % settings.interval == 0
-        new_best, self._new_best = self._new_best and settings.keep_best, False
-        due = due or new_best
-        if not due or (state.step == self._saved_step and not new_best):
-            return
-        store = self.folder.store
-        self.world.progress.note("saving", state.step)
-        try:
-            saved = save_checkpoint(
-                store,
-                state,
-                self.stage,
-                self.optimizer,
-                config=self.plan.portable_config,
-                dataset=self.dataset,
-                log_sizes=self.world.on_main(self._log_sizes),
-            )
-        except StorageError as error:
-            if stopping or settings.on_error == "stop":
-                raise
-            self.console.say(f"warning: step {state.step} is not saved: {error}")
-            return
-        again, self._saved_step = self._saved_step == state.step, state.step
-        keep = {state.best_step} if settings.keep_best and state.best_step is not None else set()
-        try:
-            self.world.on_main(lambda: store.prune(settings.keep_last, keep))
-        except StorageError as error:  # the new checkpoint stands; only the old ones stay too
-            self.console.say(f"warning: an old checkpoint could not be removed: {error}")
-        self._say_warnings()
-        self._hooks.call(
-            "on_checkpoint",
-            self,
-            CheckpointMetrics(saved.step, saved.path, saved.n_bytes, saved.seconds, again),
+    def _save_if_due(self, end_reason: str | None) -> None:
+        interrupted = self._signals.agreed is not None
+        new_best, self._new_best = self._new_best, False
+        saved = self._checkpoints.save_if_due(
+            complete=end_reason is not None and not interrupted,
+            interrupted=interrupted,
+            new_best=new_best,
         )
+        self._say_warnings()
+        if saved is not None:
+            self._hooks.call("on_checkpoint", self, saved)
 
-    def _log_sizes(self) -> dict[str, int]:
+    def _log_ends(self) -> dict[str, int]:
         """Where the logs of the main process end, all of them on disk."""
         assert self._metrics is not None
         return {"metrics_bytes": self._metrics.sync(), "log_bytes": self.console.sync()}
