@@ -9,20 +9,25 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def fail(warning):
+    raise AssertionError(warning)
+
+
 def test_non_finite_numbers_become_null(tmp_path):
-    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log = MetricsLog(tmp_path / "metrics.jsonl", fail)
     log.write("train", step=1, loss=float("nan"), grad_norm=float("inf"))
     log.close()
-    assert read(log.path) == [{"event": "train", "step": 1, "loss": None, "grad_norm": None}]
-    assert log.path.read_text().startswith('{"event"')
+    path = tmp_path / "metrics.jsonl"
+    assert read(path) == [{"event": "train", "step": 1, "loss": None, "grad_norm": None}]
+    assert path.read_text().startswith('{"event"')
 
 
 def test_rewind_cuts_what_will_be_written_again_and_keeps_the_checkpoints_own_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path)
+    log = MetricsLog(path, fail)
     log.write("train", step=1)
     log.write("train", step=2)
-    size = log.sync()
+    size = log.sync()["metrics_bytes"]
     log.write("checkpoint", step=2, seconds=0.5)
     log.write("train", step=3)
     log.close()

@@ -14,7 +14,7 @@ import tyro
 
 from pentameter.cli.arguments import parse_arguments
 from pentameter.config.overrides import parse_overrides
-from pentameter.errors import ConfigError
+from pentameter.errors import ConfigError, StorageError
 from pentameter.parallel.launch import joined_world
 from pentameter.parallel.local_launch import python_command, run_local
 from pentameter.parallel.machine_load import check_memory, check_processes
@@ -259,7 +259,10 @@ def _say_goodbye(trainer: Trainer) -> None:
     this run, in this folder."""
     from pentameter.report.report import write_report
 
-    report = write_report(trainer.run_dir)
+    try:
+        report = f"report: {write_report(trainer.run_dir)}"
+    except StorageError as error:  # the run is complete and saved all the same
+        report = f"warning: no report: {error}"
     called = Path(sys.argv[0])
     is_script = called.name == "pentameter"
     command = shlex.join([str(called)] if is_script else [sys.executable, "-m", "pentameter"])
@@ -270,6 +273,6 @@ def _say_goodbye(trainer: Trainer) -> None:
     if trainer.dataset.split("val").n_tokens > 1:
         lines.append(f"{command} eval {run}")
     lines.append(f"{command} doctor")
-    print(f"\nreport: {report}\n\nnext:", *lines, sep="\n  ")
+    print(f"\n{report}\n\nnext:", *lines, sep="\n  ")
     if trainer.config.data.path is None:
         print("\nYour own text, a file or a folder: name it where you named the preset.")

@@ -7,22 +7,20 @@ does not print is in its own log.
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from traceback import format_exception
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.text import Text
 
-from pentameter.checkpoint.files import storage_errors
 from pentameter.data.progress import ProgressLines, pass_in_words
 from pentameter.parallel.failure import EXPECTED
 from pentameter.parallel.world import World
@@ -35,6 +33,7 @@ from pentameter.train.hooks import (
     StepMetrics,
     is_logged,
 )
+from pentameter.train.log_file import LogFile
 
 if TYPE_CHECKING:
     from pentameter.train.trainer import Trainer
@@ -55,8 +54,8 @@ class Console:
         self._live: Live | None = None
         self._last_refresh = 0.0
         self._n_steps = 0
-        self._log: TextIO | None = None
-        self._pending: list[str] | None = []
+        self._log: LogFile | None = None
+        self._pending: list[str] = []
         self._progress_lines = ProgressLines(self.say)
 
     def __enter__(self) -> Self:
@@ -74,17 +73,16 @@ class Console:
             lines = [str(error)] if isinstance(error, EXPECTED) else format_exception(error)
             self._to_log("".join(lines).rstrip("\n"))
         if self._log is not None:
-            with self._log_errors(Path(self._log.name)):
-                self._log.close()
+            self._log.close()
 
     def open_log(self, path: Path) -> None:
         """Copy everything said from now on, and so far, into `path`."""
-        with self._log_errors(path):
+        with suppress(OSError):  # LogFile says so, once
             path.parent.mkdir(exist_ok=True)
-            self._log = path.open("a", encoding="utf-8")
-        pending, self._pending = self._pending, None
-        for line in pending or ():
+        self._log = LogFile(path, self.say)
+        for line in self._pending:
             self._to_log(line)
+        self._pending.clear()
 
     def say(self, text: str, *, of_machine: bool = False) -> None:
         """Print a line and log it; a sample's control characters must not reach a terminal.
@@ -109,13 +107,8 @@ class Console:
         self._rich.print(Text(rank + text.translate(_NO_CONTROLS)))
 
     def sync(self) -> int:
-        """Bytes of log.txt so far, all of them on disk."""
-        if self._log is None:
-            return 0
-        with storage_errors(Path(self._log.name), "write"):
-            self._log.flush()
-            os.fsync(self._log.fileno())
-            return os.fstat(self._log.fileno()).st_size
+        """Bytes of log.txt so far, all of them on disk where that is possible."""
+        return 0 if self._log is None else self._log.sync()
 
     def status(self, text: str) -> None:
         """Replace the live line, on a terminal."""
@@ -186,17 +179,10 @@ class Console:
 
     def _to_log(self, text: str) -> None:
         text = text.translate(_NO_CONTROLS)
-        if self._pending is not None:
+        if self._log is None:
             self._pending.append(text)
-        elif self._log is not None:
-            with self._log_errors(Path(self._log.name)):
-                self._log.write(text + "\n")
-                self._log.flush()
-
-    def _log_errors(self, path: Path) -> AbstractContextManager[None]:
-        """What an error of the log means: log.txt is part of the run, other logs are for a reader
-        of a failure and must not cause one."""
-        return storage_errors(path, "write") if self._world.is_main else suppress(OSError)
+        else:
+            self._log.append(text)
 
 
 def _step_line(step: StepMetrics, total_steps: int, *, is_first: bool) -> str:

@@ -6,58 +6,66 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pentameter.checkpoint.files import storage_errors, write_atomic
+from pentameter.train.log_file import LogFile
 
 
 class MetricsLog:
-    """Appends events to a file. Each line is complete on disk or is cut off at the next start."""
+    """Appends events to a file; what the disk refuses is kept and written later, with a warning."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with storage_errors(path, "write"):
-            self._file = path.open("ab")
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        self._file = LogFile(path, warn)
 
     def write(self, event: str, **values: Any) -> None:
         """Append one event. Non-finite numbers become null, which every JSON reader accepts."""
-        with storage_errors(self.path, "write"):
-            self._file.write(_line(event, values))
-            self._file.flush()
+        self._file.append(_line(event, values))
 
-    def sync(self) -> int:
-        """Bytes written so far, all of them safely on disk."""
-        with storage_errors(self.path, "write"):
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            return self.path.stat().st_size
+    def sync(self) -> dict[str, Any]:
+        """What a checkpoint records of the log, for `rewind_metrics`: `metrics_bytes` of whole
+        lines in the file, and `metrics_unwritten`, the lines that still wait for the disk."""
+        n_bytes = self._file.sync()
+        unwritten = [line.decode().rstrip("\n") for line in self._file.unwritten]
+        return {"metrics_bytes": n_bytes, "metrics_unwritten": unwritten}
 
     def close(self) -> None:
-        """Close the file; writing afterwards is an error."""
+        """Close the file."""
         self._file.close()
 
 
-def rewind_metrics(path: Path, *, n_bytes: int, checkpoint: Mapping[str, Any] | None) -> None:
+def rewind_metrics(
+    path: Path,
+    *,
+    n_bytes: int,
+    unwritten: Sequence[str] = (),
+    checkpoint: Mapping[str, Any] | None,
+) -> None:
     """Cut `path` back to a checkpoint: what was there when it was saved, and its own event.
 
-    `n_bytes` is the file's size just before the checkpoint was written. Lines after it come from
-    steps that are about to be run again, except the one that says the checkpoint was saved; a
-    kill may have prevented that line, so `checkpoint` holds its values. None goes back to the
-    start of the run.
+    `n_bytes` is the file's size just before the checkpoint was written, `unwritten` the lines that
+    waited for the disk then. Lines after it come from steps that are about to be run again, except
+    the one that says the checkpoint was saved; a kill may have prevented that line, so `checkpoint`
+    holds its values. None goes back to the start of the run.
     """
     if not path.exists():
         return
     raw = path.read_bytes()
     kept = raw[:n_bytes]
     kept = kept[: kept.rfind(b"\n") + 1]  # a half-written last line is not an event
+    rest = raw[len(kept) :]
+    kept += "".join(f"{line}\n" for line in unwritten).encode()
     if checkpoint is not None and not _find_checkpoint(kept, checkpoint["step"]):
         # A checkpoint that was saved again has its line in what is kept.
-        kept += _find_checkpoint(raw[len(kept) :], checkpoint["step"]) or _line(
-            "checkpoint", checkpoint
-        )
-    write_atomic(path, kept)
+        line = _find_checkpoint(rest, checkpoint["step"])
+        kept += line or f"{_line('checkpoint', checkpoint)}\n".encode()
+    if raw.startswith(kept):  # needs no room on a full disk
+        with storage_errors(path, "write"):
+            os.truncate(path, len(kept))
+    else:
+        write_atomic(path, kept)
 
 
 def checkpoint_event(step: int, path: Path, n_bytes: int, seconds: float | None) -> dict[str, Any]:
@@ -76,9 +84,9 @@ def _find_checkpoint(lines: bytes, step: int) -> bytes | None:
     return None
 
 
-def _line(event: str, values: Mapping[str, Any]) -> bytes:
+def _line(event: str, values: Mapping[str, Any]) -> str:
     record = {"event": event, **{key: _jsonable(value) for key, value in values.items()}}
-    return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+    return json.dumps(record, ensure_ascii=False)
 
 
 def _jsonable(value: Any) -> Any:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from pentameter.checkpoint.files import make_folder, write_atomic
+from pentameter.checkpoint.files import (
+    make_folder,
+    read_regular,
+    storage_errors,
+    write_atomic,
+)
 from pentameter.checkpoint.initial_weights import InitialWeights, check_origin, initial_weights
+from pentameter.checkpoint.manifest import MAX_JSON_BYTES, decode_json
 from pentameter.checkpoint.opening import Checkpoint, is_step_folder, open_checkpoint
 from pentameter.checkpoint.store import CheckpointStore, step_folder_name
 from pentameter.config.load import config_hash, diff_configs, load_config, to_toml
 from pentameter.data.dataset import Dataset
-from pentameter.errors import ConfigError, CorruptError
+from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.parallel.world import World
 from pentameter.plan.plan import Plan
 from pentameter.train.metrics import checkpoint_event, rewind_metrics
@@ -53,22 +61,31 @@ class RunFolder:
         """log.txt, what the console said."""
         return self.path / "log.txt"
 
-    def sample_path(self, step: int) -> Path:
-        """The file of the text sampled at `step`."""
-        return self.path / "samples" / f"{step_folder_name(step)}.txt"
+    def write_sample(self, step: int, text: str) -> None:
+        """Keep the text sampled at `step`. Raises StorageError."""
+        path = self.path / "samples" / f"{step_folder_name(step)}.txt"
+        make_folder(path.parent)
+        write_atomic(path, text.encode("utf-8"))
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
-        """Record versions and devices of this start; earlier starts are kept beside it."""
+        """Record versions and devices of this start; earlier starts are kept beside it.
+
+        Raises StorageError.
+        """
         path = self.path / "environment.json"
-        earlier: list[Any] = []
-        if path.exists():
-            try:
-                before = json.loads(path.read_text(encoding="utf-8"))
-                earlier = [*before.pop("earlier_starts", []), before]
-            except (ValueError, AttributeError):
-                earlier = []  # only a record for humans: a damaged one must not stop a resume
-        record = {**environment, "earlier_starts": earlier}
+        record = {**environment, "earlier_starts": _earlier_starts(path)}
         write_atomic(path, json.dumps(record, indent=2).encode() + b"\n")
+
+
+def _earlier_starts(path: Path) -> list[Any]:
+    """What environment.json holds; nothing where it is damaged: it is a record for humans."""
+    with suppress(CorruptError, StorageError, RecursionError):
+        before = decode_json(read_regular(path, max_bytes=MAX_JSON_BYTES), path)
+        if isinstance(before, dict):
+            starts = before.pop("earlier_starts", [])
+            json.dumps([starts, before], indent=2)  # too deep to be written again?
+            return [*(starts if isinstance(starts, list) else []), before]
+    return []
 
 
 def open_run_folder(
@@ -279,16 +296,20 @@ def _rewind(folder: RunFolder) -> None:
     """Make the logs end where the checkpoint was saved; without one of its own they start again."""
     checkpoint = folder.checkpoint
     if checkpoint is None or not checkpoint.path.is_relative_to(folder.path.resolve()):
-        last_step, metrics_bytes, log_bytes, event = -1, 0, 0, None
+        last_step, metrics_bytes, log_bytes, unwritten, event = -1, 0, 0, (), None
     else:
         last_step = checkpoint.step
         metrics_bytes, log_bytes = checkpoint.state["metrics_bytes"], checkpoint.state["log_bytes"]
+        unwritten = checkpoint.state.get("metrics_unwritten", ())
         event = checkpoint_event(
             checkpoint.step, checkpoint.path, checkpoint.manifest.n_bytes, None
         )
-    rewind_metrics(folder.metrics_path, n_bytes=metrics_bytes, checkpoint=event)
-    if folder.log_path.exists():
-        write_atomic(folder.log_path, folder.log_path.read_bytes()[:log_bytes])
+    rewind_metrics(
+        folder.metrics_path, n_bytes=metrics_bytes, unwritten=unwritten, checkpoint=event
+    )
+    with storage_errors(folder.log_path, "write"), suppress(FileNotFoundError):
+        if folder.log_path.stat().st_size > log_bytes:
+            os.truncate(folder.log_path, log_bytes)
     for sample in (folder.path / "samples").glob("step-*.txt"):
         if sample.stem[5:].isdigit() and int(sample.stem[5:]) > last_step:
             sample.unlink()

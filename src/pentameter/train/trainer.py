@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pentameter.checkpoint.hugging_face.tokenizer_files import gpt2_beside
 from pentameter.checkpoint.lock import RunLock
 from pentameter.config.schema import Config
 from pentameter.data.batches import training_batches
 from pentameter.data.dataset import open_dataset
-from pentameter.errors import InterruptedRunError
+from pentameter.errors import InterruptedRunError, StorageError
 from pentameter.optim.build import build_optimizer
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import LossSum, assemble
@@ -92,6 +93,7 @@ class Trainer:
         self._new_best = False
         self._metrics: MetricsLog | None = None
         self._recorder: Recorder | None = None
+        self._unrecorded: set[str] = set()
 
     def fit(self) -> RunEnd:
         """Train to the end: all steps, patience, or a hook's stop.
@@ -173,7 +175,7 @@ class Trainer:
 
     def _open(self, stack: contextlib.ExitStack) -> None:
         """Build the model, and rewind folder and state to where the run continues."""
-        self.folder = open_run_folder(
+        self.folder = folder = open_run_folder(
             self.run_dir,
             self.plan,
             self.dataset,
@@ -210,8 +212,9 @@ class Trainer:
         self.console.open_log(self.folder.log_path_of(self.world.rank))
         recorders: list[object] = []
         if self.world.is_main:
-            self.folder.write_environment(self.engine.environment())
-            self._metrics = MetricsLog(self.folder.metrics_path)
+            self._metrics = MetricsLog(self.folder.metrics_path, self.console.say)
+            environment = self.engine.environment()
+            self._try_to_record("environment.json", partial(folder.write_environment, environment))
             stack.callback(self._metrics.close)
             self._recorder = Recorder(self._metrics, open_trackers(self))
             recorders.append(self._recorder)
@@ -372,8 +375,7 @@ class Trainer:
         )
         if text is None:  # the main process has it
             return
-        path = self.folder.sample_path(state.step)
-        path.write_text(text, encoding="utf-8")
+        self._try_to_record("samples", partial(self.folder.write_sample, state.step, text))
         self.console.say(f"sample at step {state.step}:")
         for line in text.strip("\n").splitlines():
             self.console.say(f"  │ {line}")
@@ -391,10 +393,19 @@ class Trainer:
         if saved is not None:
             self._hooks.call("on_checkpoint", self, saved)
 
-    def _log_ends(self) -> dict[str, int]:
-        """Where the logs of the main process end, all of them on disk."""
+    def _log_ends(self) -> dict[str, Any]:
+        """Where the logs of the main process end, on disk as far as it allows."""
         assert self._metrics is not None
-        return {"metrics_bytes": self._metrics.sync(), "log_bytes": self.console.sync()}
+        return {**self._metrics.sync(), "log_bytes": self.console.sync()}
+
+    def _try_to_record(self, what: str, write: Callable[[], None]) -> None:
+        """Write what no training depends on; its first failure is a warning."""
+        try:
+            write()
+        except StorageError as error:
+            if what not in self._unrecorded:
+                self.console.say(f"warning: {error}. Training goes on")
+            self._unrecorded.add(what)
 
     def _say_warnings(self) -> None:
         """Print what the checkpoint store passed over since the last time."""
