@@ -17,6 +17,7 @@ from pentameter.errors import CorruptError
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
+MAX_STEP = 2**31 - 1  # as everywhere: steps are indexed by 32-bit words
 MAX_JSON_BYTES = 64 * 2**20  # manifests and states are small; more is an attack or a mistake
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
@@ -120,7 +121,7 @@ def _parse(content: Any) -> Manifest:
             if name not in content["files"]:
                 raise ValueError(f"group {group!r} names the unknown file {name!r}")
     step = content["step"]
-    if type(step) is not int or step < 0:
+    if type(step) is not int or not 0 <= step <= MAX_STEP:
         raise ValueError(f"step={step!r} is not a step")
     return Manifest(
         run_id=str(content["run_id"]),

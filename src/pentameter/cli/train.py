@@ -51,7 +51,8 @@ class TrainArguments:
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """The run folder; runs/NAME when absent."""
     resume: str = "auto"
-    """auto: continue a run of the same configuration, else start; never; must; or a checkpoint."""
+    """auto: continue a run of the same configuration, else start; never; must; extend: continue to
+    a larger train.steps, with the schedule begun anew at the last checkpoint; or a checkpoint."""
     init_from: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
     """Begin with the weights of a run, a checkpoint or a Hugging Face GPT-2 folder (fine-tune)."""
     nproc: Annotated[int | None, tyro.conf.arg(metavar="N")] = None

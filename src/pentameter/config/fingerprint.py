@@ -53,7 +53,10 @@ def defining_values(config: Config) -> dict[str, Any]:
     if schedule.name not in ("cosine", "linear", "wsd"):
         del values["schedule.decay_steps"]
     elif schedule.decay_steps is None:
-        values["schedule.decay_steps"] = config.train.steps
+        steps = config.train.steps
+        values["schedule.decay_steps"] = None if steps is None else steps - schedule.start_step
+    if schedule.start_step == 0:  # as before there was such a key
+        del values["schedule.start_step"]
     if schedule.name != "wsd":
         del values["schedule.cooldown_steps"]
     if config.optimizer.name not in ("sgd", "muon"):

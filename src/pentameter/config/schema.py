@@ -237,8 +237,10 @@ class ScheduleConfig(Section):
     steps."""
     warmup_steps: NonNegative = 0
     """Linear from learning_rate/warmup_steps at step 0."""
+    start_step: NonNegative = 0
+    """The step that all of this counts from; `train --resume extend` sets it."""
     decay_steps: Positive | None = None
-    """Where `cosine`, `linear` and `wsd` end; train.steps when absent."""
+    """Where `cosine`, `linear` and `wsd` end; with train.steps when absent."""
     cooldown_steps: Positive | None = None
     """Length of `wsd`'s decay; a fifth of decay_steps when absent."""
     min_learning_rate: NonNegativeFloat = 0.0

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from pentameter.config.section import NonNegative, Positive, PositiveFloat
+
 
 def gradient_norm(parameters: Iterable[Parameter]) -> Tensor:
     """The Euclidean norm of all gradients together, 0-dim; a parameter without one counts 0."""
@@ -43,9 +45,9 @@ class LossScale:
     The overflow test is the gradient norm itself, which every rank already agrees on.
     """
 
-    scale: float = 2.0**16
-    good_steps: int = 0
-    growth_interval: int = 2000
+    scale: PositiveFloat = 2.0**16
+    good_steps: NonNegative = 0
+    growth_interval: Positive = 2000
 
     def update(self, *, finite: bool) -> None:
         """Record whether the step's gradients were finite."""

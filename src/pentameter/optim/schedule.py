@@ -10,6 +10,8 @@ from pentameter.config.schema import OptimizerConfig, ScheduleConfig
 def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> float:
     """The rate of optimizer step `step` (0-based) under a resolved schedule.
 
+    Everything is counted from `schedule.start_step`; earlier steps were made under another
+    schedule, which this one does not know, and have the rate of the first.
     Warm-up is linear, `learning_rate · (step + 1) / warmup_steps`, so that step 0 already learns
     and the peak is reached at step `warmup_steps - 1`. Then:
 
@@ -22,6 +24,7 @@ def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfi
     - `step` multiplies by `gamma` every `decay_interval` steps, counted from step 0.
     """
     peak, low = optimizer.learning_rate, schedule.min_learning_rate
+    step = max(0, step - schedule.start_step)
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps
     if schedule.name == "constant":

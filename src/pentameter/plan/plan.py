@@ -304,7 +304,12 @@ def _resolve_schedule(
     schedule: ScheduleConfig, steps: int, epoch: Fraction | None
 ) -> ScheduleConfig:
     """`schedule` with the numbers that the run's length implies."""
-    decay_steps = schedule.decay_steps or steps
+    if schedule.start_step >= steps:
+        raise ConfigError(
+            f"schedule.start_step={schedule.start_step} is not before the end of the run, "
+            f"train.steps={steps}"
+        )
+    decay_steps = schedule.decay_steps or steps - schedule.start_step
     cooldown, interval = schedule.cooldown_steps, schedule.decay_interval
     if schedule.name == "wsd":
         cooldown = cooldown or max(1, decay_steps // 5)

@@ -11,6 +11,7 @@ ends the run like any other error.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,13 +119,25 @@ def is_logged(step: int, config: Config) -> bool:
     return step == 1 or step % config.log.interval == 0 or step == config.train.steps
 
 
+def check_hook(hook: object) -> None:
+    """Raise TypeError for an object without hook methods, or with one that nothing would call."""
+    known = ", ".join(HOOK_METHODS)
+    for name in dir(hook):
+        if not name.startswith("on_") or name in HOOK_METHODS or not callable(getattr(hook, name)):
+            continue
+        nearest = difflib.get_close_matches(name, HOOK_METHODS, n=1, cutoff=0)[0]
+        raise TypeError(
+            f"{hook!r} has a method {name}, which is never called; did you mean {nearest}? Hooks "
+            f"have any of {known}, and no other method that begins with on_"
+        )
+    if not any(hasattr(hook, name) for name in HOOK_METHODS):
+        raise TypeError(f"{hook!r} is no hook: it has none of {known}")
+
+
 class Hooks:
     """Calls one method on every hook that has it."""
 
     def __init__(self, hooks: Sequence[object]) -> None:
-        for hook in hooks:
-            if not any(hasattr(hook, name) for name in HOOK_METHODS):
-                raise TypeError(f"{hook!r} is no hook: it has none of {', '.join(HOOK_METHODS)}")
         self._hooks = tuple(hooks)
 
     def call(self, method: str, *arguments: Any) -> None:

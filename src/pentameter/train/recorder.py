@@ -191,6 +191,9 @@ def describe(trainer: Trainer) -> list[str]:
         lines += [f"layout  {plan.layout} · {_threads(engine.n_threads)} a process", *_stages(plan)]
     if trainer.state.step:
         lines.append(f"resume  from step {trainer.state.step}{_other_layout(trainer)}")
+    start = config.schedule.start_step
+    if start:
+        lines.append(f"extend  the schedule begins anew at step {start}, up to step {plan.steps}")
     if engine.compiled:
         lines.append(
             "the first step compiles: about a minute on a new machine, seconds once cached"

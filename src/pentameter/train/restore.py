@@ -6,7 +6,7 @@ from pentameter.checkpoint.state import load_model_state, load_optimizer_state
 from pentameter.optim.build import AnyOptimizer
 from pentameter.parallel.stage import Stage
 from pentameter.train.run_folder import RunFolder
-from pentameter.train.state import TrainState
+from pentameter.train.state import TrainState, saved_state
 
 
 def restore(folder: RunFolder, stage: Stage, optimizer: AnyOptimizer) -> TrainState:
@@ -19,8 +19,11 @@ def restore(folder: RunFolder, stage: Stage, optimizer: AnyOptimizer) -> TrainSt
     checkpoint = folder.checkpoint
     if checkpoint is None:
         return TrainState()
+    state, _ = saved_state(checkpoint)
     load_model_state(stage.models, checkpoint.tensors("model"), stage.world)
     load_optimizer_state(
         optimizer, stage.named_parameters(), checkpoint.tensors("optimizer"), stage.world
     )
-    return TrainState.from_json(checkpoint.state)
+    if state.step == stage.plan.config.schedule.start_step:  # extended here: patience starts anew
+        state.evals_without_best = 0
+    return state

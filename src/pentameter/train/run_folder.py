@@ -15,6 +15,7 @@ from shutil import rmtree
 from typing import Any
 
 from pentameter.checkpoint.files import (
+    is_temporary,
     make_folder,
     read_regular,
     storage_errors,
@@ -22,16 +23,26 @@ from pentameter.checkpoint.files import (
 )
 from pentameter.checkpoint.initial_weights import InitialWeights, check_origin, initial_weights
 from pentameter.checkpoint.manifest import MAX_JSON_BYTES, decode_json
-from pentameter.checkpoint.opening import Checkpoint, is_step_folder, open_checkpoint
+from pentameter.checkpoint.opening import Checkpoint, open_checkpoint
 from pentameter.checkpoint.store import CheckpointStore, step_folder_name
-from pentameter.config.load import config_hash, diff_configs, load_config, to_toml
+from pentameter.config.load import config_hash, to_toml
+from pentameter.config.schema import Config
 from pentameter.data.dataset import Dataset
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.parallel.world import World
 from pentameter.plan.plan import Plan
+from pentameter.train.continuing import (
+    check_same_run,
+    check_start_step,
+    no_checkpoint,
+    read_identity,
+    refuse_foreign,
+    step_folders,
+)
 from pentameter.train.metrics import checkpoint_event, rewind_metrics
+from pentameter.train.state import RunRecord, saved_state
 
-RESUME_WORDS = ("auto", "never", "must")
+RESUME_WORDS = ("auto", "never", "must", "extend")
 VISIBLE_SECONDS = 30.0  # until a network file system shows what another machine has written
 RANK_LOGS = "logs"
 
@@ -96,14 +107,17 @@ def open_run_folder(
     resume: str = "auto",
     init_from: Path | None = None,
     world: World | None = None,
+    asked: Config | None = None,
 ) -> RunFolder:
     """The folder of `plan`'s run, created, or rewound to the checkpoint it continues from.
 
     Collective: the main process of `world` does it, and tells the others.
 
     `resume` is `auto` (continue a run of the same configuration, else start), `never` (only
-    start), `must` (only continue) or the path of a checkpoint to branch off from. A run that
-    starts begins with the weights of the model `init_from`. The caller holds the folder's lock.
+    start), `must` (only continue), `extend` (only continue, with the schedule that `plan_run` has
+    begun anew) or the path of a checkpoint to branch off from. A run that starts begins with the
+    weights of the model `init_from`. `asked` is the configuration as the user has it, for messages.
+    The caller holds the folder's lock.
     Raises ConfigError when the folder holds another run, or one on other data, saying what
     differs; nothing has been touched then. And when a process does not see the folder, since each
     is to write its part of the checkpoints there.
@@ -111,7 +125,7 @@ def open_run_folder(
     world = world or World()
 
     def open_it() -> tuple[RunFolder, bool]:
-        folder = _open(path, plan, dataset, resume, init_from)
+        folder = _open(path, plan, dataset, resume, init_from, asked or plan.config)
         return replace(folder, initial_weights=None), folder.initial_weights is not None
 
     folder, is_begun_from_weights = world.on_main(open_it)
@@ -140,60 +154,61 @@ def _check_shared(folder: RunFolder, world: World) -> None:
 
 def _holds(path: Path, run_id: str) -> bool:
     try:
-        identity = _read_identity(path)
+        identity = read_identity(path)
     except (CorruptError, OSError):  # half of it can be seen yet
         return False
     return identity is not None and identity["run_id"] == run_id
 
 
 def _open(
-    path: Path, plan: Plan, dataset: Dataset, resume: str, init_from: Path | None
+    path: Path, plan: Plan, dataset: Dataset, resume: str, init_from: Path | None, asked: Config
 ) -> RunFolder:
+    """As `open_run_folder`, in the main process. First all that may be refused, then changes."""
     given = None if resume in RESUME_WORDS else _open_given(resume, init_from)
     weights = None
-    identity = _read_identity(path)
-    if identity is not None and not _has_checkpoints(path) and resume == "auto":
+    identity = read_identity(path)
+    refuse_foreign(path, identity)
+    if identity is not None and not step_folders(path) and resume == "auto":
         identity = None  # it failed before its first checkpoint: there is nothing to continue
     if identity is None:
-        if resume == "must":
-            raise ConfigError(
-                f"--resume must: there is no checkpoint in {path}; use --resume auto to start"
-            )
+        if resume in ("must", "extend"):
+            raise no_checkpoint(path, resume)
         identity = {"run_id": uuid.uuid4().hex, "parent": _parent(given), "init_from": None}
     else:
-        _check_continues(path, plan, identity, resume, _parent(given), init_from)
+        _check_continues(path, identity, resume, _parent(given), init_from)
     run_id = str(identity["run_id"])
     store = CheckpointStore(
         path / "checkpoints", run_id=run_id, config_hash=config_hash(plan.config)
     )
     checkpoint = store.latest()
     if checkpoint is None:
-        if resume == "must":
-            raise ConfigError(
-                f"--resume must: {path} has no checkpoint yet; use --resume auto to start again"
-            )
+        if resume in ("must", "extend"):
+            raise no_checkpoint(path, resume)
         checkpoint = given
         if init_from is not None:  # also for a run that died in its first save
             weights = initial_weights(init_from, plan.config, dataset.tokenizer)
             identity["init_from"] = weights.origin
     else:
         _check_data(path, checkpoint, dataset.hash)
+        check_same_run(path, checkpoint, plan, asked)
+    check_start_step(path, plan, checkpoint)
+    record = None if checkpoint is None else saved_state(checkpoint)[1]
     store.clean()
+    _remove_unfinished(path)
     _write_identity(path, plan, identity)
     folder = RunFolder(path, run_id, store, checkpoint, weights)
-    _rewind(folder)
+    _rewind(folder, record)
     return folder
 
 
 def _check_continues(
     path: Path,
-    plan: Plan,
     identity: Mapping[str, Any],
     resume: str,
     parent: Mapping[str, Any] | None,
     init_from: Path | None,
 ) -> None:
-    """Raise ConfigError unless the run in `path` is the one that is asked for."""
+    """Raise ConfigError unless the run in `path` is to go on, and began as it is asked for."""
     if resume == "never":
         raise ConfigError(
             f"--resume never: {path} already holds a run; give another --run-dir or --name, "
@@ -204,7 +219,6 @@ def _check_continues(
             f"--resume {resume}: {path} already holds a run that did not start from that "
             "checkpoint; give another --run-dir to branch off from it"
         )
-    _check_same(path, plan)
     check_origin(identity["init_from"], init_from, path)
 
 
@@ -239,23 +253,9 @@ def _parent(given: Checkpoint | None) -> dict[str, Any] | None:
     return None if given is None else {"run_id": given.run_id, "step": given.step}
 
 
-def _has_checkpoints(path: Path) -> bool:
-    return any(is_step_folder(entry.name) for entry in (path / "checkpoints").glob("step-*"))
-
-
-def _check_same(path: Path, plan: Plan) -> None:
-    existing = load_config(path / "config.toml")
-    if config_hash(existing) != config_hash(plan.config):
-        differences = "\n  ".join(diff_configs(existing, plan.config))
-        raise ConfigError(
-            f"{path} holds a run of another configuration, which differs in\n  {differences}\n"
-            "use the same values to continue it, or another --run-dir or --name to start anew"
-        )
-
-
 def _check_data(path: Path, checkpoint: Checkpoint, data_hash: str) -> None:
     """Refuse to go on with other text than the run began with."""
-    saved = checkpoint.state.get("data_hash")
+    saved = saved_state(checkpoint)[1].data_hash
     if saved not in (None, data_hash):
         raise ConfigError(
             f"the data has changed since step {checkpoint.step} of {path} was saved "
@@ -265,51 +265,51 @@ def _check_data(path: Path, checkpoint: Checkpoint, data_hash: str) -> None:
 
 
 def _write_identity(path: Path, plan: Plan, identity: Mapping[str, Any]) -> None:
-    """Write plan.json and config.toml; the latter last, since its presence makes it a run."""
+    """Write plan.json and config.toml; the latter last, since its presence makes it a run.
+
+    A file that says the same already stays, since a run may go on while its disk is full.
+    """
     for name in ("samples", "checkpoints"):
         make_folder(path / name)
-    record = {**identity, **plan.to_json()}
-    write_atomic(path / "plan.json", json.dumps(record, indent=2).encode() + b"\n")
-    write_atomic(path / "config.toml", to_toml(plan.portable_config).encode())
+    record = json.dumps({**identity, **plan.to_json()}, indent=2) + "\n"
+    files = {"plan.json": record, "config.toml": to_toml(plan.portable_config)}
+    for name, text in files.items():
+        before = None
+        with suppress(OSError):
+            before = (path / name).read_bytes()
+        if before != text.encode():
+            write_atomic(path / name, text.encode())
 
 
-def _read_identity(path: Path) -> dict[str, Any] | None:
-    """What names the run in `path`: its id, and where its weights came from. None for no run."""
-    if not (path / "config.toml").exists():
-        return None
-    try:
-        record = json.loads((path / "plan.json").read_text(encoding="utf-8"))
-        return {
-            "run_id": record["run_id"],
-            "parent": record.get("parent"),
-            "init_from": record.get("init_from"),
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptError(
-            f"{path / 'plan.json'} is missing or damaged, so the run's checkpoints cannot be "
-            "recognised; continue in a new folder with --run-dir NEW --resume "
-            f"{path}/checkpoints/step-…"
-        ) from error
+def _remove_unfinished(path: Path) -> None:
+    """Remove what a kill left of files that were being replaced."""
+    for folder in (path, path / "samples"):
+        for left in folder.glob("*.tmp-*"):
+            if is_temporary(left.name) and (left.is_file() or left.is_symlink()):
+                with storage_errors(left, "remove"):
+                    left.unlink()
 
 
-def _rewind(folder: RunFolder) -> None:
+def _rewind(folder: RunFolder, record: RunRecord | None) -> None:
     """Make the logs end where the checkpoint was saved; without one of its own they start again."""
     checkpoint = folder.checkpoint
     if checkpoint is None or not checkpoint.path.is_relative_to(folder.path.resolve()):
-        last_step, metrics_bytes, log_bytes, unwritten, event = -1, 0, 0, (), None
+        last_step, record, event = -1, None, None
     else:
         last_step = checkpoint.step
-        metrics_bytes, log_bytes = checkpoint.state["metrics_bytes"], checkpoint.state["log_bytes"]
-        unwritten = checkpoint.state.get("metrics_unwritten", ())
         event = checkpoint_event(
             checkpoint.step, checkpoint.path, checkpoint.manifest.n_bytes, None
         )
+    record = record or RunRecord(metrics_bytes=0, log_bytes=0)
     rewind_metrics(
-        folder.metrics_path, n_bytes=metrics_bytes, unwritten=unwritten, checkpoint=event
+        folder.metrics_path,
+        n_bytes=record.metrics_bytes,
+        unwritten=record.metrics_unwritten,
+        checkpoint=event,
     )
     with storage_errors(folder.log_path, "write"), suppress(FileNotFoundError):
-        if folder.log_path.stat().st_size > log_bytes:
-            os.truncate(folder.log_path, log_bytes)
+        if folder.log_path.stat().st_size > record.log_bytes:
+            os.truncate(folder.log_path, record.log_bytes)
     for sample in (folder.path / "samples").glob("step-*.txt"):
         if sample.stem[5:].isdigit() and int(sample.stem[5:]) > last_step:
             sample.unlink()

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
+from pydantic import Field, TypeAdapter, ValidationError
+
+from pentameter.checkpoint.opening import STATE_NAME, Checkpoint
+from pentameter.config.section import NonNegative, NonNegativeFloat
+from pentameter.errors import CorruptError
 from pentameter.optim.clip import LossScale
 from pentameter.parallel.assemble import LossSum
+
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+StepIfAny = Annotated[int, Field(ge=-1, le=2**31 - 1)]  # -1 for never
 
 
 @dataclass
 class EpochSums:
     """What the running epoch has added up, step by step; skipped updates count nowhere."""
 
-    loss: float = 0.0
-    n_targets: int = 0
-    n_steps: int = 0
-    seconds: float = 0.0
+    loss: Finite = 0.0
+    n_targets: Count = 0
+    n_steps: NonNegative = 0
+    seconds: NonNegativeFloat = 0.0
 
     def add(self, loss: LossSum, seconds: float) -> None:
         """Count a step."""
@@ -36,19 +47,19 @@ class EpochSums:
 class TrainState:
     """Mutable, and complete: what is not here or in the tensors does not survive a resume."""
 
-    step: int = 0
+    step: NonNegative = 0
     """Optimizer steps completed."""
-    tokens: int = 0
+    tokens: Count = 0
     """Target tokens trained on."""
-    train_seconds: float = 0.0
+    train_seconds: NonNegativeFloat = 0.0
     """Time spent in steps, over all starts."""
-    last_eval_step: int = -1
-    last_sample_step: int = -1
-    best_step: int | None = None
-    best_loss: float | None = None
-    evals_without_best: int = 0
-    consecutive_skips: int = 0
-    proved_step: int | None = None
+    last_eval_step: StepIfAny = -1
+    last_sample_step: StepIfAny = -1
+    best_step: NonNegative | None = None
+    best_loss: Finite | None = None
+    evals_without_best: NonNegative = 0
+    consecutive_skips: NonNegative = 0
+    proved_step: NonNegative | None = None
     """The newest checkpoint from whose weights something finite was computed; see `saving.py`."""
     loss_scale: LossScale = field(default_factory=LossScale)
     epoch: EpochSums = field(default_factory=EpochSums)
@@ -60,14 +71,6 @@ class TrainState:
             None if self.best_step is None else {"step": self.best_step, "loss": self.best_loss}
         )
         return record
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> TrainState:
-        """The state `to_json` wrote; what an earlier version did not know is as at the start."""
-        values = {name: record[name] for name in cls.__dataclass_fields__ if name in record}
-        values["loss_scale"] = LossScale(**record["loss_scale"])
-        values["epoch"] = EpochSums(**record.get("epoch", {}))
-        return cls(**values)
 
     def is_due(self, interval: int | None, last_step: int, n_steps: int) -> bool:
         """Whether what is done every `interval` steps, and at the end of the run's `n_steps`, is
@@ -89,3 +92,45 @@ class TrainState:
             return True
         self.evals_without_best += 1
         return False
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a checkpoint says of the run around it: its data, and where its logs ended."""
+
+    metrics_bytes: Count
+    log_bytes: Count
+    metrics_unwritten: tuple[str, ...] = ()
+    data_hash: str | None = None
+
+
+Kind = TypeVar("Kind", TrainState, RunRecord)
+_LATER = ("epoch", "proved_step", "metrics_unwritten", "data_hash")
+"""What checkpoints of earlier versions lack; it is then as at the start."""
+
+
+def saved_state(checkpoint: Checkpoint) -> tuple[TrainState, RunRecord]:
+    """What state.json of a run's checkpoint holds. Raises CorruptError naming the file and the key
+    where one is missing, of another type or out of range, or the step is not the manifest's."""
+    path = checkpoint.path / STATE_NAME
+    state = _read(TrainState, checkpoint.state, path)
+    if state.step != checkpoint.step:
+        raise CorruptError(
+            f"{path} is malformed: step={state.step}, and the manifest beside it says "
+            f"{checkpoint.step}"
+        )
+    return state, _read(RunRecord, checkpoint.state, path)
+
+
+def _read(kind: type[Kind], record: Mapping[str, Any], path: Path) -> Kind:
+    for name in kind.__dataclass_fields__:
+        if name not in record and name not in _LATER:
+            raise CorruptError(f"{path} is malformed: it has no {name!r}")
+    try:  # as JSON, where strict types allow an object for a dataclass
+        return TypeAdapter(kind).validate_json(json.dumps(record), strict=True)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"]))
+        raise CorruptError(
+            f"{path} is malformed: {key}={problem['input']!r:.60}: {problem['msg']}"
+        ) from error

@@ -19,7 +19,7 @@ from pentameter.checkpoint.lock import RunLock
 from pentameter.config.schema import Config
 from pentameter.data.batches import training_batches
 from pentameter.data.dataset import open_dataset
-from pentameter.errors import InterruptedRunError, StorageError
+from pentameter.errors import ConfigError, InterruptedRunError, StorageError
 from pentameter.optim.build import build_optimizer
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import LossSum, assemble
@@ -30,6 +30,7 @@ from pentameter.parallel.muon import ShardedMuon
 from pentameter.parallel.world import World
 from pentameter.plan.plan import make_plan
 from pentameter.train.console import Console
+from pentameter.train.continuing import plan_run
 from pentameter.train.evaluation import evaluate, evaluation_batch_size, perplexity
 from pentameter.train.hooks import (
     EpochMetrics,
@@ -38,6 +39,7 @@ from pentameter.train.hooks import (
     SampledText,
     SkippedStep,
     StepMetrics,
+    check_hook,
 )
 from pentameter.train.metrics import MetricsLog
 from pentameter.train.precheck import check_run
@@ -59,12 +61,12 @@ class Trainer:
     """Trains what a configuration asks for, in its run folder, continuing where it stopped.
 
     `fit` returns how the run ended. Beside the configuration: `run_dir` (runs/NAME when absent),
-    `resume` (auto, never, must, or a checkpoint's path), `init_from` (a model whose weights a new
-    run begins with), `hooks` (see `train/hooks.py`),
-    `schedule`, the learning rate as a function of the step (0-based) instead of the
-    configuration's, `quiet`, which prints nothing but still writes log.txt, and `world`, the
-    processes that train together, each with a Trainer of its own: they run the same loop and
-    agree on every turn of it, and the main one speaks and writes the run folder.
+    `resume` (auto, never, must, extend, or a checkpoint's path), `init_from` (a model whose weights
+    a new run begins with), `hooks` (see `train/hooks.py`), `schedule`, the learning rate as a
+    function of the step (0-based) instead of the configuration's, `quiet`, which prints nothing but
+    still writes log.txt, and `world`, the processes that train together, each with a Trainer of its
+    own: they run the same loop and agree on every turn of it, and the main one speaks and writes
+    the run folder. Raises TypeError for other arguments, and for what is no hook.
     """
 
     def __init__(
@@ -78,9 +80,19 @@ class Trainer:
         schedule: Callable[[int], float] | None = None,
         quiet: bool = False,
         world: World | None = None,
+        **unknown: object,
     ) -> None:
-        self.config = config
+        if unknown:
+            raise TypeError(
+                f"Trainer takes no argument {', '.join(map(repr, unknown))}; beside the "
+                f"configuration it takes {', '.join(Trainer.__init__.__kwdefaults__ or ())}"
+            )
+        for hook in hooks:
+            check_hook(hook)
+        self.config = self._asked = config
         self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / config.name
+        if "\0" in str(self.run_dir):
+            raise ConfigError(f"run_dir={str(self.run_dir)!r} holds a NUL, which no path can")
         self.world = world or lone_world()
         self.console = Console(self.world, quiet=quiet)
         self.state = TrainState()
@@ -151,13 +163,14 @@ class Trainer:
             warnings=warnings,
         )
         self._batches = training_batches(self.config, self.dataset.split("train"))
-        self.plan = make_plan(
-            self.config,
-            self.dataset.vocab_size,
-            self._batches.rows_per_epoch,
+        plan_of = partial(
+            make_plan,
+            vocab_size=self.dataset.vocab_size,
+            rows_per_epoch=self._batches.rows_per_epoch,
             world_size=self.world.size,
             local_size=self.world.local_size,
         )
+        self.plan = plan_run(self.run_dir, self._asked, self._resume, plan_of, self.world)
         self.config = config = self.plan.config
         scheduled = partial(learning_rate, optimizer=config.optimizer, schedule=config.schedule)
         self._rate = self._schedule or scheduled
@@ -182,6 +195,7 @@ class Trainer:
             resume=self._resume,
             init_from=self._init_from,
             world=self.world,
+            asked=self._asked,
         )
         self.stage = assemble(
             self.plan,

@@ -1,0 +1,277 @@
+"""May the run in a folder go on as it is asked for, and with which schedule?
+
+Everything here reads. Step N is a function of (configuration, seed, N), so a run goes on only where
+the steps it has made are those that the configuration asked for would have made. A schedule may
+differ in what it says of later steps; `--resume extend` begins it anew at the last checkpoint, and
+says nothing then of the steps before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pentameter.checkpoint.manifest import Manifest
+from pentameter.checkpoint.opening import (
+    Checkpoint,
+    find_checkpoint,
+    is_step_folder,
+    list_checkpoints,
+    read_own_manifest,
+)
+from pentameter.config.load import config_hash, diff_configs, load_config
+from pentameter.config.schema import Config, ScheduleConfig
+from pentameter.errors import ConfigError, CorruptError
+from pentameter.optim.schedule import learning_rate
+from pentameter.parallel.world import World
+from pentameter.plan.layout import Layout
+from pentameter.plan.plan import Plan
+
+NEW_FOLDER = "another --run-dir or --name to start anew"
+
+
+# -- whose folder it is -------------------------------------------------------------------------
+
+
+def read_identity(path: Path) -> dict[str, Any] | None:
+    """What names the run in `path`: its id, and where its weights came from. None for no run."""
+    if not (path / "config.toml").exists():
+        return None
+    try:
+        record = json.loads((path / "plan.json").read_text(encoding="utf-8"))
+        identity = {key: record.get(key) for key in ("run_id", "parent", "init_from")}
+        if not isinstance(identity["run_id"], str):
+            raise TypeError("run_id is not a text")
+        for key in ("parent", "init_from"):
+            if not isinstance(identity[key], Mapping | None):
+                raise TypeError(f"{key} is not an object")
+        if identity["init_from"] is not None:
+            identity["init_from"] = {k: str(identity["init_from"][k]) for k in ("path", "identity")}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptError(
+            f"{path / 'plan.json'} is missing or damaged, so the run's checkpoints cannot be "
+            "recognised; continue in a new folder with --run-dir NEW --resume "
+            f"{path}/checkpoints/step-…"
+        ) from error
+    return identity
+
+
+def step_folders(path: Path) -> list[str]:
+    """Names in `checkpoints/` that finished checkpoints could have, in order."""
+    names = (entry.name for entry in (path / "checkpoints").glob("step-*"))
+    return sorted(name for name in names if is_step_folder(name))
+
+
+def refuse_foreign(path: Path, identity: Mapping[str, Any] | None) -> None:
+    """Raise ConfigError where files in `path` belong to different runs, or its config.toml, whose
+    presence makes it a run, is gone."""
+    names = step_folders(path)
+    branch = f"--run-dir NEW --resume {path}/checkpoints/step-…"
+    if identity is None:
+        metrics = path / "metrics.jsonl"
+        has_plan = (path / "plan.json").exists()
+        if names:
+            raise ConfigError(
+                f"{path} has no config.toml, and holds the checkpoints {_few(names)} of a run; "
+                f"each has a copy: put {path}/checkpoints/{names[-1]}/config.toml back into {path} "
+                f"to continue the run, or give {branch} to branch off, or {NEW_FOLDER}"
+            )
+        if has_plan and metrics.exists() and metrics.stat().st_size:
+            raise ConfigError(
+                f"{path} has no config.toml, and holds plan.json and metrics.jsonl of a run that "
+                f"saved no checkpoint; remove the folder, or give {NEW_FOLDER}"
+            )
+        return
+    foreign = {}
+    for candidate in list_checkpoints(path / "checkpoints"):
+        try:
+            run_id = read_own_manifest(candidate.path).run_id
+        except CorruptError:
+            continue  # nobody's
+        if run_id != identity["run_id"]:
+            foreign[candidate.path.name] = run_id
+    if foreign:
+        others = ", ".join(sorted(set(foreign.values())))
+        raise ConfigError(
+            f"{path} mixes two runs: plan.json is of run {identity['run_id']}, and the checkpoints "
+            f"{_few(sorted(foreign))} are of {others}. Put the plan.json and config.toml of the "
+            f"checkpoints' run back, or move those checkpoints away, or give {branch} to branch "
+            f"off, or {NEW_FOLDER}"
+        )
+
+
+def no_checkpoint(path: Path, resume: str) -> ConfigError:
+    """The error of a run that must go on and cannot."""
+    return ConfigError(
+        f"--resume {resume}: there is no checkpoint in {path}; use --resume auto to start"
+    )
+
+
+# -- whether its steps are those that are asked for ---------------------------------------------
+
+
+def check_same_run(path: Path, checkpoint: Checkpoint, plan: Plan, asked: Config) -> None:
+    """Raise ConfigError, listing what differs, unless the configuration of the folder and that of
+    its checkpoint made the steps that `plan` would have made."""
+    _check_layout(checkpoint)
+    checkpoint.read("config.toml")  # that it is there, and whole
+    for source in (path / "config.toml", checkpoint.path / "config.toml"):
+        found = load_config(source)
+        if not _made_the_same(found, plan.config, checkpoint.step):
+            raise ConfigError(_refusal(path, source, found, plan, asked, checkpoint.step))
+
+
+def check_start_step(path: Path, plan: Plan, checkpoint: Checkpoint | None) -> None:
+    """Raise ConfigError where the run would make steps before its schedule begins."""
+    start, first = plan.config.schedule.start_step, 0 if checkpoint is None else checkpoint.step
+    if first < start and checkpoint is None:
+        raise ConfigError(
+            f"schedule.start_step={start}, and a new run begins at step 0; leave it out, "
+            "--schedule.start-step 0"
+        )
+    if first < start:
+        raise ConfigError(
+            f"{path} was extended at step {start} (schedule.start_step), and its newest whole "
+            f"checkpoint is step {first}, after which the steps had another schedule; restore a "
+            f"later one, or branch off: --run-dir NEW --resume {path}/checkpoints/step-{first:08d} "
+            "--schedule.start-step 0"
+        )
+
+
+def _check_layout(checkpoint: Checkpoint) -> None:
+    """Raise CorruptError for a layout that cannot be told."""
+    try:
+        Layout(**checkpoint.manifest.layout)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise CorruptError(
+            f"{checkpoint.path}/manifest.json is malformed: layout: {error}"
+        ) from error
+
+
+def _made_the_same(found: Config, asked: Config, n_steps: int) -> bool:
+    """Whether the first `n_steps` steps are the same under both."""
+    if not all(change.startswith("schedule.") for change in diff_configs(found, asked)):
+        return False
+    if config_hash(found) == config_hash(asked):
+        return True
+    old, new = found.schedule, asked.schedule
+    if not _is_resolved(old):
+        return False
+    return all(
+        learning_rate(step, found.optimizer, old) == learning_rate(step, asked.optimizer, new)
+        for step in range(max(old.start_step, new.start_step), n_steps)
+    )
+
+
+def _is_resolved(schedule: ScheduleConfig) -> bool:
+    """Whether every rate follows from it alone, as in what a run writes down."""
+    return (
+        schedule.decay_steps is not None
+        and (schedule.name != "wsd" or schedule.cooldown_steps is not None)
+        and (schedule.name != "step" or schedule.decay_interval is not None)
+    )
+
+
+def _refusal(
+    path: Path, source: Path, found: Config, plan: Plan, asked: Config, n_steps: int
+) -> str:
+    """What differs, in the keys that the user sets, and what is possible instead."""
+    differences = diff_configs(found, plan.config)
+    if _follows_length(found) and _follows_length(plan.config):
+        differences = [
+            f"{_length(found)} → {_length(plan.config, asked)}, and so every learning rate of "
+            f"schedule.name={plan.config.schedule.name!r}"
+            if change.startswith("schedule.decay_steps:")
+            else change
+            for change in differences
+            if not change.startswith("schedule.cooldown_steps:")
+        ]
+    of_schedule = all(change.startswith(("schedule.", "train.")) for change in differences)
+    where = "" if source.parent == path else f" ({source.parent.name} says so)"
+    extend = (
+        f"To train longer: --resume extend goes on from step {n_steps} with a schedule that begins "
+        "anew there. A constant schedule, and wsd before its cool-down, can be continued as they "
+        "are: their rates do not depend on what follows.\n"
+        if of_schedule
+        else ""
+    )
+    listed = "\n  ".join(differences)
+    return (
+        f"{path} holds a run of another configuration{where}, which differs in\n  {listed}\n"
+        f"{extend}Use the same values to continue it, or {NEW_FOLDER}"
+    )
+
+
+def _follows_length(config: Config) -> bool:
+    steps, schedule = config.train.steps, config.schedule
+    return steps is not None and schedule.decay_steps == steps - schedule.start_step
+
+
+def _length(config: Config, asked: Config | None = None) -> str:
+    if asked is not None and asked.train.epochs is not None:
+        return f"train.epochs={asked.train.epochs} ({config.train.steps} steps)"
+    return f"train.steps: {config.train.steps}" if asked is None else str(config.train.steps)
+
+
+# -- which schedule -----------------------------------------------------------------------------
+
+
+def plan_run(
+    path: Path, config: Config, resume: str, plan_of: Callable[[Config], Plan], world: World
+) -> Plan:
+    """The Plan of `config` for the folder `path`: its schedule begins where the run there was
+    extended, or, for `--resume extend`, at its last checkpoint. Collective.
+
+    An extension that was interrupted is recognised by the folder's configuration, and not made
+    again. Raises ConfigError where there is nothing to extend, and what `plan_of` raises.
+    """
+    plan = plan_of(config)
+    if resume not in ("auto", "must", "extend"):
+        return plan
+    found = world.on_main(lambda: _recorded(path))
+    if found is None:
+        if resume == "extend":
+            raise no_checkpoint(path, resume)
+        return plan
+    begun = found.schedule.start_step
+    if config.schedule.start_step == 0 and 0 < begun < plan.steps:
+        plan = plan_of(_beginning_at(config, begun))
+    same = config_hash(found) == config_hash(plan.config) and found.train.steps == plan.steps
+    if resume != "extend" or same:
+        return plan
+    start = world.on_main(lambda: _last_step(path))
+    if start is None:
+        raise no_checkpoint(path, resume)
+    if plan.steps <= start:
+        raise ConfigError(
+            f"--resume extend: the run in {path} has made {start} steps already, and "
+            f"train.steps={plan.steps} is not beyond; say how many there are to be in all"
+        )
+    return plan_of(_beginning_at(config, start))
+
+
+def _recorded(path: Path) -> Config | None:
+    source = path / "config.toml"
+    return load_config(source) if source.exists() else None
+
+
+def _last_step(path: Path) -> int | None:
+    identity = read_identity(path)
+    assert identity is not None  # there is a config.toml
+
+    def is_own(_: Path, manifest: Manifest) -> bool:
+        return manifest.run_id == identity["run_id"]
+
+    checkpoint = find_checkpoint(path / "checkpoints", is_own, [])
+    return None if checkpoint is None else checkpoint.step
+
+
+def _beginning_at(config: Config, step: int) -> Config:
+    schedule = config.schedule.model_copy(update={"start_step": step})
+    return config.model_copy(update={"schedule": schedule})
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
