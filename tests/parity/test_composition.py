@@ -65,6 +65,18 @@ def overflowed_alone(runs, tiny):
     return runs.train(config, hook=partial(OverflowInOne, steps=(2, 5)))
 
 
+def test_a_run_is_extended_by_more_processes_too(runs, tiny):
+    longer = {"schedule.name": "cosine", "train.steps": 12}
+    numbers = []
+    for size in (1, 2):
+        begun = runs.train(changed(tiny, {"schedule.name": "cosine"}))
+        run = runs.train(changed(tiny, longer), size, folder=begun.folder, resume="extend")
+        assert run.end.reason == "completed"
+        assert run.numbers("step") == list(range(1, 13))
+        numbers.append(curve(run) + run.numbers("learning_rate"))
+    assert numbers[1] == pytest.approx(numbers[0], abs=ROUNDING)
+
+
 @pytest.mark.parametrize("layout", ["data", "zero 3"])
 def test_a_nan_in_one_process_is_saved_by_none(runs, tiny, layout):
     config = changed(tiny, LAYOUTS[layout], {"checkpoint.interval": 3, "train.eval_interval": None})

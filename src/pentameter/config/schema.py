@@ -314,11 +314,12 @@ class CheckpointConfig(Section):
     interval: Positive | None = None
     """Steps between checkpoints; train.eval_interval when absent. The last step always saves."""
     keep_last: Positive = 2
-    """Newest checkpoints kept."""
+    """Newest checkpoints kept; one from whose weights a finite loss was computed always stays."""
     keep_best: Switch = True
     """Also keep the one with the best validation loss."""
     on_error: Literal["stop", "warn"] = "stop"
-    """A save that fails (disk full): `stop` ends with exit 74, `warn` goes on until the last."""
+    """A save that fails (disk full): `stop` ends with exit 74, `warn` goes on until the last. A log
+    that cannot be written is a warning in either case."""
 
 
 class LogConfig(Section):

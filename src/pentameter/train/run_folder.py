@@ -195,7 +195,8 @@ def _open(
     record = None if checkpoint is None else saved_state(checkpoint)[1]
     store.clean()
     _remove_unfinished(path)
-    _write_identity(path, plan, identity)
+    is_new = checkpoint is None or checkpoint is given
+    _write_identity(path, plan, identity, store.warnings, is_new=is_new)
     folder = RunFolder(path, run_id, store, checkpoint, weights)
     _rewind(folder, record)
     return folder
@@ -264,10 +265,13 @@ def _check_data(path: Path, checkpoint: Checkpoint, data_hash: str) -> None:
         )
 
 
-def _write_identity(path: Path, plan: Plan, identity: Mapping[str, Any]) -> None:
+def _write_identity(
+    path: Path, plan: Plan, identity: Mapping[str, Any], warnings: list[str], *, is_new: bool
+) -> None:
     """Write plan.json and config.toml; the latter last, since its presence makes it a run.
 
-    A file that says the same already stays, since a run may go on while its disk is full.
+    A run may go on while its disk is full: a file that says the same already stays, and so does,
+    with a line in `warnings`, the Plan of an earlier start, which names the same run.
     """
     for name in ("samples", "checkpoints"):
         make_folder(path / name)
@@ -277,8 +281,14 @@ def _write_identity(path: Path, plan: Plan, identity: Mapping[str, Any]) -> None
         before = None
         with suppress(OSError):
             before = (path / name).read_bytes()
-        if before != text.encode():
+        if before == text.encode():
+            continue
+        try:
             write_atomic(path / name, text.encode())
+        except StorageError as error:
+            if is_new or name != "plan.json":
+                raise
+            warnings.append(f"{error}. It stays that of an earlier start")
 
 
 def _remove_unfinished(path: Path) -> None:
