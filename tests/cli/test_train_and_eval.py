@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from pentameter.cli.main import main
+from pentameter.errors import StorageError
 
 TINY = [
     "--model.n-layers=1",
@@ -42,6 +43,17 @@ def test_train_ends_with_a_report_and_what_to_do_next(run, capsys):
     assert "completed" in said
     assert "sample" in said
     assert (run / "report.html").exists()
+
+
+def test_a_report_that_cannot_be_written_fails_no_run(run, capsys, monkeypatch):
+    from pentameter.report import report
+
+    def full(run_dir):
+        raise StorageError("report.html cannot be written: No space left on device")
+
+    monkeypatch.setattr(report, "write_report", full)
+    assert main(["train", "grammar", "--run-dir", str(run), *TINY]) == 0
+    assert "warning: no report: report.html cannot be written" in capsys.readouterr().out
 
 
 def test_another_configuration_in_the_same_folder_exits_2(run, capsys):

@@ -66,3 +66,15 @@ def test_rewind_survives_a_file_that_lost_its_end(tmp_path):
 def test_rewind_without_a_file_does_nothing(tmp_path):
     rewind_metrics(tmp_path / "metrics.jsonl", n_bytes=100, checkpoint={"step": 3})
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_rewind_brings_lines_back_that_waited_for_the_disk(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    one, two = '{"event": "train", "step": 1}', '{"event": "train", "step": 2}'
+    for before in (None, "", f"{one}\n", f"{one}\n{two}\n", f"{one}\n{two[:9]}"):
+        path.unlink(missing_ok=True)
+        if before is not None:
+            path.write_text(before)
+        kept = f"{one}\n" if before else ""
+        rewind_metrics(path, n_bytes=len(kept), unwritten=[two], checkpoint=None)
+        assert path.read_text() == f"{kept}{two}\n"

@@ -50,9 +50,9 @@ def rewind_metrics(
     the one that says the checkpoint was saved; a kill may have prevented that line, so `checkpoint`
     holds its values. None goes back to the start of the run.
     """
-    if not path.exists():
+    if not path.exists() and not unwritten:
         return
-    raw = path.read_bytes()
+    raw = path.read_bytes() if path.exists() else b""
     kept = raw[:n_bytes]
     kept = kept[: kept.rfind(b"\n") + 1]  # a half-written last line is not an event
     rest = raw[len(kept) :]

@@ -110,9 +110,10 @@ class Trainer:
     def fit(self) -> RunEnd:
         """Train to the end: all steps, patience, or a hook's stop.
 
-        Raises InterruptedRunError when a signal stopped it (everything is saved by then),
-        TrainingFailedError when the loss stays non-finite, and the errors of `pentameter.errors`
-        for a configuration, data or a folder that cannot be.
+        Raises InterruptedRunError when a signal stopped it (everything is saved by then, but for
+        steps whose updates were skipped), TrainingFailedError when the loss stays non-finite or
+        what is to be saved is not finite, and the errors of `pentameter.errors` for a
+        configuration, data or a folder that cannot be.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._signals)

@@ -55,6 +55,7 @@ def shrink(config: Config, cases: Sequence[Case]) -> Config:
         "optimizer.weight_decay": max(LEAST_WEIGHT_DECAY, optimizer.weight_decay),
         "optimizer.clip_norm": CLIP_NORM,
         "schedule.name": "constant",
+        "schedule.start_step": 0,
         "train.steps": 1,
         "train.batch_size": batch_size(cases),
         "train.micro_batch_size": None,
