@@ -250,7 +250,9 @@ def test_an_extended_run_begins_its_schedule_anew(run, finished, tmp_path):
     fit(run, sections=longer(26), resume="extend")
     assert load_config(run / "config.toml").schedule.start_step == 20
     assert [e["step"] for e in events(run, "train")] == list(range(1, 27))
-    refused(run, r"schedule\.start_step: 20 → ", sections=longer(12))
+    message = refused(run, r"extended: --train\.steps 26 continues it", sections=longer(12))
+    assert "start_step" not in message
+    assert "train.steps: 26 → 12" in message
 
 
 def test_an_unfinished_run_is_extended_and_patience_counts_anew(tmp_path):
@@ -275,7 +277,7 @@ def test_epochs_can_be_extended(tmp_path):
     train = {"steps": None, "batch_size": 32}
     fit(run, sections={"data": {"order": "shuffled"}, "train": {**train, "epochs": 1}})
     sections = {"data": {"order": "shuffled"}, "train": {**train, "epochs": 2}}
-    refused(run, r"train\.steps: 6 → train\.epochs=2 \(11 steps\)", sections=sections)
+    refused(run, r"train\.steps: 6 → 11, train\.epochs=2", sections=sections)
     fit(run, sections=sections, resume="extend")
     assert [e["epoch"] for e in events(run, "epoch")] == [1, 2]
 
@@ -308,6 +310,9 @@ def test_a_schedule_may_change_in_what_is_still_to_come(tmp_path):
     fit(whole, sections=sections)
     assert rates(run) == rates(whole)
     refused(run, r"train\.steps: 20 → 24", sections={"schedule": wsd, "train": {"steps": 24}})
+    other = {**wsd, "cooldown_steps": 5}
+    message = refused(run, r"cooldown_steps: 4 → 5", sections={**sections, "schedule": other})
+    assert "train.steps: " not in message
 
 
 def test_a_run_does_not_begin_before_its_schedule(run, tmp_path):

@@ -312,7 +312,7 @@ def _resolve_schedule(
     decay_steps = schedule.decay_steps or steps - schedule.start_step
     cooldown, interval = schedule.cooldown_steps, schedule.decay_interval
     if schedule.name == "wsd":
-        cooldown = cooldown or max(1, decay_steps // 5)
+        cooldown = cooldown or default_cooldown(decay_steps)
         longest = decay_steps - schedule.warmup_steps
         if cooldown > longest:
             raise ConfigError(
@@ -329,6 +329,11 @@ def _resolve_schedule(
             "decay_interval": interval,
         }
     )
+
+
+def default_cooldown(decay_steps: int) -> int:
+    """Length of `wsd`'s decay where none is set: a fifth of the schedule."""
+    return max(1, decay_steps // 5)
 
 
 def _steps(n_epochs: int, epoch: Fraction | None, key: str) -> int:

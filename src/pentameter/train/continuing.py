@@ -27,7 +27,7 @@ from pentameter.errors import ConfigError, CorruptError
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.world import World
 from pentameter.plan.layout import Layout
-from pentameter.plan.plan import Plan
+from pentameter.plan.plan import Plan, default_cooldown
 
 NEW_FOLDER = "another --run-dir or --name to start anew"
 
@@ -178,41 +178,50 @@ def _refusal(
     path: Path, source: Path, found: Config, plan: Plan, asked: Config, n_steps: int
 ) -> str:
     """What differs, in the keys that the user sets, and what is possible instead."""
-    differences = diff_configs(found, plan.config)
-    if _follows_length(found) and _follows_length(plan.config):
-        differences = [
-            f"{_length(found)} → {_length(plan.config, asked)}, and so every learning rate of "
-            f"schedule.name={plan.config.schedule.name!r}"
-            if change.startswith("schedule.decay_steps:")
-            else change
-            for change in differences
-            if not change.startswith("schedule.cooldown_steps:")
-        ]
-    of_schedule = all(change.startswith(("schedule.", "train.")) for change in differences)
+    differences = _in_user_keys(found, plan.config, asked)
     where = "" if source.parent == path else f" ({source.parent.name} says so)"
-    extend = (
-        f"To train longer: --resume extend goes on from step {n_steps} with a schedule that begins "
-        "anew there. A constant schedule, and wsd before its cool-down, can be continued as they "
-        "are: their rates do not depend on what follows.\n"
-        if of_schedule
-        else ""
-    )
+    remedy = ""
+    if found.schedule.start_step >= plan.steps:
+        remedy = f"The run was extended: --train.steps {found.train.steps} continues it.\n"
+    elif n_steps < plan.steps and all(d.startswith(("schedule.", "train.")) for d in differences):
+        remedy = (
+            f"To train longer: --resume extend goes on from step {n_steps} with a schedule that "
+            "begins anew there. A constant schedule, and wsd before its cool-down, can be "
+            "continued as they are: their rates do not depend on what follows.\n"
+        )
     listed = "\n  ".join(differences)
     return (
         f"{path} holds a run of another configuration{where}, which differs in\n  {listed}\n"
-        f"{extend}Use the same values to continue it, or {NEW_FOLDER}"
+        f"{remedy}Use the same values to continue it, or {NEW_FOLDER}"
     )
 
 
-def _follows_length(config: Config) -> bool:
+def _in_user_keys(found: Config, planned: Config, asked: Config) -> list[str]:
+    """The differences, a schedule's length told by the key that it was derived from."""
+    derived = {"schedule.start_step"} if asked.schedule.start_step == 0 else set()
+    if found.train.steps != planned.train.steps:
+        derived |= _from_length(found) & _from_length(planned)
+    differences = diff_configs(found, planned)
+    told = [each for each in differences if each.partition(":")[0] not in derived]
+    if len(told) == len(differences):
+        return told
+    epochs = asked.train.epochs
+    length = "" if epochs is None else f", train.epochs={epochs}"
+    return [
+        *told,
+        f"train.steps: {found.train.steps} → {planned.train.steps}{length}, and so every learning "
+        f"rate of schedule.name={planned.schedule.name!r}",
+    ]
+
+
+def _from_length(config: Config) -> set[str]:
+    """Keys of the schedule that are as the Plan derives them from the run's length."""
     steps, schedule = config.train.steps, config.schedule
-    return steps is not None and schedule.decay_steps == steps - schedule.start_step
-
-
-def _length(config: Config, asked: Config | None = None) -> str:
-    if asked is not None and asked.train.epochs is not None:
-        return f"train.epochs={asked.train.epochs} ({config.train.steps} steps)"
-    return f"train.steps: {config.train.steps}" if asked is None else str(config.train.steps)
+    if steps is None or schedule.decay_steps != steps - schedule.start_step:
+        return set()
+    if schedule.cooldown_steps != default_cooldown(schedule.decay_steps):
+        return {"schedule.decay_steps"}
+    return {"schedule.decay_steps", "schedule.cooldown_steps"}
 
 
 # -- which schedule -----------------------------------------------------------------------------
