@@ -158,6 +158,16 @@ def test_a_signal_while_updates_are_skipped_leaves_the_last_checkpoint(tmp_path,
         ]
 
 
+def test_an_evaluated_checkpoint_stays_proved_when_the_run_goes_on(tmp_path, nan_losses):
+    run = tmp_path / "run"
+    fit(run, hooks=[At(8, lambda trainer: trainer.stop("for a while"))])
+    assert saved_steps(run) == [4, 8]
+    nan_losses.update(range(8, 12))
+    with pytest.raises(TrainingFailedError, match="the last checkpoint is step 8"):
+        fit(run)
+    assert saved_steps(run) == [4, 8]
+
+
 def test_without_a_checkpoint_no_step_0_is_named(tmp_path, nan_losses):
     nan_losses.update(range(100))
     with pytest.raises(TrainingFailedError, match="there is no checkpoint") as caught:

@@ -24,6 +24,8 @@ def restore(folder: RunFolder, stage: Stage, optimizer: AnyOptimizer) -> TrainSt
     load_optimizer_state(
         optimizer, stage.named_parameters(), checkpoint.tensors("optimizer"), stage.world
     )
+    if state.last_eval_step == state.step:  # which proved it, when its state was written already
+        state.proved_step = state.step
     if state.step == stage.plan.config.schedule.start_step:  # extended here: patience starts anew
         state.evals_without_best = 0
     return state
