@@ -243,7 +243,7 @@ def test_a_log_that_cannot_be_synced_is_a_warning_and_no_failed_save(tmp_path, m
     monkeypatch.setattr(os, "fsync", full_disk)
     fit(run)
     text = (run / "log.txt").read_text()
-    assert text.count("warning: ") == text.count(f"{log}: No space left") == 1
+    assert text.count("warning: cannot write") == text.count(f"{log}: No space left") == 1
     assert [e["step"] for e in events(run, "checkpoint")] == [4, 8, 12]
 
 
