@@ -137,7 +137,8 @@ class Runs:
             self._workers.append(self._start())
         connections = [connection for _, connection in self._workers[:size]]
         for rank, connection in enumerate(connections):
-            connection.send((work, arguments, options, World(rank, size, rank, size), meeting))
+            world = World(rank, size, rank, size, timeout_seconds=TIMEOUT_SECONDS)
+            connection.send((work, arguments, options, world, meeting))
         results: dict[int, Any] = {}
         deadline = time.monotonic() + TIMEOUT_SECONDS
         failures: list[str] = []
