@@ -89,7 +89,7 @@ def _in_world(file: str, rank: int, size: int, work: Any, arguments: Any) -> Any
         "gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=timeout
     )
     try:
-        return work(World(rank, size, rank, size), *arguments)
+        return work(World(rank, size, rank, size, timeout_seconds=SECONDS / 2), *arguments)
     finally:
         dist.destroy_process_group()
 
