@@ -39,14 +39,14 @@ docs: $(INSTALLED)
 
 install: $(INSTALLED)
 
-# A stamp younger than pyproject.toml says that everything in it is installed: the second call of
+# A stamp younger than these files says that everything in them is installed: the second call of
 # a target starts at once. The stamp is written last, so a broken installation is tried again.
-$(INSTALLED): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -e ".[test]"
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
 	@touch $@
 
-$(INSTALLED_DEV): pyproject.toml $(INSTALLED)
-	$(BIN)/python -m pip install --quiet -e ".[test,dev]"
+$(INSTALLED_DEV): pyproject.toml constraints.txt $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test,dev]"
 	@touch $@
 
 $(BIN)/python:

@@ -1,8 +1,13 @@
 import json
+import tomllib
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from pentameter.cli import doctor
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +47,34 @@ def test_gpus_are_listed(facts):
     rows = {name: (value, remark) for name, value, remark in doctor._rows(with_gpu)}
     assert rows["gpu 0"] == ("140 GiB", "NVIDIA H200, sm_90")
     assert rows["published"][0] == "989.4 TFLOP/s"
+
+
+def test_an_untested_torch_is_marked(facts):
+    def said(**change):
+        rows = {name: remark for name, _, remark in doctor._rows({**facts, **change})}
+        return rows["torch"]
+
+    assert facts["torch_tested"] == list(doctor.TESTED_TORCH)
+    assert said(torch_is_tested=True).startswith("tested")
+    assert said(torch_is_tested=False).startswith("not tested; it may work")
+    assert not doctor._is_tested("99.0.0")
+    assert not doctor._is_tested("2.13.0.dev1")
+    for version in doctor.TESTED_TORCH:
+        assert doctor._is_tested(f"{version}+cpu")
+        assert version in said()
+
+
+def test_a_checkout_installs_a_tested_torch_and_a_user_any_newer_one():
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    pinned = next(pin for pin in pins if pin.name == "torch")
+    assert any(pinned.specifier.contains(version) for version in doctor.TESTED_TORCH)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    allowed = next(
+        need for need in map(Requirement, project["dependencies"]) if need.name == "torch"
+    )
+    for version in (*doctor.TESTED_TORCH, "2.11.0", "2.99.0"):
+        assert allowed.specifier.contains(version)
 
 
 def test_the_data_folder(monkeypatch, tmp_path):

@@ -25,6 +25,9 @@ EXTRAS = {
     "hub": "huggingface_hub",
 }
 
+TESTED_TORCH = ("2.13.0",)
+"""Releases of torch that all tests have passed with, oldest first."""
+
 
 @dataclass(frozen=True)
 class DoctorArguments:
@@ -61,6 +64,8 @@ def examine() -> dict[str, Any]:
     around = environment(device, capabilities)
     return {
         "torch": str(torch.__version__),
+        "torch_is_tested": _is_tested(str(torch.__version__)),
+        "torch_tested": list(TESTED_TORCH),
         "device": str(device),
         "device_name": name,
         "precision": precision,
@@ -76,6 +81,11 @@ def examine() -> dict[str, Any]:
         "data": _data_folders(),
         "disk_free_bytes": shutil.disk_usage(Path.cwd()).free,
     }
+
+
+def _is_tested(version: str) -> bool:
+    """Whether a release of torch is one of TESTED_TORCH, whatever it was built for ("+cpu")."""
+    return version.partition("+")[0] in TESTED_TORCH
 
 
 def _ceilings(device: torch.device) -> dict[str, float | None]:
@@ -142,7 +152,7 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         value = f"{facts['published_peak_flops'] / 1e12:.4g} TFLOP/s"
         yield "published", value, f"dense peak in {facts['precision']}, what MFU is a share of"
     for name, version in facts["versions"].items():
-        yield name, version or "missing", ""
+        yield name, version or "missing", _torch_remark(facts) if name == "torch" else ""
     for extra, installed in facts["extras"].items():
         hint = "" if installed else f'pip install "pentameter[{extra}]"'
         yield f"extra {extra}", "installed" if installed else "not installed", hint
@@ -152,6 +162,12 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     yield "data folder", state, f"PENTAMETER_DATA_DIR={folder}" if folder else ""
     yield "cache", "found" if data["cache_found"] else "not yet there", data["cache"]
     yield "disk free", f"{facts['disk_free_bytes'] / 1e9:.0f} GB", "in this folder"
+
+
+def _torch_remark(facts: dict[str, Any]) -> str:
+    tested = ", ".join(facts["torch_tested"])
+    state = "tested" if facts["torch_is_tested"] else "not tested; it may work"
+    return f"{state} (tested: {tested})"
 
 
 def _cpu_remark(cpu: dict[str, Any]) -> str:
