@@ -25,7 +25,7 @@ from pentameter.optim.clip import (
 )
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
-from pentameter.parallel.part import AUTOCAST
+from pentameter.parallel.precision import arithmetic
 from pentameter.plan.plan import Plan
 from plain_gpt import PlainGPT, make_optimizer
 
@@ -116,7 +116,7 @@ class Plain:
             weight_decay=optimizer.weight_decay,
             fused=True,
         )
-        self.autocast_dtype = AUTOCAST.get(precision)
+        self.autocast_dtype = arithmetic(precision).autocast
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         self.batches = random_batches(plan)
         self.fetched = self._fetch(0)

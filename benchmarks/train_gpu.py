@@ -30,9 +30,9 @@ from pentameter.config.schema import Config
 from pentameter.parallel.capabilities import machine_capabilities
 from pentameter.parallel.ceiling import product_ceiling
 from pentameter.parallel.device import choose_precision
-from pentameter.parallel.engine import PRODUCT_DTYPES
 from pentameter.parallel.environment import device_name, environment, versions
 from pentameter.parallel.peaks import peak_flops
+from pentameter.parallel.precision import arithmetic
 from pentameter.plan.flops import CONVENTION
 from pentameter.plan.plan import Plan, make_plan
 
@@ -237,7 +237,7 @@ def main() -> None:
     name = device_name(device, capabilities)
     peak = peak_flops(name, precision)
     seconds = 1.0 if device.type == "cuda" else 0.1
-    ceiling = product_ceiling(device, PRODUCT_DTYPES[precision], seconds)
+    ceiling = product_ceiling(device, arithmetic(precision).products, seconds)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     facts = environment(device, capabilities)

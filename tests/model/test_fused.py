@@ -5,7 +5,7 @@ import torch
 
 from pentameter.config.schema import ModelConfig
 from pentameter.model import build_model, dropout_keys, loss_sum
-from pentameter.model.fused import can_fuse, fused_loss_sum
+from pentameter.model.fused import architecture_obstacle, fused_loss_sum
 
 BASE = {
     "vocab_size": 13,
@@ -75,7 +75,7 @@ def losses_and_gradients(config, dtype, time=12):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fused_equals_plain_in_fp64(variant):
     config = ModelConfig(**{**BASE, **VARIANTS[variant]})
-    assert can_fuse(config)
+    assert architecture_obstacle(config) is None
     for time in (12, 7):  # 7 does not divide into blocks, and is shorter than the context
         (plain_loss, plain), (loss, fused) = losses_and_gradients(config, torch.float64, time)
         assert loss == pytest.approx(plain_loss, rel=1e-13)
@@ -111,4 +111,5 @@ def test_many_shapes_in_one_process():
 
 
 def test_norms_after_the_sum_are_left_to_the_plain_model():
-    assert not can_fuse(ModelConfig(**{**BASE, "norm_position": "post"}))
+    config = ModelConfig(**{**BASE, "norm_position": "post"})
+    assert architecture_obstacle(config) == "model.norm_position='post'"

@@ -68,8 +68,8 @@ def test_what_one_machine_cannot_do_none_does(a_machine_with_amx, lacks_compiler
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"norm_position": "post"}, "does not know norms after the residual sum"),
-        ({"checkpoint": "full"}, "does not know activation checkpointing"),
+        ({"norm_position": "post"}, "does not know model.norm_position='post'"),
+        ({"checkpoint": "full"}, "does not know train.activation_checkpoint='full'"),
         ({"n_heads": 2}, "multiple of 32, not 16"),
     ],
 )

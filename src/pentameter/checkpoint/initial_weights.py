@@ -15,23 +15,25 @@ from pentameter.config.schema import Config
 from pentameter.data.tokenizer import Tokenizer
 from pentameter.errors import ConfigError
 from pentameter.parallel.local_parts import copy_part
-from pentameter.plan.table import feed_forward_width, parameter_table
+from pentameter.plan.table import feed_forward_width, has_position_table, parameter_table
 
 if TYPE_CHECKING:
     from torch import nn
 
     from pentameter.checkpoint.stored import StoredModel
 
-ARCHITECTURE = (
-    *("vocab_size", "n_layers", "n_heads", "d_model", "d_ff", "activation", "norm"),
-    *("norm_position", "positions", "tied_head", "head_bias", "qkv_bias", "bias"),
-    "embedding_scale",
-)
-"""What must be the same there and here: the weights mean nothing in another architecture.
-
-Not among them: `vocab_multiple` (padding), dropout, how weights begin, and `context_length`, of
-which a learned position table can give up its end.
-"""
+NOT_THE_ARCHITECTURE = {
+    "vocab_multiple": "rows that pad the vocabulary are left as they are",
+    "context_length": "a learned position table can give up its end; checked apart",
+    "dropout": "acts in training only",
+    "attention_dropout": "as above",
+    "embedding_dropout": "as above",
+    "init": "how weights begin that are replaced",
+    "init_std": "as above",
+    "residual_init_scale": "as above",
+}
+"""Keys of `[model]` that may differ there and here, and why. Every other key must be the same: the
+weights mean nothing in another architecture."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,10 @@ def initial_weights(path: Path | str, config: Config, tokenizer: Tokenizer) -> I
     here = here.model_copy(update={"d_ff": feed_forward_width(here)})
     wrong = [
         f"model.{key}: {shown(getattr(there, key))} there, {shown(getattr(here, key))} here"
-        for key in ARCHITECTURE
-        if getattr(there, key) != getattr(here, key)
+        for key in type(here).model_fields
+        if key not in NOT_THE_ARCHITECTURE and getattr(there, key) != getattr(here, key)
     ]
-    if here.positions == "learned" and here.context_length > there.context_length:
+    if has_position_table(here) and here.context_length > there.context_length:
         wrong.append(
             f"model.context_length: {there.context_length} there, {here.context_length} here "
             "(positions that were never learned; it may be shorter, not longer)"

@@ -129,11 +129,10 @@ def _multiple_choice(
 
 def _load(parsed: EvalArguments, overrides: list[str]) -> tuple[LoadedModel, Config, Stage]:
     """The model, its configuration with the overrides of the data section, and how it runs."""
-    import torch
-
     from pentameter.config.parallel import ParallelConfig
     from pentameter.parallel.assemble import stage_of
     from pentameter.parallel.device import choose_device, choose_precision
+    from pentameter.parallel.precision import arithmetic, set_matmul_precision
     from pentameter.plan.plan import make_plan
 
     device = choose_device(parsed.device)
@@ -141,10 +140,10 @@ def _load(parsed: EvalArguments, overrides: list[str]) -> tuple[LoadedModel, Con
     loaded = load_for_verb(parsed.model, device)
     config = _with_other_data(loaded.config, overrides)
     # The weights may be saved in another type: a double model trained, a half one imported.
-    loaded.model.to(torch.float64 if precision == "fp64" else torch.float32)
+    loaded.model.to(arithmetic(precision).weights)
     config = config.model_copy(update={"parallel": ParallelConfig()})  # here is one process
     stage = stage_of(loaded.model, make_plan(config), device, precision)
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    set_matmul_precision(None, precision)
     return loaded, config, stage
 
 

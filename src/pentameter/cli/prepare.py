@@ -136,10 +136,10 @@ def _import(options: Options, sources: Sequence[Path]) -> None:
         if getattr(options, key) != usual:
             name = key.replace("_", "-")
             raise ConfigError(f"--{name} is of files of text, not of tokens; leave it out")
-    if options.split_by == "document":
+    if options.split_by != "position":
         raise ConfigError(
-            "--split-by document goes by each document's text, which files of tokens do not have; "
-            "leave it out"
+            f"--split-by {options.split_by} goes by each document's text, which files of tokens do "
+            "not have; leave it out"
         )
     _data_section(options, None)  # for its rules
     paths = with_neighbours(sources)

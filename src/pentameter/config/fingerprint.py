@@ -6,6 +6,7 @@ import hashlib
 import json
 from typing import Any
 
+from pentameter.config.choices import DECAY_KEYS, MOMENTUM, look_up
 from pentameter.config.fields import leaves
 from pentameter.config.problems import shown
 from pentameter.config.schema import Config
@@ -50,19 +51,17 @@ def defining_values(config: Config) -> dict[str, Any]:
         if path not in NOT_THE_TRAINING and not path.startswith("parallel.")
     }
     schedule = config.schedule
-    if schedule.name not in ("cosine", "linear", "wsd"):
-        del values["schedule.decay_steps"]
-    elif schedule.decay_steps is None:
+    used = look_up(DECAY_KEYS, schedule.name, "schedule.name", "the configuration's hash")
+    for key in {key for keys in DECAY_KEYS.values() for key in keys}.difference(used):
+        del values[f"schedule.{key}"]
+    if "decay_steps" in used and schedule.decay_steps is None:
         steps = config.train.steps
         values["schedule.decay_steps"] = None if steps is None else steps - schedule.start_step
     if schedule.start_step == 0:  # as before there was such a key
         del values["schedule.start_step"]
-    if schedule.name != "wsd":
-        del values["schedule.cooldown_steps"]
-    if config.optimizer.name not in ("sgd", "muon"):
+    rule = config.optimizer.name
+    if look_up(MOMENTUM, rule, "optimizer.name", "the configuration's hash") is None:
         del values["optimizer.momentum"]
-    if schedule.name != "step":
-        del values["schedule.decay_interval"]
     return values
 
 

@@ -6,7 +6,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from pentameter.config.choices import TAKES_SEVERAL_STAGES, look_up
 from pentameter.config.section import Positive, Section, Switch
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
 class ParallelConfig(Section):
@@ -26,7 +29,7 @@ class ParallelConfig(Section):
     """Between the shared matrices, the tensor-parallel processes also share out the tokens."""
     pipeline: Positive = 1
     """Processes that each hold some of the layers."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    schedule: ScheduleName = "1f1b"
     """The order of a pipeline's forward and backward passes."""
     virtual_stages: Positive = 1
     """Stages that each process of an `interleaved` or `zero-bubble` pipeline holds."""
@@ -49,10 +52,14 @@ class ParallelConfig(Section):
                 "parallel.sequence=true shares tokens among tensor-parallel processes, and "
                 "parallel.tensor=1; raise it, or leave sequence out"
             )
-        if self.virtual_stages > 1 and self.schedule not in ("interleaved", "zero-bubble"):
+        several = look_up(TAKES_SEVERAL_STAGES, self.schedule, "parallel.schedule", "the schema")
+        if self.virtual_stages > 1 and not several:
+            possible = " or ".join(
+                f"'{name}'" for name, takes in TAKES_SEVERAL_STAGES.items() if takes
+            )
             raise ValueError(
                 f"parallel.virtual_stages={self.virtual_stages} needs parallel.schedule "
-                f"'interleaved' or 'zero-bubble', not '{self.schedule}'"
+                f"{possible}, not '{self.schedule}'"
             )
         if self.schedule == "interleaved" and self.virtual_stages == 1:
             raise ValueError(

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from pentameter.config.choices import DECAY_KEYS, SPLITS_BACKWARD, look_up
 from pentameter.config.divisors import nearest_divisors
 from pentameter.config.parallel import ParallelConfig
 from pentameter.config.section import (
@@ -355,7 +356,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         peak, floor = self.optimizer.learning_rate, self.schedule.min_learning_rate
-        if self.schedule.name in ("cosine", "linear", "wsd") and floor > peak:
+        decays = look_up(DECAY_KEYS, self.schedule.name, "schedule.name", "the schema")
+        if "decay_steps" in decays and floor > peak:
             raise ValueError(
                 f"schedule.min_learning_rate={floor} is above optimizer.learning_rate={peak}, "
                 "where the decay begins; lower the one or raise the other"
@@ -372,11 +374,16 @@ class Config(Section):
                 "train.offload=true keeps what parallel.zero shares out in the host's memory, and "
                 "parallel.zero=0 shares nothing; set it to 1, 2 or 3"
             )
-        splits = self.parallel.pipeline > 1 and self.parallel.schedule == "zero-bubble"
-        if splits and self.train.activation_checkpoint == "selective":
+        order = self.parallel.schedule
+        splits = look_up(SPLITS_BACKWARD, order, "parallel.schedule", "the schema")
+        if (
+            self.parallel.pipeline > 1
+            and splits
+            and self.train.activation_checkpoint == "selective"
+        ):
             raise ValueError(
                 "train.activation_checkpoint='selective' keeps what a single backward pass needs, "
-                "and parallel.schedule='zero-bubble' splits it in two; use 'full', or another "
+                f"and parallel.schedule='{order}' splits it in two; use 'full', or another "
                 "schedule"
             )
         return self

@@ -26,6 +26,8 @@ class Splitting:
     """`position`: train, val, test follow one another; `document`: as each text's hash says."""
 
     def __post_init__(self) -> None:
+        if self.by not in ("position", "document"):
+            raise ConfigError(f"split_by={self.by!r} must be 'position' or 'document'")
         fractions = self.validation_fraction, self.test_fraction
         if not (min(fractions) >= 0 and sum(fractions) < 1):  # NaN is refused too
             raise ConfigError(

@@ -7,10 +7,14 @@ Shapes: B batch, T time, D d_model, H heads, K head size, V vocabulary (padded).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pentameter.config.choices import look_up, refuse_unknown
 from pentameter.config.schema import ModelConfig
 from pentameter.model.attention import attend
 from pentameter.model.cache import KVCache
@@ -27,12 +31,20 @@ from pentameter.model.initial import initialize
 from pentameter.plan.table import (
     embedding_dropout,
     feed_forward_width,
+    has_final_norm,
+    has_position_table,
     layer_range,
     norm_has_bias,
     padded_vocab_size,
 )
 
 NORM_EPS = 1e-5
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 class GPT(nn.Module):
@@ -60,20 +72,21 @@ class GPT(nn.Module):
         self.first_layer, self.last_layer = layer_range(config, first_layer, last_layer)
         self.is_first = self.first_layer == 0
         self.is_last = self.last_layer == config.n_layers
+        self.has_final_norm = has_final_norm(config)
         self.time_offset = 0
         V, D = padded_vocab_size(config), config.d_model
 
         if self.is_first or (self.is_last and config.tied_head):
             self.token_embedding = nn.Embedding(V, D)
         if self.is_first:
-            if config.positions == "learned":
+            if has_position_table(config):
                 self.position_embedding = nn.Embedding(config.context_length, D)
             self.embedding_dropout = KeyedDropout(EMBEDDING_SITE, embedding_dropout(config), D)
         self.blocks = nn.ModuleDict(
             {str(layer): Block(config, layer) for layer in range(*self.layers)}
         )
         if self.is_last:
-            if config.norm_position == "pre":
+            if self.has_final_norm:
                 self.final_norm = _norm(config)
             if config.tied_head:
                 self.head: nn.Module = TiedHead(V if config.head_bias else None)
@@ -130,7 +143,7 @@ class GPT(nn.Module):
             x = block(x, dropout_keys, cache)
         if cache is not None:
             cache.advance(n_new)
-        if self.is_last and self.config.norm_position == "pre":
+        if self.is_last and self.has_final_norm:
             x = self.final_norm(x)
         return x
 
@@ -143,9 +156,13 @@ class GPT(nn.Module):
         if self.config.embedding_scale:
             x = x * self.config.d_model**0.5
         positions = torch.arange(first_position, first_position + x.shape[1], device=tokens.device)
-        if self.config.positions == "learned":
-            return x + self.position_embedding(positions)
-        return x + sinusoidal_positions(positions, self.config.d_model, x.dtype)
+        match self.config.positions:
+            case "learned":
+                return x + self.position_embedding(positions)
+            case "sinusoidal":
+                return x + sinusoidal_positions(positions, self.config.d_model, x.dtype)
+            case unknown:
+                refuse_unknown(unknown, "model.positions", "the model")
 
     def logits(self, x: Tensor) -> Tensor:
         """Return logits (B, T, V) of hidden states (B, T, D)."""
@@ -178,7 +195,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.is_pre_norm = config.norm_position == "pre"
+        self.norm_position = config.norm_position
         self.attention_norm = _norm(config)
         self.attention = Attention(config, layer)
         self.mlp_norm = _norm(config)
@@ -188,12 +205,15 @@ class Block(nn.Module):
         self, x: Tensor, dropout_keys: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor:
         """Return the residual stream (B, T, D) after this layer."""
-        if self.is_pre_norm:
-            x = x + self.attention(self.attention_norm(x), dropout_keys, cache)
-            x = x + self.mlp(self.mlp_norm(x), dropout_keys)
-        else:
-            x = self.attention_norm(x + self.attention(x, dropout_keys, cache))
-            x = self.mlp_norm(x + self.mlp(x, dropout_keys))
+        match self.norm_position:
+            case "pre":
+                x = x + self.attention(self.attention_norm(x), dropout_keys, cache)
+                x = x + self.mlp(self.mlp_norm(x), dropout_keys)
+            case "post":
+                x = self.attention_norm(x + self.attention(x, dropout_keys, cache))
+                x = self.mlp_norm(x + self.mlp(x, dropout_keys))
+            case unknown:
+                refuse_unknown(unknown, "model.norm_position", "the model")
         return x
 
 
@@ -232,18 +252,15 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         D, d_ff = config.d_model, feed_forward_width(config)
-        self.activation = config.activation
+        name = config.activation
+        self.activation = look_up(ACTIVATIONS, name, "model.activation", "the model")
         self.up = nn.Linear(D, d_ff, bias=config.bias)
         self.down = nn.Linear(d_ff, D, bias=config.bias)
         self.dropout = KeyedDropout(mlp_output_site(layer), config.dropout, D)
 
     def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
         """Return (B, T, D)."""
-        x = self.up(x)  # (B, T, d_ff)
-        if self.activation == "relu":
-            x = F.relu(x)
-        else:
-            x = F.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        x = self.activation(self.up(x))  # (B, T, d_ff)
         return self.dropout(self.down(x), dropout_keys)
 
 
@@ -293,6 +310,10 @@ def build_model(
 
 
 def _norm(config: ModelConfig) -> nn.Module:
-    if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.d_model, eps=NORM_EPS)
-    return nn.LayerNorm(config.d_model, eps=NORM_EPS, bias=norm_has_bias(config))
+    match config.norm:
+        case "layernorm":
+            return nn.LayerNorm(config.d_model, eps=NORM_EPS, bias=norm_has_bias(config))
+        case "rmsnorm":
+            return nn.RMSNorm(config.d_model, eps=NORM_EPS)
+        case unknown:
+            refuse_unknown(unknown, "model.norm", "the model")

@@ -22,6 +22,9 @@ BLOCK_ELEMENTS = 2**16  # its float64 temporaries stay in a core's cache; divide
 CHUNK_ELEMENTS = 2**22
 
 
+CONSTANTS = {"zeros": 0.0, "ones": 1.0}
+"""Kinds of `Init` that draw nothing."""
+
 Region = tuple[tuple[int, int], ...]
 """A part of a parameter: (start, stop) of each of its dimensions."""
 
@@ -77,8 +80,8 @@ def initial_values(
     stop = spec.n_elements if stop is None else stop
     if not 0 <= start <= stop <= spec.n_elements:
         raise ValueError(f"{spec.name}: [{start}, {stop}) must lie in [0, {spec.n_elements})")
-    if spec.init.kind in ("zeros", "ones"):
-        return torch.full((stop - start,), float(spec.init.kind == "ones"))
+    if spec.init.kind in CONSTANTS:
+        return torch.full((stop - start,), CONSTANTS[spec.init.kind])
     values = np.empty(stop - start, dtype=np.float32)
     begin = start
     while begin < stop:
@@ -98,9 +101,13 @@ def _draw(spec: ParameterSpec, seed: int, start: int, stop: int) -> np.ndarray:
         key = make_key(seed, "weights", spec.name, word, start >> 32)
         return (bits(key, index).view(np.uint32).astype(np.float64) + 0.5) * 2.0**-32
 
-    if spec.init.kind == "uniform":
-        return (2 * uniform(0) - 1) * spec.init.scale
-    # Box and Muller, "A note on the generation of random normal deviates" (1958); the sine is
-    # left unused, so that an element needs no neighbour.
-    radius = np.sqrt(-2 * np.log(uniform(0)))
-    return radius * np.cos(2 * math.pi * uniform(1)) * spec.init.scale
+    match spec.init.kind:
+        case "uniform":
+            return (2 * uniform(0) - 1) * spec.init.scale
+        case "normal":
+            # Box and Muller, "A note on the generation of random normal deviates" (1958); the sine
+            # is left unused, so that an element needs no neighbour.
+            radius = np.sqrt(-2 * np.log(uniform(0)))
+            return radius * np.cos(2 * math.pi * uniform(1)) * spec.init.scale
+        case other:
+            raise ValueError(f"{spec.name}: initial values of kind {other!r} are not drawn")

@@ -8,11 +8,15 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from pentameter.config.choices import look_up, refuse_unknown
 from pentameter.config.schema import OptimizerConfig
 from pentameter.plan.optimizer import momentum
 from pentameter.plan.table import ParameterSpec
 
 NamedParameters = Iterable[tuple[str, Parameter]]
+
+DECAYS_ALL = {"matrices": False, "all": True}
+"""`optimizer.decay` → whether parameters decay that the table does not mark."""
 
 
 class JointOptimizer:
@@ -52,10 +56,11 @@ def parameter_groups(
     `decay = "matrices"` only parameters the table marks (matrices and embeddings) decay; with
     `"all"` every parameter does, which is PyTorch's own default.
     """
+    decays_all = look_up(DECAYS_ALL, config.decay, "optimizer.decay", "the optimizer")
     decays: Mapping[str, bool] = {spec.name: spec.decay for spec in table}
     groups: dict[tuple[bool, Any], list[Parameter]] = {}
     for name, parameter in named_parameters:
-        kept = config.decay != "all" and not decays[name]
+        kept = not (decays_all or decays[name])
         groups.setdefault((kept, getattr(parameter, "device_mesh", None)), []).append(parameter)
     return [
         {"params": parameters, "weight_decay": 0.0 if kept else config.weight_decay}
@@ -99,14 +104,18 @@ def _one_rule(
     groups = parameter_groups(named, table, config)
     parameters = [parameter for group in groups for parameter in group["params"]]
     fused = {parameter.device.type for parameter in parameters} <= {"cpu", "cuda", "mps"}
-    if config.name == "sgd":
-        # DTensor knows the fused update of Adam, not that of SGD.
-        fused = fused and not any(hasattr(parameter, "device_mesh") for parameter in parameters)
-        return torch.optim.SGD(
-            groups, lr=config.learning_rate, momentum=momentum(config), fused=fused
-        )
-    rule = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
-    return rule(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused)
+    rate, betas, eps = config.learning_rate, config.betas, config.eps
+    match config.name:
+        case "sgd":
+            # DTensor knows the fused update of Adam, not that of SGD.
+            fused = fused and not any(hasattr(each, "device_mesh") for each in parameters)
+            return torch.optim.SGD(groups, lr=rate, momentum=momentum(config), fused=fused)
+        case "adam":
+            return torch.optim.Adam(groups, lr=rate, betas=betas, eps=eps, fused=fused)
+        case "adamw" | "muon":
+            return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=eps, fused=fused)
+        case unknown:
+            refuse_unknown(unknown, "optimizer.name", "the optimizer")
 
 
 def set_learning_rate(optimizer: AnyOptimizer, rate: float) -> None:

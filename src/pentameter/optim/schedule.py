@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import OptimizerConfig, ScheduleConfig
 
 
@@ -27,23 +28,30 @@ def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfi
     step = max(0, step - schedule.start_step)
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps
-    if schedule.name == "constant":
-        return peak
-    if schedule.name == "step":
-        assert schedule.decay_interval is not None  # the plan resolved it
-        return peak * schedule.gamma ** (step // schedule.decay_interval)
-    if schedule.name == "cosine":
-        return low + 0.5 * (1 + math.cos(math.pi * _progress(step, schedule))) * (peak - low)
-    progress = _progress(step, schedule)
+    match schedule.name:
+        case "constant":
+            return peak
+        case "step":
+            assert schedule.decay_interval is not None  # the plan resolved it
+            return peak * schedule.gamma ** (step // schedule.decay_interval)
+        case "cosine":
+            return low + 0.5 * (1 + math.cos(math.pi * _progress(step, schedule))) * (peak - low)
+        case "linear":
+            progress = _progress(step, schedule)
+        case "wsd":
+            assert schedule.cooldown_steps is not None  # the plan resolved it
+            progress = _progress(step, schedule, longest=schedule.cooldown_steps)
+        case unknown:
+            refuse_unknown(unknown, "schedule.name", "the learning rate")
     return (1 - progress) * peak + progress * low  # both ends exactly
 
 
-def _progress(step: int, schedule: ScheduleConfig) -> float:
-    """How far `step` is into the decay: 0 up to its beginning, 1 from `decay_steps` on."""
+def _progress(step: int, schedule: ScheduleConfig, longest: int | None = None) -> float:
+    """The share of the decay that is done at `step`: 0 up to its beginning, 1 from `decay_steps`
+    on. It begins after the warm-up, or where it would else take more than the `longest` steps."""
     assert schedule.decay_steps is not None  # the plan resolved it
     first = schedule.warmup_steps
-    if schedule.name == "wsd":
-        assert schedule.cooldown_steps is not None  # the plan resolved it
-        first = max(first, schedule.decay_steps - schedule.cooldown_steps)
+    if longest is not None:
+        first = max(first, schedule.decay_steps - longest)
     span = max(1, schedule.decay_steps - first)
     return min(1.0, max(0, step - first) / span)

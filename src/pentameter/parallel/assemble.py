@@ -15,6 +15,7 @@ from pentameter.parallel.engine import fused_obstacle
 from pentameter.parallel.initial import initialize_shards
 from pentameter.parallel.mesh import build_mesh
 from pentameter.parallel.part import Part
+from pentameter.parallel.precision import arithmetic, set_matmul_precision
 from pentameter.parallel.recompute import recompute_activations
 from pentameter.parallel.stage import LossSum, Stage, micro_batches
 from pentameter.parallel.tensor_parallel import share_matrices
@@ -38,7 +39,7 @@ def assemble(
     process ever holds more of the model than its own share. Collective over the world.
     """
     world, layout = world or World(), plan.layout
-    _set_matmul_precision(plan, precision)
+    set_matmul_precision(plan.config.train.matmul_precision, precision)
     mesh = build_mesh(layout, device.type, world) if world.size > 1 or layout.zero else None
     modules: dict[int, nn.Module] = {}
     parts: list[Part] = []
@@ -72,7 +73,7 @@ def _slice(plan: Plan, number: int, precision: str) -> GPT:
     layers = plan.stages[number]
     with torch.device("meta"):
         model = GPT(plan.config.model, first_layer=layers.start, last_layer=layers.stop)
-        return model.to(torch.float64 if precision == "fp64" else torch.float32)
+        return model.to(arithmetic(precision).weights)
 
 
 def _compile(part: Part, plan: Plan) -> None:
@@ -80,9 +81,3 @@ def _compile(part: Part, plan: Plan) -> None:
         part.run_fused()
     else:
         part.run_compiled()
-
-
-def _set_matmul_precision(plan: Plan, precision: str) -> None:
-    torch.set_float32_matmul_precision(
-        plan.config.train.matmul_precision or ("high" if precision == "tf32" else "highest")
-    )

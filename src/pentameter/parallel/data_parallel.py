@@ -26,7 +26,8 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from pentameter.parallel.part import AUTOCAST, Part
+from pentameter.parallel.part import Part
+from pentameter.parallel.precision import arithmetic
 from pentameter.plan.communication import COPIES_BUCKET_BYTES
 from pentameter.plan.layout import Layout
 
@@ -72,7 +73,7 @@ def share_state(part: Part, mesh: DeviceMesh, layout: Layout, *, offload: bool) 
         "reshard_after_forward": layout.zero == 3 and layout.pipeline == 1,
         "offload_policy": policy,
     }
-    low = AUTOCAST.get(part.precision)
+    low = arithmetic(part.precision).autocast
     products = MixedPrecisionPolicy(
         param_dtype=low,
         reduce_dtype=None if low is None else torch.float32,

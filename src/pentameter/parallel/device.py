@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from pentameter.config.choices import refuse_unknown
 from pentameter.errors import ConfigError
 from pentameter.parallel import machine_load
 from pentameter.parallel.capabilities import (
@@ -166,22 +167,28 @@ def choose_compile(
     Raises:
         ConfigError: compiling is asked for and no compiler works.
     """
-    if setting is False:
-        return False, "switched off"
-    if setting == "auto":
-        capabilities = capabilities or machine_capabilities()
-        seconds = total_flops / _eager_flops(device, precision, capabilities)
-        if seconds * COMPILE_SAVING < COMPILE_SECONDS:
-            return False, (
-                f"the run is too short (about {seconds:.0f} s) to earn back "
-                f"{COMPILE_SECONDS:.0f} s of compiling"
+    match setting:
+        case False:
+            return False, "switched off"
+        case True:
+            compiler = find_compiler(device.type)
+            if compiler.works:
+                return True, f"asked for; {compiler.reason}"
+            raise ConfigError(
+                f"train.compile=true cannot be: {compiler.reason}. Or set it to false"
             )
-    compiler = find_compiler(device.type)
-    if compiler.works:
-        return True, compiler.reason if setting == "auto" else f"asked for; {compiler.reason}"
-    if setting == "auto":
-        return False, compiler.reason
-    raise ConfigError(f"train.compile=true cannot be: {compiler.reason}. Or set it to false")
+        case "auto":
+            capabilities = capabilities or machine_capabilities()
+            seconds = total_flops / _eager_flops(device, precision, capabilities)
+            if seconds * COMPILE_SAVING < COMPILE_SECONDS:
+                return False, (
+                    f"the run is too short (about {seconds:.0f} s) to earn back "
+                    f"{COMPILE_SECONDS:.0f} s of compiling"
+                )
+            compiler = find_compiler(device.type)
+            return compiler.works, compiler.reason
+        case unknown:
+            refuse_unknown(unknown, "train.compile", "the engine")
 
 
 def _eager_flops(device: torch.device, precision: str | None, capabilities: Capabilities) -> float:

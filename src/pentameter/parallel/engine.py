@@ -5,13 +5,14 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from pentameter.config.choices import SPLITS_BACKWARD, look_up
 from pentameter.errors import ConfigError
-from pentameter.model.fused import amx, can_fuse
+from pentameter.model.fused import amx, architecture_obstacle
 from pentameter.parallel.capabilities import Capabilities, machine_capabilities
 from pentameter.parallel.ceiling import product_ceiling
 from pentameter.parallel.device import (
@@ -24,16 +25,10 @@ from pentameter.parallel.device import (
 from pentameter.parallel.environment import device_name, environment
 from pentameter.parallel.launch import local_device
 from pentameter.parallel.native import load_amx
+from pentameter.parallel.precision import arithmetic
 from pentameter.parallel.world import World
+from pentameter.plan.layout import Layout
 from pentameter.plan.plan import Plan
-
-PRODUCT_DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ def choose_engine(plan: Plan, world: World | None = None) -> Engine:
             how, amx_kernels = _compiled_on_cpu(plan, precision, capabilities, world)
             compile_reason += how
     name = device_name(device, capabilities)
-    ceiling = peak_flops(name, precision) or product_ceiling(device, PRODUCT_DTYPES[precision])
+    ceiling = peak_flops(name, precision) or product_ceiling(device, arithmetic(precision).products)
     return Engine(
         device,
         name,
@@ -123,8 +118,10 @@ def _choose_compile(
 ) -> tuple[bool, str]:
     """Whether to compile, and why; `n_devices` share the run's arithmetic (a CPU is one)."""
     setting = plan.config.train.compile
-    if plan.layout.schedule == "zero-bubble" and plan.layout.pipeline > 1:
-        reason = "a zero-bubble pipeline splits the backward pass, which compiled code does not"
+    order = plan.layout.schedule
+    splits = look_up(SPLITS_BACKWARD, order, "parallel.schedule", "the engine")
+    if splits and plan.layout.pipeline > 1:
+        reason = f"a {order} pipeline splits the backward pass, which compiled code does not"
         if setting is True:
             raise ConfigError(
                 f"train.compile=true cannot be: {reason}. Set it to false, or use another "
@@ -143,17 +140,15 @@ def _choose_compile(
 def fused_obstacle(plan: Plan) -> str | None:
     """What a compiled step on a CPU cannot do by the fused operations of `model/fused`, so that
     torch compiles the plain model as a whole instead; None where they do."""
-    config, layout = plan.config, plan.layout
-    if not can_fuse(config.model):
-        return "norms after the residual sum"
-    for name, degree in (("pipeline", layout.pipeline), ("tensor", layout.tensor)):
-        if degree > 1:
-            return f"{name} parallelism"
-    if layout.zero:
-        return "shards of parameters"
-    if config.train.activation_checkpoint is not None:
-        return "activation checkpointing"
-    return None
+    obstacle = architecture_obstacle(plan.config.model)
+    if obstacle is not None:
+        return obstacle
+    copies = asdict(Layout(data=plan.layout.data))  # all that the fused step can be divided into
+    for name, value in asdict(plan.layout).items():
+        if value != copies[name]:
+            return f"parallel.{name}={value}"
+    how = plan.config.train.activation_checkpoint
+    return None if how is None else f"train.activation_checkpoint={how!r}"
 
 
 def _compiled_on_cpu(
@@ -168,7 +163,7 @@ def _compiled_on_cpu(
     missing = load_amx(capabilities)
     model = plan.config.model
     head_size = model.d_model // model.n_heads
-    if missing is None and not amx.can_attend(PRODUCT_DTYPES[precision], head_size):
+    if missing is None and not amx.can_attend(arithmetic(precision).products, head_size):
         missing = f"the AMX kernels want heads of a multiple of 32, not {head_size}"
     missing = next((each for each in world.collect(missing) if each is not None), None)
     return f"; {missing or 'with AMX kernels'}", missing is None

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from pentameter.model import GPT, elementwise_row_loss
 from pentameter.model.fused import fused_loss_sum, kernel, with_own_code
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from pentameter.parallel.precision import arithmetic
 
 
 class Part(nn.Module):
@@ -50,7 +49,7 @@ class Part(nn.Module):
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """The arithmetic of the run's precision, for a forward pass."""
-        dtype = AUTOCAST.get(self.precision)
+        dtype = arithmetic(self.precision).autocast
         if dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype)
@@ -65,7 +64,7 @@ class Part(nn.Module):
 
     def run_fused(self) -> None:
         """From now on train by the fused operations of `model/fused`, which know whole models."""
-        dtype = AUTOCAST.get(self.precision, next(self.model.parameters()).dtype)
+        dtype = arithmetic(self.precision).autocast or next(self.model.parameters()).dtype
         self._train = partial(_fused, self.model, dtype)
 
     def _plain(self, x: Tensor, **arguments: Any) -> Tensor:

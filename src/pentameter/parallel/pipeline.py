@@ -19,7 +19,9 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-from pentameter.parallel.part import AUTOCAST, Part
+from pentameter.config.choices import TAKES_SEVERAL_STAGES, look_up
+from pentameter.parallel.part import Part
+from pentameter.parallel.precision import arithmetic
 from pentameter.plan.plan import Plan
 
 SCHEDULES: dict[str, Any] = {
@@ -29,7 +31,6 @@ SCHEDULES: dict[str, Any] = {
     "zero-bubble": ScheduleInterleavedZeroBubble,
 }
 Use = Literal["train", "evaluate", "logits"]
-TAKES_SEVERAL_STAGES = ("interleaved", "zero-bubble")
 
 
 class Pipeline:
@@ -50,7 +51,7 @@ class Pipeline:
         self._stream_dtype = next(part.model.parameters()).dtype
         self._logits_dtype = self._stream_dtype  # Part does not round them, unless sharded
         if plan.layout.zero:
-            self._logits_dtype = AUTOCAST.get(part.precision, self._stream_dtype)
+            self._logits_dtype = arithmetic(part.precision).autocast or self._stream_dtype
         self._holds_first = 0 in modules
         self._schedules: dict[tuple[str, str, int, int], Any] = {}
         self._factor = 1.0
@@ -103,7 +104,7 @@ class Pipeline:
     def _forward_only(self) -> str:
         """The schedule without backward passes: GPipe's takes any number of micro-batches."""
         name = self._plan.layout.schedule
-        return name if name in TAKES_SEVERAL_STAGES else "gpipe"
+        return name if _takes_several_stages(name) else "gpipe"
 
     def _schedule(self, use: Use, name: str, micro_batch_size: int, n_micro_batches: int) -> Any:
         """Shapes are fixed for a schedule's life, so each has its own, and so has each use: whether
@@ -115,7 +116,7 @@ class Pipeline:
                 for number, module in self._modules.items()
             ]
             self._schedules[key] = SCHEDULES[name](
-                stages if name in TAKES_SEVERAL_STAGES else stages[0],
+                stages if _takes_several_stages(name) else stages[0],
                 n_micro_batches,
                 loss_fn=None if use == "logits" else self._loss,
                 scale_grads=False,  # the loss is divided by the global count of targets
@@ -152,3 +153,7 @@ class Pipeline:
             output_args=end if number == layout.n_stages - 1 else stream,
             group=self._group,
         )
+
+
+def _takes_several_stages(schedule: str) -> bool:
+    return look_up(TAKES_SEVERAL_STAGES, schedule, "parallel.schedule", "the pipeline")

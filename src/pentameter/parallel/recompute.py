@@ -14,6 +14,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from pentameter.config.choices import refuse_unknown
 from pentameter.model import GPT
 
 _SAVED_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -30,8 +31,13 @@ def recompute_activations(model: GPT, how: Literal["selective", "full"]) -> None
     functions of their keys: no generator's state has to be kept for the second pass.
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if how == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    match how:
+        case "full":
+            pass
+        case "selective":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        case unknown:
+            refuse_unknown(unknown, "train.activation_checkpoint", "the engine")
     for block in model.blocks.values():
         block.forward = partial(_recomputed, block.forward, options)
 

@@ -13,12 +13,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pentameter.config.choices import look_up, refuse_unknown
 from pentameter.config.schema import Config
 from pentameter.plan.chunks import MAX_LOGITS, row_chunks
 from pentameter.plan.layout import Layout, part_size
 from pentameter.plan.step import StepSizes
-from pentameter.plan.table import embedding_dropout, feed_forward_width, padded_vocab_size
+from pentameter.plan.table import (
+    embedding_dropout,
+    feed_forward_width,
+    has_final_norm,
+    padded_vocab_size,
+)
 from pentameter.plan.timeline import Pass
+
+KEPT_OF_MLP = {"relu": 1, "gelu": 2, "gelu_tanh": 2}
+"""`model.activation` → tensors of the feed-forward width kept for backward: the activation's
+result, which the next product reads, and its input, where the slope is computed from that."""
+
+PLACE = "the planner's memory"
 
 
 @dataclass(frozen=True)
@@ -58,7 +70,7 @@ class _Sizes:
         kept = 2 * self.e * self.stream  # inputs of the norms
         kept += 2 * self.p * whole  # inputs of qkv and up, gathered
         kept += self.p * (4 * whole // t)  # q, k, v and what attention gathers
-        kept += self.p * inner * (1 if model.activation == "relu" else 2)
+        kept += self.p * inner * look_up(KEPT_OF_MLP, model.activation, "model.activation", PLACE)
         if model.dropout:
             kept += 2 * self.stream
         if self.p < self.e and not self.layout.zero:
@@ -80,16 +92,19 @@ class _Sizes:
     def kept_layer(self) -> int:
         """Of a block, with activation checkpointing where it is on."""
         model, t = self.config.model, self.layout.tensor
-        how = self.config.train.activation_checkpoint
-        if how is None:
-            return self.layer()
         kept = self.e * self.stream
-        if how == "selective":
-            whole = self.n_tokens * model.d_model
-            products = (3 if model.attention_dropout else 4) * whole // t
-            inner = self.n_tokens * feed_forward_width(model) // t
-            kept += self.p * (products + 2 * whole + inner)
-        return kept
+        match self.config.train.activation_checkpoint:
+            case None:
+                return self.layer()
+            case "full":
+                return kept
+            case "selective":
+                whole = self.n_tokens * model.d_model
+                products = (3 if model.attention_dropout else 4) * whole // t
+                inner = self.n_tokens * feed_forward_width(model) // t
+                return kept + self.p * (products + 2 * whole + inner)
+            case unknown:
+                refuse_unknown(unknown, "train.activation_checkpoint", PLACE)
 
     def split_layer(self) -> int:
         """Of a block whose input's gradient is there and whose weights' is not: the gradients of
@@ -112,7 +127,7 @@ class _Sizes:
         if is_first and embedding_dropout(model):
             kept += self.stream
         if is_last:
-            kept += self.e * self.stream * (model.norm_position == "pre")
+            kept += self.e * self.stream * has_final_norm(model)
             kept += self.p * self.n_tokens * model.d_model
         return kept
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from pentameter.config.choices import look_up
 from pentameter.config.schema import Config
 from pentameter.plan.chunks import MAX_LOGITS, row_chunks
 from pentameter.plan.layout import Layout, part_size
@@ -37,6 +38,9 @@ COPIES_BUCKET_BYTES = 25 * 2**20
 its own default, but for the first bucket, which it would make smaller."""
 SUM_BUCKET_BYTES = 64 * 2**20
 """The same of sums after the backward pass: few messages, as there is nothing to overlap."""
+NORM_READS_OUTPUT = {"pre": False, "post": True}
+"""`model.norm_position` → whether a norm reads the sum that a sub-layer's output is part of, so
+that backward looks at it."""
 WORLD = "world"
 """The dimension of single numbers (the count of targets, the loss, the norm), whichever group of
 processes they are summed over."""
@@ -223,7 +227,9 @@ class _Step:
         model = self.config.model
         if self.config.train.activation_checkpoint is None:
             return 0
-        looked_at = model.norm_position == "post" or model.dropout > 0
+        key = "model.norm_position"
+        reads = look_up(NORM_READS_OUTPUT, model.norm_position, key, "the planner's traffic")
+        looked_at = reads or model.dropout > 0
         return self.n_layers * (2 if looked_at else 1)
 
     def count_loss(self) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pentameter.config.choices import refuse_unknown
 from pentameter.config.divisors import nearest_divisors
+from pentameter.config.parallel import ScheduleName
 from pentameter.config.schema import ModelConfig, ParallelConfig
 from pentameter.errors import ConfigError
 from pentameter.plan.table import feed_forward_width, padded_vocab_size
@@ -32,7 +34,7 @@ class Layout:
     tensor: int = 1
     sequence: bool = False
     pipeline: int = 1
-    schedule: str = "1f1b"
+    schedule: ScheduleName = "1f1b"
     virtual_stages: int = 1
     context: int = 1
 
@@ -183,7 +185,13 @@ def make_layout(parallel: ParallelConfig, world_size: int | None = None) -> Layo
             f"parallel.replicate={parallel.replicate} must divide parallel.data={data}; nearest "
             f"possible: {_listed(nearest_divisors(data, parallel.replicate))}"
         )
-    values = parallel.model_dump(include=set(Layout.__dataclass_fields__) - {"data"})
+    match parallel.zero:  # elsewhere it is compared as a number
+        case 0 | 1 | 2 | 3:
+            pass
+        case unknown:
+            refuse_unknown(unknown, "parallel.zero", "the layout")
+    copied = set(Layout.__dataclass_fields__) - {"data"}
+    values = parallel.model_dump(include=copied, warnings="none")
     layout = Layout(data=data, **values)
     return replace(layout, virtual_stages=1, schedule="1f1b") if layout.pipeline == 1 else layout
 
@@ -236,10 +244,12 @@ def check_micro_batches(layout: Layout, n_micro_batches: int, micro_batch_size: 
     1F1B fills the pipeline before it alternates between forward and backward; schedules that
     alternate between stages too work in rounds of `pipeline` micro-batches.
     """
-    if layout.pipeline == 1 or layout.schedule == "gpipe":
+    if layout.pipeline == 1:
         return
-    if layout.schedule == "1f1b":
-        if n_micro_batches < layout.pipeline:
+    match layout.schedule:
+        case "gpipe":
+            pass
+        case "1f1b" if n_micro_batches < layout.pipeline:
             remedy = "lower train.micro_batch_size"
             if n_micro_batches * micro_batch_size < layout.pipeline:
                 least = layout.data * layout.pipeline
@@ -249,14 +259,18 @@ def check_micro_batches(layout: Layout, n_micro_batches: int, micro_batch_size: 
                 f"takes at least as many micro-batches, there are {n_micro_batches}; {remedy}, or "
                 "use 'gpipe'"
             )
-        return
-    rounds = max(1, n_micro_batches // layout.pipeline)
-    if n_micro_batches % rounds:
-        raise ConfigError(
-            f"parallel.schedule='{layout.schedule}' takes {n_micro_batches} micro-batches in "
-            f"{rounds} equal rounds: choose train.micro_batch_size so that they are a multiple of "
-            f"parallel.pipeline={layout.pipeline}, or fewer than twice as many"
-        )
+        case "1f1b":
+            pass
+        case "interleaved" | "zero-bubble":
+            rounds = max(1, n_micro_batches // layout.pipeline)
+            if n_micro_batches % rounds:
+                raise ConfigError(
+                    f"parallel.schedule='{layout.schedule}' takes {n_micro_batches} micro-batches "
+                    f"in {rounds} equal rounds: choose train.micro_batch_size so that they are a "
+                    f"multiple of parallel.pipeline={layout.pipeline}, or fewer than twice as many"
+                )
+        case unknown:
+            refuse_unknown(unknown, "parallel.schedule", "the layout")
 
 
 def part_size(n: int, n_parts: int, place: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from pentameter.config.choices import look_up
 from pentameter.config.schema import Config
 from pentameter.plan.activations import kept_activations_bytes
 from pentameter.plan.communication import SUM_BUCKET_BYTES
@@ -74,12 +75,17 @@ def step_memory(
     return max(each, key=lambda memory: memory.total_bytes)
 
 
+REPEATS = {"gpipe": False, "1f1b": True, "interleaved": True, "zero-bubble": True}
+"""`parallel.schedule` → whether its passes repeat once the pipeline is full."""
+
+
 def _enough_micro_batches(config: Config, layout: Layout) -> int:
     """Micro-batches of a step, or so many that more do not keep more under way at a time: but for
     GPipe's, a pipeline's passes repeat once it is full."""
     n_micro_batches = step_sizes(config, layout).n_micro_batches
     several_rounds = 4 * layout.pipeline
-    if layout.schedule == "gpipe" or n_micro_batches % several_rounds:
+    repeats = look_up(REPEATS, layout.schedule, "parallel.schedule", "the planner's memory")
+    if not repeats or n_micro_batches % several_rounds:
         return n_micro_batches
     return several_rounds
 

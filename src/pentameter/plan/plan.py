@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
+from pentameter.config.choices import DECAY_KEYS, look_up, refuse_unknown
 from pentameter.config.divisors import nearest_divisors
 from pentameter.config.schema import Config, ScheduleConfig
 from pentameter.errors import ConfigError
@@ -205,7 +206,8 @@ def global_batch_size(config: Config) -> int:
 def needs_data(config: Config) -> bool:
     """Whether `make_plan` must be told of the data: its vocabulary, or the length of an epoch."""
     counts_epochs = config.train.epochs is not None or config.train.eval_interval == "epoch"
-    decays_by_epoch = config.schedule.name == "step" and config.schedule.decay_interval is None
+    decays = look_up(DECAY_KEYS, config.schedule.name, "schedule.name", "the planner")
+    decays_by_epoch = "decay_interval" in decays and config.schedule.decay_interval is None
     return config.model.vocab_size is None or counts_epochs or decays_by_epoch
 
 
@@ -231,8 +233,13 @@ def _resolve(
     if train.epochs is not None:
         steps = _steps(train.epochs, epoch, "train.epochs")
     interval = train.eval_interval
-    if interval == "epoch":
-        interval = _steps(1, epoch, "train.eval_interval='epoch'")
+    match interval:
+        case "epoch":
+            interval = _steps(1, epoch, "train.eval_interval='epoch'")
+        case int() | None:
+            pass
+        case unknown:
+            refuse_unknown(unknown, "train.eval_interval", "the planner")
     return config.model_copy(
         update={
             "model": model.model_copy(
@@ -293,11 +300,15 @@ def _end_weights(config: Config) -> tuple[float, float]:
     """How many layers the embedding and the head are worth where stages are weighed, in FLOPs: an
     embedding only looks up, a head is a product with V · D weights."""
     model = config.model
-    if config.parallel.partition == "uniform":
-        return 0.0, 0.0
-    layer = 2 * model.d_model * (2 * model.d_model + feed_forward_width(model))
-    layer += 2 * model.d_model * model.context_length  # q·kᵀ and its product with v
-    return 0.0, padded_vocab_size(model) * model.d_model / layer
+    match config.parallel.partition:
+        case "uniform":
+            return 0.0, 0.0
+        case "weighted":
+            layer = 2 * model.d_model * (2 * model.d_model + feed_forward_width(model))
+            layer += 2 * model.d_model * model.context_length  # q·kᵀ and its product with v
+            return 0.0, padded_vocab_size(model) * model.d_model / layer
+        case unknown:
+            refuse_unknown(unknown, "parallel.partition", "the planner")
 
 
 def _resolve_schedule(
@@ -311,7 +322,8 @@ def _resolve_schedule(
         )
     decay_steps = schedule.decay_steps or steps - schedule.start_step
     cooldown, interval = schedule.cooldown_steps, schedule.decay_interval
-    if schedule.name == "wsd":
+    used = look_up(DECAY_KEYS, schedule.name, "schedule.name", "the planner")
+    if "cooldown_steps" in used:
         cooldown = cooldown or default_cooldown(decay_steps)
         longest = decay_steps - schedule.warmup_steps
         if cooldown > longest:
@@ -320,7 +332,7 @@ def _resolve_schedule(
                 f"{schedule.warmup_steps} steps ends; at most {max(longest, 0)} of the "
                 f"{decay_steps} steps are left for it"
             )
-    if schedule.name == "step":
+    if "decay_interval" in used:
         interval = interval or _steps(1, epoch, "schedule.decay_interval, an epoch when absent,")
     return schedule.model_copy(
         update={

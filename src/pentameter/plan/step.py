@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pentameter.config.choices import look_up
 from pentameter.config.schema import Config
 from pentameter.plan.layout import Layout
+
+BYTES = {
+    "auto": (4, 4),  # where the run has not chosen yet
+    "fp64": (8, 8),
+    "fp32": (4, 4),
+    "tf32": (4, 4),
+    "bf16": (4, 2),
+    "fp16": (4, 2),
+}
+"""`train.precision` → bytes of a weight's number, and of one that goes into a product."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +45,10 @@ def step_sizes(config: Config, layout: Layout, precision: str | None = None) -> 
     assert train.batch_size is not None  # resolved
     assert train.micro_batch_size is not None
     precision = precision or train.precision
-    element_bytes = 8 if precision == "fp64" else 4
+    element_bytes, product_bytes = look_up(BYTES, precision, "train.precision", "the planner")
     return StepSizes(
         n_rows=train.batch_size // layout.data,
         micro_batch_size=train.micro_batch_size,
         element_bytes=element_bytes,
-        product_bytes=2 if precision in ("bf16", "fp16") else element_bytes,
+        product_bytes=product_bytes,
     )

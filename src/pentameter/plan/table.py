@@ -11,8 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from pentameter.config.choices import look_up, refuse_unknown
 from pentameter.config.schema import ModelConfig
 from pentameter.errors import ConfigError
+
+NORM_MAY_HAVE_BIAS = {"layernorm": True, "rmsnorm": False}
+FINAL_NORM = {"pre": True, "post": False}
+POSITION_TABLE = {"learned": True, "sinusoidal": False}
 
 Axis = Literal["vocab", "position", "embed", "heads", "mlp"]
 """What a dimension runs over. `heads` is all heads' channels, head by head: H·K of the attention
@@ -77,7 +82,19 @@ def embedding_dropout(model: ModelConfig) -> float:
 
 def norm_has_bias(model: ModelConfig) -> bool:
     """Return whether norms have a bias; RMSNorm has none by definition."""
-    return model.bias and model.norm == "layernorm"
+    possible = look_up(NORM_MAY_HAVE_BIAS, model.norm, "model.norm", "the parameter table")
+    return model.bias and possible
+
+
+def has_final_norm(model: ModelConfig) -> bool:
+    """Return whether a norm stands between the last block and the head."""
+    key = "model.norm_position"
+    return look_up(FINAL_NORM, model.norm_position, key, "the parameter table")
+
+
+def has_position_table(model: ModelConfig) -> bool:
+    """Return whether positions are parameters, one row each."""
+    return look_up(POSITION_TABLE, model.positions, "model.positions", "the parameter table")
 
 
 def parameter_table(
@@ -101,13 +118,13 @@ def parameter_table(
     table: list[ParameterSpec] = []
     if is_first or (is_last and model.tied_head):
         table.append(_matrix("token_embedding.weight", (rows, D), ("vocab", "embed"), ends))
-    if is_first and model.positions == "learned":
+    if is_first and has_position_table(model):
         shape = (model.context_length, D)
         table.append(_matrix("position_embedding.weight", shape, ("position", "embed"), ends))
     for layer in range(first_layer, last_layer):
         table.extend(_block(model, layer))
     if is_last:
-        if model.norm_position == "pre":
+        if has_final_norm(model):
             table.extend(_norm(model, "final_norm", None))
         if not model.tied_head:
             table.append(_matrix("head.weight", (rows, D), ("vocab", "embed"), ends))
@@ -173,7 +190,13 @@ def _block(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
 
 def _ends(model: ModelConfig) -> Init:
     """Return how embeddings and head start: N(0, init_std), or U(±0.1)."""
-    return Init("normal", model.init_std) if model.init == "normal" else Init("uniform", 0.1)
+    match model.init:
+        case "normal":
+            return Init("normal", model.init_std)
+        case "uniform":
+            return Init("uniform", 0.1)
+        case unknown:
+            refuse_unknown(unknown, "model.init", "the parameter table")
 
 
 def _projection(model: ModelConfig, name: str, shape: tuple[int, int]) -> Init:
@@ -187,8 +210,12 @@ def _projection(model: ModelConfig, name: str, shape: tuple[int, int]) -> Init:
     if model.residual_init_scale and name in ("attention.out", "mlp.down"):
         # GPT-2: 2 · n_layers sums on the residual stream keep its variance (Radford et al., 2019).
         scale = (2 * model.n_layers) ** -0.5
-    if model.init == "normal":
-        return Init("normal", model.init_std * scale)
-    if name == "attention.qkv":
-        return Init("uniform", math.sqrt(6 / (n_in + n_out)))
-    return Init("uniform", n_in**-0.5 * scale)
+    match model.init:
+        case "normal":
+            return Init("normal", model.init_std * scale)
+        case "uniform" if name == "attention.qkv":
+            return Init("uniform", math.sqrt(6 / (n_in + n_out)))
+        case "uniform":
+            return Init("uniform", n_in**-0.5 * scale)
+        case unknown:
+            refuse_unknown(unknown, "model.init", "the parameter table")

@@ -11,9 +11,13 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from pentameter.config.choices import SPLITS_BACKWARD, look_up, refuse_unknown
 from pentameter.config.schema import Config
 from pentameter.plan.layout import Layout
 from pentameter.plan.table import padded_vocab_size, parameter_table
+
+RECOMPUTES_PRODUCTS = {None: False, "selective": False, "full": True}
+"""`train.activation_checkpoint` → whether backward computes a block's matrix products again."""
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
 
@@ -61,13 +65,18 @@ def _order(layout: Layout, n_micro_batches: int, place: int) -> list[Pass]:
     p, v, m = layout.pipeline, layout.virtual_stages, n_micro_batches
     round_size = m // max(1, m // p)
     hops = p - 1 - place
-    split = layout.schedule == "zero-bubble"
-    if layout.schedule == "gpipe":
-        warm_up = m
-    elif layout.schedule == "1f1b":
-        warm_up = min(m, hops)
-    else:
-        warm_up = min((v - 1) * round_size + hops * (1 if split else 2), v * m)
+    split = look_up(SPLITS_BACKWARD, layout.schedule, "parallel.schedule", "the timeline")
+    match layout.schedule:
+        case "gpipe":
+            warm_up = m
+        case "1f1b":
+            warm_up = min(m, hops)
+        case "interleaved":
+            warm_up = min((v - 1) * round_size + 2 * hops, v * m)
+        case "zero-bubble":
+            warm_up = min((v - 1) * round_size + hops, v * m)
+        case unknown:
+            refuse_unknown(unknown, "parallel.schedule", "the timeline")
     stages = layout.stages_of(place)
     seen: Counter[tuple[Kind, int]] = Counter()
     passes: list[Pass] = []
@@ -159,7 +168,8 @@ def planned_bubble(
 def _pass_seconds(config: Config, stages: Sequence[range]) -> list[PassSeconds]:
     """The passes of each stage, measured in multiplications of a token, attention in full."""
     model = config.model
-    recomputed = config.train.activation_checkpoint == "full"
+    how, key = config.train.activation_checkpoint, "train.activation_checkpoint"
+    recomputed = look_up(RECOMPUTES_PRODUCTS, how, key, "the timeline")
     seconds = []
     for layers in stages:
         table = parameter_table(model, first_layer=layers.start, last_layer=layers.stop)

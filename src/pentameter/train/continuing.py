@@ -21,6 +21,7 @@ from pentameter.checkpoint.opening import (
     list_checkpoints,
     read_own_manifest,
 )
+from pentameter.config.choices import DECAY_KEYS, look_up
 from pentameter.config.load import config_hash, diff_configs, load_config
 from pentameter.config.schema import Config, ScheduleConfig
 from pentameter.errors import ConfigError, CorruptError
@@ -167,11 +168,8 @@ def _made_the_same(found: Config, asked: Config, n_steps: int) -> bool:
 
 def _is_resolved(schedule: ScheduleConfig) -> bool:
     """Whether every rate follows from it alone, as in what a run writes down."""
-    return (
-        schedule.decay_steps is not None
-        and (schedule.name != "wsd" or schedule.cooldown_steps is not None)
-        and (schedule.name != "step" or schedule.decay_interval is not None)
-    )
+    used = look_up(DECAY_KEYS, schedule.name, "schedule.name", "the trainer")
+    return all(getattr(schedule, key) is not None for key in used)
 
 
 def _refusal(

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 
+from pentameter.config.choices import ROWS_ARE_DOCUMENTS, look_up
 from pentameter.data.batches import Batch
 from pentameter.data.dataset import TokenSplit
 from pentameter.data.evaluation import evaluation_batches
@@ -62,7 +63,8 @@ def _batches(
     stage: Stage, split: TokenSplit, batch_size: int, stride: int | None
 ) -> Iterator[Batch]:
     config = stage.plan.config
-    within_documents = config.data.order == "documents" and not config.data.packing
+    are_documents = look_up(ROWS_ARE_DOCUMENTS, config.data.order, "data.order", "evaluation")
+    within_documents = are_documents and not config.data.packing
     return evaluation_batches(
         split,
         context_length=config.model.context_length,

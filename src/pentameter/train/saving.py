@@ -28,6 +28,7 @@ import torch
 
 from pentameter.checkpoint.state import model_state, optimizer_state
 from pentameter.checkpoint.store import CheckpointStore, Saved
+from pentameter.config.choices import ENDS_RUN, look_up
 from pentameter.config.load import to_toml
 from pentameter.data.dataset import Dataset
 from pentameter.errors import StorageError, TrainingFailedError
@@ -83,7 +84,8 @@ class RunCheckpoints:
         try:
             saved = self._save()
         except StorageError as error:
-            if complete or interrupted or settings.on_error == "stop":
+            ends = look_up(ENDS_RUN, settings.on_error, "checkpoint.on_error", "the trainer")
+            if complete or interrupted or ends:
                 raise
             self.say(f"warning: step {state.step} is not saved: {error}")
             return None

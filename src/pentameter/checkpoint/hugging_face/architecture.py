@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pentameter.config.choices import look_up
 from pentameter.config.problems import shown
 from pentameter.config.schema import ModelConfig
 from pentameter.errors import ConfigError
@@ -33,6 +34,21 @@ NOT_GPT2 = {
     "head_bias": (False, "GPT-2's output projection has no bias"),
 }
 """Our key → the only value that GPT-2 can express, and why another is refused."""
+
+WRITTEN = {
+    *("vocab_size", "context_length", "n_layers", "n_heads", "d_model", "d_ff", "activation"),
+    *("dropout", "attention_dropout", "embedding_dropout", "init_std", "tied_head"),
+}
+"""Our keys that config.json has a word for."""
+
+NOT_NEEDED = {
+    "vocab_multiple": "rows that pad the vocabulary are not written",
+    "qkv_bias": "biases that are not here are written as zeros",
+    "bias": "as above",
+    "init": "how weights began that are written",
+    "residual_init_scale": "as above",
+}
+"""Our keys that the weights alone express, or that say nothing of them, and why."""
 
 NOT_OURS = {
     "layer_norm_epsilon": (NORM_EPS, "norms here have eps 1e-5"),
@@ -60,6 +76,12 @@ def to_gpt2_config(
         for key, (possible, reason) in NOT_GPT2.items()
         if getattr(model, key) != possible
     ]
+    accounted = {*WRITTEN, *NOT_GPT2, *NOT_NEEDED}
+    wrong += [
+        f"model.{key}={shown(getattr(model, key))} (its config.json has no such key)"
+        for key in type(model).model_fields
+        if key not in accounted
+    ]
     if wrong:
         raise ConfigError(
             f"a Hugging Face GPT-2 cannot express {'; '.join(wrong)}; `export --to safetensors` "
@@ -75,7 +97,7 @@ def to_gpt2_config(
         "n_layer": model.n_layers,
         "n_head": model.n_heads,
         "n_inner": feed_forward_width(model),
-        "activation_function": theirs[model.activation],
+        "activation_function": look_up(theirs, model.activation, "model.activation", "GPT-2"),
         "resid_pdrop": model.dropout,
         "embd_pdrop": embedding_dropout(model),
         "attn_pdrop": model.attention_dropout,

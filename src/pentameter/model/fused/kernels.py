@@ -236,25 +236,34 @@ def _normal_cdf(x: Tensor, density: Tensor, *, exact: bool) -> Tensor:
     return torch.where(x >= 0, 1 - upper, upper)
 
 
-def _activation_and_slope(x: Tensor, kind: str, *, exact: bool) -> tuple[Tensor, Tensor]:
-    """f(x) and f'(x)."""
-    if kind == "relu":
-        return torch.relu(x), (x > 0).to(x.dtype)
-    if kind == "gelu":
-        density = torch.exp(-0.5 * x * x)
-        share = _normal_cdf(x, density, exact=exact)
-        return x * share, share + x * density * (1 / math.sqrt(2 * math.pi))
-    # gelu_tanh: Hendrycks & Gimpel 2016, the form GPT-2 uses
+# Each returns f(x) and f'(x); results that are not `exact` are rounded to 16 bits.
+
+
+def _relu(x: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
+    return torch.relu(x), (x > 0).to(x.dtype)
+
+
+def _gelu(x: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
+    density = torch.exp(-0.5 * x * x)
+    share = _normal_cdf(x, density, exact=exact)
+    return x * share, share + x * density * (1 / math.sqrt(2 * math.pi))
+
+
+def _gelu_tanh(x: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
+    # Hendrycks & Gimpel 2016, the form GPT-2 uses
     tanh = torch.tanh(_GELU_TANH * (x + 0.044715 * x * x * x))
     inner = _GELU_TANH * (1 + 3 * 0.044715 * x * x)
     return 0.5 * x * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * inner
 
 
+ACTIVATIONS = {"relu": _relu, "gelu": _gelu, "gelu_tanh": _gelu_tanh}
+
+
 @kernel
 def activation_forward(h: Tensor, bias: Tensor | None, kind: str) -> Tensor:
-    """f(h + bias) in h's dtype; `kind` is relu, gelu or gelu_tanh."""
+    """f(h + bias) in h's dtype; `kind` is one of ACTIVATIONS."""
     exact = h.dtype.itemsize > 2
-    return _activation_and_slope(plus_bias(h, bias), kind, exact=exact)[0].to(h.dtype)
+    return ACTIVATIONS[kind](plus_bias(h, bias), exact)[0].to(h.dtype)
 
 
 @kernel
@@ -263,5 +272,5 @@ def activation_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradient of h from that of f(h + bias), and f(h + bias) again."""
     exact = h.dtype.itemsize > 2
-    y, slope = _activation_and_slope(plus_bias(h, bias), kind, exact=exact)
+    y, slope = ACTIVATIONS[kind](plus_bias(h, bias), exact)
     return (precise(g) * slope).to(h.dtype), y.to(h.dtype)

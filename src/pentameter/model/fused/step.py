@@ -7,11 +7,15 @@ operation. A test holds both ways equal in fp64.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pentameter.config.problems import shown
 from pentameter.config.schema import ModelConfig
+from pentameter.errors import ConfigError
 from pentameter.model.chunked_loss import chunked_loss_sum, elementwise_row_loss, exceeds_chunk
 from pentameter.model.dropout import KeyedDropout
 from pentameter.model.fused import amx
@@ -24,16 +28,54 @@ from pentameter.model.fused.functions import (
     Norm,
     Product,
 )
-from pentameter.model.fused.kernels import kernel, precise
+from pentameter.model.fused.kernels import ACTIVATIONS, kernel, precise
 from pentameter.model.gpt import GPT, Block
 from pentameter.model.loss import loss_sum
 
 _row_loss = kernel(elementwise_row_loss)
 
 
-def can_fuse(config: ModelConfig) -> bool:
-    """Whether `fused_loss_sum` knows the architecture: all but norms after the residual sum."""
-    return config.norm_position == "pre"
+CENTRED = {"layernorm": True, "rmsnorm": False}
+"""`model.norm` → whether it subtracts the mean."""
+
+ANY = None
+
+FUSES: Mapping[str, Collection[object] | None] = {
+    "vocab_size": ANY,
+    "vocab_multiple": ANY,
+    "context_length": ANY,
+    "n_layers": ANY,
+    "n_heads": ANY,
+    "d_model": ANY,
+    "d_ff": ANY,
+    "activation": ACTIVATIONS,
+    "norm": CENTRED,
+    "norm_position": ("pre",),
+    "positions": ("learned", "sinusoidal"),
+    "tied_head": ANY,
+    "head_bias": ANY,
+    "qkv_bias": ANY,
+    "bias": ANY,
+    "dropout": ANY,
+    "attention_dropout": ANY,
+    "embedding_dropout": ANY,
+    "init": ANY,
+    "init_std": ANY,
+    "residual_init_scale": ANY,
+    "embedding_scale": ANY,
+}
+"""Key of `[model]` → the values that `fused_loss_sum` computes, ANY where it takes them all from
+the plain module. A key or a value that is not here is left to the plain module as a whole."""
+
+
+def architecture_obstacle(config: ModelConfig) -> str | None:
+    """The first key of `[model]`, with its value, that `fused_loss_sum` does not compute; None
+    where it computes the architecture."""
+    for key in type(config).model_fields:
+        possible, value = FUSES.get(key, ()), getattr(config, key)
+        if possible is not None and value not in possible:
+            return f"model.{key}={shown(value)}"
+    return None
 
 
 def fused_loss_sum(
@@ -43,8 +85,12 @@ def fused_loss_sum(
 
     Products run in `dtype`, the residual stream in the parameters' own. `dropout_keys` are those
     of `pentameter.model.dropout_keys`, or None for no dropout. The model holds all layers.
+    Raises ConfigError for an architecture that has an obstacle.
     """
     config = model.config
+    obstacle = architecture_obstacle(config)
+    if obstacle is not None:
+        raise ConfigError(f"{obstacle} is not known to the fused step; set train.compile=false")
     if dropout_keys is None:
         sites = torch.zeros(1 + 3 * config.n_layers, len(tokens), 2, dtype=torch.int32)
     else:
@@ -56,7 +102,7 @@ def fused_loss_sum(
         x = Dropout.apply(x, sites[model.embedding_dropout.site], model.embedding_dropout.p)
 
     blocks = [block for block in model.blocks.values() if isinstance(block, Block)]
-    centred = isinstance(model.final_norm, nn.LayerNorm)
+    centred = CENTRED[config.norm]
     on_amx = amx.can_attend(dtype, config.d_model // config.n_heads)
     attend = AmxAttention.apply if on_amx else CausalAttention.apply
     h = Norm.apply(x, centred, dtype)

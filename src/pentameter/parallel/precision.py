@@ -1,0 +1,55 @@
+"""The values of `train.precision` as torch's dtypes and settings: one literal table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from pentameter.config.choices import look_up, refuse_unknown
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The dtypes of a precision."""
+
+    weights: torch.dtype
+    """Of weights, gradients, optimizer state and the residual stream."""
+    products: torch.dtype
+    """Of what goes into a matrix product."""
+    matmul: Literal["highest", "high"] = "highest"
+    """How exactly a GPU multiplies fp32 where `train.matmul_precision` is absent."""
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype that products are rounded to; None where they are the weights'."""
+        return None if self.products is self.weights else self.products
+
+
+PRECISIONS = {
+    "fp64": Arithmetic(torch.float64, torch.float64),
+    "fp32": Arithmetic(torch.float32, torch.float32),
+    "tf32": Arithmetic(torch.float32, torch.float32, matmul="high"),
+    "bf16": Arithmetic(torch.float32, torch.bfloat16),
+    "fp16": Arithmetic(torch.float32, torch.float16),
+}
+
+
+def arithmetic(precision: str) -> Arithmetic:
+    """The dtypes of a precision that was chosen (not `auto`); ConfigError for one not known."""
+    return look_up(PRECISIONS, precision, "train.precision", "the engine")
+
+
+def set_matmul_precision(
+    asked: Literal["highest", "high", "medium"] | None, precision: str
+) -> None:
+    """Set torch's precision of fp32 products to `train.matmul_precision`, or to what `precision`
+    implies where that is absent. Raises ConfigError for a word that torch would pass over."""
+    match asked:
+        case None:
+            torch.set_float32_matmul_precision(arithmetic(precision).matmul)
+        case "highest" | "high" | "medium":
+            torch.set_float32_matmul_precision(asked)
+        case unknown:
+            refuse_unknown(unknown, "train.matmul_precision", "the engine")

@@ -1,0 +1,370 @@
+"""Keys that take one of a few words: each value is computed by every path, or refused by name.
+
+A path is a place that branches on the value: the plain model, compiled, fused, the planner, the
+export, the optimizer and so on. The schema says which keys and values there are; a value that no
+place knows is planted in the configuration past its checks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import numpy as np
+import pytest
+import torch
+
+from pentameter.checkpoint.hugging_face import architecture
+from pentameter.config.fields import leaves
+from pentameter.config.fingerprint import config_hash
+from pentameter.config.schema import Config, ModelConfig
+from pentameter.data.batches import training_batches
+from pentameter.data.contents import Splitting
+from pentameter.data.dataset import TokenSplit
+from pentameter.data.token_sequence import TokenSequence
+from pentameter.errors import ConfigError, StorageError
+from pentameter.model import GPT, build_model, dropout_keys
+from pentameter.model.fused import architecture_obstacle, fused_loss_sum
+from pentameter.model.fused.step import FUSES
+from pentameter.optim.build import build_optimizer
+from pentameter.optim.schedule import learning_rate
+from pentameter.parallel.assemble import assemble
+from pentameter.parallel.device import choose_compile, choose_device, choose_precision
+from pentameter.parallel.engine import fused_obstacle
+from pentameter.parallel.part import Part
+from pentameter.parallel.pipeline import SCHEDULES
+from pentameter.plan.plan import make_plan
+from pentameter.plan.step import BYTES
+from pentameter.plan.timeline import pass_order
+from pentameter.train import evaluation, trainer
+
+# Sizes that no other test uses: the fused kernels keep what was compiled for each shape.
+BASE = Config.model_validate(
+    {
+        "model": {
+            "vocab_size": 19,
+            "context_length": 10,
+            "n_layers": 4,
+            "n_heads": 2,
+            "d_model": 12,
+            "bias": True,
+            "dropout": 0.1,
+            "init_std": 0.5,  # large enough for activations to tell apart
+        },
+        "data": {"corpus": "grammar"},
+        "schedule": {"decay_steps": 50, "decay_interval": 10},
+        "train": {"batch_size": 4, "steps": 100, "precision": "fp32"},
+    }
+)
+CPU = torch.device("cpu")
+WITH = {
+    ("parallel.schedule", "interleaved"): {"pipeline": 2, "virtual_stages": 2},
+    ("parallel.schedule", "zero-bubble"): {"pipeline": 2, "virtual_stages": 2},
+}
+"""What a value needs beside it in its section."""
+PIPELINE = {"pipeline": 2}  # without one, the schedule and the partition are not read
+
+
+def alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The words and numbers that a key takes by name."""
+    if get_origin(annotation) is Annotated:
+        return alternatives(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return tuple(itertools.chain(*map(alternatives, get_args(annotation))))
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
+
+
+CHOICES = {
+    path: found for path, leaf in leaves().items() if (found := alternatives(leaf.annotation))
+}
+OF_MODEL = [(path, value) for path in CHOICES for value in CHOICES[path] if "model." in path]
+
+
+def with_value(path: str, value: Any) -> Config:
+    """BASE with `value` at `path`, which no check of the schema has seen."""
+    section, key = path.split(".")
+    beside = PIPELINE if section == "parallel" else {}
+    changes = {**beside, **WITH.get((path, value), {}), key: value}
+    changed = getattr(BASE, section).model_copy(update=changes)
+    return BASE.model_copy(update={section: changed})
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.arange(40).view(4, 10) * 7 % 19
+    return tokens, tokens.roll(-1, 1)
+
+
+def built(config: Config) -> GPT:
+    return build_model(config.model, config.seed, dtype=torch.float64).train()
+
+
+def step_of(model: GPT, forward: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """The summed loss and every gradient of what `forward` computes of `model`."""
+    tokens, targets = batch()
+    keys = dropout_keys(model.config, 3, 5, range(len(tokens)))
+    loss = forward(tokens, targets, keys)
+    loss.sum().backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def plainly(config: Config) -> tuple[float, dict[str, torch.Tensor]]:
+    model = built(config)
+    return step_of(model, lambda x, y, keys: model(x, targets=y, dropout_keys=keys))
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-13)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        # Sums of a few hundred terms in another order: some ulps of the largest element.
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(
+            found[1][name], gradient, rtol=1e-10, atol=1e-12 * scale, msg=name
+        )
+
+
+# Every value of the schema
+
+
+@pytest.mark.parametrize("path", [path for path in CHOICES if path.startswith("model.")])
+def test_no_value_of_the_architecture_computes_what_another_does(path):
+    losses = [plainly(with_value(path, value))[0] for value in CHOICES[path]]
+    for one, other in itertools.combinations(losses, 2):
+        assert abs(one - other) > 1e-6 * abs(one)
+
+
+@pytest.mark.parametrize(("path", "value"), OF_MODEL)
+def test_the_fused_step_computes_a_value_or_names_it(monkeypatch, path, value):
+    # Uncompiled: what is asked here is which function a kernel computes.
+    monkeypatch.setattr("torch.compile", lambda function, **_: function)
+    config = with_value(path, value)
+    obstacle = architecture_obstacle(config.model)
+    model = built(config)
+
+    def forward(tokens, targets, keys):
+        return fused_loss_sum(model, tokens, targets, keys, torch.float64)
+
+    if obstacle is None:
+        assert_equal(step_of(model, forward), plainly(config))
+    else:
+        assert obstacle == f"{path}={value!r}"
+        with pytest.raises(ConfigError, match=f"{path}={value!r}"):
+            step_of(model, forward)
+
+
+@pytest.mark.parametrize(("path", "value"), OF_MODEL)
+def test_a_compiled_graph_computes_every_value(path, value):
+    """Traced as for a run, and executed as traced; code for the machine has its own test."""
+    torch._dynamo.reset()
+    config = with_value(path, value)
+    model = built(config)
+    traced = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
+    found = step_of(model, lambda x, y, keys: traced(x, targets=y, dropout_keys=keys))
+    assert_equal(found, plainly(config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [0, -1])
+def test_compiled_code_computes_first_and_last_values(place):
+    """All in one model, to compile twice only; `test_fused` compiles the values between."""
+    changes = {
+        path.split(".")[1]: CHOICES[path][place] for path in CHOICES if path.startswith("model.")
+    }
+    model_config = BASE.model.model_copy(update={**changes, "n_layers": 1})
+    config = BASE.model_copy(update={"model": model_config})
+    part = Part(built(config), CPU, "fp64").train()
+    part.run_compiled()
+    assert_equal(step_of(part.model, part), plainly(config))
+
+
+@pytest.mark.parametrize(("path", "value"), OF_MODEL)
+def test_an_export_keeps_a_value_or_names_it(path, value):
+    model = with_value(path, value).model
+    key, refusal = path.split(".")[1], None
+    try:
+        written = architecture.to_gpt2_config(
+            model, vocab_size=19, end_of_text=None, dtype="float32"
+        )
+    except ConfigError as error:
+        refusal = str(error)
+    if refusal is not None:
+        assert f"{path}={value!r}" in refusal
+        return
+    again = architecture.from_gpt2_config(written, Path("config.json"))
+    assert again.get(key, value) == value
+
+
+@pytest.mark.parametrize(
+    ("path", "value"), [(path, value) for path in CHOICES for value in CHOICES[path]]
+)
+def test_the_planner_knows_every_value(path, value):
+    plan = make_plan(with_value(path, value), rows_per_epoch=100)
+    assert plan.memory().total_bytes > 0
+    assert plan.to_json()["time"]["bubble_fraction"] >= 0
+
+
+def test_precisions_are_as_wide_as_the_planner_says():
+    from pentameter.parallel.precision import PRECISIONS
+
+    assert {"auto", *PRECISIONS} == set(CHOICES["train.precision"]) == set(BYTES)
+    for name, found in PRECISIONS.items():
+        assert (found.weights.itemsize, found.products.itemsize) == BYTES[name]
+
+
+def test_learning_rates_differ_by_schedule():
+    rates = {}
+    for name in CHOICES["schedule.name"]:
+        config = make_plan(with_value("schedule.name", name), rows_per_epoch=100).config
+        rates[name] = [learning_rate(step, config.optimizer, config.schedule) for step in range(50)]
+    assert all(one != other for one, other in itertools.combinations(rates.values(), 2))
+
+
+def test_pipelines_have_an_order_for_every_schedule():
+    assert set(SCHEDULES) == set(CHOICES["parallel.schedule"])
+    orders = {}
+    for name in SCHEDULES:
+        plan = make_plan(with_value("parallel.schedule", name))
+        orders[name] = pass_order(plan.layout, 4)
+    assert all(one != other for one, other in itertools.combinations(orders.values(), 2))
+
+
+# A value that the schema does not have
+
+
+def fused(config: Config) -> None:
+    assert architecture_obstacle(config.model) is not None
+    model = built(BASE)
+    model.config = config.model
+    fused_loss_sum(model, *batch(), None, torch.float64)
+
+
+def exported(config: Config) -> None:
+    architecture.to_gpt2_config(config.model, vocab_size=19, end_of_text=None, dtype="float32")
+
+
+def assembled(config: Config) -> None:
+    """The engine, past the planner, which refuses it first."""
+    plan = make_plan(BASE)
+    config = plan.config.model_copy(update={"train": config.train, "model": config.model})
+    object.__setattr__(plan, "config", config)
+    assemble(plan, CPU, config.train.precision, compiled=False)
+
+
+def split() -> TokenSplit:
+    tokens = TokenSequence([np.arange(400, dtype="<u4") % 19], 0, 400)
+    return TokenSplit("train", tokens, 400, np.array([0, 200]))
+
+
+def evaluated(config: Config) -> None:
+    plan = SimpleNamespace(config=config)
+    list(evaluation._batches(SimpleNamespace(plan=plan), split(), 2, None))
+
+
+def failed_to_save(config: Config) -> None:
+    """A save that fails, in a trainer of nothing but what it asks for."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise StorageError("the disk is full")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "save_checkpoint", fails)
+        settings = config.checkpoint.model_copy(update={"interval": 1})
+        run = SimpleNamespace(
+            state=SimpleNamespace(step=1),
+            config=config.model_copy(update={"checkpoint": settings}),
+            plan=SimpleNamespace(portable_config=None),
+            folder=SimpleNamespace(store=None),
+            world=SimpleNamespace(on_main=lambda _: None),
+            console=SimpleNamespace(say=lambda _: None),
+            **dict.fromkeys(("stage", "optimizer", "dataset", "_saved_step", "_log_sizes")),
+            _new_best=False,
+        )
+        trainer.Trainer._save_if_due(run, stopping=False)
+
+
+def optimizer_of(config: Config) -> None:
+    plan = make_plan(BASE)
+    build_optimizer(built(BASE).named_parameters(), plan.table, config.optimizer)
+
+
+ARCHITECTURE = {"plan": make_plan, "plain": built, "fused": fused, "export": exported}
+PATHS: dict[str, dict[str, Any]] = {
+    "model.activation": ARCHITECTURE,
+    "model.norm": ARCHITECTURE,
+    "model.norm_position": ARCHITECTURE,
+    "model.positions": ARCHITECTURE,
+    # The weights say it all: nothing computes otherwise, and an export keeps them.
+    "model.init": {"plan": make_plan, "plain": built},
+    "data.order": {"train": lambda c: training_batches(c, split()), "eval": evaluated},
+    "data.split_by": {"prepare": lambda c: Splitting(by=c.data.split_by)},
+    "optimizer.name": {"plan": make_plan, "build": optimizer_of, "hash": config_hash},
+    "optimizer.decay": {"build": optimizer_of},
+    "schedule.name": {
+        "plan": make_plan,
+        "rate": lambda c: learning_rate(0, c.optimizer, c.schedule),
+        "hash": config_hash,
+    },
+    "train.device": {"engine": lambda c: choose_device(c.train.device)},
+    "train.precision": {
+        "plan": make_plan,
+        "engine": lambda c: choose_precision(c.train.precision, CPU),
+        "assemble": assembled,
+    },
+    "train.matmul_precision": {"assemble": assembled},
+    "train.activation_checkpoint": {"plan": make_plan, "assemble": assembled},
+    "train.compile": {"engine": lambda c: choose_compile(c.train.compile, CPU, total_flops=1.0)},
+    "train.eval_interval": {"plan": make_plan},
+    "parallel.zero": {"plan": make_plan},
+    "parallel.schedule": {
+        "plan": make_plan,
+        "order": lambda c: pass_order(
+            make_plan(BASE).layout.__class__(pipeline=2, schedule=c.parallel.schedule), 4
+        ),
+    },
+    "parallel.partition": {"plan": make_plan},
+    "checkpoint.on_error": {"save": failed_to_save},
+}
+"""Key → the places that branch on it, each a function that meets a configuration there."""
+
+
+def test_every_key_of_the_schema_has_its_places():
+    assert set(PATHS) == set(CHOICES)
+
+
+@pytest.mark.parametrize(
+    ("path", "place"), [(path, place) for path in PATHS for place in PATHS[path]]
+)
+def test_a_value_that_nobody_knows_is_refused_by_name(path, place):
+    planted = 9 if path == "parallel.zero" else "made-up"
+    with pytest.raises(ConfigError) as caught:
+        PATHS[path][place](with_value(path, planted))
+    assert path.split(".")[1] in str(caught.value)
+    assert str(planted) in str(caught.value)
+
+
+@pytest.mark.parametrize("key", sorted(BASE.parallel.model_fields_set | {"tensor", "zero"}))
+def test_the_fused_step_runs_copies_only(key):
+    plan = make_plan(BASE.model_copy(update={"train": BASE.train}))
+    assert fused_obstacle(plan) is None
+    layout = plan.layout.__class__(data=2, **{key: 2})
+    object.__setattr__(plan, "layout", layout)
+    assert fused_obstacle(plan) == f"parallel.{key}=2"
+
+
+class WithANewKey(ModelConfig):
+    """An architecture that the schema may have tomorrow."""
+
+    made_up: bool = False
+    """Changes what a model computes."""
+
+
+def test_a_new_key_of_the_architecture_is_refused_until_each_place_knows_it():
+    assert set(FUSES) == set(ModelConfig.model_fields)
+    known = {*architecture.WRITTEN, *architecture.NOT_GPT2, *architecture.NOT_NEEDED}
+    assert known == set(ModelConfig.model_fields)
+    new = WithANewKey(**BASE.model.model_dump())
+    assert architecture_obstacle(new) == "model.made_up=false"
+    with pytest.raises(ConfigError, match=r"model\.made_up=false"):
+        exported(BASE.model_copy(update={"model": new}))
