@@ -7,9 +7,13 @@ import torch
 
 from pentameter.checkpoint import model_state
 from pentameter.checkpoint.hugging_face import export_hf
-from pentameter.checkpoint.initial_weights import check_origin, initial_weights
+from pentameter.checkpoint.initial_weights import (
+    NOT_THE_ARCHITECTURE,
+    check_origin,
+    initial_weights,
+)
 from pentameter.checkpoint.stored import StoredModel, save_model
-from pentameter.config.schema import Config
+from pentameter.config.schema import Config, ModelConfig
 from pentameter.data import CharTokenizer
 from pentameter.data.building import train_bpe
 from pentameter.errors import ConfigError, CorruptError
@@ -143,3 +147,13 @@ def test_what_is_no_model_or_damaged_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CorruptError, match=r"model\.safetensors is damaged"):
         initial_weights(tmp_path / "m", configuration(), BPE)
+
+
+def test_every_key_of_the_schema_must_agree_or_says_why_not(tmp_path):
+    saved(tmp_path / "there")
+    here = configuration()
+    assert set(NOT_THE_ARCHITECTURE) < set(ModelConfig.model_fields)
+    for key in set(ModelConfig.model_fields) - set(NOT_THE_ARCHITECTURE):
+        other = here.model.model_copy(update={key: 3 if key == "d_ff" else "made-up"})
+        with pytest.raises(ConfigError, match=rf"model\.{key}: "):
+            initial_weights(tmp_path / "there", here.model_copy(update={"model": other}), BPE)

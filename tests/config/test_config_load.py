@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 
+from pentameter.config import problems
 from pentameter.config.fields import leaves, sections
 from pentameter.config.load import BOUND_TO_TEXT, load_config, preset_names
 from pentameter.errors import ConfigError
@@ -310,3 +312,62 @@ def test_patience_without_evaluations_is_refused(toml, none):
     message = refusal(toml(MINIMAL), "--train.patience=3", none)
     assert "train.patience=3 counts evaluations, and there are none" in message
     load_config(toml(MINIMAL), [none])
+
+
+@pytest.mark.parametrize("statement", ["{} = 1", "[{}]", "x = {{ {} = 1 }}"])
+@pytest.mark.parametrize("part", ["a", ' "" ', r'"\"."', "'.'"])
+def test_a_key_of_many_parts_is_refused_before_it_is_read(toml, statement, part):
+    message = refusal(toml("# a run\n" + statement.format(".".join([part] * 20_000))))
+    assert "line 2: a key has more than 32 dotted parts" in message
+
+
+@pytest.mark.parametrize("deep", ["x = {}1{}", "x = [{}1{}]"])
+def test_values_of_many_levels_are_refused(toml, deep):
+    for opening, closing in (("[", "]"), ("{a=", "}")):
+        text = deep.format(opening * 40, closing * 40)
+        assert "nested too deeply" in refusal(toml(text))
+
+
+def test_text_with_many_dots_is_read(toml):
+    prompt = "a." * 100 + " x = {a." * 20
+    assert load_config(toml(MINIMAL + f'sample_prompt = "{prompt}"')).train.sample_prompt == prompt
+
+
+@pytest.mark.parametrize("through", ["", "extends"])
+def test_only_a_regular_file_is_read(toml, tmp_path, through):
+    """A pipe without a writer would wait for ever, and a device may have no end."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for source in (pipe, Path("/dev/zero")):
+        named = toml(f"extends = '{source}'") if through else source
+        assert f"{source} is a device or a pipe" in refusal(named)
+
+
+@pytest.mark.parametrize("through", ["", "extends"])
+def test_a_file_too_large_for_a_configuration_is_not_read(toml, tmp_path, through):
+    large = tmp_path / "weights.bin"
+    with large.open("wb") as file:
+        file.truncate(2**40)  # a hole: it takes no room
+    named = toml(f"extends = '{large}'") if through else large
+    assert "weights.bin is larger than 1,048,576 bytes" in refusal(named)
+
+
+def test_of_many_problems_the_first_are_told_and_the_rest_counted(toml, monkeypatch):
+    looked_up = []
+    nearest = problems.nearest
+    monkeypatch.setattr(
+        problems, "nearest", lambda word, known: looked_up.append(word) or nearest(word, known)
+    )
+    message = refusal(toml(MINIMAL + "".join(f"key_{number} = 1\n" for number in range(50_000))))
+    first, *lines = message.splitlines()
+    assert first.endswith("50,000 problems")
+    assert len(lines) == problems.MOST_PROBLEMS + 1
+    assert lines[-1] == "  and 49,980 more"
+    assert len(looked_up) <= 3 * problems.MOST_PROBLEMS
+
+
+def test_problems_of_overrides_count_with_those_of_the_file(toml):
+    path = toml(MINIMAL.replace("= 4", "= 0") + "stpes = 1\n")
+    many = [f"--train.key_{number}=1" for number in range(30)]
+    assert "and 12 more" in refusal(path, *many)
+    assert "2 problems" in refusal(path)

@@ -5,7 +5,9 @@ Layers are merged as plain dictionaries, oldest first, and validated once at the
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +20,7 @@ from pydantic import ValidationError
 from pentameter.config.fields import leaves, read_text, takes_whole_number, whole
 from pentameter.config.fingerprint import config_hash, diff_configs
 from pentameter.config.overrides import parse_overrides, split_overrides
-from pentameter.config.problems import nearest, printable, problems, shown, unknown_key
+from pentameter.config.problems import Problems, nearest, printable, shown
 from pentameter.config.schema import Config
 from pentameter.config.section import ABSENT
 from pentameter.config.write import to_toml
@@ -55,6 +57,18 @@ BOUND_TO_TEXT = (
 
 LONGEST_NAME = 100
 
+LARGEST_FILE_BYTES = 2**20
+"""A configuration is some kilobytes; what is larger is another file, named by mistake."""
+
+DEEPEST = 32
+"""Parts of a dotted key, and levels of tables and lists. The schema has three."""
+
+_PART = rb"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+"""
+_TOO_DEEP = re.compile(
+    rb"(?:^|[\[{,])[ \t]*+(?:%s\.[ \t]*+){%d}" % (_PART, DEEPEST), flags=re.MULTILINE
+)
+"""A dotted key of too many parts: to read one, tomllib takes time and memory by their square."""
+
 Tree = dict[str, Any]
 
 
@@ -70,7 +84,7 @@ def load_config(
     """
     tree = source.model_dump() if isinstance(source, Config) else _read_chain(source)
     label = source.name if isinstance(source, Config) else str(source)
-    wrong: list[str] = []
+    wrong = Problems()
     tree = merge(tree, _override_tree(overrides, wrong))
     for name in ("data", "train"):  # absent ones fail with the validator's advice, not "missing"
         tree.setdefault(name, {})
@@ -80,7 +94,7 @@ def load_config(
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        wrong += [problem for problem in problems(error, tree) if problem not in wrong]
+        wrong.add_refused(error, tree)
     if wrong or config is None:
         raise _refusal(label, wrong)
     return config
@@ -150,11 +164,12 @@ def _merge_keys(base: Tree, layer: Tree) -> Tree:
     return merged
 
 
-def _refusal(source: str, wrong: list[str]) -> ConfigError:
-    if len(wrong) == 1:
-        return ConfigError(f"{printable(source)}: {wrong[0]}")
-    lines = "".join(f"\n  {problem}" for problem in wrong)
-    return ConfigError(f"{printable(source)}: {len(wrong)} problems{lines}")
+def _refusal(source: str, wrong: Problems) -> ConfigError:
+    sentences = wrong.sentences()
+    if len(sentences) == 1:
+        return ConfigError(f"{printable(source)}: {sentences[0]}")
+    lines = "".join(f"\n  {sentence}" for sentence in sentences)
+    return ConfigError(f"{printable(source)}: {len(wrong):,} problems{lines}")
 
 
 # Sources: presets, files and what they extend
@@ -200,13 +215,30 @@ def _read_source(source: str | Path, folder: Path, named_by: str) -> tuple[str, 
     try:
         if path.is_dir():
             raise ConfigError(f"{named_by}{label} is a folder; name the .toml file in it")
-        return str(path.resolve()), label, path.read_bytes()
+        return str(path.resolve()), label, _read_file(path, f"{named_by}{label}")
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{named_by}{_not_found(path, label)}") from None
     except OSError as error:
         raise ConfigError(f"{named_by}{label} cannot be read: {error.strerror}") from None
     except ValueError:  # a NUL or a lone surrogate
         raise ConfigError(f"{named_by}{label} cannot be the name of a file") from None
+
+
+def _read_file(path: Path, label: str) -> bytes:
+    """The bytes of a regular file that is as small as a configuration; ConfigError for another.
+
+    A pipe is opened without waiting for a writer, and nothing is read of what may have no end.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ConfigError(f"{label} is a device or a pipe; name a file")
+        text = file.read(LARGEST_FILE_BYTES + 1)
+    if len(text) > LARGEST_FILE_BYTES:
+        raise ConfigError(
+            f"{label} is larger than {LARGEST_FILE_BYTES:,} bytes, and a configuration is not; "
+            "name the TOML file of a run"
+        )
+    return text
 
 
 def _not_found(path: Path, label: str) -> str:
@@ -220,13 +252,22 @@ def _not_found(path: Path, label: str) -> str:
 
 
 def _parse(text: bytes, label: str) -> Tree:
+    found = _TOO_DEEP.search(text)
+    if found is not None:
+        line = text[: found.end()].count(b"\n") + 1
+        raise ConfigError(f"{label}: line {line}: a key has more than {DEEPEST} dotted parts")
     try:
-        return tomllib.loads(text.decode("utf-8-sig"))
+        tree = tomllib.loads(text.decode("utf-8-sig"))
+        if _is_deep(tree):
+            raise RecursionError
+        return tree
     except UnicodeDecodeError as error:
         line = text[: error.start].count(b"\n") + 1
         raise ConfigError(f"{label}: line {line}: the file is not UTF-8 text") from None
     except RecursionError:
-        raise ConfigError(f"{label}: values are nested too deeply") from None
+        raise ConfigError(
+            f"{label}: values are nested too deeply: more than {DEEPEST} levels"
+        ) from None
     except ValueError as error:  # TOMLDecodeError, and what tomllib lets through from int()
         match = re.fullmatch(r"(.*?)\s*\(at (.*)\)", str(error), flags=re.DOTALL)
         reason, place = match.groups() if match else (str(error), "the file")
@@ -236,10 +277,26 @@ def _parse(text: bytes, label: str) -> Tree:
         ) from None
 
 
+def _is_deep(tree: Tree) -> bool:
+    """Whether tables and lists are nested deeper than DEEPEST, found without recursion."""
+    level: list[Any] = [tree]
+    for _ in range(DEEPEST):
+        inner = [
+            each
+            for container in level
+            for each in (container.values() if isinstance(container, dict) else container)
+            if isinstance(each, dict | list)
+        ]
+        if not inner:
+            return False
+        level = inner
+    return True
+
+
 # Overrides
 
 
-def _override_tree(overrides: Sequence[str] | Mapping[str, Any], wrong: list[str]) -> Tree:
+def _override_tree(overrides: Sequence[str] | Mapping[str, Any], wrong: Problems) -> Tree:
     """The overrides as one layer; a path that does not exist is noted in `wrong`."""
     if isinstance(overrides, str):
         raise TypeError("overrides must be a list of arguments, not one string")
@@ -249,7 +306,7 @@ def _override_tree(overrides: Sequence[str] | Mapping[str, Any], wrong: list[str
     for path, value in pairs:
         leaf = leaves().get(path)
         if leaf is None:
-            wrong.append(unknown_key(path))
+            wrong.add_unknown(path)
             continue
         *section, key = path.split(".")
         place = tree

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 
 from pentameter.errors import ConfigError
@@ -22,17 +23,17 @@ def split_overrides(
     """
     own: list[str] = []
     overrides: list[str] = []
-    rest = list(arguments)
+    rest = deque(arguments)
     while rest:
-        argument = rest.pop(0)
+        argument = rest.popleft()
         if argument == "--":
-            return own + rest, overrides
+            return [*own, *rest], overrides
         if not argument.startswith("--") or not _is_override(argument, own_options):
             own.append(argument)
             continue
         overrides.append(argument)
         if "=" not in argument and rest and not rest[0].startswith("--"):
-            overrides.append(rest.pop(0))
+            overrides.append(rest.popleft())
     return own, overrides
 
 
@@ -53,9 +54,9 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str]]:
     `=`. Raises ConfigError for a value without a key and a key without a value.
     """
     pairs: list[tuple[str, str]] = []
-    rest = list(arguments)
+    rest = deque(arguments)
     while rest:
-        argument = rest.pop(0)
+        argument = rest.popleft()
         name, equals, value = argument.partition("=")
         dashed = name.startswith("--")
         path = name.removeprefix("--").replace("-", "_")
@@ -69,6 +70,6 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str]]:
                     f"{argument} needs a value, e.g. {argument} VALUE "
                     f"({argument}=VALUE where the value starts with --)"
                 )
-            value = rest.pop(0)
+            value = rest.popleft()
         pairs.append((path, value))
     return pairs

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -32,18 +34,49 @@ FAMILIAR = {
 LONGEST_VALUE_SHOWN = 80
 
 
+MOST_PROBLEMS = 20
+"""Sentences of one refusal. A file of another kind has any number of unknown keys, and to find the
+nearest known one takes a while for each."""
+
+
+class Problems:
+    """What is wrong with a configuration: each place once, in the order found, said when asked."""
+
+    def __init__(self) -> None:
+        self._sayings: dict[str, Callable[[], str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._sayings)
+
+    def add_unknown(self, path: str) -> None:
+        """Note a dotted path that the schema does not have."""
+        self._sayings.setdefault(path, lambda: unknown_key(path))
+
+    def add_refused(self, error: ValidationError, asked: dict[str, Any]) -> None:
+        """Note each thing that pydantic refused in `asked`."""
+        for detail in error.errors(include_url=False, include_input=False):
+            if detail["type"] == "extra_forbidden":
+                self.add_unknown(".".join(str(part) for part in detail["loc"]))
+                continue
+            path = _known_path(detail["loc"])  # once: a union reports each of its options
+            self._sayings.setdefault(path, partial(_problem, detail, path, asked))
+
+    def sentences(self) -> list[str]:
+        """One for each problem, without pydantic's own words, and one for those beyond the first
+        MOST_PROBLEMS."""
+        said = [say() for say in itertools.islice(self._sayings.values(), MOST_PROBLEMS)]
+        rest = len(self) - len(said)
+        return [*said, f"and {rest:,} more"] if rest else said
+
+
 def problems(error: ValidationError, asked: dict[str, Any]) -> list[str]:
-    """One sentence for each thing pydantic refused in `asked`, without pydantic's own words."""
-    found: dict[str, None] = {}  # an ordered set: a union reports each of its options
-    for detail in error.errors(include_url=False, include_input=False):
-        found[_problem(detail, asked)] = None
-    return list(found)
+    """The sentences of what pydantic refused in `asked`."""
+    found = Problems()
+    found.add_refused(error, asked)
+    return found.sentences()
 
 
-def _problem(detail: Any, asked: dict[str, Any]) -> str:
-    path = _known_path(detail["loc"])
-    if detail["type"] == "extra_forbidden":
-        return unknown_key(".".join(str(part) for part in detail["loc"]))
+def _problem(detail: Any, path: str, asked: dict[str, Any]) -> str:
     if path in leaves():
         return refused(path, _at(asked, path))
     if detail["type"] == "value_error":  # our own validators name their paths
