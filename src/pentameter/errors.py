@@ -2,6 +2,42 @@
 
 from __future__ import annotations
 
+import re
+
+LONGEST_WORD = 600
+"""Characters without a space, as of a path, that a message shows whole."""
+
+LONGEST_MESSAGE = 6000
+"""Characters of a message; more than the longest of ours has, a list of problems."""
+
+
+def printable(text: str, keep: str = "") -> str:
+    """`text` with what a terminal would act on or cannot show (control characters, marks of
+    direction, lone surrogates) written as escapes: `\\x1b`. The characters of `keep` stay."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii")
+        for c in text
+    )
+
+
+def terminal_message(message: str) -> str:
+    """An error's message as it is printed: its own line breaks kept, everything else `printable`.
+
+    What is too long loses its middle: a word first, so that the remedy behind a path stays.
+    """
+    message = printable(message, keep="\n")
+    message = re.sub(
+        rf"\S{{{LONGEST_WORD + 1},}}", lambda word: _without_middle(word[0], LONGEST_WORD), message
+    )
+    return _without_middle(message, LONGEST_MESSAGE)
+
+
+def _without_middle(text: str, longest: int) -> str:
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[:half]}…{text[-half + 1 :]}"
+
 
 class PentameterError(Exception):
     """Anything the user can act on. The message says what, where and what to do instead."""

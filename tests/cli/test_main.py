@@ -14,6 +14,7 @@ from pentameter.errors import (
     StorageError,
     TrainingFailedError,
 )
+from pentameter.parallel.failure import Failure, WorkerFailedError
 
 
 def run_in_process(*arguments):
@@ -72,10 +73,76 @@ def test_an_error_is_one_line_and_a_code(monkeypatch, capsys, error, code):
     assert message.count("\n") == 1
 
 
-def test_debug_shows_the_traceback(monkeypatch):
+def test_debug_shows_the_traceback(monkeypatch, capsys):
     def fail(verb, arguments):
         raise ConfigError("x")
 
     monkeypatch.setattr(cli, "_run_verb", fail)
-    with pytest.raises(ConfigError):
-        cli.main(["--debug", "train"])
+    assert cli.main(["--debug", "train"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback")
+    assert shown.endswith("ConfigError: x\npentameter: x\n")
+
+
+def test_an_error_nobody_expected_shows_its_traceback(monkeypatch, capsys):
+    def fail(verb, arguments):
+        raise ZeroDivisionError("a fault of ours")
+
+    monkeypatch.setattr(cli, "_run_verb", fail)
+    assert cli.main(["train"]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback")
+    assert shown.endswith("pentameter: ZeroDivisionError: a fault of ours\n")
+
+
+HOSTILE = "a\x1b[31m\x1b]0;title\x07b\r\x9b\x7f\u202e\ud800c"
+"""What a terminal acts on: colours, its title, the bell, marks of direction."""
+
+
+@pytest.mark.parametrize("debug", [[], ["--debug"]])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError(f"{HOSTILE} is no file; name one:\n  a.toml\n  b.toml"),
+        OSError(2, "No such file or directory", f"{HOSTILE}\npentameter: all is well"),
+        ValueError(HOSTILE),
+        WorkerFailedError(Failure(1, 70, HOSTILE, 0.0, f"Traceback\n  {HOSTILE}", expected=False)),
+    ],
+    ids=["config", "storage", "unexpected", "worker"],
+)
+def test_nothing_on_stderr_acts_on_the_terminal(monkeypatch, capsys, error, debug):
+    def fail(verb, arguments):
+        raise error
+
+    monkeypatch.setattr(cli, "_run_verb", fail)
+    cli.main([*debug, "train"])
+    shown = capsys.readouterr().err
+    assert shown.replace("\n", "").isprintable()
+    assert r"a\x1b[31m\x1b]0;title\x07b\r\x9b\x7f\u202e\ud800c" in shown
+    if isinstance(error, ConfigError):
+        assert shown.endswith("is no file; name one:\n  a.toml\n  b.toml\n")
+    if isinstance(error, OSError):
+        assert "\npentameter: all is well" not in shown
+
+
+@pytest.mark.parametrize("filling", ["x", "x y", "\x1b", "é\n"])
+def test_a_long_path_loses_its_middle_and_leaves_the_remedy(monkeypatch, capsys, filling):
+    def fail(verb, arguments):
+        raise ConfigError(f"/first/{filling * 100_000}/last is not there; name another")
+
+    monkeypatch.setattr(cli, "_run_verb", fail)
+    cli.main(["train"])
+    shown = capsys.readouterr().err
+    assert shown.startswith("pentameter: /first/")
+    assert shown.endswith("/last is not there; name another\n")
+    assert "…" in shown
+    assert len(shown) < 7000
+
+
+def test_usage_of_a_hostile_option_is_escaped(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["sample", "model", f"--{HOSTILE}"])
+    assert stop.value.code == 2
+    shown = capsys.readouterr().err
+    assert r"\x1b[31m" in shown
+    assert shown.replace("\n", "").isprintable()

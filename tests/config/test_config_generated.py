@@ -5,17 +5,21 @@ This is the quick tier of the fault battery's class F1.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import math
 import tempfile
 from pathlib import Path
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pentameter.cli.main import main
 from pentameter.config.fields import leaves
 from pentameter.config.load import config_hash, diff_configs, load_config, to_toml
-from pentameter.config.problems import printable, shortened
+from pentameter.config.problems import shortened
 from pentameter.config.schema import Config
-from pentameter.errors import ConfigError
+from pentameter.errors import ConfigError, printable
 
 # Anything a UTF-8 file can hold; "none" reads as absent where a key may be absent.
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -179,3 +183,78 @@ def test_any_bytes(content):
         path = Path(folder) / "bytes.toml"
         path.write_bytes(content)
         assert "bytes.toml" in (loads_or_teaches(path) or "")
+
+
+# The command itself: 0 or 2, one message that a terminal can show, no traceback.
+
+any_text = st.text(max_size=20) | st.sampled_from(["\x1b[31m", "\u202e", "\ud800", "é" * 5000])
+bare_keys = st.from_regex(r"[A-Za-z0-9_-]{1,8}", fullmatch=True)
+quoted = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=8).map(
+    lambda text: '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+)
+scalars = st.one_of(
+    st.integers().map(str),
+    st.sampled_from([str(2**63), str(-(10**400)), "9" * 5000, hex(16**9000), "0o7", "1__0"]),
+    st.floats().map(lambda x: "nan" if math.isnan(x) else repr(x)),
+    st.sampled_from(["1979-05-27T07:32:00Z", "07:32:00", "true", "1e400", "-inf"]),
+    quoted,
+    st.sampled_from(['"' + "x" * 100_000 + '"', "'''\n\x1b'''"]),
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3).map(lambda items: f"[{', '.join(items)}]"),
+        st.tuples(bare_keys, inner).map(lambda pair: f"{{{pair[0]} = {pair[1]}}}"),
+    ),
+    max_leaves=8,
+)
+nested = st.tuples(st.integers(1, 300), st.sampled_from(["[]", "{a=}"]), scalars).map(
+    lambda drawn: drawn[1][:-1] * drawn[0] + drawn[2] + drawn[1][-1] * drawn[0]
+)
+dotted = st.one_of(
+    st.sampled_from(sorted(leaves())),
+    st.lists(bare_keys | quoted, min_size=1, max_size=5).map(".".join),
+    st.tuples(bare_keys | quoted, st.integers(1, 200)).map(
+        lambda pair: ".".join([pair[0]] * pair[1])
+    ),
+)
+statements = st.one_of(
+    st.tuples(dotted, values | nested).map(lambda pair: f"{pair[0]} = {pair[1]}"),
+    dotted.map(lambda key: f"[{key}]"),
+    dotted.map(lambda key: f"[[{key}]]"),
+    quoted.map(lambda source: f"extends = {source}"),
+)
+
+
+def answers(*arguments: str) -> None:
+    """Run `train ARGUMENTS --print-config` as the command does."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(["train", *arguments, "--print-config"])
+        except SystemExit as stop:  # wrong usage
+            code = stop.code
+    said = err.getvalue()
+    assert code in (0, 2), said
+    assert "Traceback" not in said
+    assert said.replace("\n", "").isprintable()
+    assert len(said) < 10_000
+    assert bool(said) == (code == 2)
+
+
+@given(st.lists(statements, max_size=6), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_the_command_reads_or_refuses_any_statements(lines, builds_on_a_preset):
+    first = 'extends = "quickstart"\n' if builds_on_a_preset else ""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "any.toml"
+        path.write_text(first + "\n".join(lines), encoding="utf-8")
+        answers(str(path))
+
+
+@given(st.lists(st.tuples(dotted, any_text | scalars | nested), max_size=4), any_text)
+@settings(max_examples=100, deadline=None)
+def test_the_command_reads_or_refuses_any_arguments(pairs, source):
+    overrides = [f"--{path}={text}" for path, text in pairs]
+    answers("quickstart", *overrides)
+    answers(source, *overrides)

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
+from pentameter.cli.arguments import parse
+from pentameter.errors import printable
+
 if TYPE_CHECKING:
     import torch
 
@@ -39,7 +42,7 @@ class DoctorArguments:
 
 def run(arguments: list[str]) -> int:
     """Return the exit code of `pentameter doctor ARGUMENTS`: 0 whatever is found."""
-    asked = tyro.cli(DoctorArguments, prog="pentameter doctor", args=arguments)
+    asked = parse(DoctorArguments, arguments, verb="doctor")
     facts = examine()
     if asked.json:
         print(json.dumps(facts))
@@ -125,7 +128,7 @@ def _print(facts: dict[str, Any]) -> None:
     table.add_column(no_wrap=True)
     table.add_column(style="dim", overflow="fold")
     for row in _rows(facts):
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     Console(highlight=False, markup=False).print(table)
 
 

@@ -9,6 +9,9 @@ from typing import Annotated, Literal
 
 import tyro
 
+from pentameter.cli.arguments import parse
+from pentameter.errors import terminal_message
+
 HELP = "Write a model as files that other programs open."
 
 
@@ -28,7 +31,7 @@ class ExportArguments:
 
 def run(arguments: list[str]) -> int:
     """Export; 0."""
-    asked = tyro.cli(ExportArguments, prog="pentameter export", args=arguments)
+    asked = parse(ExportArguments, arguments, verb="export")
     _export(asked)
     return 0
 
@@ -47,6 +50,6 @@ def _export(asked: ExportArguments) -> None:
     else:
         save_model(stored, asked.out)
     for warning in warnings:
-        print(f"pentameter: {warning}", file=sys.stderr)
+        print(f"pentameter: {terminal_message(warning)}", file=sys.stderr)
     n_bytes = sum(file.stat().st_size for file in asked.out.iterdir())
     print(f"{asked.out}: step {stored.step}, {n_bytes:,} bytes")

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from pentameter.cli.arguments import parse
+from pentameter.errors import ConfigError, terminal_message
+
 if TYPE_CHECKING:
     from pentameter.checkpoint.stored import StoredModel
     from pentameter.config.schema import Config
@@ -36,7 +39,7 @@ class ImportArguments:
 
 def run(arguments: list[str]) -> int:
     """Import; 0."""
-    asked = tyro.cli(ImportArguments, prog="pentameter import", args=arguments)
+    asked = parse(ImportArguments, arguments, verb="import")
     _import(asked)
     return 0
 
@@ -47,7 +50,6 @@ def _import(asked: ImportArguments) -> None:
     from pentameter.checkpoint.stored import save_model
     from pentameter.data.building import build_tokenizer
     from pentameter.data.storage import refuse_existing
-    from pentameter.errors import ConfigError
 
     refuse_existing(asked.out)
     if not is_hugging_face(asked.source):
@@ -62,7 +64,7 @@ def _import(asked: ImportArguments) -> None:
     stored = read_hf(asked.source, tokenizer=tokenizer, warnings=warnings)
     save_model(stored, asked.out, _with_tokenizer_of(stored, asked.out))
     for warning in warnings:
-        print(f"pentameter: {warning}", file=sys.stderr)
+        print(f"pentameter: {terminal_message(warning)}", file=sys.stderr)
     model = stored.config.model
     out = shlex.quote(str(asked.out))
     print(

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pentameter.errors import terminal_message
+
 if TYPE_CHECKING:
     import torch
 
@@ -19,5 +21,5 @@ def load_for_verb(path: Path, device: torch.device) -> LoadedModel:
     warnings: list[str] = []
     loaded = load_model(path, device=device, warnings=warnings)
     for warning in warnings:
-        print(f"pentameter: {warning}", file=sys.stderr)
+        print(f"pentameter: {terminal_message(warning)}", file=sys.stderr)
     return loaded

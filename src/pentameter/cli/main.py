@@ -8,10 +8,11 @@ import io
 import keyword
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from pentameter.errors import ConfigError
+from pentameter.errors import ConfigError, printable, terminal_message
 from pentameter.parallel.failure import EXPECTED, WorkerFailedError, explanation, tell_failure
 from pentameter.parallel.threads import wait_passively
 
@@ -47,16 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run_verb(arguments[0], arguments[1:])
     except (Exception, KeyboardInterrupt) as error:
-        expected = isinstance(error, EXPECTED)
-        message, code = explanation(error)
-        if tell_failure(error, debug=debug):
-            return code  # one process of several
-        if isinstance(error, WorkerFailedError):
-            if debug or not error.expected:
-                print(error.worker_traceback, end="", file=sys.stderr)
-        elif not expected or (debug and not isinstance(error, BrokenPipeError)):
-            raise
-        return _explain(error, message, code)
+        if not tell_failure(error, debug=debug):  # one process of several tells it itself
+            _tell(error, debug=debug)
+        return explanation(error)[1]
 
 
 def _run_verb(verb: str, arguments: list[str]) -> int:
@@ -70,13 +64,18 @@ def _run_verb(verb: str, arguments: list[str]) -> int:
     return run(arguments)
 
 
-def _explain(error: BaseException, message: str, code: int) -> int:
-    """Say on stderr what went wrong; `code`."""
+def _tell(error: BaseException, *, debug: bool) -> None:
+    """Say on stderr what went wrong, with the traceback where that is asked for or needed."""
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    else:
-        print(f"pentameter: {message}", file=sys.stderr)
-    return code
+        return
+    expected = isinstance(error, EXPECTED)
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, WorkerFailedError):
+        expected, trace = error.expected, error.worker_traceback
+    if debug or not expected:
+        print(printable(trace, keep="\n\t"), end="", file=sys.stderr)
+    print(f"pentameter: {terminal_message(explanation(error)[0])}", file=sys.stderr)
 
 
 def usage() -> str:

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from pentameter.cli.arguments import parse
+from pentameter.errors import ConfigError, terminal_message
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
@@ -82,7 +85,7 @@ class Options:
 
 def run(arguments: list[str]) -> int:
     """Exit code 0 once the shards are written; the errors of `pentameter.errors` otherwise."""
-    options = tyro.cli(Options, args=arguments, prog="pentameter prepare", description=None)
+    options = parse(Options, arguments, verb="prepare")
     return _prepare(options)
 
 
@@ -101,7 +104,7 @@ def _prepare(options: Options) -> int:
     header = find_header(options.out)
     assert header is not None
     for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        print(f"warning: {terminal_message(warning)}", file=sys.stderr)
     _report(Dataset(open_shards(header)), options.out, seconds)
     return 0
 
@@ -128,7 +131,6 @@ def _import(options: Options, sources: Sequence[Path]) -> None:
     from pentameter.config.schema import FILE_DEFAULTS
     from pentameter.data.importing import import_tokens, open_token_file, with_neighbours
     from pentameter.data.prepare import chosen_tokenizer
-    from pentameter.errors import ConfigError
 
     if options.max_bytes is not None:
         raise ConfigError("--max-bytes cannot shorten files of tokens; leave it out")
@@ -172,7 +174,6 @@ def _text(options: Options) -> Text:
     from pentameter.data import CORPORA, corpus_text
     from pentameter.data.corpora import text_from_data_paths
     from pentameter.data.text import first_bytes
-    from pentameter.errors import ConfigError
 
     if not options.source:
         raise ConfigError(f"name a corpus ({', '.join(CORPORA)}) or text files and folders")
@@ -197,7 +198,6 @@ def _data_section(options: Options, corpus: str | None) -> DataConfig:
 
     from pentameter.config.problems import problems
     from pentameter.config.schema import Config
-    from pentameter.errors import ConfigError
 
     section = {
         "corpus": corpus,

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from pentameter.cli.arguments import parse
 from pentameter.errors import ConfigError
 
 HELP = "Write report.html for a run: curves, samples, configuration, environment."
@@ -28,7 +29,7 @@ class ReportArguments:
 
 def run(arguments: list[str]) -> int:
     """Return the exit code of `pentameter report ARGUMENTS`."""
-    asked = tyro.cli(ReportArguments, prog="pentameter report", args=arguments)
+    asked = parse(ReportArguments, arguments, verb="report")
     from pentameter.report import loss_figure, read_run, save_figure, write_report
 
     if asked.plot is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from pentameter.cli.arguments import parse
 from pentameter.cli.loading import load_for_verb
 from pentameter.errors import ConfigError, StorageError
 
@@ -56,7 +57,7 @@ class Arguments:
 
 def run(arguments: list[str]) -> int:
     """Return the exit code of `pentameter sample ARGUMENTS`."""
-    asked = tyro.cli(Arguments, prog="pentameter sample", args=arguments)
+    asked = parse(Arguments, arguments, verb="sample")
     _sample(asked, _prompt(asked))
     return 0
 

@@ -14,7 +14,7 @@ import tyro
 
 from pentameter.cli.arguments import parse_arguments
 from pentameter.config.overrides import parse_overrides
-from pentameter.errors import ConfigError, StorageError
+from pentameter.errors import ConfigError, StorageError, terminal_message
 from pentameter.parallel.launch import joined_world
 from pentameter.parallel.local_launch import python_command, run_local
 from pentameter.parallel.machine_load import check_memory, check_processes
@@ -207,7 +207,8 @@ def _with_tokenizer_beside(config: Config, model: Path, *, say: bool) -> Config:
     if named.name != beside.name or named.exists() or not beside.exists():
         return config
     if say:
-        print(f"pentameter: {named} is not there; taking {beside}", file=sys.stderr)
+        said = f"pentameter: {named} is not there; taking {beside}"
+        print(terminal_message(said), file=sys.stderr)
     data = config.data.model_copy(update={"tokenizer": str(beside)})
     return config.model_copy(update={"data": data})
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from pentameter.cli.arguments import parse_arguments
-from pentameter.errors import ConfigError, TrainingFailedError
+from pentameter.errors import ConfigError, TrainingFailedError, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -99,7 +99,8 @@ def _layouts(config: Config, parsed: VerifyArguments, again: Sequence[str]) -> b
             command = shlex.join([*again, "--layouts", str(outcome.case)])
             _say(f"✗ {outcome.case.name}: {outcome.problem}\n  alone: {command}")
     first = next((o.worker_traceback for o in outcomes if o.worker_traceback), "")
-    print(first, end="", file=sys.stderr)  # of the first crash: the others' are mostly the same
+    # Of the first crash: the others' are mostly the same.
+    print(printable(first, keep="\n\t"), end="", file=sys.stderr)
     said = f"every loss, gradient and weight of {parsed.steps} steps within {TOLERANCE:.0e}"
     _say(_summary(outcomes, said))
     return passed
@@ -180,7 +181,7 @@ def _with_progress(outcomes: Iterable[Outcome], names: Sequence[str]) -> Iterato
     console = Console(stderr=True, highlight=False, markup=False)
     if not console.is_terminal:
         for number, outcome in enumerate(outcomes, start=1):
-            mark = "equal" if outcome.passed else f"FAILED, {outcome.problem}"
+            mark = "equal" if outcome.passed else printable(f"FAILED, {outcome.problem}", keep="\n")
             print(
                 f"{number}/{len(names)} {outcome.case.name}: {mark} ({outcome.seconds:.1f} s)",
                 file=sys.stderr,
@@ -198,7 +199,8 @@ def _with_progress(outcomes: Iterable[Outcome], names: Sequence[str]) -> Iterato
         bar = progress.add_task("one process", total=len(names))
         for number, outcome in enumerate(outcomes, start=1):
             if not outcome.passed:
-                console.print(f"✗ {outcome.case.name}: {outcome.problem}", style="red")
+                said = printable(f"✗ {outcome.case.name}: {outcome.problem}", keep="\n")
+                console.print(said, style="red")
             following = names[number] if number < len(names) else ""
             progress.update(bar, completed=number, description=following)
             yield outcome
@@ -240,7 +242,7 @@ def _data_table(outcomes: Iterable[DataOutcome]) -> Table:
     table.add_column("batches", overflow="fold")
     for outcome in outcomes:
         mark = {True: "✓", False: "✗", None: "–"}[outcome.passed]
-        said = outcome.refused or outcome.problem or (outcome.hash or "")[:16]
+        said = printable(outcome.refused or outcome.problem or (outcome.hash or "")[:16])
         style = "red" if outcome.passed is False else None
         table.add_row(mark, outcome.name, str(outcome.layout.world_size), said, style=style)
     return table
@@ -257,4 +259,4 @@ def _print(table: Table) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    print(printable(text, keep="\n"), flush=True)

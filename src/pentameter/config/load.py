@@ -20,11 +20,11 @@ from pydantic import ValidationError
 from pentameter.config.fields import leaves, read_text, takes_whole_number, whole
 from pentameter.config.fingerprint import config_hash, diff_configs
 from pentameter.config.overrides import parse_overrides, split_overrides
-from pentameter.config.problems import Problems, nearest, printable, shown
+from pentameter.config.problems import Problems, nearest, shown
 from pentameter.config.schema import Config
 from pentameter.config.section import ABSENT
 from pentameter.config.write import to_toml
-from pentameter.errors import ConfigError
+from pentameter.errors import ConfigError, printable
 
 __all__ = [
     "config_hash",

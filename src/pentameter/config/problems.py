@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from pentameter.config.fields import leaves, sections
 from pentameter.config.section import ABSENT
+from pentameter.errors import printable
 
 FAMILIAR = {
     "n_embd": "model.d_model",
@@ -140,11 +141,6 @@ def shown(value: Any) -> str:
     except ValueError:  # an integer of more digits than Python prints
         text = f"an integer of {value.bit_length()} bits"
     return shortened(printable(text))
-
-
-def printable(text: str) -> str:
-    """`text` with what a terminal cannot show (control characters, lone surrogates) escaped."""
-    return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
 
 
 def shortened(text: str) -> str:

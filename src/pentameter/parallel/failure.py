@@ -19,7 +19,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pentameter.errors import ConfigError, InterruptedRunError, PentameterError, StorageError
+from pentameter.errors import (
+    ConfigError,
+    InterruptedRunError,
+    PentameterError,
+    StorageError,
+    printable,
+    terminal_message,
+)
 from pentameter.parallel.lost import LostProcessError
 from pentameter.parallel.place import LAUNCH_FOLDER, find_place
 
@@ -94,7 +101,7 @@ def explanation(error: BaseException) -> tuple[str, int]:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", 128 + signal.SIGINT
     if isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename else ""
+        where = f"{printable(str(error.filename))}: " if error.filename else ""
         return f"{where}{error.strerror or error}", StorageError.exit_code
     return f"{type(error).__name__}: {error}", 1
 
@@ -171,10 +178,10 @@ def _tell_here(error: BaseException, failure: Failure, *, debug: bool) -> None:
         get_error_handler().record_exception(error)  # torchrun shows it
         return
     if debug or not failure.expected:
-        print(failure.traceback, end="", file=sys.stderr)
+        print(printable(failure.traceback, keep="\n\t"), end="", file=sys.stderr)
     rank = f"rank {failure.rank}: " if failure.rank else ""
     if failure.message:
-        print(f"pentameter: {rank}{failure.message}", file=sys.stderr)
+        print(f"pentameter: {rank}{terminal_message(failure.message)}", file=sys.stderr)
 
 
 def _group_stands() -> bool:
