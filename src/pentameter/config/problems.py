@@ -34,8 +34,7 @@ FAMILIAR = {
 
 LONGEST_VALUE_SHOWN = 80
 
-
-MOST_PROBLEMS = 20
+MOST_PROBLEMS = 10
 """Sentences of one refusal. A file of another kind has any number of unknown keys, and to find the
 nearest known one takes a while for each."""
 
