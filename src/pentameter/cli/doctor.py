@@ -28,7 +28,7 @@ EXTRAS = {
     "hub": "huggingface_hub",
 }
 
-TESTED_TORCH = ("2.13.0",)
+TESTED_TORCH = ("2.13.0", "2.14.1")
 """Releases of torch that all tests have passed with, oldest first."""
 
 
