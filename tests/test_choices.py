@@ -11,6 +11,7 @@ import itertools
 from pathlib import Path
 from types import SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -263,7 +264,7 @@ def evaluated(config: Config) -> None:
 
 
 def failed_to_save(config: Config) -> None:
-    """A save that fails, in a trainer of nothing but what it asks for."""
+    """A save that fails, in a trainer of which nothing else works."""
 
     def fails(*_: Any, **__: Any) -> None:
         raise StorageError("the disk is full")
@@ -271,15 +272,11 @@ def failed_to_save(config: Config) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "save_checkpoint", fails)
         settings = config.checkpoint.model_copy(update={"interval": 1})
-        run = SimpleNamespace(
+        run = MagicMock(
             state=SimpleNamespace(step=1),
             config=config.model_copy(update={"checkpoint": settings}),
-            plan=SimpleNamespace(portable_config=None),
-            folder=SimpleNamespace(store=None),
-            world=SimpleNamespace(on_main=lambda _: None),
-            console=SimpleNamespace(say=lambda _: None),
-            **dict.fromkeys(("stage", "optimizer", "dataset", "_saved_step", "_log_sizes")),
             _new_best=False,
+            _saved_step=None,
         )
         trainer.Trainer._save_if_due(run, stopping=False)
 
