@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from pentameter.cli.arguments import parse
+
 if TYPE_CHECKING:
     from pentameter.report.comparison import Comparison
 
@@ -35,7 +37,7 @@ class CompareArguments:
 
 def run(arguments: list[str]) -> int:
     """Compare; 0."""
-    asked = tyro.cli(CompareArguments, prog="pentameter compare", args=arguments)
+    asked = parse(CompareArguments, arguments, verb="compare")
     from pentameter.report.comparison import compare_runs
     from pentameter.report.comparison_page import render_comparison
     from pentameter.report.report import write_page
