@@ -39,7 +39,8 @@ from pentameter.parallel.pipeline import SCHEDULES
 from pentameter.plan.plan import make_plan
 from pentameter.plan.step import BYTES
 from pentameter.plan.timeline import pass_order
-from pentameter.train import evaluation, trainer
+from pentameter.train import evaluation
+from pentameter.train.saving import RunCheckpoints
 
 # Sizes that no other test uses: the fused kernels keep what was compiled for each shape.
 BASE = Config.model_validate(
@@ -264,21 +265,15 @@ def evaluated(config: Config) -> None:
 
 
 def failed_to_save(config: Config) -> None:
-    """A save that fails, in a trainer of which nothing else works."""
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise StorageError("the disk is full")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "save_checkpoint", fails)
-        settings = config.checkpoint.model_copy(update={"interval": 1})
-        run = MagicMock(
-            state=SimpleNamespace(step=1),
-            config=config.model_copy(update={"checkpoint": settings}),
-            _new_best=False,
-            _saved_step=None,
-        )
-        trainer.Trainer._save_if_due(run, stopping=False)
+    """A save that fails, of a run of which nothing else works."""
+    settings = config.checkpoint.model_copy(update={"interval": 1})
+    plan = SimpleNamespace(config=config.model_copy(update={"checkpoint": settings}))
+    run = MagicMock(
+        stage=SimpleNamespace(plan=plan), state=SimpleNamespace(step=1, consecutive_skips=0)
+    )
+    run._is_owed, run.last_step = False, 0
+    run._save.side_effect = StorageError("the disk is full")
+    RunCheckpoints.save_if_due(run, complete=False, interrupted=False, new_best=False)
 
 
 def optimizer_of(config: Config) -> None:
