@@ -31,7 +31,7 @@ _LONG_EPOCH = 1 << 40  # rows: stands in the Plan for an epoch that nobody could
 HELP = "Train a model, or continue a run."
 
 PRESET_FOR_TEXT = "quickstart"
-"""What `train novel.txt` trains."""
+"""The preset that `train novel.txt` trains."""
 
 # A TOML file by another name is no text.
 _OF_A_CONFIGURATION = re.compile(rb"^(extends *=|\[(model|data|optimizer|train)\])", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What the value of a key means, where several modules ask: one literal table per fact.
+"""Literal tables of what a key's value means, one for each fact that several modules ask for.
 
 A value that a table or a `match` has no entry for is refused by name. With an `else` for the last
 one known, a new value of the schema would silently compute as an old one.

@@ -40,7 +40,7 @@ nearest known one takes a while for each."""
 
 
 class Problems:
-    """What is wrong with a configuration: each place once, in the order found, said when asked."""
+    """The problems of a configuration: each place once, in the order found, said when asked."""
 
     def __init__(self) -> None:
         self._sayings: dict[str, Callable[[], str]] = {}

@@ -1,4 +1,4 @@
-"""What is inside a file: text or JSONL records, plain, gzipped or as Zstandard.
+"""The documents inside a file: text or JSONL records, plain, gzipped or as Zstandard.
 
 Files are read as bytes and decoded as UTF-8, so line ends stay as they are; a byte order mark at
 the start of a file is an encoding mark, not text, and is dropped. A file in another encoding

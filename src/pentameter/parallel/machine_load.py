@@ -1,4 +1,4 @@
-"""What this machine can carry: how many processes, and how busy others keep it."""
+"""The load of this machine: how many processes it can carry, how busy other programs keep it."""
 
 from __future__ import annotations
 

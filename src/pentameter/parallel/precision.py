@@ -15,9 +15,9 @@ class Arithmetic:
     """The dtypes of a precision."""
 
     weights: torch.dtype
-    """Of weights, gradients, optimizer state and the residual stream."""
+    """The dtype of weights, gradients, optimizer state and the residual stream."""
     products: torch.dtype
-    """Of what goes into a matrix product."""
+    """The dtype of the inputs of a matrix product."""
     matmul: Literal["highest", "high"] = "highest"
     """How exactly a GPU multiplies fp32 where `train.matmul_precision` is absent."""
 

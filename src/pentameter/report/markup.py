@@ -1,4 +1,4 @@
-"""What pages are made of: a frame, sections, tabs, and text of unknown origin made harmless."""
+"""The parts of a page: a frame, sections, tabs, and text of unknown origin made harmless."""
 
 from __future__ import annotations
 

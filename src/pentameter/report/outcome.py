@@ -23,7 +23,7 @@ class Outcome:
 
 
 def outcome(record: RunRecord) -> Outcome:
-    """What became of the run, so far as its folder tells."""
+    """The outcome of a run, so far as its folder tells."""
     planned = planned_steps(record)
     of = f" of {planned:,}" if planned else ""
     at = f"step {record.last_step:,}{of}"

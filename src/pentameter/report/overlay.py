@@ -13,7 +13,7 @@ from pentameter.report.reading import RunRecord, Series
 
 SIZE_INCHES = (5.2, 3.4)
 AXES = {"step": "step", "tokens": "tokens", "elapsed_seconds": "seconds of training"}
-"""What a loss can be drawn over, and the axis' label."""
+"""Horizontal axes that a loss can be drawn over, with their labels."""
 LOSSES: dict[str, Callable[[RunRecord], Series]] = {
     "Validation loss": lambda record: record.split_losses("val"),
     "Training loss, smoothed": lambda record: record.train.get("loss", Series()),

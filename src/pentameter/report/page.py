@@ -186,7 +186,7 @@ def _interruptions(record: RunRecord) -> str:
 
 
 def _settings(record: RunRecord) -> str:
-    """What was chosen first, then all settings, folded away."""
+    """The chosen settings first, then all settings, folded away."""
     found = settings(record.config)
     if not found:
         return ""

@@ -43,7 +43,7 @@ LIGHT = Palette()
 # dark. `page_svg` replaces them; no other colour may be used in a figure.
 PAGE = Palette(*(f"#ab00{index:02x}" for index in range(1, 8)))
 RUN_COLOURS = tuple(f"#ab01{index:02x}" for index in range(1, 9))
-"""Of the runs of a comparison, on a page; they stand for --run-1 to --run-8."""
+"""Colours of the runs of a comparison page; they stand for --run-1 to --run-8."""
 _PAGE_VARIABLES = {colour: f"var(--{role})" for role, colour in vars(PAGE).items()} | {
     colour: f"var(--run-{index})" for index, colour in enumerate(RUN_COLOURS, 1)
 }

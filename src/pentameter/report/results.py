@@ -1,4 +1,4 @@
-"""What a run came to, in numbers."""
+"""The results of a run, in numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Results:
     """The figures of a run; NaN, None or "" for what is unknown."""
 
     best_loss: float
-    """Of the validation split, nats per token."""
+    """Loss on the validation split, in nats per token."""
     best_step: int | None
     final_loss: float
     """The last validation's."""

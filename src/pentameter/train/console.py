@@ -1,4 +1,4 @@
-"""What a person sees: a scrolling log, a live line on a terminal, and the same text in log.txt.
+"""The run as a person sees it: a scrolling log, a live line on a terminal, the same in log.txt.
 
 Of several processes the main one speaks. Of every other machine one process prints its step lines
 too, and any process a warning that the main one has not; both stand behind the rank. What a process

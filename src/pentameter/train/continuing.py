@@ -37,7 +37,7 @@ NEW_FOLDER = "another --run-dir or --name to start anew"
 
 
 def read_identity(path: Path) -> dict[str, Any] | None:
-    """What names the run in `path`: its id, and where its weights came from. None for no run."""
+    """The identity of the run in `path`: its id and the origin of its weights; None for no run."""
     if not (path / "config.toml").exists():
         return None
     try:
@@ -175,7 +175,7 @@ def _is_resolved(schedule: ScheduleConfig) -> bool:
 def _refusal(
     path: Path, source: Path, found: Config, plan: Plan, asked: Config, n_steps: int
 ) -> str:
-    """What differs, in the keys that the user sets, and what is possible instead."""
+    """The error text: the differences, in the keys that the user sets, and the way out."""
     differences = _in_user_keys(found, plan.config, asked)
     where = "" if source.parent == path else f" ({source.parent.name} says so)"
     remedy = ""

@@ -25,7 +25,7 @@ class MetricsLog:
         self._file.append(_line(event, values))
 
     def sync(self) -> dict[str, Any]:
-        """What a checkpoint records of the log, for `rewind_metrics`: `metrics_bytes` of whole
+        """The record of the log in a checkpoint, for `rewind_metrics`: `metrics_bytes` of whole
         lines in the file, and `metrics_unwritten`, the lines that still wait for the disk."""
         n_bytes = self._file.sync()
         unwritten = [line.decode().rstrip("\n") for line in self._file.unwritten]

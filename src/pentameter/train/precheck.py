@@ -11,7 +11,7 @@ from pentameter.parallel.device import memory_bytes
 from pentameter.plan.plan import Plan
 
 FEW_WINDOWS = 8
-"""Of model.context_length tokens: a validation split below that is too small to rely on."""
+"""Contexts (model.context_length tokens) that a validation split should have to be relied on."""
 
 MANY_PASSES = 10
 """Over the text: so often a small model without dropout reads it to its cost."""

@@ -89,7 +89,7 @@ class RunFolder:
 
 
 def _earlier_starts(path: Path) -> list[Any]:
-    """What environment.json holds; nothing where it is damaged: it is a record for humans."""
+    """The content of environment.json; nothing where it is damaged: it is a record for humans."""
     with suppress(CorruptError, StorageError, RecursionError):
         before = decode_json(read_regular(path, max_bytes=MAX_JSON_BYTES), path)
         if isinstance(before, dict):

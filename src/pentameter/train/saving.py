@@ -65,7 +65,7 @@ class RunCheckpoints:
     def save_if_due(
         self, *, complete: bool, interrupted: bool, new_best: bool
     ) -> CheckpointMetrics | None:
-        """What was saved at the boundary between two steps, if anything was.
+        """Save at the boundary between two steps where that is due; what was saved, or None.
 
         `complete` and `interrupted` say that the run ends here. Raises TrainingFailedError for
         weights or optimizer state that are not finite, StorageError where the save fails and must

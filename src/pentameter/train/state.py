@@ -96,7 +96,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a checkpoint says of the run around it: its data, and where its logs ended."""
+    """The run around a checkpoint: its data, and where its logs ended."""
 
     metrics_bytes: Count
     log_bytes: Count
@@ -106,12 +106,15 @@ class RunRecord:
 
 Kind = TypeVar("Kind", TrainState, RunRecord)
 _LATER = ("epoch", "proved_step", "metrics_unwritten", "data_hash")
-"""What checkpoints of earlier versions lack; it is then as at the start."""
+"""Keys that checkpoints of earlier versions lack; they are then as at the start."""
 
 
 def saved_state(checkpoint: Checkpoint) -> tuple[TrainState, RunRecord]:
-    """What state.json of a run's checkpoint holds. Raises CorruptError naming the file and the key
-    where one is missing, of another type or out of range, or the step is not the manifest's."""
+    """The content of state.json of a run's checkpoint.
+
+    Raises CorruptError naming the file and the key where one is missing, of another type or out of
+    range, or where the step is not the manifest's.
+    """
     path = checkpoint.path / STATE_NAME
     state = _read(TrainState, checkpoint.state, path)
     if state.step != checkpoint.step:

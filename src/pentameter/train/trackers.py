@@ -31,7 +31,7 @@ UNTOLD = ("start", "resume", "end")
 
 
 class Tracker(Protocol):
-    """What a run says to a service that shows it; any call may raise anything."""
+    """The calls a run makes to a service that shows it; any of them may raise anything."""
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Numbers by "group/name", measured after `step` optimizer steps."""
@@ -147,7 +147,7 @@ class Trackers:
             self._guard(name, partial(getattr(tracker, method), *arguments, **named))
 
     def _guard(self, name: str, call: Callable[[], T]) -> T | None:
-        """What `call` returns; None, and without tracker `name` from now on, where it raises."""
+        """The result of `call`; None, and without tracker `name` from now on, where it raises."""
         try:
             return call()
         except Exception as error:  # a library's own kind; the run must survive every one

@@ -144,7 +144,7 @@ class Trainer:
             self._recorder.write(event, **values)
 
     def _interruption(self, end: RunEnd) -> str:
-        """What a signal stopped, and where the run goes on."""
+        """The message for a run that a signal stopped: where it goes on."""
         what = f"stopped by {end.reason} after step {end.step}"
         if self._checkpoints.last_step == end.step:
             return f"{what}, which is saved; the same command continues"
