@@ -39,7 +39,7 @@ class Note:
 class Progress:
     """The latest Note of this process, in a file where somebody reads one.
 
-    `patience_seconds` is how long something may take that was never timed: a first step compiles.
+    `patience_seconds` is how long something may take that was never timed.
     With `dump_stacks` all stacks go to stderr once nothing was noted for so long.
     """
 
@@ -53,6 +53,7 @@ class Progress:
         self.latest = Note(since=time.monotonic())
         self._patience_seconds = patience_seconds
         self._longest: dict[str, float] = {}  # seconds, by what was done
+        self._is_timed = False
         self._dump_stacks = dump_stacks
         self._armed_at = -_REARM_SECONDS
         self._fd = -1
@@ -63,10 +64,14 @@ class Progress:
     def note(self, doing: str, step: int, *, nothing_to_lose: bool = False) -> None:
         """Record that the process now does `doing` (training, saving, …) in `step`.
 
-        With `nothing_to_lose` it may be ended after LEAST_PATIENCE_SECONDS, timed or not.
+        With `nothing_to_lose` it may be ended after LEAST_PATIENCE_SECONDS, timed or not, and its
+        time is no measure of later ones: a first step compiles.
         """
         before, now = self.latest, time.monotonic()
-        self._longest[before.doing] = max(self._longest.get(before.doing, 0.0), now - before.since)
+        if self._is_timed:
+            longest = self._longest.get(before.doing, 0.0)
+            self._longest[before.doing] = max(longest, now - before.since)
+        self._is_timed = not nothing_to_lose
         patience = LEAST_PATIENCE_SECONDS if nothing_to_lose else self._patience_seconds
         if doing in self._longest:
             patience = max(LEAST_PATIENCE_SECONDS, _TIMES_THE_LONGEST * self._longest[doing])
