@@ -17,7 +17,7 @@ import torch.distributed as dist
 from pentameter.config.load import load_config
 from pentameter.errors import ConfigError
 from pentameter.parallel.failure import failure_ends_process, tell_failure
-from pentameter.parallel.launch import joined_world, local_device
+from pentameter.parallel.launch import joined_world, local_device, loss_behind
 from pentameter.parallel.lost import LostProcessError, lost_process
 from pentameter.parallel.place import Place, find_place
 from pentameter.parallel.slurm import expand_counts, expand_nodes, rendezvous_port
@@ -184,13 +184,13 @@ def test_torchrun_really_joins(tmp_path):
 
 def test_torchrun_restarts_meet_again():
     """Its agent's store keeps the addresses of the dead attempt, which gloo must not find."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
     done = subprocess.run(
-        [*command, "--nproc-per-node", "2", str(LAUNCHED), "rejoin", "3"],
+        [*command, "--nproc-per-node", "2", str(LAUNCHED), "rejoin", "1"],
         capture_output=True, text=True, timeout=100, check=False, env=outside(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "attempt 3: sum 3.0\n"
+    assert done.stdout == "attempt 1: sum 3.0\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -444,3 +444,18 @@ def test_too_few_gpus(monkeypatch, n_gpus, local_size):
 def test_one_device_is_not_shared():
     with pytest.raises(ConfigError, match=r"--train\.device cpu"):
         local_device(torch.device("mps"), World(0, 2, 0, 2))
+
+
+def test_several_that_do_not_tell_need_not_all_be_lost(tmp_path):
+    stores = [dist.FileStore(str(tmp_path / "store")) for _ in range(2)]
+    worlds = [World(rank, 4, rank, 4, 7.0, store=store) for rank, store in enumerate(stores)]
+    worlds[0].progress.note("training", 17)
+    gone = RuntimeError("[/x/pair.cc:553] Connection closed by peer [::1]:7")
+    told = str(loss_behind(gone, worlds[0]))
+    assert told.startswith("at least one of ranks 1, 2 and 3 went away in step 17 (training); look")
+    stores[1].set("misses-another/2", "1")
+    stores[1].set("misses-another/3", "1")
+    told = str(loss_behind(RuntimeError("Timed out waiting 7000ms for recv"), worlds[1]))
+    assert told.startswith("no answer within 7 s (parallel.timeout_seconds) while starting, and no")
+    assert loss_behind(RuntimeError("shapes do not match"), worlds[0]) is None
+    assert loss_behind(ValueError("Connection closed by peer"), worlds[0]) is None

@@ -175,7 +175,7 @@ def test_one_signal_ends_a_run_in_which_a_worker_hangs(launch, tmp_path, how, sh
     assert code == 75
     *stacks, message = err.splitlines()
     assert re.fullmatch(
-        r"pentameter: rank 1: stopped by SIGTERM, but rank 1 did nothing more for \d s in step 1 "
+        r"pentameter: rank 1: stopped by SIGTERM, but rank 1 did nothing more for \d+ s in step 1 "
         r"\(training\) and had to be killed; the same command goes back to the last checkpoint",
         message,
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from pentameter.cli.arguments import parse
+from pentameter.errors import printable
 
 if TYPE_CHECKING:
     from pentameter.report.comparison import Comparison
@@ -47,7 +48,9 @@ def run(arguments: list[str]) -> int:
     if asked.json:
         print(json.dumps({"page": str(page), **comparison.to_json()}, ensure_ascii=False))
         return 0
-    print("\n".join(_lines(comparison, shutil.get_terminal_size((100, 24)).columns)))
+    # Names and settings are read from files, and may hold what a terminal would act on.
+    for line in _lines(comparison, shutil.get_terminal_size((100, 24)).columns):
+        print(printable(line))
     print(f"\n{page}")
     return 0
 

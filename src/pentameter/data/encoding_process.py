@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pickle
-import shutil
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -38,7 +38,7 @@ def main(tokenizer: str) -> None:
     a temporary folder of its own."""
     # Ctrl-C reaches the whole group of processes; the one that started this ends it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        serve(load_tokenizer(tokenizer), sys.stdin.buffer, sys.stdout.buffer)
-    finally:  # who started this process was killed, or it would have ended this one
-        shutil.rmtree(Path(tokenizer).parent, ignore_errors=True)
+    serve(load_tokenizer(tokenizer), sys.stdin.buffer, sys.stdout.buffer)
+    with suppress(OSError):  # who started this process was killed, or it would have ended this one
+        Path(tokenizer).unlink(missing_ok=True)
+        Path(tokenizer).parent.rmdir()

@@ -27,8 +27,8 @@ SETTLE_SECONDS = 0.05
 """Given to gloo's threads, which want some microseconds, before the process may end."""
 
 _OTHERS_SECONDS = {"gone": 1.0, "late": 3.0}
-"""Wait for the others to say that they, too, lost somebody: a closed connection all of them notice
-at once, a timeout each when its own has passed."""
+"""Wait for the others to say that they, too, lost somebody. Those that were to hear from the lost
+one next notice a closed connection at once, and each notices a timeout when its own has passed."""
 
 
 def lone_world() -> World:
@@ -67,6 +67,8 @@ def joined_world(
     went away, did not come, or did not answer within `timeout_seconds`, by default that of
     `parallel.timeout_seconds`.
     """
+    if place is not None and place.source == "torchrun":
+        watch_agent()
     n_processes = 1 if place is None else place.world_size
     if n_processes == 1 and not always_group:
         yield World()
@@ -78,13 +80,10 @@ def joined_world(
     if timeout_seconds is None:
         timeout_seconds = ParallelConfig().timeout_seconds
     place = place or Place(0, 1, 0, 1, "", "one process")
-    progress = _progress(place, timeout_seconds)
-    world = World(
-        place.rank, place.world_size, place.local_rank, place.local_size, timeout_seconds, progress
-    )
-    if place.source == "torchrun":
-        watch_agent()
     store = open_store(place, min(MEETING_SECONDS, timeout_seconds))
+    progress = _progress(place, timeout_seconds)
+    sizes = (place.rank, place.world_size, place.local_rank, place.local_size)
+    world = World(*sizes, timeout_seconds, progress, store)
     try:
         _make_group(place, device_type, store, timeout_seconds)
         if world.size > 1:
@@ -96,17 +95,30 @@ def joined_world(
         # (https://github.com/pytorch/pytorch/pull/179291).
         time.sleep(SETTLE_SECONDS)
     except RuntimeError as error:
-        how = lost_process(error)
-        if how is None or isinstance(error, LostProcessError):
+        lost = loss_behind(error, world)
+        if lost is None:
             raise
-        absent = absent_ranks(store, world.rank, world.size, _OTHERS_SECONDS[how])
-        raise LostProcessError(_lost(how, absent, world)) from error
+        raise lost from error
     finally:
         progress.close()
         if world.size == 1 and dist.is_initialized():
             dist.destroy_process_group()
     if world.size > 1:
         dist.destroy_process_group()
+
+
+def loss_behind(error: Exception, world: World) -> LostProcessError | None:
+    """The error to raise instead of `error`, which only says in the words of gloo, nccl or a store
+    that another process of `world` is missing; None where it is this process's own failure.
+
+    Tell the others first, and do what may take long afterwards: who does not tell is the one that
+    is missed.
+    """
+    how = lost_process(error) if isinstance(error, RuntimeError) else None
+    if how is None or world.store is None:
+        return None
+    absent = absent_ranks(world.store, world.rank, world.size, _OTHERS_SECONDS[how])
+    return LostProcessError(_lost(how, absent, world))
 
 
 def _progress(place: Place, timeout_seconds: float) -> Progress:
@@ -118,14 +130,18 @@ def _progress(place: Place, timeout_seconds: float) -> Progress:
 
 
 def _lost(how: str, absent: list[int], world: World) -> str:
-    """The message of a LostProcessError: who was lost, and while this process was where."""
+    """The message of a LostProcessError: who was lost, and while this process was where.
+
+    Several that do not tell need not all be lost: one that is may keep others from noticing.
+    """
     where, back = world.progress.latest, "The same command goes back to the last checkpoint"
+    who = spelled(absent) if len(absent) == 1 else f"at least one of {spelled(absent)}"
     if how == "gone":
-        who = spelled(absent) if absent else "another process of the run"
+        who = who if absent else "another process of the run"
         return f"{who} went away {where}; look for its message. {back}"
     waited = f"within {world.timeout_seconds:g} s (parallel.timeout_seconds) {where}"
     if absent:
-        return f"{spelled(absent)} did not answer {waited}. {back}"
+        return f"{who} did not answer {waited}. {back}"
     return f"no answer {waited}, and no process hangs: is the network cut? {back}"
 
 

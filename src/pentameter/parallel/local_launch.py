@@ -195,8 +195,9 @@ class _Workers:
         now = time.monotonic()
         if failed_at is not None and now > failed_at + self._grace_seconds:
             if all(failure.consequence for failure in failures):
-                self._show_stacks()
-                self._ended_by_us = True
+                if not self._ended_by_us:
+                    self._ended_by_us = True
+                    self._show_stacks()
                 self._kill()
             elif not self._ended_by_us:
                 self._ended_by_us = True
@@ -210,13 +211,10 @@ class _Workers:
     def _give_up_the_silent(self) -> list[Failure]:
         """End all that run where a signal asked them to stop and none has made progress since; the
         failure that says so. One that hangs makes all others wait for it."""
+        if not self._running or not self._received or self._ended_by_us:
+            return []
         self._silence.look(self._running)
-        if (
-            not self._running
-            or not self._received
-            or self._ended_by_us
-            or not self._silence.is_over(self._running, self._received_at)
-        ):
+        if not self._silence.is_over(self._running, self._received_at):
             return []
         self._ended_by_us = True
         silent = self._show_stacks()

@@ -80,12 +80,20 @@ class OtherPrograms:
     def warning(self, world: World) -> str | None:
         """A line for a person where others keep this machine busy, else None. Collective."""
         cores, n = self.cores(world), len(self._cores)
-        if cores < _BUSY_CORES:
+        if cores < _BUSY_CORES or _has_quota():
             return None
         return (
             f"other programs keep {min(cores, n):.1f} of this machine's {n} cores busy; steps will "
             "take longer than they need to"
         )
+
+
+def _has_quota() -> bool:
+    """Whether a container's share of time, not other programs, decides how fast this process is."""
+    try:
+        return not Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").startswith("max")
+    except (OSError, ValueError):
+        return False
 
 
 def _own_seconds() -> float:
@@ -96,16 +104,14 @@ def _own_seconds() -> float:
 def _busy_seconds(cores: Collection[int]) -> float:
     """Processor seconds that all programs have used on `cores` since the machine started; 0 where
     the system does not say (proc(5): user, nice, system, idle, iowait, irq, softirq, steal)."""
-    try:
-        lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
-        ticks = os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError):
-        return 0.0
     wanted = {f"cpu{number}" for number in cores}
     used = 0
-    for line in lines:
-        name, *counts = line.split()
-        if name in wanted:
-            user, nice, system, _, _, irq, softirq, *steal = map(int, counts[:8])
-            used += user + nice + system + irq + softirq + sum(steal)
-    return used / ticks
+    try:
+        for line in Path("/proc/stat").read_text(encoding="ascii").splitlines():
+            name, *counts = line.split()
+            if name in wanted:
+                ticks = [int(count) for count in counts[:8]]
+                used += sum(ticks) - sum(ticks[3:5])  # but for idle and iowait
+        return used / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return 0.0

@@ -53,8 +53,6 @@ def open_store(place: Place, timeout_seconds: float = MEETING_SECONDS) -> Store:
     try:
         store = _reach(place, where, timeout_seconds)
         name = _agree(store, place, where, deadline)
-    except LostProcessError:
-        raise
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise ConfigError(
@@ -92,8 +90,8 @@ def absent_ranks(store: Store, rank: int, world_size: int, patience_seconds: flo
 
 def spelled(ranks: Sequence[int]) -> str:
     """`rank 3`, or `ranks 1, 2 and 5`, a few of many."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
+    if len(ranks) < 2:
+        return "".join(f"rank {rank}" for rank in ranks)
     if len(ranks) > _MOST_RANKS_NAMED:
         shown = ", ".join(map(str, ranks[:_MOST_RANKS_NAMED]))
         return f"ranks {shown} and {len(ranks) - _MOST_RANKS_NAMED} more"
@@ -172,7 +170,9 @@ def _answer(store: Store, place: Place, mine: str) -> tuple[str | None, list[int
     """One turn of another rank: the name once rank 0 says that all agree."""
     read = _reader(store)
     proposal = read("proposal")
-    if not proposal or json.loads(proposal)[place.rank] != mine:
+    words = json.loads(proposal) if proposal else []
+    # An attempt before may have had another size.
+    if len(words) != place.world_size or words[place.rank] != mine:
         return None, [0]
     name = _name(proposal)
     if read(f"agreed/{place.rank}") != name:

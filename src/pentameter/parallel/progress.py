@@ -54,7 +54,7 @@ class Progress:
         self._patience_seconds = patience_seconds
         self._longest: dict[str, float] = {}  # seconds, by what was done
         self._is_timed = False
-        self._dump_stacks = dump_stacks
+        self._dump_stacks = dump_stacks and sys.__stderr__ is not None  # it may be closed
         self._armed_at = -_REARM_SECONDS
         self._fd = -1
         if path is not None:

@@ -27,6 +27,7 @@ ORPHAN_SECONDS = 25
 """Time that a worker whose torchrun agent is gone has to save and leave."""
 
 _PARENT_POLL_SECONDS = 1.0
+_WATCH_NAME = "watch-agent"
 
 
 def minded_stop_signals() -> list[signal.Signals]:
@@ -44,8 +45,10 @@ def watch_launcher(environ: Mapping[str, str] = os.environ) -> None:
     with suppress(OSError):  # closed: this is not a worker, but something that a worker started
         os.set_inheritable(descriptor, False)
         threading.Thread(target=_end_with_launcher, args=(descriptor, folder), daemon=True).start()
-        stacks = stacks_path(folder, int(environ["RANK"])).open("wb", buffering=0)
+        path = stacks_path(folder, int(environ["RANK"]))
+        stacks = path.with_name(f"{path.name}.new").open("wb", buffering=0)
         faulthandler.register(STACKS_SIGNAL, file=stacks)  # which keeps the file open
+        os.rename(stacks.name, path)  # from now on the launcher may send the signal
 
 
 def stacks_path(folder: Path, rank: int) -> Path:
@@ -57,7 +60,11 @@ def watch_agent() -> None:
     """From now on, stop this process, as SIGTERM does, when its parent is gone: an agent of
     torchrun that was killed leaves its workers behind, which would train on with nobody to start
     them again. What has not left after ORPHAN_SECONDS is ended."""
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    if any(thread.name == _WATCH_NAME for thread in threading.enumerate()):
+        return  # once for a process is enough
+    threading.Thread(
+        target=_end_with_parent, args=(os.getppid(),), name=_WATCH_NAME, daemon=True
+    ).start()
 
 
 def _end_with_launcher(lifeline: int, folder: Path) -> None:

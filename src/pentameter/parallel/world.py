@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pentameter.errors import PentameterError
 from pentameter.parallel.progress import Progress
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 T = TypeVar("T")
 
@@ -30,6 +33,8 @@ class World:
     """Longest wait for another process, in every group; one process alone waits for nobody."""
     progress: Progress = field(default_factory=Progress, compare=False, repr=False)
     """Where this process is in its run."""
+    store: Store | None = field(default=None, compare=False, repr=False)
+    """The store of the meeting, where processes that lost another one say so."""
 
     @property
     def is_main(self) -> bool:

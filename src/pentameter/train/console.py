@@ -16,6 +16,7 @@ from pathlib import Path
 from traceback import format_exception
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
+from unicodedata import category
 
 from rich.console import Console as RichConsole
 from rich.live import Live
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from pentameter.train.trainer import Trainer
 
 REFRESH_SECONDS = 0.1
-_CONTROLS = {*range(32), 127} - {*b"\t\n"}
-_NO_CONTROLS = dict.fromkeys(_CONTROLS, "\N{REPLACEMENT CHARACTER}")
 
 
 class Console:
@@ -104,7 +103,7 @@ class Console:
 
     def _print(self, text: str) -> None:
         rank = "" if self._world.is_main else f"rank {self._world.rank}: "
-        self._rich.print(Text(rank + text.translate(_NO_CONTROLS)))
+        self._rich.print(Text(rank + _shown(text)))
 
     def sync(self) -> int:
         """Bytes of log.txt so far, all of them on disk where that is possible."""
@@ -178,11 +177,22 @@ class Console:
         self.say(f"ended at step {end.step}: {end.reason}, {duration(end.seconds)} of training")
 
     def _to_log(self, text: str) -> None:
-        text = text.translate(_NO_CONTROLS)
+        text = _shown(text)
         if self._log is None:
             self._pending.append(text)
         else:
             self._log.append(text)
+
+
+def _shown(text: str) -> str:
+    """`text` with what a terminal would act on (a sample may hold it) shown as U+FFFD."""
+    if text.isprintable():
+        return text
+    # Category Z is spaces of all kinds, which are no danger; Cf marks the direction of writing.
+    return "".join(
+        c if c.isprintable() or c in "\t\n" or category(c) == "Zs" else "\N{REPLACEMENT CHARACTER}"
+        for c in text
+    )
 
 
 def _step_line(step: StepMetrics, total_steps: int, *, is_first: bool) -> str:

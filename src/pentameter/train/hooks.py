@@ -15,9 +15,12 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pentameter.config.schema import Config
+
+if TYPE_CHECKING:
+    from pentameter.train.trainer import Trainer
 
 HOOK_METHODS = (
     "on_start",
@@ -137,7 +140,7 @@ def check_hook(hook: object) -> None:
 class Hooks:
     """Calls one method on every hook that has it."""
 
-    def __init__(self, hooks: Sequence[object]) -> None:
+    def __init__(self, hooks: Sequence[object] = ()) -> None:
         self._hooks = tuple(hooks)
 
     def call(self, method: str, *arguments: Any) -> None:
@@ -146,3 +149,12 @@ class Hooks:
             function = getattr(hook, method, None)
             if function is not None:
                 function(*arguments)
+
+    def tell_error(self, trainer: Trainer, error: Exception) -> None:
+        """`hook.on_error(trainer, error)` for each hook that defines it. One that raises only gets
+        a warning: the run ends with the first error, and the other hooks hear of it too."""
+        for hook in self._hooks:
+            try:
+                Hooks((hook,)).call("on_error", trainer, error)
+            except Exception as another:
+                trainer.console.say(f"warning: on_error of {type(hook).__name__}: {another!r}")

@@ -59,9 +59,10 @@ class LogFile:
             if self._has_warned:
                 return
             self._has_warned = True  # before the warning, which may be for this very file
-            if isinstance(error, OSError):
-                error = storage_error(self.path, "write", error)
-            self._warn(f"warning: {error}. Training goes on; lines are added once that is possible")
+            reason = error.__cause__ if isinstance(error, StorageError) else error
+            assert isinstance(reason, OSError)  # which a StorageError tells
+            told = str(storage_error(self.path, "write", reason)).rstrip("?.")
+            self._warn(f"warning: {told}. Training goes on; lines are added once that is possible")
 
     def _write(self) -> None:
         fd = self._at_path()

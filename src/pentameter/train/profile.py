@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 FOLDER = "profile"
 _RULE = "the numbers of two steps, counted from 1 as the log counts them"
 N_LONGEST = 10
+LEAST_TRACE_BYTES = 100  # a gzipped trace of nothing has 27
 MEMORY_EVENTS = 100_000
 """Allocations and frees that the snapshot can hold, of some KB each; older ones are dropped."""
 
@@ -93,7 +94,7 @@ class Profile:
     def on_error(self, trainer: Trainer, error: Exception) -> None:
         """Stop recording; the run failed, and nothing is written."""
         if self._recording is not None:
-            self._stop(trainer)
+            self._stop()
             _forget_memory(trainer)
 
     def _turn(self, trainer: Trainer, done: int) -> None:
@@ -130,12 +131,8 @@ class Profile:
             self._span.__exit__(None, None, None)
             self._span = None
 
-    def _stop(self, trainer: Trainer) -> profile:
-        """The recording, complete. The memory's history goes on."""
-        import torch
-
-        if _is_on_gpu(trainer):
-            torch.cuda.synchronize()  # kernels of the last step would be missing
+    def _stop(self) -> profile:
+        """The recording, ended. The memory's history goes on."""
         self._end_span()
         recording, self._recording = self._recording, None
         assert recording is not None
@@ -146,14 +143,18 @@ class Profile:
         """Write the files and the table; a disk that refuses them does not end the run."""
         import torch
 
-        recording = self._stop(trainer)
+        if _is_on_gpu(trainer):
+            torch.cuda.synchronize()  # kernels of the last step would be missing
+        recording = self._stop()
         path = trainer.run_dir / FOLDER / f"rank-{trainer.world.rank:05d}.json.gz"
         try:
             path.parent.mkdir(exist_ok=True)
             if _is_on_gpu(trainer):
                 torch.cuda.memory._dump_snapshot(str(memory_path(path)))
             recording.export_chrome_trace(str(path))
-        except OSError as error:
+            if path.stat().st_size < LEAST_TRACE_BYTES:  # a full disk is not told otherwise
+                raise OSError(f"{path} is empty; is the disk full?")
+        except (OSError, RuntimeError) as error:
             trainer.console.say(f"warning: the profile is not written: {error}")
             return
         finally:

@@ -90,6 +90,8 @@ class RunCheckpoints:
             self.say(f"warning: step {state.step} is not saved: {error}")
             return None
         again, self.last_step = self.last_step == state.step, state.step
+        if state.best_step == state.step:
+            state.saved_best_step = state.step
         if state.last_eval_step == state.step:  # its loss was finite, or the run had given up
             state.proved_step = state.step
         self.prune()
@@ -104,8 +106,9 @@ class RunCheckpoints:
     def prune(self) -> None:
         """Remove all but the newest checkpoints, the best and the newest proved one."""
         state, settings = self.state, self.stage.plan.config.checkpoint
-        best_step = state.best_step if settings.keep_best else None
-        keep = [step for step in (best_step, state.proved_step) if step is not None]
+        # The best one may not have been saved, on a full disk: the best before it is kept then.
+        best = (state.best_step, state.saved_best_step) if settings.keep_best else ()
+        keep = [step for step in (*best, state.proved_step) if step is not None]
         try:
             self._on_main(lambda: self.store.prune(settings.keep_last, keep))
         except StorageError as error:  # the new checkpoint stands; only the old ones stay too

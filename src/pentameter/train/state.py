@@ -56,6 +56,8 @@ class TrainState:
     last_eval_step: StepIfAny = -1
     last_sample_step: StepIfAny = -1
     best_step: NonNegative | None = None
+    saved_best_step: NonNegative | None = None
+    """The best step of which there is a checkpoint."""
     best_loss: Finite | None = None
     evals_without_best: NonNegative = 0
     consecutive_skips: NonNegative = 0
@@ -105,7 +107,7 @@ class RunRecord:
 
 
 Kind = TypeVar("Kind", TrainState, RunRecord)
-_LATER = ("epoch", "proved_step", "metrics_unwritten", "data_hash")
+_LATER = ("epoch", "proved_step", "saved_best_step", "metrics_unwritten", "data_hash")
 """Keys that checkpoints of earlier versions lack; they are then as at the start."""
 
 

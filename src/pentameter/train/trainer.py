@@ -24,7 +24,7 @@ from pentameter.optim.build import build_optimizer
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import LossSum, assemble
 from pentameter.parallel.engine import Engine, choose_engine
-from pentameter.parallel.launch import lone_world
+from pentameter.parallel.launch import lone_world, loss_behind
 from pentameter.parallel.machine_load import OtherPrograms
 from pentameter.parallel.muon import ShardedMuon
 from pentameter.parallel.world import World
@@ -125,10 +125,15 @@ class Trainer:
             if (warning := others.warning(self.world)) is not None:
                 self.console.say(f"warning: {warning}")
             try:
+                self._hooks.call("on_start", self)
                 end = self._loop()
             except Exception as error:
-                self._hooks.call("on_error", self, error)
-                raise
+                # The others are told at once that this process misses another: hooks may take long.
+                lost = loss_behind(error, self.world)
+                self._hooks.tell_error(self, lost or error)
+                if lost is None:
+                    raise
+                raise lost from error
             if end.reason == self._signals.agreed:
                 raise InterruptedRunError(self._interruption(end))
             return end
@@ -154,7 +159,7 @@ class Trainer:
 
     def _prepare(self) -> None:
         """Everything that needs no run folder: data, Plan, device."""
-        require_trackers(self.config.log)
+        self.world.on_main(lambda: require_trackers(self.config.log))
         warnings: list[str] = []
         self.dataset = open_dataset(
             self.config.data,
@@ -237,7 +242,6 @@ class Trainer:
             self.console.say(line)
         self._say_warnings()
         self._hooks = Hooks((*recorders, self.console, *self._user_hooks))
-        self._hooks.call("on_start", self)
 
     # -- the loop -------------------------------------------------------------------------------
 
