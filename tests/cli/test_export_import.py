@@ -102,7 +102,10 @@ def test_eval_reads_a_hugging_face_folder(make, tmp_path, capsys):
 def test_an_imported_configuration_names_its_tokenizer(make, tmp_path, capsys):
     said(capsys, "export", make(), "--to", "hf", "--out", tmp_path / "hf")
     output = said(capsys, "import", tmp_path / "hf", "--out", tmp_path / "in")
-    assert f"train {tmp_path}/in/config.toml --init-from {tmp_path}/in --data.path FILE" in output
+    command = f"train {tmp_path}/in/config.toml --init-from {tmp_path}/in --name in-tuned"
+    assert f"{command} --data.path FILE" in output
+    assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "hf")]) == 2
+    assert "is the folder to import; choose another" in capsys.readouterr().err
     config = load_config(tmp_path / "in" / "config.toml", ["--data.path", "x.txt"])
     assert config.data.tokenizer == str((tmp_path / "in" / "tokenizer.json").resolve())
     assert config.data.corpus is None

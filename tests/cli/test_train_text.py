@@ -69,6 +69,42 @@ def test_a_text_is_trained_on_and_continued(folder, capsys):
     assert (folder / "runs" / "novel" / "checkpoints" / "step-00000004").is_dir()
 
 
+def test_a_text_is_trained_on_with_a_model_of_ones_own(folder, capsys):
+    assert main(["train", "novel.txt", *TINY]) == 0
+    assert "\ninit " not in capsys.readouterr().out
+    tuned = ["train", "records.jsonl", "--init-from", "runs/novel", "--train.steps=2"]
+    assert main(tuned) == 0
+    said = capsys.readouterr().out
+    assert "records-tuned · seed" in said
+    assert "\ninit    the weights of runs/novel\n" in said
+    assert main(tuned) == 0  # continues
+    assert "resume  from step 2" in capsys.readouterr().out
+
+
+def test_a_complete_run_says_so_and_is_not_made_shorter(folder, capsys):
+    command = ["train", "novel.txt", *TINY, "--schedule.name=constant"]
+    assert main(command) == 0
+    assert "complete already" not in capsys.readouterr().out
+    config = (folder / "runs" / "novel" / "config.toml").read_text()
+    assert main(command) == 0
+    assert "complete already. To train longer, add --resume extend" in capsys.readouterr().out
+    assert main([*command, "--train.steps=3"]) == 2
+    told = capsys.readouterr().err
+    assert "has made 4 steps already, and train.steps=3 are fewer" in told
+    assert (folder / "runs" / "novel" / "config.toml").read_text() == config
+
+
+def test_the_configuration_of_a_model_without_its_weights_is_remarked(folder, capsys):
+    assert main(["train", "novel.txt", *TINY]) == 0
+    model = next((folder / "runs" / "novel" / "checkpoints").glob("step-*"))
+    capsys.readouterr()
+    printed(capsys, str(model / "config.toml"))
+    assert main(["train", str(model / "config.toml"), "--print-config"]) == 0
+    assert f"--init-from {model} begins with that model's" in capsys.readouterr().err
+    assert main(["train", str(model)]) == 2
+    assert f"its configuration is {model}/config.toml" in capsys.readouterr().err
+
+
 def test_prepared_shards_are_trained_on(capsys):
     assert main(["prepare", "novel.txt", "--tokenizer", "char", "--out", "shards"]) == 0
     assert main(["train", "shards", *TINY]) == 0
@@ -101,7 +137,10 @@ def test_what_is_neither_is_refused_with_what_was_meant(folder, capsys):
     assert "novel.txt is the text to train on, and --data.path tales" in capsys.readouterr().err
     main(["train", "novel.txt", *TINY])
     assert main(["train", "runs/novel"]) == 2
-    assert "runs/novel is a folder; name the .toml file in it" in capsys.readouterr().err
+    assert (
+        "runs/novel is a folder; its configuration is runs/novel/config.toml"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -371,3 +371,10 @@ def test_problems_of_overrides_count_with_those_of_the_file(toml):
     many = [f"--train.key_{number}=1" for number in range(30)]
     assert "and 22 more" in refusal(path, *many)
     assert "2 problems" in refusal(path)
+
+
+def test_a_familiar_value_is_told_ours():
+    with pytest.raises(ConfigError, match="did you mean cuda"):
+        load_config("quickstart", ["--train.device", "gpu"])
+    with pytest.raises(ConfigError, match="did you mean bf16"):
+        load_config("quickstart", ["--train.precision", "bfloat16"])

@@ -1,16 +1,18 @@
 """Which checkpoints a run writes, keeps and removes when its numbers go wrong."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_runs import events, fit
+from tiny_runs import config, events, fit
 
 from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.errors import InterruptedRunError, TrainingFailedError
 from pentameter.parallel.assemble import LossSum, Stage
 from pentameter.parallel.world import World
-from pentameter.train.saving import first_non_finite
+from pentameter.train.saving import RunCheckpoints, first_non_finite
+from pentameter.train.state import TrainState
 
 EACH_STEP = {"train": {"eval_interval": None}, "checkpoint": {"interval": 1}}
 
@@ -220,3 +222,20 @@ def test_a_process_whose_part_is_finite_hears_of_the_other():
 
     here = {"model": {"w": torch.ones(3)}}
     assert first_non_finite(here, Two(0, 2)) == "model tensor w on rank 1"
+
+
+def test_a_best_that_was_not_saved_does_not_give_up_the_best_before_it():
+    pruned = []
+    state = TrainState(step=30, best_step=20, saved_best_step=10, proved_step=29)
+    checkpoints = RunCheckpoints(
+        store=SimpleNamespace(prune=lambda *kept: pruned.append(kept)),
+        stage=SimpleNamespace(world=World(), plan=SimpleNamespace(config=config())),
+        optimizer=None,
+        state=state,
+        dataset=None,
+        log_ends=dict,
+        say=print,
+        last_step=30,
+    )
+    checkpoints.prune()
+    assert pruned == [(2, [20, 10, 29])]

@@ -391,3 +391,22 @@ def test_one_process_of_each_machine_verifies_the_data(tmp_path, monkeypatch, lo
     with pytest.raises(StorageError, match="seen enough"):
         Trainer(config(), run_dir=tmp_path / "run", world=world).fit()
     assert asked["verify"] is verifies
+
+
+def test_a_hook_that_fails_in_on_error_hides_no_error(tmp_path):
+    class Fails:
+        def on_step(self, trainer, step):
+            raise ValueError("the real reason")
+
+        def on_error(self, trainer, error):
+            raise RuntimeError("another one")
+
+    class Hears:
+        def on_error(self, trainer, error):
+            self.heard = error
+
+    hears = Hears()
+    with pytest.raises(ValueError, match="the real reason"):
+        fit(tmp_path, hooks=[Fails(), hears])
+    assert str(hears.heard) == "the real reason"
+    assert "on_error of Fails: RuntimeError('another one')" in (tmp_path / "log.txt").read_text()

@@ -114,8 +114,7 @@ def check_origin(
     other = "another --run-dir or --name starts anew"
     if recorded is None and given is not None:
         raise ConfigError(
-            f"--init-from {given}: {run_dir} holds a run that began with random weights; leave "
-            f"--init-from out to continue it, or {other}"
+            f"--init-from {given}: {run_dir} holds a run that began with random weights; {other}"
         )
     if recorded is None:
         return
@@ -141,7 +140,7 @@ def _remedy(stored: StoredModel) -> str:
         )
     return (
         f"Start from its own configuration: `pentameter train {stored.path / 'config.toml'} "
-        f"--init-from {stored.path} …`"
+        f"--init-from {stored.path} --name NAME --data.path FILE`"
     )
 
 

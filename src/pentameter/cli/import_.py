@@ -50,7 +50,10 @@ def _import(asked: ImportArguments) -> None:
     from pentameter.checkpoint.stored import save_model
     from pentameter.data.building import build_tokenizer
     from pentameter.data.storage import refuse_existing
+    from pentameter.data.text import safe_name
 
+    if asked.out.exists() and asked.source.exists() and asked.out.samefile(asked.source):
+        raise ConfigError(f"--out {asked.out} is the folder to import; choose another")
     refuse_existing(asked.out)
     if not is_hugging_face(asked.source):
         raise ConfigError(f"{asked.source} is not a Hugging Face folder: it has no config.json")
@@ -66,12 +69,12 @@ def _import(asked: ImportArguments) -> None:
     for warning in warnings:
         print(f"pentameter: {terminal_message(warning)}", file=sys.stderr)
     model = stored.config.model
-    out = shlex.quote(str(asked.out))
+    out, name = shlex.quote(str(asked.out)), f"{safe_name(asked.out.name)}-tuned"
     print(
         f"{asked.out}: {model.n_layers} layers, d_model {model.d_model}, {model.n_heads} heads, "
         f"context {model.context_length}, vocabulary {model.vocab_size}, "
         f"tokenizer {stored.config.data.tokenizer}\n"
-        f"fine-tune it: pentameter train {out}/config.toml --init-from {out} "
+        f"fine-tune it: pentameter train {out}/config.toml --init-from {out} --name {name} "
         "--data.path FILE"
     )
 

@@ -76,7 +76,9 @@ def run(arguments: list[str]) -> int:
     place = find_place()
     is_main = place is None or place.rank == 0
     n_processes = _n_processes(parsed.nproc, place)
-    config = load_config(*_preset_for_text(parsed.source, overrides))
+    config = load_config(*configuration_of(parsed.source, overrides, parsed.init_from))
+    if is_main and parsed.init_from is None:
+        _warn_of_random_weights(Path(parsed.source))
     if parsed.init_from is not None:
         config = _with_tokenizer_beside(config, parsed.init_from, say=is_main)
     hooks = _hooks(parsed, config)
@@ -109,13 +111,15 @@ def _hooks(parsed: TrainArguments, config: Config) -> list[Profile]:
     return [profile]
 
 
-def _preset_for_text(source: str, overrides: list[str]) -> tuple[str, list[str]]:
-    """`source` and `overrides`; where `source` is a text, the preset to train on it, and its path
-    among the overrides.
+def configuration_of(
+    source: str, overrides: list[str], init_from: Path | None = None
+) -> tuple[str, list[str]]:
+    """`source` and `overrides`; where `source` is a text, what is trained on it, and its path among
+    the overrides: the model `init_from` by its own configuration, else the quickstart.
 
     Raises ConfigError where the overrides name a text too.
     """
-    from pentameter.config.load import preset_names
+    from pentameter.config.load import preset_names, text_name
 
     if source in preset_names() or not is_text(Path(source)):
         return source, overrides
@@ -124,7 +128,22 @@ def _preset_for_text(source: str, overrides: list[str]) -> tuple[str, list[str]]
             raise ConfigError(
                 f"{source} is the text to train on, and --{key} {text} names another; keep one"
             )
-    return PRESET_FOR_TEXT, [f"--data.path={source}", *overrides]
+    named = [f"--data.path={source}", *overrides]
+    if init_from is not None and (init_from / "config.toml").is_file():
+        # The quickstart on that text has the text's own name already.
+        return str(init_from / "config.toml"), [f"--name={text_name(source)}-tuned", *named]
+    return PRESET_FOR_TEXT, named
+
+
+def _warn_of_random_weights(source: Path) -> None:
+    """Say so where the configuration of a model is trained without the model's weights."""
+    folder = source.parent
+    if source.name == "config.toml" and (folder / "manifest.json").is_file():
+        print(
+            f"pentameter: {source} lies beside a model, and a new run begins with random weights; "
+            f"--init-from {folder} begins with that model's",
+            file=sys.stderr,
+        )
 
 
 def is_text(path: Path) -> bool:
@@ -132,6 +151,8 @@ def is_text(path: Path) -> bool:
     holds none, as those of runs and models do."""
     try:
         is_folder = path.is_dir()
+        if is_folder and any(path.glob("*.safetensors")):
+            return False  # a model
         file = path / "config.toml" if is_folder else path
         if not file.is_file():  # to open a pipe would wait
             return is_folder
@@ -274,7 +295,15 @@ def _say_goodbye(trainer: Trainer) -> None:
     lines = [f"{command} sample {run}{asked} --max-new-tokens 500"]
     if trainer.dataset.split("val").n_tokens > 1:
         lines.append(f"{command} eval {run}")
+    if trainer.config.log.tensorboard:
+        lines.append(f"tensorboard --logdir {run}/tensorboard")
     lines.append(f"{command} doctor")
     print(f"\n{report}\n\nnext:", *lines, sep="\n  ")
+    resumed = trainer.folder.checkpoint
+    if resumed is not None and resumed.step == trainer.plan.steps:
+        print(
+            "\nThe run was complete already. To train longer, add --resume extend and a larger "
+            f"--train.steps than {trainer.plan.steps}."
+        )
     if trainer.config.data.path is None:
         print("\nYour own text, a file or a folder: name it where you named the preset.")

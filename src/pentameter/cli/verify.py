@@ -53,6 +53,7 @@ class VerifyArguments:
 def run(arguments: list[str]) -> int:
     """Verify; 0 when every layout agrees with one process, else 70."""
     parsed, overrides = parse_arguments(VerifyArguments, arguments, verb="verify")
+    from pentameter.cli.train import configuration_of
     from pentameter.config.load import load_config
     from pentameter.parallel.place import find_place
 
@@ -64,7 +65,7 @@ def run(arguments: list[str]) -> int:
         )
     if not 1 <= parsed.steps <= 100:
         raise ConfigError(f"--steps {parsed.steps} must be in 1 … 100")
-    config = load_config(parsed.source, overrides)
+    config = load_config(*configuration_of(parsed.source, overrides))
     again = ["pentameter", "verify", parsed.source, *overrides, "--steps", str(parsed.steps)]
     passed = _data(config, parsed) if parsed.data else _layouts(config, parsed, again)
     return 0 if passed else TrainingFailedError.exit_code

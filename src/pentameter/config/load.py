@@ -214,7 +214,7 @@ def _read_source(source: str | Path, folder: Path, named_by: str) -> tuple[str, 
     path = folder / name
     try:
         if path.is_dir():
-            raise ConfigError(f"{named_by}{label} is a folder; name the .toml file in it")
+            raise ConfigError(f"{named_by}{label} is a folder; {_configuration_in(path)}")
         return str(path.resolve()), label, _read_file(path, f"{named_by}{label}")
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{named_by}{_not_found(path, label)}") from None
@@ -222,6 +222,18 @@ def _read_source(source: str | Path, folder: Path, named_by: str) -> tuple[str, 
         raise ConfigError(f"{named_by}{label} cannot be read: {error.strerror}") from None
     except ValueError:  # a NUL or a lone surrogate
         raise ConfigError(f"{named_by}{label} cannot be the name of a file") from None
+
+
+def _configuration_in(folder: Path) -> str:
+    """The way from a folder, of a run or a model perhaps, to its configuration."""
+    if (folder / "config.toml").is_file():
+        return f"its configuration is {printable(str(folder / 'config.toml'))}"
+    if (folder / "config.json").is_file():
+        return (
+            f"`pentameter import {printable(str(folder))} --out DIR` writes the configuration of a "
+            "Hugging Face model"
+        )
+    return "name the .toml file in it"
 
 
 def _read_file(path: Path, label: str) -> bytes:

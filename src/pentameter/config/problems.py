@@ -32,6 +32,9 @@ FAMILIAR = {
 }
 """Other programs' names for our keys, as nanoGPT and Hugging Face users type them."""
 
+FAMILIAR_VALUES = {"gpu": "cuda", "float16": "fp16", "float32": "fp32", "bfloat16": "bf16"}
+"""Other programs' names for our values."""
+
 LONGEST_VALUE_SHOWN = 80
 
 MOST_PROBLEMS = 10
@@ -89,7 +92,9 @@ def refused(path: str, value: Any) -> str:
     leaf = leaves()[path]
     sentence = f"{path}={shown(value)} must be {leaf.expected}"
     if isinstance(value, str) and leaf.expected.startswith("one of "):
-        near = nearest(value, leaf.expected.removeprefix("one of ").split(", "))
+        possible = leaf.expected.removeprefix("one of ").split(", ")
+        near = FAMILIAR_VALUES.get(value.lower())
+        near = near if near in possible else nearest(value, possible)
         sentence += f"; did you mean {near}?" if near else ""
     return sentence
 

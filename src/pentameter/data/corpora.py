@@ -58,6 +58,9 @@ WIKITEXT_2 = MappingProxyType(
     }
 )
 
+UNKNOWN_CORPUS = "unknown"
+"""The corpus of a model whose configuration does not say what it was trained on."""
+
 # Third-party code; test suites (some of whose files are deliberately broken); tables of data.
 NOT_STDLIB = frozenset(
     (
@@ -126,6 +129,8 @@ def corpus_text(data: DataConfig) -> Text:
     elif data.corpus is not None and data.corpus in CORPORA:
         text = CORPORA[data.corpus](data)
     else:
+        if data.corpus == UNKNOWN_CORPUS:
+            raise ConfigError("nobody recorded the text of this model; set --data.path FILE")
         near = difflib.get_close_matches(str(data.corpus), CORPORA, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(

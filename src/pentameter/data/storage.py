@@ -137,7 +137,8 @@ def refuse_existing(folder: Path) -> None:
         return
     if folder.exists() or folder.is_symlink():
         raise ConfigError(
-            f"{folder} exists and is not an empty folder; delete it, or choose another"
+            f"{folder} exists and is not an empty folder; choose another, or delete it where you "
+            "need nothing in it"
         )
 
 

@@ -122,6 +122,11 @@ def check_same_run(path: Path, checkpoint: Checkpoint, plan: Plan, asked: Config
         found = load_config(source)
         if not _made_the_same(found, plan.config, checkpoint.step):
             raise ConfigError(_refusal(path, source, found, plan, asked, checkpoint.step))
+    if plan.steps < checkpoint.step:
+        raise ConfigError(
+            f"the run in {path} has made {checkpoint.step} steps already, and train.steps="
+            f"{plan.steps} are fewer; leave train.steps as it was, or give {NEW_FOLDER}"
+        )
 
 
 def check_start_step(path: Path, plan: Plan, checkpoint: Checkpoint | None) -> None:

@@ -52,11 +52,11 @@ def check_run(
                 f"{val.n_tokens} tokens; {advice}, or leave patience out"
             )
         warnings.append(f"nothing is held out, so nothing will be evaluated; {advice}")
-    return warnings + _text_is_short(plan, val.n_tokens)
+    return warnings + _does_not_fit(plan, val.n_tokens)
 
 
-def _text_is_short(plan: Plan, n_val: int) -> list[str]:
-    """Warnings where the settings ask more of the text than it has."""
+def _does_not_fit(plan: Plan, n_val: int) -> list[str]:
+    """Warnings where the settings ask more of the text, or of the run's length, than there is."""
     warnings, config = [], plan.config
     evaluates = config.train.eval_interval is not None
     if evaluates and 2 <= n_val < FEW_WINDOWS * config.model.context_length:
@@ -64,6 +64,12 @@ def _text_is_short(plan: Plan, n_val: int) -> list[str]:
             f"the validation loss will be a rough measure: only {n_val:,} tokens are held out. "
             "Use a longer text, or raise data.validation_fraction="
             f"{config.data.validation_fraction}"
+        )
+    warmup, length = config.schedule.warmup_steps, plan.steps - config.schedule.start_step
+    if 2 * warmup > length:
+        warnings.append(
+            f"schedule.warmup_steps={warmup} take most of the {length} steps that the schedule "
+            "has: the learning rate hardly falls again. Set fewer, or train longer"
         )
     n_passes = plan.epoch(plan.steps)
     is_guarded = config.model.dropout > 0 or config.train.patience is not None

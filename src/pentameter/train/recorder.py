@@ -189,6 +189,8 @@ def describe(trainer: Trainer) -> list[str]:
     ]
     if plan.layout.world_size > 1:
         lines += [f"layout  {plan.layout} · {_threads(engine.n_threads)} a process", *_stages(plan)]
+    if trainer.folder.initial_weights is not None:
+        lines.append(f"init    the weights of {trainer.folder.initial_weights.path}")
     if trainer.state.step:
         lines.append(f"resume  from step {trainer.state.step}{_other_layout(trainer)}")
     start = config.schedule.start_step

@@ -125,7 +125,8 @@ class RunCheckpoints:
                     self.last_step = proved
         raise TrainingFailedError(
             f"{why}; {self}. Where that ends here again, lower optimizer.learning_rate="
-            f"{settings.learning_rate} or look at the data"
+            f"{settings.learning_rate} or look at the data; `pentameter report "
+            f"{self.store.folder.parent}` shows what happened"
         )
 
     def _save(self) -> Saved:

@@ -159,7 +159,6 @@ class Trainer:
 
     def _prepare(self) -> None:
         """Everything that needs no run folder: data, Plan, device."""
-        self.world.on_main(lambda: require_trackers(self.config.log))
         warnings: list[str] = []
         self.dataset = open_dataset(
             self.config.data,
@@ -190,6 +189,7 @@ class Trainer:
         self.console.warn(warnings)
 
     def _lock(self, stack: contextlib.ExitStack) -> None:
+        require_trackers(self.config.log)  # only the main process, which is here, has any
         stack.enter_context(RunLock(self.run_dir / "run.lock"))
 
     def _open(self, stack: contextlib.ExitStack) -> None:

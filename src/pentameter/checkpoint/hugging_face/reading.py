@@ -19,6 +19,7 @@ from pentameter.checkpoint.tensors import LazyTensor, read_tensors
 from pentameter.config.problems import problems, shown
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.data.building import is_gpt2
+from pentameter.data.corpora import UNKNOWN_CORPUS
 from pentameter.data.tokenizer import Tokenizer
 from pentameter.errors import ConfigError, CorruptError
 
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     import torch
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-
-UNKNOWN_CORPUS = "unknown"
-"""What `data.corpus` says of a model whose text nobody recorded: whoever uses it names another."""
 
 RECIPE: dict[str, Any] = {
     "optimizer": {"learning_rate": 3e-5, "betas": [0.9, 0.999], "weight_decay": 0.1},
