@@ -37,9 +37,9 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"pentameter.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'pentameter' has no attribute {name!r}")
-    from pentameter.parallel.threads import wait_passively
+    from pentameter.parallel.threads import bound_spinning
 
-    wait_passively()  # what is imported now imports torch
+    bound_spinning()  # what is imported now imports torch
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

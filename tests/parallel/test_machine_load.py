@@ -13,7 +13,7 @@ from pentameter.cli.main import main
 from pentameter.errors import ConfigError
 from pentameter.parallel import machine_load
 from pentameter.parallel.machine_load import OtherPrograms, check_memory, check_processes
-from pentameter.parallel.threads import usable_cores, wait_passively
+from pentameter.parallel.threads import bound_spinning, usable_cores
 from pentameter.parallel.world import World
 
 LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/stat")
@@ -100,18 +100,18 @@ def test_a_system_that_does_not_say_is_taken_for_idle(monkeypatch):
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
 def test_how_threads_wait_is_the_users_choice(name):
     chosen = {name: "7"}
-    wait_passively(chosen)
+    bound_spinning(chosen)
     assert chosen == {name: "7"}
 
 
-def test_threads_sleep_before_torch_is_loaded():
+def test_spinning_is_bounded_before_torch_is_loaded():
     """The runtime reads its variables once, when torch loads it."""
     code = (
         "import os, sys, pentameter as pm; assert 'torch' not in sys.modules;"
-        "pm.Trainer; print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])"
+        "pm.Trainer; print('torch' in sys.modules, os.environ['GOMP_SPINCOUNT'])"
     )
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "KMP_"))}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=kept
     )
-    assert done.stdout == "True PASSIVE\n"
+    assert done.stdout == "True 5000\n"

@@ -14,7 +14,7 @@ from importlib import metadata
 
 from pentameter.errors import ConfigError, printable, terminal_message
 from pentameter.parallel.failure import EXPECTED, WorkerFailedError, explanation, tell_failure
-from pentameter.parallel.threads import wait_passively
+from pentameter.parallel.threads import bound_spinning
 
 VERBS = {
     "train": "train a model, or continue a run: train PRESET-or-FILE-or-TEXT [--KEY VALUE …]",
@@ -58,7 +58,7 @@ def _run_verb(verb: str, arguments: list[str]) -> int:
         near = difflib.get_close_matches(verb, VERBS, n=1)
         hint = f"; did you mean {near[0]}?" if near else "."
         raise ConfigError(f"unknown verb {verb!r}{hint} Known: {', '.join(VERBS)}")
-    wait_passively()
+    bound_spinning()
     module = f"{verb}_" if keyword.iskeyword(verb) else verb  # `import` is in import_.py
     run: Callable[[list[str]], int] = importlib.import_module(f"pentameter.cli.{module}").run
     return run(arguments)

@@ -7,20 +7,23 @@ import platform
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
+_SPINNING = {"GOMP_SPINCOUNT": "5000", "KMP_BLOCKTIME": "1"}
+"""GNU's runtime in turns of some 140 cycles each, a quarter of a millisecond; Intel's in ms."""
+
 if TYPE_CHECKING:
     from pentameter.parallel.world import World
 
 
-def wait_passively(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Have idle OpenMP threads sleep, not spin, unless the user chose how they wait.
+def bound_spinning(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have idle OpenMP threads sleep soon, unless the user chose how they wait.
 
     Call it before torch is imported, which loads the OpenMP runtime: that reads these variables
-    once. A thread that spins takes the core from whoever has work for it: on shared cores that
-    makes a step several times slower, while on idle ones sleeping costs next to nothing
-    (docs/performance.md).
+    once. By default a thread without work spins for 300,000 turns (GNU) or 200 ms (Intel), longer
+    than a scheduler's slice, and takes the core from whoever has work for it. Not to spin at all
+    would make each of the thousand short waits of a step one of the kernel's (docs/performance.md).
     """
-    if not any(name in environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
-        environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    if not environ.keys() & {"OMP_WAIT_POLICY", *_SPINNING}:
+        environ.update(_SPINNING)
 
 
 def usable_cores() -> frozenset[int]:

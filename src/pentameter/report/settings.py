@@ -19,6 +19,9 @@ Settings = dict[str, Any]
 """Dotted path → value, None where it is absent."""
 
 
+TEXT_KEYS = ("data.corpus", "data.path")
+
+
 @dataclass(frozen=True)
 class Choices:
     """The preset that a configuration is nearest to, and the settings in which it differs."""
@@ -48,7 +51,13 @@ def choices(found: Settings, rows_per_epoch: int | None) -> Choices | None:
     presets = [load_config(name) for name in preset_names()]
     preset = min(presets, key=lambda config: len(_stated_differences(config, found)))
     resolved = _resolved(preset, found, rows_per_epoch)
-    differs = [path for path in _known(found) if found[path] != resolved.get(path)]
+    on_its_text = _resolved(_on_text_of(preset, found), found, rows_per_epoch)
+    differs = [
+        path
+        for path in _known(found)
+        if found[path] != resolved.get(path)
+        and (path in TEXT_KEYS or found[path] != on_its_text.get(path))
+    ]
     # A value that the preset leaves open may follow from others that were chosen. The Plan fills
     # in nothing of [data].
     is_open = {
@@ -69,6 +78,15 @@ def choices(found: Settings, rows_per_epoch: int | None) -> Choices | None:
             if path not in is_open or found[path] != implied.get(path)
         },
     )
+
+
+def _on_text_of(preset: Config, found: Settings) -> Config:
+    """`preset` on the text of a run: what suits its own text alone follows from that choice."""
+    text = {path: found[path] for path in TEXT_KEYS if found.get(path) not in (None, ABSENT)}
+    try:
+        return load_config(preset, text)
+    except ConfigError:  # two texts, in a damaged configuration
+        return preset
 
 
 def _known(found: Settings) -> list[str]:
