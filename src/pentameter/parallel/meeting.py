@@ -48,7 +48,7 @@ def open_store(place: Place, timeout_seconds: float = MEETING_SECONDS) -> Store:
 
     if place.world_size == 1:
         return dist.HashStore()
-    where = address(place)
+    where = _address(place)
     deadline = time.monotonic() + timeout_seconds
     try:
         store = _reach(place, where, timeout_seconds)
@@ -64,7 +64,7 @@ def open_store(place: Place, timeout_seconds: float = MEETING_SECONDS) -> Store:
     return dist.PrefixStore(f"pentameter/{name}", store)
 
 
-def address(place: Place) -> str:
+def _address(place: Place) -> str:
     """The place of the meeting, as messages call it."""
     if place.init_method != "env://":
         return place.init_method

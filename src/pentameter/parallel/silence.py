@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -68,12 +68,12 @@ def stacks(folder: Path, pids: dict[int, int]) -> dict[int, str]:
     return found
 
 
-def culprits(pids: dict[int, int], shown: dict[int, str]) -> list[int]:
+def culprits(ranks: Collection[int], shown: dict[int, str]) -> list[int]:
     """The ranks that others wait for: those that cannot answer, else those whose stack is not that
     of waiting, else all."""
-    mute = [rank for rank, pid in pids.items() if rank not in shown or is_stopped(pid)]
+    mute = [rank for rank in ranks if rank not in shown]
     at_work = [rank for rank, text in shown.items() if not _waits(text)]
-    return mute or at_work or list(pids)
+    return mute or at_work or list(ranks)
 
 
 def is_stopped(pid: int) -> bool:

@@ -19,8 +19,8 @@ def bound_spinning(environ: MutableMapping[str, str] = os.environ) -> None:
 
     Call it before torch is imported, which loads the OpenMP runtime: that reads these variables
     once. By default a thread without work spins for 300,000 turns (GNU) or 200 ms (Intel), longer
-    than a scheduler's slice, and takes the core from whoever has work for it. Not to spin at all
-    would make each of the thousand short waits of a step one of the kernel's (docs/performance.md).
+    than a scheduler's slice, and takes the core from whoever has work for it; not to spin at all
+    makes every short wait inside a step one of the kernel's. docs/performance.md has figures.
     """
     if not environ.keys() & {"OMP_WAIT_POLICY", *_SPINNING}:
         environ.update(_SPINNING)

@@ -140,7 +140,7 @@ def check_hook(hook: object) -> None:
 class Hooks:
     """Calls one method on every hook that has it."""
 
-    def __init__(self, hooks: Sequence[object] = ()) -> None:
+    def __init__(self, hooks: Sequence[object]) -> None:
         self._hooks = tuple(hooks)
 
     def call(self, method: str, *arguments: Any) -> None:
