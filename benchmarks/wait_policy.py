@@ -22,7 +22,7 @@ from statistics import median
 
 POLICIES = {
     "default": {"GOMP_SPINCOUNT": "300000"},
-    "bounded": {"GOMP_SPINCOUNT": "5000"},  # what pentameter sets
+    "bounded": {"GOMP_SPINCOUNT": "60000"},  # what pentameter sets
     "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
 }
 

@@ -114,4 +114,4 @@ def test_spinning_is_bounded_before_torch_is_loaded():
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=kept
     )
-    assert done.stdout == "True 5000\n"
+    assert done.stdout == "True 60000\n"

@@ -7,8 +7,8 @@ import platform
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
-_SPINNING = {"GOMP_SPINCOUNT": "5000", "KMP_BLOCKTIME": "1"}
-"""GNU's runtime in turns of some 140 cycles each, a quarter of a millisecond; Intel's in ms."""
+_SPINNING = {"GOMP_SPINCOUNT": "60000", "KMP_BLOCKTIME": "3"}
+"""GNU's runtime in turns of some 140 cycles each, 3 ms in all; Intel's in ms."""
 
 if TYPE_CHECKING:
     from pentameter.parallel.world import World
