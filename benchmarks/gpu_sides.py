@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pentameter.data.batches import TrainingBatches
-from pentameter.data.dataset import TokenSplit
+from pentameter.data.batches.batches import TrainingBatches
+from pentameter.data.batches.dataset import TokenSplit
 from pentameter.keyed import bits, make_key
 from pentameter.optim.build import build_optimizer, set_learning_rate
 from pentameter.optim.clip import (
@@ -26,7 +26,7 @@ from pentameter.optim.clip import (
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.precision import arithmetic
-from pentameter.plan.plan import Plan
+from pentameter.planning.plan import Plan
 from plain_gpt import PlainGPT, make_optimizer
 
 N_TOKENS = 2**22  # 8 MB: larger than a step, small enough to draw in a moment

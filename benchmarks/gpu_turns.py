@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from gpu_sides import SIDES, Ours, Plain
-from pentameter.plan.plan import Plan
+from pentameter.planning.plan import Plan
 
 
 class OutOfDeviceMemoryError(Exception):

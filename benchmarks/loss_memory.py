@@ -38,8 +38,9 @@ def head_pass(variant: str, device: Any, dtype: Any) -> Pass:
     import torch
     import torch.nn.functional as F
 
-    from pentameter.model import chunked_loss_sum, elementwise_row_loss, loss_sum, row_loss
-    from pentameter.model.fused import kernel
+    from pentameter.fused_cpu.kernels import kernel
+    from pentameter.model.chunked_loss import chunked_loss_sum, elementwise_row_loss, row_loss
+    from pentameter.model.loss import loss_sum
 
     torch.manual_seed(0)
     x = torch.randn(ROWS, CONTEXT, WIDTH, device=device).to(dtype).requires_grad_()
@@ -65,7 +66,8 @@ def activations_pass(variant: str, device: Any, dtype: Any) -> Pass:
     import torch
 
     from pentameter.config.schema import ModelConfig
-    from pentameter.model import build_model, loss_sum
+    from pentameter.model.gpt import build_model
+    from pentameter.model.loss import loss_sum
     from pentameter.parallel.recompute import recompute_activations
 
     config = ModelConfig(

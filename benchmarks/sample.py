@@ -21,8 +21,10 @@ import numpy as np
 import torch
 
 from pentameter.config.schema import ModelConfig
-from pentameter.generate import Sampling, stream_tokens
-from pentameter.model import GPT, initialize
+from pentameter.generation.loop import stream_tokens
+from pentameter.generation.sampling import Sampling
+from pentameter.model.gpt import GPT
+from pentameter.model.initial import initialize
 from plain_gpt import PlainGPT
 
 CHARACTER_GPT = ModelConfig(

@@ -28,7 +28,7 @@ import torch
 
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
-from pentameter.plan.plan import Plan, make_plan
+from pentameter.planning.plan import Plan, make_plan
 from scaling_group import Group, Turn
 
 WARM_UP_STEPS = 3  # the first compiles, and heaps grow
@@ -223,7 +223,7 @@ def bubble_part(asked: argparse.Namespace, two: Group) -> dict[str, Any]:
 
 
 def idle_fraction(turns: Sequence[Turn]) -> float:
-    """What `plan/timeline.py` calls the bubble fraction, of measured passes: the time in which no
+    """The bubble fraction (`planning/timeline.py`) of measured passes: the time in which no
     thread of a process runs ÷ the time it computes. Moving data is no idleness but work, of gloo's
     threads, which take the cores that compute; it has its own column."""
     busy = sum(turn.passes_busy for turn in turns)

@@ -24,16 +24,16 @@ import torch
 import torch.distributed as dist
 
 from gpu_sides import random_batches
+from pentameter.machine.ceiling import product_ceiling
 from pentameter.optim.build import build_optimizer
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
-from pentameter.parallel.ceiling import product_ceiling
-from pentameter.parallel.engine import choose_engine
-from pentameter.parallel.launch import joined_world
-from pentameter.parallel.local_launch import worker_environment
-from pentameter.parallel.place import find_place
-from pentameter.parallel.world import World
-from pentameter.plan.plan import Plan
+from pentameter.parallel.compute import choose_compute
+from pentameter.planning.plan import Plan
+from pentameter.processes.join import joined_world
+from pentameter.processes.local_launch import worker_environment
+from pentameter.processes.place import find_place
+from pentameter.processes.world import World
 from pentameter.train.update import update_weights
 
 ANSWER_SECONDS = 600.0  # a first step may compile
@@ -89,7 +89,7 @@ class Runner:
 
     def __init__(self, plan: Plan, world: World) -> None:
         self.plan, self.world = plan, world
-        self.engine = choose_engine(plan, world)
+        self.engine = choose_compute(plan, world)
         self.stage = assemble(
             plan, self.engine.device, self.engine.precision,
             compiled=self.engine.compiled, world=world,

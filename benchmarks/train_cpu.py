@@ -23,15 +23,15 @@ import torch
 
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
-from pentameter.data.batches import training_batches
-from pentameter.data.dataset import open_dataset
+from pentameter.data.batches.batches import training_batches
+from pentameter.data.batches.dataset import open_dataset
+from pentameter.machine.ceiling import product_ceiling
 from pentameter.optim.build import build_optimizer, set_learning_rate
 from pentameter.optim.clip import clip_gradients, gradient_norm
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
-from pentameter.parallel.ceiling import product_ceiling
-from pentameter.parallel.engine import choose_engine
-from pentameter.plan.plan import Plan, make_plan
+from pentameter.parallel.compute import choose_compute
+from pentameter.planning.plan import Plan, make_plan
 from plain_gpt import PlainGPT, cosine_learning_rate, make_optimizer, train_step
 
 WARM_UP_STEPS = 3  # ours compiles, and both grow their heaps
@@ -45,7 +45,7 @@ def batches(plan: Plan) -> Any:
 
 def serve_ours(pipe: Connection, plan: Plan) -> None:
     """Run the steps that the parent asks for, as the trainer runs them."""
-    engine = choose_engine(plan)  # as the trainer does it: AMX kernels, memory allocator
+    engine = choose_compute(plan)  # as the trainer does it: AMX kernels, memory allocator
     stage = assemble(plan, engine.device, engine.precision, compiled=engine.compiled)
     config = plan.config.optimizer
     optimizer = build_optimizer(stage.named_parameters(), plan.table, config)

@@ -27,14 +27,14 @@ import torch
 from gpu_sides import SIDES
 from gpu_turns import Machine, OutOfDeviceMemoryError, Sides, Turn
 from pentameter.config.schema import Config
-from pentameter.parallel.capabilities import machine_capabilities
-from pentameter.parallel.ceiling import product_ceiling
-from pentameter.parallel.device import choose_precision
-from pentameter.parallel.environment import device_name, environment, versions
-from pentameter.parallel.peaks import peak_flops
+from pentameter.machine.capabilities import machine_capabilities
+from pentameter.machine.ceiling import product_ceiling
+from pentameter.machine.choices import choose_precision
+from pentameter.machine.environment import device_name, environment, versions
+from pentameter.machine.peaks import peak_flops
 from pentameter.parallel.precision import arithmetic
-from pentameter.plan.flops import CONVENTION
-from pentameter.plan.plan import Plan, make_plan
+from pentameter.planning.flops import CONVENTION
+from pentameter.planning.plan import Plan, make_plan
 
 WARM_UP_STEPS = 3
 MOST_STEPS_OF_A_TURN = 1000

@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from live_bytes import LiveBytes
 
 from pentameter.config.schema import Config
-from pentameter.data.batches import Batch
+from pentameter.data.batches.batches import Batch
 from pentameter.optim.build import build_optimizer
 from pentameter.parallel.assemble import assemble
-from pentameter.parallel.live_bytes import LiveBytes
-from pentameter.parallel.world import World
-from pentameter.plan.plan import make_plan
+from pentameter.planning.plan import make_plan
+from pentameter.processes.world import World
 from pentameter.train.update import update_weights
 
 MODEL = {"vocab_size": 4000, "context_length": 8, "n_layers": 4, "n_heads": 8, "d_model": 512}

@@ -16,7 +16,7 @@ class WeightNorm:
     def on_step(self, trainer, step):
         """Write it into metrics.jsonl every 50 steps."""
         if step.step % 50 == 0:
-            squares = sum(p.detach().square().sum() for p in trainer.stage.parameters())
+            squares = sum(p.detach().square().sum() for p in trainer.engine.parameters())
             trainer.record("weight_norm", step=step.step, value=squares.sqrt().item())
 
 

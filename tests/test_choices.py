@@ -21,25 +21,25 @@ from pentameter.checkpoint.hugging_face import architecture
 from pentameter.config.fields import leaves
 from pentameter.config.fingerprint import config_hash
 from pentameter.config.schema import Config, ModelConfig
-from pentameter.data.batches import training_batches
-from pentameter.data.contents import Splitting
-from pentameter.data.dataset import TokenSplit
-from pentameter.data.token_sequence import TokenSequence
+from pentameter.data.batches.batches import training_batches
+from pentameter.data.batches.dataset import TokenSplit
+from pentameter.data.prepare.contents import Splitting
+from pentameter.data.shards.token_sequence import TokenSequence
 from pentameter.errors import ConfigError, StorageError
-from pentameter.model import GPT, build_model, dropout_keys
-from pentameter.model.fused import architecture_obstacle, fused_loss_sum
-from pentameter.model.fused.step import FUSES
+from pentameter.evaluate import split as evaluation
+from pentameter.fused_cpu.step import FUSES, architecture_obstacle, fused_loss_sum
+from pentameter.machine.choices import choose_compile, choose_device, choose_precision
+from pentameter.model.dropout import dropout_keys
+from pentameter.model.gpt import GPT, build_model
 from pentameter.optim.build import build_optimizer
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
-from pentameter.parallel.device import choose_compile, choose_device, choose_precision
-from pentameter.parallel.engine import fused_obstacle
-from pentameter.parallel.part import Part
+from pentameter.parallel.compute import fused_obstacle
 from pentameter.parallel.pipeline import SCHEDULES
-from pentameter.plan.plan import make_plan
-from pentameter.plan.step import BYTES
-from pentameter.plan.timeline import pass_order
-from pentameter.train import evaluation
+from pentameter.parallel.stage_module import Part
+from pentameter.planning.plan import make_plan
+from pentameter.planning.sizes import BYTES
+from pentameter.planning.timeline import pass_order
 from pentameter.train.saving import RunCheckpoints
 
 # Sizes that no other test uses: the fused kernels keep what was compiled for each shape.

@@ -17,7 +17,7 @@ end = pm.Trainer(config, run_dir="run", quiet=True).fit()
 assert end.step == 2
 loaded = pm.load_model("run")
 first = pm.generate(loaded.model, loaded.tokenizer, "ab", max_new_tokens=5)
-import pentameter.generate.loop, pentameter.plan.plan
+import pentameter.generation.loop, pentameter.planning.plan
 assert pm.generate(loaded.model, loaded.tokenizer, "ab", max_new_tokens=5) == first
 assert len(first[0]) == 5
 """

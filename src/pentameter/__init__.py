@@ -16,32 +16,32 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pentameter import generate as generate
-    from pentameter import plan as plan
     from pentameter.checkpoint.model import load_model as load_model
     from pentameter.config.load import load_config as load_config
+    from pentameter.generation.loop import generate as generate
+    from pentameter.planning.plan import make_plan as plan
     from pentameter.train.trainer import Trainer as Trainer
 
 _HOMES = {
-    "Trainer": "pentameter.train.trainer",
-    "load_config": "pentameter.config.load",
-    "load_model": "pentameter.checkpoint.model",
+    "Trainer": ("pentameter.train.trainer", "Trainer"),
+    "generate": ("pentameter.generation.loop", "generate"),
+    "load_config": ("pentameter.config.load", "load_config"),
+    "load_model": ("pentameter.checkpoint.model", "load_model"),
+    "plan": ("pentameter.planning.plan", "make_plan"),
 }
-_CALLABLE_PACKAGES = ("generate", "plan")  # packages that are also functions, see `callable_module`
 
 __all__ = ["Trainer", "generate", "load_config", "load_model", "plan"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _CALLABLE_PACKAGES:
-        return importlib.import_module(f"pentameter.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'pentameter' has no attribute {name!r}")
-    from pentameter.parallel.threads import bound_spinning
+    from pentameter.machine.threads import bound_spinning
 
     bound_spinning()  # what is imported now imports torch
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    module, attribute = _HOMES[name]
+    return getattr(importlib.import_module(module), attribute)
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_HOMES, *_CALLABLE_PACKAGES]
+    return [*globals(), *_HOMES]

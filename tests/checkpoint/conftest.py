@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pentameter.checkpoint import CheckpointStore, Saved
+from pentameter.checkpoint.store import CheckpointStore, Saved
 
 RUN_ID = "run-a"
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from pentameter.checkpoint.tensors import materialize
-from pentameter.parallel.world import World
+from pentameter.processes.world import World
 
 OPERATIONS = ("open", "close", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 

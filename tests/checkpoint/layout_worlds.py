@@ -18,9 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from pentameter.checkpoint import CheckpointStore, model_state, optimizer_state
+from pentameter.checkpoint.state import model_state, optimizer_state
+from pentameter.checkpoint.store import CheckpointStore
 from pentameter.optim.build import JointOptimizer
-from pentameter.parallel.world import World
+from pentameter.processes.world import World
 
 V, D, F = 65, 8, 12  # 65 divides by neither 2 nor 4
 
@@ -300,7 +301,8 @@ def wipe(held: Held) -> None:
 
 
 def read(world: World, held: Held, path: Path) -> None:
-    from pentameter.checkpoint import load_model_state, load_optimizer_state, open_checkpoint
+    from pentameter.checkpoint.opening import open_checkpoint
+    from pentameter.checkpoint.state import load_model_state, load_optimizer_state
 
     checkpoint = open_checkpoint(path)
     load_model_state(held.model, checkpoint.tensors("model"), world)

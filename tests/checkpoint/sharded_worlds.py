@@ -11,16 +11,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from pentameter.checkpoint import CheckpointStore, load_model_state, model_state, open_checkpoint
 from pentameter.checkpoint.initial_weights import initial_weights
+from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.checkpoint.pieces import Part
+from pentameter.checkpoint.state import load_model_state, model_state
+from pentameter.checkpoint.store import CheckpointStore
 from pentameter.checkpoint.stored_tensors import StoredTensors
 from pentameter.config.load import to_toml
 from pentameter.config.schema import Config
-from pentameter.data import CharTokenizer
+from pentameter.data.tokenizers.tokenizer import CharTokenizer
 from pentameter.errors import StorageError
-from pentameter.model import build_model
-from pentameter.parallel.world import World
+from pentameter.model.gpt import build_model
+from pentameter.processes.world import World
 
 TOKENIZER = CharTokenizer("abcdefgh \n")
 

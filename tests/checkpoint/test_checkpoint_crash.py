@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 import pytest
 import torch
 
-from pentameter.checkpoint import CheckpointStore, write_atomic
+from pentameter.checkpoint.store import CheckpointStore
+from pentameter.disk.atomic import write_atomic
 from pentameter.errors import StorageError
 
 CHANGES = ("write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
@@ -302,7 +303,7 @@ def test_an_interrupt_in_the_middle_of_a_save_cleans_up(store, save):
 
 
 def test_a_reader_beside_a_saving_run_always_finds_a_whole_checkpoint(store):
-    from pentameter.checkpoint import find_model
+    from pentameter.checkpoint.resolve import find_model
 
     save_mark(store, 1, 1.0)
     pid = os.fork()

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pentameter.checkpoint import open_checkpoint
 from pentameter.checkpoint.manifest import Manifest
+from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.errors import ConfigError, CorruptError
 
 FILES = ["manifest.json", "state.json", "config.toml", "model.safetensors", "optimizer.safetensors"]
@@ -104,7 +104,7 @@ def test_swapped_files_and_folders_are_found(store, save):
 def whole(tmp_path_factory):
     import torch
 
-    from pentameter.checkpoint import CheckpointStore
+    from pentameter.checkpoint.store import CheckpointStore
 
     store = CheckpointStore(tmp_path_factory.mktemp("flips"), run_id="r", config_hash="c")
     tensors = {"model": {"w": torch.arange(20.0)}, "optimizer": {"w.step": torch.tensor(3)}}
@@ -225,7 +225,7 @@ def test_a_pickle_is_data_not_code(store, save, name):
     path = save(store, 2).path
     (path / name).write_bytes(pickle.dumps(Bomb()))
     if name != "manifest.json":
-        from pentameter.checkpoint.files import FileRecord
+        from pentameter.disk.atomic import FileRecord
 
         data = (path / name).read_bytes()
         import hashlib

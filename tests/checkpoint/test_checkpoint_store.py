@@ -7,7 +7,8 @@ import shutil
 import pytest
 import torch
 
-from pentameter.checkpoint import CheckpointStore, open_checkpoint
+from pentameter.checkpoint.opening import open_checkpoint
+from pentameter.checkpoint.store import CheckpointStore
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 

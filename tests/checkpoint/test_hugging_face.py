@@ -8,15 +8,17 @@ import os
 import pytest
 import torch
 
-from pentameter.checkpoint import CheckpointStore, load_model, model_state, open_model
 from pentameter.checkpoint.hugging_face import export_hf, read_hf
+from pentameter.checkpoint.model import load_model, open_model
+from pentameter.checkpoint.state import model_state
+from pentameter.checkpoint.store import CheckpointStore
 from pentameter.config.load import to_toml
 from pentameter.config.schema import Config
-from pentameter.data import CharTokenizer
-from pentameter.data.building import train_bpe
+from pentameter.data.tokenizers.building import train_bpe
+from pentameter.data.tokenizers.tokenizer import CharTokenizer
 from pentameter.errors import ConfigError
-from pentameter.generate import generate
-from pentameter.model import build_model
+from pentameter.generation.loop import generate
+from pentameter.model.gpt import build_model
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
 transformers = pytest.importorskip("transformers")

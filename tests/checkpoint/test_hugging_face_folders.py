@@ -11,19 +11,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pentameter.checkpoint import load_model, model_state, open_model
 from pentameter.checkpoint.hugging_face import export_hf, read_hf
 from pentameter.checkpoint.hugging_face.tokenizer_files import (
     read_tokenizer,
     tokenizer_files,
 )
+from pentameter.checkpoint.model import load_model, open_model
+from pentameter.checkpoint.state import model_state
 from pentameter.checkpoint.stored import StoredModel
 from pentameter.config.schema import Config
-from pentameter.data import CharTokenizer
-from pentameter.data.building import train_bpe
-from pentameter.data.word_tokenizer import WordTokenizer
+from pentameter.data.tokenizers.building import train_bpe
+from pentameter.data.tokenizers.tokenizer import CharTokenizer
+from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError
-from pentameter.model import build_model
+from pentameter.model.gpt import build_model
 
 BPE = train_bpe(["the cat sat on the mat"], 260)
 

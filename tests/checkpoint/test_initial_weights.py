@@ -5,19 +5,19 @@ import shutil
 import pytest
 import torch
 
-from pentameter.checkpoint import model_state
 from pentameter.checkpoint.hugging_face import export_hf
 from pentameter.checkpoint.initial_weights import (
     NOT_THE_ARCHITECTURE,
     check_origin,
     initial_weights,
 )
+from pentameter.checkpoint.state import model_state
 from pentameter.checkpoint.stored import StoredModel, save_model
 from pentameter.config.schema import Config, ModelConfig
-from pentameter.data import CharTokenizer
-from pentameter.data.building import train_bpe
+from pentameter.data.tokenizers.building import train_bpe
+from pentameter.data.tokenizers.tokenizer import CharTokenizer
 from pentameter.errors import ConfigError, CorruptError
-from pentameter.model import GPT, build_model
+from pentameter.model.gpt import GPT, build_model
 
 BPE = train_bpe(["the cat sat on the mat"], 260)
 MODEL = {

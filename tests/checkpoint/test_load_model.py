@@ -6,13 +6,17 @@ import shutil
 import pytest
 import torch
 
-from pentameter.checkpoint import CheckpointStore, find_model, load_model, model_state
 from pentameter.checkpoint import model as model_module
+from pentameter.checkpoint.model import load_model
+from pentameter.checkpoint.resolve import find_model
+from pentameter.checkpoint.state import model_state
+from pentameter.checkpoint.store import CheckpointStore
 from pentameter.config.load import load_config, to_toml
 from pentameter.config.schema import Config
-from pentameter.data import CharTokenizer
+from pentameter.data.tokenizers.tokenizer import CharTokenizer
 from pentameter.errors import CorruptError
-from pentameter.model import GPT, initialize
+from pentameter.model.gpt import GPT
+from pentameter.model.initial import initialize
 
 
 @pytest.fixture

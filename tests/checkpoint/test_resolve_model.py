@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pentameter.checkpoint import find_model
+from pentameter.checkpoint.resolve import find_model
 from pentameter.errors import ConfigError, CorruptError
 
 

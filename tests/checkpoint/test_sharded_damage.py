@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pentameter.checkpoint import open_checkpoint
-from pentameter.checkpoint.files import FileRecord, write_hashed
+from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.checkpoint.pieces import METADATA_KEY, Part, Piece, check_cover, piece_key
 from pentameter.checkpoint.stored_tensors import StoredTensors
 from pentameter.checkpoint.tensors import materialize, plan_file
+from pentameter.disk.atomic import FileRecord, write_hashed
 from pentameter.errors import CorruptError
 
 WHOLE = torch.arange(60.0).view(10, 6)

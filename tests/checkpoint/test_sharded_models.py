@@ -10,12 +10,14 @@ import torch
 from layout_worlds import run_world
 from sharded_worlds import count_reads, initialize_from, load_wrongly, save_model_of_two
 
-from pentameter.checkpoint import load_model, model_state, open_checkpoint, open_model
 from pentameter.checkpoint.hugging_face import export_hf
 from pentameter.checkpoint.initial_weights import initial_weights
+from pentameter.checkpoint.model import load_model, open_model
+from pentameter.checkpoint.opening import open_checkpoint
+from pentameter.checkpoint.state import model_state
 from pentameter.checkpoint.stored import save_model
 from pentameter.checkpoint.tensors import LazyTensor
-from pentameter.model import build_model
+from pentameter.model.gpt import build_model
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,15 @@ import json
 import pytest
 import torch
 
-from pentameter.checkpoint import load_model, model_state
+from pentameter.checkpoint.model import load_model
+from pentameter.checkpoint.state import model_state
 from pentameter.checkpoint.stored import StoredModel, save_model
 from pentameter.cli.main import main
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
-from pentameter.data import CharTokenizer
-from pentameter.data.building import train_bpe
-from pentameter.model import build_model
+from pentameter.data.tokenizers.building import train_bpe
+from pentameter.data.tokenizers.tokenizer import CharTokenizer
+from pentameter.model.gpt import build_model
 
 TEXT = "the cat sat on the mat, and that was that.\n" * 40
 BPE = train_bpe([TEXT], 280)

@@ -14,7 +14,7 @@ from pentameter.errors import (
     StorageError,
     TrainingFailedError,
 )
-from pentameter.parallel.failure import Failure, WorkerFailedError
+from pentameter.processes.failure import Failure, WorkerFailedError
 
 
 def run_in_process(*arguments):

@@ -6,15 +6,15 @@ import urllib.request
 
 import pytest
 
-from pentameter.checkpoint import model_state
 from pentameter.checkpoint.hugging_face import export_hf
 from pentameter.checkpoint.hugging_face.tokenizer_files import read_tokenizer
+from pentameter.checkpoint.state import model_state
 from pentameter.checkpoint.stored import StoredModel
 from pentameter.cli.main import main
 from pentameter.config.schema import Config
-from pentameter.data.building import gpt2_tokenizer
+from pentameter.data.tokenizers.building import gpt2_tokenizer
 from pentameter.errors import StorageError
-from pentameter.model import build_model
+from pentameter.model.gpt import build_model
 
 TINY = ("context_length", "n_layers", "n_heads", "d_model")
 

@@ -16,10 +16,10 @@ from pentameter.cli.main import main
 from pentameter.cli.sample import run
 from pentameter.config.load import to_toml
 from pentameter.config.schema import Config, DataConfig, ModelConfig, TrainConfig
-from pentameter.data.tokenizer import CharTokenizer
+from pentameter.data.tokenizers.tokenizer import CharTokenizer
 from pentameter.errors import ConfigError
-from pentameter.generate import generate
-from pentameter.model import GPT, build_model
+from pentameter.generation.loop import generate
+from pentameter.model.gpt import GPT, build_model
 
 TOKENIZER = CharTokenizer("\n abcdé")
 CONFIG = Config(

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.data.batches import Batch, TrainingBatches
-from pentameter.data.dataset import TokenSplit
-from pentameter.data.evaluation import evaluation_batches
-from pentameter.data.orders import ORDERS, windows_per_epoch
-from pentameter.data.token_sequence import TokenSequence
+from pentameter.data.batches.batches import Batch, TrainingBatches
+from pentameter.data.batches.dataset import TokenSplit
+from pentameter.data.batches.orders import ORDERS, windows_per_epoch
+from pentameter.data.batches.windows import evaluation_batches
+from pentameter.data.shards.token_sequence import TokenSequence
 from pentameter.errors import ConfigError
 
 

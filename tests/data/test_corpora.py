@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from pentameter.config.schema import DataConfig
-from pentameter.data import corpora, corpus_text, open_dataset
-from pentameter.data.storage import PublicFile, cache_folder, public_file
+from pentameter.data.batches.dataset import open_dataset
+from pentameter.data.corpora import registry as corpora
+from pentameter.data.corpora.registry import corpus_text
+from pentameter.disk.storage import PublicFile, cache_folder, public_file
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 CONTENT = b"public text\n" * 100

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from pentameter.config.schema import DataConfig, GrammarConfig
-from pentameter.data import CharTokenizer, TrainingBatches, evaluation_batches, open_dataset
-from pentameter.data import dataset as dataset_module
+from pentameter.data.batches import dataset as dataset_module
+from pentameter.data.batches.batches import TrainingBatches
+from pentameter.data.batches.dataset import open_dataset
+from pentameter.data.batches.windows import evaluation_batches
+from pentameter.data.tokenizers.tokenizer import CharTokenizer
 from pentameter.errors import ConfigError, CorruptError
 
 
@@ -107,7 +110,7 @@ def test_damage_in_the_cache_is_found_and_says_what_to_delete(text_file, cache):
 PREPARE_WHEN_TOLD = """
 import sys
 from pentameter.config.schema import DataConfig
-from pentameter.data import open_dataset
+from pentameter.data.batches.dataset import open_dataset
 print("ready", flush=True)
 sys.stdin.readline()
 print(open_dataset(DataConfig(path=sys.argv[1])).hash)
@@ -140,7 +143,7 @@ def test_what_a_killed_process_left_is_removed(text_file, cache):
     script = (
         "import os, sys\n"
         "from pentameter.config.schema import DataConfig\n"
-        "from pentameter.data import open_dataset\n"
+        "from pentameter.data.batches.dataset import open_dataset\n"
         "def kill(stage, done, total):\n"
         "    if stage == 'encoding': os.kill(os.getpid(), 9)\n"
         "open_dataset(DataConfig(path=sys.argv[1]), progress=kill)\n"

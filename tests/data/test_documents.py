@@ -7,13 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.data import CharTokenizer, Dataset, Splitting, prepare
-from pentameter.data import documents as documents_module
-from pentameter.data.building import train_bpe
-from pentameter.data.documents import Cutter, Routes, divide, split_of
-from pentameter.data.shards import open_shards
-from pentameter.data.text import Text
-from pentameter.data.word_tokenizer import WordTokenizer
+from pentameter.data.batches.dataset import Dataset
+from pentameter.data.corpora.text import Text
+from pentameter.data.prepare import documents as documents_module
+from pentameter.data.prepare.contents import Splitting
+from pentameter.data.prepare.documents import Cutter, Routes, divide, split_of
+from pentameter.data.prepare.prepare import prepare
+from pentameter.data.shards.shards import open_shards
+from pentameter.data.tokenizers.building import train_bpe
+from pentameter.data.tokenizers.tokenizer import CharTokenizer
+from pentameter.data.tokenizers.word import WordTokenizer
 
 SPLITS = ("train", "val", "test")
 SAMPLE = "It's the lazy dog's 12 bones;\n\n  he'll  say <br /> more.\tNaïve 日本語 🙂!\r\n" * 8

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pentameter.config.schema import GrammarConfig
-from pentameter.data import grammar
-from pentameter.data.grammar import grammar_entropy_rate, grammar_source, grammar_text
+from pentameter.data.corpora import grammar
+from pentameter.data.corpora.grammar import grammar_entropy_rate, grammar_source, grammar_text
 from pentameter.errors import ConfigError
 
 CONFIGS = [

@@ -4,9 +4,11 @@ import sys
 import numpy as np
 import pytest
 
-from pentameter.data import Dataset, Splitting, prepare
-from pentameter.data.shards import open_shards
-from pentameter.data.text import text_from_paths
+from pentameter.data.batches.dataset import Dataset
+from pentameter.data.corpora.text import text_from_paths
+from pentameter.data.prepare.contents import Splitting
+from pentameter.data.prepare.prepare import prepare
+from pentameter.data.shards.shards import open_shards
 from pentameter.errors import StorageError
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "rests"]
@@ -15,8 +17,9 @@ SPLITTING = Splitting(0.2, 0.1, "document")
 SCRIPT = """
 import os, sys
 from pathlib import Path
-from pentameter.data import Splitting, prepare
-from pentameter.data.text import text_from_paths
+from pentameter.data.prepare.contents import Splitting
+from pentameter.data.prepare.prepare import prepare
+from pentameter.data.corpora.text import text_from_paths
 at, tokenizer = int(sys.argv[3]), sys.argv[4]
 calls = 0
 def kill(stage, done, total):

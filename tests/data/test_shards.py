@@ -6,11 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.data import CharTokenizer, Dataset, Splitting, prepare
-from pentameter.data.contents import split_ends
-from pentameter.data.shard_writer import ShardWriter
-from pentameter.data.shards import find_header, header_hash, open_shards
-from pentameter.data.text import text_of_pieces
+from pentameter.data.batches.dataset import Dataset
+from pentameter.data.corpora.text import text_of_pieces
+from pentameter.data.prepare.contents import Splitting, split_ends
+from pentameter.data.prepare.prepare import prepare
+from pentameter.data.shards.shards import find_header, header_hash, open_shards
+from pentameter.data.shards.writer import ShardWriter
+from pentameter.data.tokenizers.tokenizer import CharTokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 SPLITS = ("train", "val", "test")
@@ -239,7 +241,7 @@ def test_other_documents_are_found_on_opening(tmp_path):
 
 
 def test_the_first_damaged_file_is_named_and_progress_told(folder, monkeypatch):
-    monkeypatch.setattr("pentameter.data.shards.CHECK_TOKENS", 7)
+    monkeypatch.setattr("pentameter.data.shards.shards.CHECK_TOKENS", 7)
     told = []
     open_shards(folder / "text.json", progress=lambda *pass_: told.append(pass_))
     assert told == [("verifying", 2 * n, 360) for n in (50, 100, 144, 162, 180)]

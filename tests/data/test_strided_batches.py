@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.data.batches import IGNORED
-from pentameter.data.dataset import TokenSplit
-from pentameter.data.evaluation import evaluation_batches
-from pentameter.data.token_sequence import TokenSequence
+from pentameter.data.batches.batches import IGNORED
+from pentameter.data.batches.dataset import TokenSplit
+from pentameter.data.batches.windows import evaluation_batches
+from pentameter.data.shards.token_sequence import TokenSequence
 from pentameter.errors import ConfigError
 
 

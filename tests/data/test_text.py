@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.data.reading import read_pieces
-from pentameter.data.text import (
+from pentameter.data.corpora.reading import read_pieces
+from pentameter.data.corpora.text import (
     files_below,
     first_bytes,
     safe_name,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.data.bpe_tokenizer import BYTE_CHARACTERS, BpeTokenizer
-from pentameter.data.tokenizer import (
+from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS, BpeTokenizer
+from pentameter.data.tokenizers.tokenizer import (
     CharTokenizer,
     UnseenCharacterError,
     WordTokenizer,

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from pentameter.data import Dataset, prepare, shard_writer
-from pentameter.data.bpe_tokenizer import END_OF_TEXT
-from pentameter.data.shards import open_shards
-from pentameter.data.storage import continuing
-from pentameter.data.text import text_from_paths
+from pentameter.data.batches.dataset import Dataset
+from pentameter.data.corpora.text import text_from_paths
+from pentameter.data.prepare.prepare import prepare
+from pentameter.data.shards import writer as shard_writer
+from pentameter.data.shards.shards import open_shards
+from pentameter.data.tokenizers.bpe import END_OF_TEXT
+from pentameter.disk.storage import continuing
 from pentameter.errors import ConfigError
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 20_000

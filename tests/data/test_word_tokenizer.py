@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.data.word_tokenizer import UNKNOWN, WordTokenizer, normalized_words
+from pentameter.data.tokenizers.word import UNKNOWN, WordTokenizer, normalized_words
 from pentameter.errors import ConfigError
 
 FOLDER = Path(os.environ.get("PENTAMETER_DATA_DIR", "absent"))

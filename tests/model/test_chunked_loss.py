@@ -4,13 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pentameter.model import (
-    chunked_loss,
-    chunked_loss_sum,
-    elementwise_row_loss,
-    loss_sum,
-    row_loss,
-)
+from pentameter.model import chunked_loss
+from pentameter.model.chunked_loss import chunked_loss_sum, elementwise_row_loss, row_loss
+from pentameter.model.loss import loss_sum
 
 VOCAB_SIZE, PADDED, WIDTH = 13, 16, 6
 

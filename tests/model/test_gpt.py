@@ -7,9 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pentameter.config.schema import ModelConfig
-from pentameter.model import GPT, KVCache, build_model, dropout_keys, loss_sum
-from pentameter.model.gpt import sinusoidal_positions
-from pentameter.plan.table import padded_vocab_size, parameter_table
+from pentameter.model.cache import KVCache
+from pentameter.model.dropout import dropout_keys
+from pentameter.model.gpt import GPT, build_model, sinusoidal_positions
+from pentameter.model.loss import loss_sum
+from pentameter.planning.architecture import padded_vocab_size, parameter_table
 
 
 def tiny(**changes: object) -> ModelConfig:

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pentameter.config.schema import ModelConfig
-from pentameter.model import GPT, build_model, initial_values, initialize
-from pentameter.model.initial import BLOCK_ELEMENTS
-from pentameter.plan.table import Init, ParameterSpec, parameter_table
+from pentameter.model.gpt import GPT, build_model
+from pentameter.model.initial import BLOCK_ELEMENTS, initial_values, initialize
+from pentameter.planning.architecture import Init, ParameterSpec, parameter_table
 
 
 def spec(kind: str, scale: float = 1.0, n: int = 3 * BLOCK_ELEMENTS) -> ParameterSpec:

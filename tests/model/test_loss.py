@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from pentameter.model import loss_sum
+from pentameter.model.loss import loss_sum
 
 
 def test_ignored_targets_and_padded_columns_do_not_count() -> None:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from pentameter.config.schema import ModelConfig, OptimizerConfig
-from pentameter.model import GPT, build_model
+from pentameter.model.gpt import GPT, build_model
 from pentameter.optim.build import build_optimizer, parameter_groups, set_learning_rate
-from pentameter.plan.table import parameter_table
+from pentameter.planning.architecture import parameter_table
 
 MODEL = ModelConfig(vocab_size=11, context_length=8, n_layers=2, n_heads=2, d_model=8, bias=True)
 

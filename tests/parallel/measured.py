@@ -15,16 +15,17 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
+from ledger import Ledger
+from live_bytes import LiveBytes
 
 from pentameter.config.schema import Config
-from pentameter.data.batches import Batch
+from pentameter.data.batches.batches import Batch
 from pentameter.optim.build import build_optimizer
-from pentameter.parallel.assemble import Stage, assemble
-from pentameter.parallel.ledger import Ledger
-from pentameter.parallel.live_bytes import LiveBytes
-from pentameter.parallel.world import World
-from pentameter.plan.layout import parse_layout
-from pentameter.plan.plan import Plan, make_plan
+from pentameter.parallel.assemble import assemble
+from pentameter.parallel.engine import Engine
+from pentameter.planning.layout import parse_layout
+from pentameter.planning.plan import Plan, make_plan
+from pentameter.processes.world import World
 from pentameter.train.update import update_weights
 
 MODEL = {
@@ -94,7 +95,7 @@ def _in_world(file: str, rank: int, size: int, work: Any, arguments: Any) -> Any
         dist.destroy_process_group()
 
 
-def own_batch(stage: Stage, step: int) -> Batch:
+def own_batch(stage: Engine, step: int) -> Batch:
     """This process's rows of a random batch."""
     config = stage.plan.config
     generator = np.random.default_rng(step)
@@ -104,7 +105,7 @@ def own_batch(stage: Stage, step: int) -> Batch:
     return Batch(tokens[rows, :-1], tokens[rows, 1:], rows)
 
 
-def stage_of(world: World, config: Config) -> tuple[Plan, Stage]:
+def engine_of(world: World, config: Config) -> tuple[Plan, Engine]:
     plan = make_plan(config, world_size=world.size)
     precision = config.train.precision
     return plan, assemble(plan, torch.device("cpu"), precision, compiled=False, world=world)
@@ -125,7 +126,7 @@ def constants(values: dict[str, Any]) -> Iterator[None]:
 def sent(world: World, config: Config, changed: dict[str, Any]) -> dict[Any, Any]:
     """The ledger of a step, of this process."""
     with constants(changed):
-        plan, stage = stage_of(world, config)
+        plan, stage = engine_of(world, config)
         assert stage.mesh is not None
         ledger = Ledger(plan.layout, stage.mesh)
         for step in range(3):  # DDP knows the order of gradients from the third on
@@ -141,7 +142,7 @@ def sent(world: World, config: Config, changed: dict[str, Any]) -> dict[Any, Any
 def held(world: World, config: Config) -> dict[str, int]:
     """Bytes of tensors before a step, when there are gradients, and at the most."""
     with LiveBytes() as live:
-        _, stage = stage_of(world, config)
+        _, stage = engine_of(world, config)
         optimizer = build_optimizer(stage.named_parameters(), stage.plan.table, config.optimizer)
         for step in range(3):
             batch = own_batch(stage, step)

@@ -1,4 +1,4 @@
-"""A Stage: one normalisation whatever the micro-batches, dropout keyed by global row."""
+"""A Engine: one normalisation whatever the micro-batches, dropout keyed by global row."""
 
 import math
 
@@ -8,10 +8,11 @@ import torch
 
 from pentameter.checkpoint.state import model_state
 from pentameter.config.schema import Config
-from pentameter.data.batches import Batch
+from pentameter.data.batches.batches import Batch
 from pentameter.optim.clip import unscale_gradients
-from pentameter.parallel.assemble import LossSum, assemble
-from pentameter.plan.plan import make_plan
+from pentameter.parallel.assemble import assemble
+from pentameter.parallel.engine import LossSum
+from pentameter.planning.plan import make_plan
 
 CPU = torch.device("cpu")
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from ledger import Ledger
 from measured import configuration, constants, sent
 
-from pentameter.parallel.ledger import Ledger
 from pentameter.parallel.mesh import build_mesh
-from pentameter.plan.communication import Traffic, step_traffic
-from pentameter.plan.layout import Layout, parse_layout
-from pentameter.plan.plan import make_plan
+from pentameter.planning.layout import Layout, parse_layout
+from pentameter.planning.plan import make_plan
+from pentameter.planning.traffic import Traffic, step_traffic
 
-PLAN = "pentameter.plan.communication."
+PLAN = "pentameter.planning.traffic."
 SMALL_BUCKETS = {
     PLAN + "COPIES_BUCKET_BYTES": 700,
     "pentameter.parallel.data_parallel.COPIES_BUCKET_BYTES": 700,

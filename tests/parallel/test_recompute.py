@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from pentameter.config.schema import ModelConfig
-from pentameter.model import GPT, KVCache, build_model, dropout_keys, loss_sum
+from pentameter.model.cache import KVCache
+from pentameter.model.dropout import dropout_keys
+from pentameter.model.gpt import GPT, build_model
+from pentameter.model.loss import loss_sum
 from pentameter.parallel import recompute
 from pentameter.parallel.recompute import recompute_activations
 

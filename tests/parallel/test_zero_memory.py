@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from measured import configuration, held
 
-from pentameter.plan.layout import parse_layout
-from pentameter.plan.plan import make_plan
+from pentameter.planning.layout import parse_layout
+from pentameter.planning.plan import make_plan
 
 # Few tokens, so that nearly all is weights, gradients, optimizer and what is gathered: 14 MB of
 # weights, and activations of a twentieth of that.

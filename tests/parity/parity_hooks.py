@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pentameter.parallel.local_parts import local_part
-from pentameter.parallel.world import World
+from pentameter.processes.world import World
 
 
 class StopInOne:
@@ -37,7 +37,7 @@ class OverflowInOne:
             return _Overflowing.apply(output)
 
         if self.plants:
-            for model in trainer.stage.models:
+            for model in trainer.engine.models:
                 block = next(iter(model.blocks.values()))
                 block.register_forward_hook(forward_hook)
 
@@ -52,7 +52,7 @@ class SpoilInOne:
     def on_step(self, trainer: Any, metrics: Any) -> None:
         if self.plants and metrics.step == self.step:
             with torch.no_grad():
-                local_part(next(iter(trainer.stage.parameters())))[0].view(-1)[-1] = float("nan")
+                local_part(next(iter(trainer.engine.parameters())))[0].view(-1)[-1] = float("nan")
 
 
 class _Overflowing(torch.autograd.Function):

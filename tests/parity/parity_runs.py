@@ -26,7 +26,7 @@ from pentameter.checkpoint.tensors import materialize
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
 from pentameter.errors import PentameterError
-from pentameter.parallel.world import World
+from pentameter.processes.world import World
 
 _context = multiprocessing.get_context("forkserver")
 PRELOAD = [

@@ -16,7 +16,7 @@ from parity_runs import changed
 from torch.profiler import ProfilerActivity, profile
 
 from pentameter.config.schema import Config
-from pentameter.parallel.world import World
+from pentameter.processes.world import World
 
 FEW_BYTES = 1024
 """What meshes and groups say to each other."""
@@ -69,7 +69,7 @@ def assembled(world: World, config: Config) -> Assembled:
     """Assemble and count every allocation of torch's on the way."""
     from pentameter.parallel.assemble import assemble
     from pentameter.parallel.local_parts import local_part
-    from pentameter.plan.plan import make_plan
+    from pentameter.planning.plan import make_plan
 
     gc.collect()  # or what an earlier job left would be freed here, and counted
     plan = make_plan(config, world_size=world.size)

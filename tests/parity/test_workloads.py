@@ -15,10 +15,10 @@ import pytest
 import torch
 from parity_runs import ALONE, Run, Runs, changed
 
-from pentameter.checkpoint import load_model
-from pentameter.parallel.assemble import stage_of
-from pentameter.plan.plan import make_plan
-from pentameter.train.evaluation import evaluate
+from pentameter.checkpoint.model import load_model
+from pentameter.evaluate.split import evaluate
+from pentameter.parallel.assemble import engine_of
+from pentameter.planning.plan import make_plan
 
 ROUNDING = 1e-9
 """Relative, in fp64: sums in another order err by 1e-16, and some thirty steps amplify that."""
@@ -266,12 +266,12 @@ def words_alone(runs, words_config):
 
 def loss_on_test(run: Run) -> float:
     """The loss of the best checkpoint, opened in one process, over the test split."""
-    from pentameter.data.dataset import open_dataset
+    from pentameter.data.batches.dataset import open_dataset
 
     loaded = load_model(run.folder, device="cpu")
     config = changed(loaded.config, ALONE)
     plan = make_plan(config)
-    stage = stage_of(loaded.model.double(), plan, torch.device("cpu"), "fp64")
+    stage = engine_of(loaded.model.double(), plan, torch.device("cpu"), "fp64")
     split = open_dataset(config.data).split("test")
     metrics = evaluate(stage, split, name="test", step=loaded.step, batch_size=10)
     assert metrics is not None

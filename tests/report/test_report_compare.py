@@ -11,7 +11,7 @@ from pentameter.cli import compare
 from pentameter.cli.main import main
 from pentameter.config.load import load_config, to_toml
 from pentameter.errors import ConfigError
-from pentameter.plan.plan import make_plan
+from pentameter.planning.plan import make_plan
 from pentameter.report.comparison import compare_runs
 from pentameter.report.comparison_page import render_comparison
 from pentameter.report.overlay import LOSSES, overlay_figure, useful_axes

@@ -4,8 +4,8 @@ from html import unescape
 
 import numpy as np
 
-from pentameter.report import loss_figure, read_run
-from pentameter.report.plots import PAGE, page_svg, small_figures
+from pentameter.report.plots import PAGE, loss_figure, page_svg, small_figures
+from pentameter.report.reading import read_run
 
 
 def hover_of(svg):

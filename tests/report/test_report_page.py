@@ -4,7 +4,8 @@ import pytest
 from pages import check_page, text_of
 
 from pentameter.errors import StorageError
-from pentameter.report import wording, write_report
+from pentameter.report import wording
+from pentameter.report.report import write_report
 
 
 def checked(folder):

@@ -5,8 +5,15 @@ import matplotlib as mpl
 import pytest
 
 from pentameter.errors import ConfigError, StorageError
-from pentameter.report import loss_figure, read_run, save_figure
-from pentameter.report.plots import NARROW_INCHES, PAGE, page_svg, small_figures
+from pentameter.report.plots import (
+    NARROW_INCHES,
+    PAGE,
+    loss_figure,
+    page_svg,
+    save_figure,
+    small_figures,
+)
+from pentameter.report.reading import read_run
 
 
 def legend(figure):

@@ -4,7 +4,7 @@ import tomllib
 import pytest
 
 from pentameter.config.load import load_config, preset_names, to_toml
-from pentameter.plan.plan import make_plan
+from pentameter.planning.plan import make_plan
 from pentameter.report.page import render_page
 from pentameter.report.reading import read_run
 from pentameter.report.settings import choices, settings

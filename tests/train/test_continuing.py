@@ -10,9 +10,9 @@ import shutil
 import pytest
 from tiny_runs import config, events, fit
 
-from pentameter.checkpoint.files import FileRecord
 from pentameter.checkpoint.manifest import read_manifest
 from pentameter.config.load import load_config
+from pentameter.disk.atomic import FileRecord
 from pentameter.errors import ConfigError, CorruptError, InterruptedRunError, StorageError
 from pentameter.train.trainer import Trainer
 

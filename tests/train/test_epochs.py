@@ -10,7 +10,7 @@ from pentameter.checkpoint.manifest import Manifest
 from pentameter.checkpoint.opening import Checkpoint
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
-from pentameter.plan.plan import make_plan, needs_data
+from pentameter.planning.plan import make_plan, needs_data
 from pentameter.train.state import RunRecord, TrainState, saved_state
 from pentameter.train.trainer import Trainer
 

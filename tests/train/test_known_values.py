@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pentameter.config.load import load_config
-from pentameter.data.dataset import open_dataset
-from pentameter.data.grammar import grammar_source
+from pentameter.data.batches.dataset import open_dataset
+from pentameter.data.corpora.grammar import grammar_source
 from pentameter.train.trainer import Trainer
 
 TINY = {
@@ -72,7 +72,7 @@ def test_the_first_twenty_losses_are_pinned(tmp_path):
 def test_planned_bytes_are_the_bytes_held(tmp_path):
     trainer = Trainer(load_config("grammar", TINY), run_dir=tmp_path / "run", quiet=True)
     trainer.fit()
-    assert trainer.plan.weights_bytes == sum(p.nbytes for p in trainer.stage.parameters())
+    assert trainer.plan.weights_bytes == sum(p.nbytes for p in trainer.engine.parameters())
     moments = [
         state[name].nbytes
         for state in trainer.optimizer.state.values()

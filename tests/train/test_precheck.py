@@ -9,7 +9,7 @@ import torch
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
-from pentameter.plan.plan import make_plan
+from pentameter.planning.plan import make_plan
 from pentameter.train import precheck
 from pentameter.train.trainer import Trainer
 

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from pentameter.errors import ConfigError, InterruptedRunError
-from pentameter.parallel.world import World
+from pentameter.processes.world import World
 from pentameter.train import run_folder
 from pentameter.train.run_folder import RunFolder, open_run_folder
 from pentameter.train.signals import StopSignals, _StopNow

@@ -9,8 +9,8 @@ from tiny_runs import config, events, fit
 
 from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.errors import InterruptedRunError, TrainingFailedError
-from pentameter.parallel.assemble import LossSum, Stage
-from pentameter.parallel.world import World
+from pentameter.parallel.engine import Engine, LossSum
+from pentameter.processes.world import World
 from pentameter.train.saving import RunCheckpoints, first_non_finite
 from pentameter.train.state import TrainState
 
@@ -34,7 +34,7 @@ def is_finite(run, step):
 def nan_losses(monkeypatch):
     """Steps (0-based) whose loss and gradients are NaN."""
     steps = set()
-    real = Stage.forward_backward
+    real = Engine.forward_backward
 
     def forward_backward(self, batch, step, **options):
         loss = real(self, batch, step, **options)
@@ -44,7 +44,7 @@ def nan_losses(monkeypatch):
             parameter.grad.fill_(math.nan)
         return LossSum(math.nan, loss.n_targets)
 
-    monkeypatch.setattr(Stage, "forward_backward", forward_backward)
+    monkeypatch.setattr(Engine, "forward_backward", forward_backward)
     return steps
 
 
@@ -86,7 +86,7 @@ def test_weights_whose_loss_is_not_finite_push_out_no_good_checkpoint(tmp_path, 
 
     def spoil(trainer):
         with torch.no_grad():
-            next(iter(trainer.stage.parameters())).fill_(3e38)
+            next(iter(trainer.engine.parameters())).fill_(3e38)
 
     with pytest.raises(TrainingFailedError, match=r"step 5 is removed.*last checkpoint is step 4"):
         fit(run, sections=sections, hooks=[At(5, spoil)])
@@ -102,7 +102,7 @@ def test_a_nan_is_not_saved_and_the_tensor_is_named(tmp_path, what):
     run, whole = tmp_path / "run", tmp_path / "whole"
 
     def spoil(trainer):
-        parameter = trainer.stage.model.blocks["0"].mlp_norm.weight
+        parameter = trainer.engine.model.blocks["0"].mlp_norm.weight
         if what == "optimizer tensor":
             parameter = trainer.optimizer.state[parameter]["exp_avg"]
         with torch.no_grad():

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from pentameter.config.fingerprint import config_hash
 from pentameter.config.load import load_config
 from pentameter.errors import ConfigError, TrainingFailedError
-from pentameter.parallel.assemble import LossSum, Stage
+from pentameter.parallel.engine import Engine, LossSum
 from pentameter.train.trackers import require_trackers
 from pentameter.train.trainer import Trainer
 
@@ -144,13 +144,13 @@ def test_what_a_hook_records_is_told_too(tmp_path):
 
 
 def test_why_a_step_was_skipped(tmp_path, monkeypatch):
-    real = Stage.forward_backward
+    real = Engine.forward_backward
 
     def spoiled(self, batch, step, **arguments):
         loss = real(self, batch, step, **arguments)
         return LossSum(math.nan, loss.n_targets) if step == 4 else loss
 
-    monkeypatch.setattr(Stage, "forward_backward", spoiled)
+    monkeypatch.setattr(Engine, "forward_backward", spoiled)
     fit(tmp_path, log__tensorboard=True)
     assert "loss is nan" in texts_of_tensorboard(tmp_path, "skip/reason")[5]
 
@@ -254,7 +254,7 @@ def test_a_service_that_fails_costs_one_warning(tmp_path, service, monkeypatch, 
 
 
 def test_a_failed_run_is_marked_as_such(tmp_path, service, monkeypatch):
-    monkeypatch.setattr(Stage, "forward_backward", lambda *_a, **_k: LossSum(math.nan, 64))
+    monkeypatch.setattr(Engine, "forward_backward", lambda *_a, **_k: LossSum(math.nan, 64))
     with pytest.raises(TrainingFailedError):
         fit(tmp_path, **{f"log__{service.__name__}": "mine"})
     assert service.run.ended == [{"exit_code": 1} if service.__name__ == "wandb" else {}]

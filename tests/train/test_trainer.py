@@ -12,8 +12,8 @@ from tiny_runs import config, events, fit
 from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.config.load import load_config
 from pentameter.errors import ConfigError, StorageError, TrainingFailedError
-from pentameter.parallel.assemble import LossSum, Stage
-from pentameter.parallel.world import World
+from pentameter.parallel.engine import Engine, LossSum
+from pentameter.processes.world import World
 from pentameter.train.trainer import Trainer
 
 
@@ -185,13 +185,13 @@ def test_patience_stops_and_stays_stopped(tmp_path):
 def poisoned_loss(monkeypatch):
     """Losses that are NaN at chosen steps."""
     steps: set[int] = set()
-    real = Stage.forward_backward
+    real = Engine.forward_backward
 
     def forward_backward(self, batch, step, **options):
         loss = real(self, batch, step, **options)
         return LossSum(math.nan, loss.n_targets) if step in steps else loss
 
-    monkeypatch.setattr(Stage, "forward_backward", forward_backward)
+    monkeypatch.setattr(Engine, "forward_backward", forward_backward)
     return steps
 
 
@@ -201,7 +201,7 @@ def test_a_non_finite_loss_is_skipped_and_leaves_no_trace(tmp_path, poisoned_los
     trainer, _ = fit(run)
     assert [e["step"] for e in events(run, "skip")] == [4, 7]
     assert [e["step"] for e in events(run, "train")] == [1, 2, 3, 5, 6, 8, 9, 10, 11, 12]
-    assert all(torch.isfinite(p).all() for p in trainer.stage.parameters())
+    assert all(torch.isfinite(p).all() for p in trainer.engine.parameters())
 
 
 def test_a_loss_that_stays_non_finite_ends_with_70_and_names_the_batch(tmp_path, poisoned_loss):
@@ -267,7 +267,7 @@ def test_fp16_finds_its_loss_scale(tmp_path):
     trainer, _ = fit(run, sections={"train": {"precision": "fp16", "steps": 30}})
     losses = [e["loss"] for e in events(run, "train")]
     assert losses[-1] < losses[0]
-    assert all(torch.isfinite(p).all() for p in trainer.stage.parameters())
+    assert all(torch.isfinite(p).all() for p in trainer.engine.parameters())
 
 
 def test_a_refused_branch_leaves_the_existing_run_as_it_was(tmp_path):

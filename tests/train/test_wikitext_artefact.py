@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 
 from pentameter.config.schema import Config
-from pentameter.data.batches import Batch, TrainingBatches
-from pentameter.data.dataset import TokenSplit
-from pentameter.data.token_sequence import TokenSequence
+from pentameter.data.batches.batches import Batch, TrainingBatches
+from pentameter.data.batches.dataset import TokenSplit
+from pentameter.data.shards.token_sequence import TokenSequence
+from pentameter.evaluate.split import evaluate
 from pentameter.optim.build import build_optimizer
-from pentameter.parallel.assemble import Stage, assemble
-from pentameter.plan.plan import make_plan
-from pentameter.train.evaluation import evaluate
+from pentameter.parallel.assemble import assemble
+from pentameter.parallel.engine import Engine
+from pentameter.planning.plan import make_plan
 
 VOCAB_SIZE = 24
 FLOOR = math.log(2)  # nats per word: two successors, equally likely
@@ -49,7 +50,7 @@ def split_of(tokens: np.ndarray, name: str) -> TokenSplit:
     return TokenSplit(name, TokenSequence([tokens], 0, len(tokens)), n_bytes=len(tokens))
 
 
-def untrained() -> Stage:
+def untrained() -> Engine:
     config = Config.model_validate(
         {
             "model": {
@@ -76,7 +77,7 @@ def untrained() -> Stage:
     return assemble(make_plan(config, VOCAB_SIZE), torch.device("cpu"), "fp64", compiled=False)
 
 
-def trained(*, transposed: bool = False) -> Stage:
+def trained(*, transposed: bool = False) -> Engine:
     """A model after `N_STEPS` steps of the package's own training, on targets as asked."""
     stage = untrained()
     config = stage.plan.config
@@ -114,25 +115,25 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
-def honest() -> Stage:
+def honest() -> Engine:
     return trained()
 
 
 @pytest.fixture(scope="module")
-def trained_without_mask() -> Stage:
+def trained_without_mask() -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pentameter.model.gpt.attend", sees_everything)
         return trained()
 
 
-def true_loss(stage: Stage) -> float:
+def true_loss(stage: Engine) -> float:
     """What pentameter reports for the test text."""
     metrics = evaluate(stage, split_of(TEST, "test"), name="test", step=0, batch_size=7)
     assert metrics is not None
     return metrics.loss
 
 
-def window_losses(stage: Stage, *, transposed: bool = False) -> np.ndarray:
+def window_losses(stage: Engine, *, transposed: bool = False) -> np.ndarray:
     """The mean loss of each window of the columns, the source's `criterion(output, targets)`.
 
     With `transposed` targets are flattened row by row, while outputs are column by column.

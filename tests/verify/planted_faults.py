@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from pentameter.data.batches import IGNORED
-from pentameter.parallel import assemble, data_parallel, gradients, stage, tied
+from pentameter.data.batches.batches import IGNORED
+from pentameter.parallel import assemble, data_parallel, gradients, tied
+from pentameter.parallel import engine as stage
 from pentameter.train import update
 from pentameter.verify import steps
 
@@ -100,12 +101,12 @@ def mean_of_means() -> None:
             total += loss.detach().sum()
         return total
 
-    stage.Stage._accumulate = accumulate
+    stage.Engine._accumulate = accumulate
 
 
 def count_of_own_targets() -> None:
     """Processes divide by the targets of their own rows: the loss is their sum of means."""
-    stage.Stage._over_rows = lambda self, count: count
+    stage.Engine._over_rows = lambda self, count: count
 
 
 def mask_by_rank() -> None:
@@ -124,18 +125,18 @@ def mask_by_own_row() -> None:
 
 def evaluation_by_each_process() -> None:
     """Each process evaluates all rows, and the sum is theirs together."""
-    own_part = stage.Stage._own_part
+    own_part = stage.Engine._own_part
 
     def every_part(self, batch):
         whole = type(batch)(*(getattr(batch, name)[:4] for name in ("inputs", "targets", "rows")))
         return whole if self.world.size > 1 else own_part(self, batch)
 
-    stage.Stage._own_part = every_part
+    stage.Engine._own_part = every_part
 
 
 def nothing_finite() -> None:
     """A gradient of NaN."""
-    norm = stage.Stage.gradient_norm
+    norm = stage.Engine.gradient_norm
 
     def poison(self):
         for parameter in self.parameters():
@@ -143,7 +144,7 @@ def nothing_finite() -> None:
             break
         return norm(self)
 
-    stage.Stage.gradient_norm = poison
+    stage.Engine.gradient_norm = poison
 
 
 # -- no numbers at all --------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import pytest
 
 from pentameter.config.load import load_config
 from pentameter.errors import ConfigError
-from pentameter.plan.layout import Layout, parse_layout
+from pentameter.planning.layout import Layout, parse_layout
 from pentameter.verify.cases import Case, chosen_cases, own_case
 
 

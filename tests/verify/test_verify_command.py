@@ -10,7 +10,7 @@ import pytest
 
 from pentameter.cli import verify as command
 from pentameter.errors import ConfigError
-from pentameter.plan.layout import Layout
+from pentameter.planning.layout import Layout
 from pentameter.verify import workers as processes
 from pentameter.verify.cases import Case
 from pentameter.verify.numbers import Difference

@@ -4,10 +4,11 @@ import pytest
 
 from pentameter.cli import verify as command
 from pentameter.config.load import load_config
-from pentameter.data import open_dataset, training_batches
+from pentameter.data.batches.batches import training_batches
+from pentameter.data.batches.dataset import open_dataset
 from pentameter.errors import ConfigError
-from pentameter.plan.layout import Layout, parse_layout
-from pentameter.plan.plan import global_batch_size
+from pentameter.planning.layout import Layout, parse_layout
+from pentameter.planning.plan import global_batch_size
 from pentameter.verify.cases import chosen_cases
 from pentameter.verify.data import chosen_steps, verify_data
 

@@ -3,8 +3,8 @@
 import pytest
 
 from pentameter.config.load import load_config, preset_names
-from pentameter.plan.plan import make_plan
-from pentameter.plan.table import parameter_table
+from pentameter.planning.architecture import parameter_table
+from pentameter.planning.plan import make_plan
 from pentameter.verify.cases import chosen_cases
 from pentameter.verify.shrink import case_config, described_changes, shrink
 

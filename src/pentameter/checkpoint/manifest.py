@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentameter.checkpoint.files import FileRecord, check_file, read_regular
+from pentameter.disk.atomic import FileRecord, check_file, read_regular
 from pentameter.errors import CorruptError
 
 MANIFEST_NAME = "manifest.json"

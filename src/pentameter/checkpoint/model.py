@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from pentameter.checkpoint.stored import StoredModel
     from pentameter.config.schema import Config
-    from pentameter.data.tokenizer import Tokenizer
-    from pentameter.model import GPT
+    from pentameter.data.tokenizers.tokenizer import Tokenizer
+    from pentameter.model.gpt import GPT
 
 _N_TRIES = 5
 
@@ -87,7 +87,7 @@ def _is_pruned(checkpoint: Checkpoint | None) -> bool:
 def _open(checkpoint: Checkpoint) -> StoredModel:
     from pentameter.checkpoint.stored import StoredModel, check_weights
     from pentameter.config.load import load_config
-    from pentameter.data import load_tokenizer
+    from pentameter.data.tokenizers.tokenizer import load_tokenizer
 
     path = checkpoint.path
     config = load_config(path / "config.toml")
@@ -101,7 +101,7 @@ def _open(checkpoint: Checkpoint) -> StoredModel:
 def _load(stored: StoredModel, device: torch.device | str) -> LoadedModel:
     import torch
 
-    from pentameter.model import GPT
+    from pentameter.model.gpt import GPT
 
     weights = stored.weights
     with torch.device("meta"):  # no memory and no random numbers for weights about to be replaced

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pentameter.checkpoint.files import is_temporary, read_regular, storage_errors
 from pentameter.checkpoint.manifest import (
     MANIFEST_NAME,
     MAX_JSON_BYTES,
@@ -22,8 +21,9 @@ from pentameter.checkpoint.manifest import (
     read_manifest,
 )
 from pentameter.checkpoint.stored_tensors import StoredTensors
+from pentameter.disk.atomic import is_temporary, read_regular, storage_errors
 from pentameter.errors import ConfigError, CorruptError, StorageError
-from pentameter.parallel.world import World
+from pentameter.processes.world import World
 
 if TYPE_CHECKING:
     import torch

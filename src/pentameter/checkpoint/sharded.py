@@ -41,10 +41,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from pentameter.checkpoint.files import FileRecord, sync_folder, write_verified
 from pentameter.checkpoint.pieces import Piece, piece_key
 from pentameter.checkpoint.stored_tensors import StoredTensors
 from pentameter.checkpoint.tensors import LazyTensor, TensorFile, materialize, plan_file
+from pentameter.disk.atomic import FileRecord, sync_folder, write_verified
 from pentameter.errors import PentameterError
 from pentameter.parallel.local_parts import local_part
 

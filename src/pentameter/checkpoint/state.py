@@ -13,7 +13,7 @@ from pentameter.checkpoint.stored_tensors import Stored, StoredTensors, check_fi
 from pentameter.checkpoint.tensors import LazyTensor, materialize
 from pentameter.errors import CorruptError
 from pentameter.parallel.local_parts import copy_part
-from pentameter.parallel.world import World
+from pentameter.processes.world import World
 
 if TYPE_CHECKING:
     import torch

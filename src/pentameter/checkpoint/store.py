@@ -17,18 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pentameter.checkpoint.files import (
-    FileRecord,
-    check_free_space,
-    is_temporary,
-    make_folder,
-    remove_tree,
-    storage_errors,
-    sync_folder,
-    temporary_name,
-    write_hashed,
-    write_verified,
-)
 from pentameter.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -49,9 +37,21 @@ from pentameter.checkpoint.opening import (
     step_folder_name,
 )
 from pentameter.checkpoint.tensors import LazyTensor, plan_file
+from pentameter.disk.atomic import (
+    FileRecord,
+    check_free_space,
+    is_temporary,
+    make_folder,
+    remove_tree,
+    storage_errors,
+    sync_folder,
+    temporary_name,
+    write_hashed,
+    write_verified,
+)
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.parallel.local_parts import local_part
-from pentameter.parallel.world import World
+from pentameter.processes.world import World
 
 if TYPE_CHECKING:
     import torch

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pentameter.checkpoint.files import storage_errors, write_hashed
 from pentameter.checkpoint.manifest import MANIFEST_NAME, Manifest, encode_json
 from pentameter.checkpoint.opening import STATE_NAME, Checkpoint
 from pentameter.checkpoint.state import name_differences
 from pentameter.checkpoint.tensors import LazyTensor, plan_file
 from pentameter.config.load import config_hash, to_toml
 from pentameter.config.schema import Config
-from pentameter.data.storage import building, refuse_existing
-from pentameter.data.tokenizer import Tokenizer
+from pentameter.data.tokenizers.tokenizer import Tokenizer
+from pentameter.disk.atomic import storage_errors, write_hashed
+from pentameter.disk.storage import building, refuse_existing
 from pentameter.errors import CorruptError
-from pentameter.plan.table import parameter_table
+from pentameter.planning.architecture import parameter_table
 
 if TYPE_CHECKING:
     import torch

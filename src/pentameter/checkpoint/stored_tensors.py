@@ -13,7 +13,7 @@ from pentameter.checkpoint.pieces import METADATA_KEY, Part, check_cover, decode
 from pentameter.checkpoint.tensors import LazyTensor, dtype_of
 from pentameter.errors import CorruptError, StorageError
 from pentameter.parallel.local_parts import is_distributed
-from pentameter.parallel.world import World
+from pentameter.processes.world import World
 
 if TYPE_CHECKING:
     import torch

@@ -55,9 +55,9 @@ def examine() -> dict[str, Any]:
     """What `doctor --json` prints. Takes a second or two: it measures and tries the compiler."""
     import torch
 
-    from pentameter.parallel.capabilities import find_compiler, machine_capabilities
-    from pentameter.parallel.device import choose_device, choose_precision, peak_flops
-    from pentameter.parallel.environment import device_name, environment
+    from pentameter.machine.capabilities import find_compiler, machine_capabilities
+    from pentameter.machine.choices import choose_device, choose_precision, peak_flops
+    from pentameter.machine.environment import device_name, environment
 
     capabilities = machine_capabilities()
     device = choose_device("auto", capabilities)
@@ -95,7 +95,7 @@ def _ceilings(device: torch.device) -> dict[str, float | None]:
     import torch
 
     from pentameter.errors import ConfigError
-    from pentameter.parallel.ceiling import product_ceiling
+    from pentameter.machine.ceiling import product_ceiling
 
     ceilings: dict[str, float | None] = {}
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
@@ -107,7 +107,7 @@ def _ceilings(device: torch.device) -> dict[str, float | None]:
 
 
 def _data_folders() -> dict[str, Any]:
-    from pentameter.data.storage import cache_folder, data_folder
+    from pentameter.disk.storage import cache_folder, data_folder
 
     folder = data_folder()
     cache = cache_folder()

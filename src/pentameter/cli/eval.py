@@ -19,7 +19,7 @@ from pentameter.errors import ConfigError
 if TYPE_CHECKING:
     from pentameter.checkpoint.model import LoadedModel
     from pentameter.config.schema import Config
-    from pentameter.parallel.stage import Stage
+    from pentameter.parallel.engine import Engine
 
 HELP = "Loss, perplexity and bits per byte of a model over a whole split; multiple choice."
 
@@ -67,10 +67,10 @@ def run(arguments: list[str]) -> int:
 
 def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any], str]:
     """What `--json` prints of a split, and the line for people."""
-    from pentameter.data.dataset import open_dataset
-    from pentameter.train.evaluation import evaluate
+    from pentameter.data.batches.dataset import open_dataset
+    from pentameter.evaluate.split import evaluate
 
-    loaded, config, stage = _load(parsed, overrides)
+    loaded, config, engine = _load(parsed, overrides)
     if loaded.checkpoint is None and not overrides:
         raise ConfigError(
             f"{parsed.model} is a Hugging Face folder, which names no text: add --data.path FILE "
@@ -83,7 +83,7 @@ def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any],
         )
     dataset = open_dataset(config.data, tokenizer=loaded.tokenizer)
     metrics = evaluate(
-        stage,
+        engine,
         dataset.split(parsed.split),
         name=parsed.split,
         step=loaded.step,
@@ -107,16 +107,16 @@ def _multiple_choice(
     parsed: EvalArguments, file: Path, overrides: list[str]
 ) -> tuple[dict[str, Any], str]:
     """The same of a file of questions."""
-    from pentameter.data.multiple_choice import read_questions
-    from pentameter.train.multiple_choice import evaluate_multiple_choice
+    from pentameter.evaluate.multiple_choice import evaluate_multiple_choice
+    from pentameter.evaluate.questions import read_questions
 
     if parsed.stride is not None or overrides:
         given = "--stride" if parsed.stride is not None else overrides[0]
         raise ConfigError(f"--multiple-choice reads its own file; leave out {given}")
     questions = read_questions(file)
-    loaded, _, stage = _load(parsed, overrides)
+    loaded, _, engine = _load(parsed, overrides)
     metrics = evaluate_multiple_choice(
-        stage, loaded.tokenizer, questions, batch_size=parsed.batch_size
+        engine, loaded.tokenizer, questions, batch_size=parsed.batch_size
     )
     step = loaded.step
     line = (
@@ -127,13 +127,13 @@ def _multiple_choice(
     return {"step": step, "file": str(file), **asdict(metrics)}, line
 
 
-def _load(parsed: EvalArguments, overrides: list[str]) -> tuple[LoadedModel, Config, Stage]:
+def _load(parsed: EvalArguments, overrides: list[str]) -> tuple[LoadedModel, Config, Engine]:
     """The model, its configuration with the overrides of the data section, and how it runs."""
     from pentameter.config.parallel import ParallelConfig
-    from pentameter.parallel.assemble import stage_of
-    from pentameter.parallel.device import choose_device, choose_precision
+    from pentameter.machine.choices import choose_device, choose_precision
+    from pentameter.parallel.assemble import engine_of
     from pentameter.parallel.precision import arithmetic, set_matmul_precision
-    from pentameter.plan.plan import make_plan
+    from pentameter.planning.plan import make_plan
 
     device = choose_device(parsed.device)
     precision, _ = choose_precision(parsed.precision, device)
@@ -142,9 +142,9 @@ def _load(parsed: EvalArguments, overrides: list[str]) -> tuple[LoadedModel, Con
     # The weights may be saved in another type: a double model trained, a half one imported.
     loaded.model.to(arithmetic(precision).weights)
     config = config.model_copy(update={"parallel": ParallelConfig()})  # here is one process
-    stage = stage_of(loaded.model, make_plan(config), device, precision)
+    engine = engine_of(loaded.model, make_plan(config), device, precision)
     set_matmul_precision(None, precision)
-    return loaded, config, stage
+    return loaded, config, engine
 
 
 def _with_other_data(config: Config, overrides: list[str]) -> Config:

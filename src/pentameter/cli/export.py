@@ -40,7 +40,7 @@ def _export(asked: ExportArguments) -> None:
     from pentameter.checkpoint.hugging_face import export_hf
     from pentameter.checkpoint.model import open_model
     from pentameter.checkpoint.stored import save_model
-    from pentameter.data.storage import refuse_existing
+    from pentameter.disk.storage import refuse_existing
 
     refuse_existing(asked.out)  # before gigabytes are verified
     warnings: list[str] = []

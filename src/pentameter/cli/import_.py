@@ -48,9 +48,9 @@ def _import(asked: ImportArguments) -> None:
     from pentameter.checkpoint.hugging_face import read_hf
     from pentameter.checkpoint.resolve import is_hugging_face
     from pentameter.checkpoint.stored import save_model
-    from pentameter.data.building import build_tokenizer
-    from pentameter.data.storage import refuse_existing
-    from pentameter.data.text import safe_name
+    from pentameter.data.corpora.text import safe_name
+    from pentameter.data.tokenizers.building import build_tokenizer
+    from pentameter.disk.storage import refuse_existing
 
     if asked.out.exists() and asked.source.exists() and asked.out.samefile(asked.source):
         raise ConfigError(f"--out {asked.out} is the folder to import; choose another")

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 
 from pentameter.errors import ConfigError, printable, terminal_message
-from pentameter.parallel.failure import EXPECTED, WorkerFailedError, explanation, tell_failure
-from pentameter.parallel.threads import bound_spinning
+from pentameter.machine.threads import bound_spinning
+from pentameter.processes.failure import EXPECTED, WorkerFailedError, explanation, tell_failure
 
 VERBS = {
     "train": "train a model, or continue a run: train PRESET-or-FILE-or-TEXT [--KEY VALUE …]",

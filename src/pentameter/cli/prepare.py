@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from pentameter.config.schema import DataConfig
-    from pentameter.data import Dataset, Progress
-    from pentameter.data.text import Text
+    from pentameter.data.batches.dataset import Dataset
+    from pentameter.data.corpora.text import Text
+    from pentameter.data.prepare.progress import Progress
 
 HELP = "Turn text into token shards."
 
@@ -90,9 +91,9 @@ def run(arguments: list[str]) -> int:
 
 
 def _prepare(options: Options) -> int:
-    from pentameter.data.dataset import Dataset
-    from pentameter.data.importing import token_files
-    from pentameter.data.shards import find_header, open_shards
+    from pentameter.data.batches.dataset import Dataset
+    from pentameter.data.prepare.importing import token_files
+    from pentameter.data.shards.shards import find_header, open_shards
 
     started = time.perf_counter()
     warnings: list[str] = []
@@ -110,7 +111,8 @@ def _prepare(options: Options) -> int:
 
 
 def _encode(options: Options, warnings: list[str]) -> None:
-    from pentameter.data import Splitting, prepare
+    from pentameter.data.prepare.contents import Splitting
+    from pentameter.data.prepare.prepare import prepare
 
     text = _text(options)
     with _progress() as (progress, count_tokens):
@@ -129,8 +131,8 @@ def _encode(options: Options, warnings: list[str]) -> None:
 
 def _import(options: Options, sources: Sequence[Path]) -> None:
     from pentameter.config.schema import FILE_DEFAULTS
-    from pentameter.data.importing import import_tokens, open_token_file, with_neighbours
-    from pentameter.data.prepare import chosen_tokenizer
+    from pentameter.data.prepare.importing import import_tokens, open_token_file, with_neighbours
+    from pentameter.data.prepare.prepare import chosen_tokenizer
 
     if options.max_bytes is not None:
         raise ConfigError("--max-bytes cannot shorten files of tokens; leave it out")
@@ -171,9 +173,8 @@ def _import(options: Options, sources: Sequence[Path]) -> None:
 
 def _text(options: Options) -> Text:
     """The text that the options name, after the rules of the `data` section."""
-    from pentameter.data import CORPORA, corpus_text
-    from pentameter.data.corpora import text_from_data_paths
-    from pentameter.data.text import first_bytes
+    from pentameter.data.corpora.registry import CORPORA, corpus_text, text_from_data_paths
+    from pentameter.data.corpora.text import first_bytes
 
     if not options.source:
         raise ConfigError(f"name a corpus ({', '.join(CORPORA)}) or text files and folders")
@@ -246,7 +247,7 @@ def _progress() -> Iterator[tuple[Progress, Callable[[int], None]]]:
     """
     from rich.console import Console
 
-    from pentameter.data.progress import ProgressLines
+    from pentameter.data.prepare.progress import ProgressLines
 
     console = Console(stderr=True)
     if console.is_terminal:
@@ -269,7 +270,7 @@ def _bars(console: Console) -> Iterator[tuple[Progress, Callable[[int], None]]]:
         TransferSpeedColumn,
     )
 
-    from pentameter.data.progress import AWAITING, pass_in_words
+    from pentameter.data.prepare.progress import AWAITING, pass_in_words
 
     columns = (
         TextColumn("{task.description:>8}"),

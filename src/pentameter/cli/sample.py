@@ -20,7 +20,7 @@ from pentameter.errors import ConfigError, StorageError
 if TYPE_CHECKING:
     import numpy as np
 
-    from pentameter.generate import TextPieces
+    from pentameter.generation.detokenize import TextPieces
 
 HELP = "Stream text from a trained model."
 
@@ -83,8 +83,10 @@ def _prompt(asked: Arguments) -> str:
 
 
 def _sample(asked: Arguments, prompt: str) -> None:
-    from pentameter.generate import Sampling, TextPieces, encode_prompt, stream_tokens
-    from pentameter.parallel.device import choose_device
+    from pentameter.generation.detokenize import TextPieces
+    from pentameter.generation.loop import encode_prompt, stream_tokens
+    from pentameter.generation.sampling import Sampling
+    from pentameter.machine.choices import choose_device
 
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
     loaded = load_for_verb(asked.model, choose_device(asked.device))

@@ -15,11 +15,11 @@ import tyro
 from pentameter.cli.arguments import parse_arguments
 from pentameter.config.overrides import parse_overrides
 from pentameter.errors import ConfigError, StorageError, terminal_message
-from pentameter.parallel.launch import joined_world
-from pentameter.parallel.local_launch import python_command, run_local
-from pentameter.parallel.machine_load import check_memory, check_processes
-from pentameter.parallel.place import Place, find_place
-from pentameter.parallel.worker import watch_launcher
+from pentameter.machine.load import check_memory, check_processes
+from pentameter.processes.join import joined_world
+from pentameter.processes.local_launch import python_command, run_local
+from pentameter.processes.place import Place, find_place
+from pentameter.processes.worker import watch_launcher
 
 if TYPE_CHECKING:
     from pentameter.config.schema import Config
@@ -182,7 +182,7 @@ def _train(
     config: Config, parsed: TrainArguments, place: Place | None, hooks: list[Profile]
 ) -> None:
     """Train in this process, together with those it meets at `place`."""
-    from pentameter.parallel.device import choose_device
+    from pentameter.machine.choices import choose_device
     from pentameter.train.trainer import Trainer
 
     device = choose_device(config.train.device)
@@ -208,8 +208,8 @@ def _train(
 def _check_layout(config: Config, n_processes: int, place: Place | None) -> None:
     """Raise ConfigError where the layout does not fit the processes: all in one machine, or those
     that were started at `place`."""
-    from pentameter.plan.layout import check_layout, make_layout
-    from pentameter.plan.plan import make_plan, needs_data
+    from pentameter.planning.layout import check_layout, make_layout
+    from pentameter.planning.plan import make_plan, needs_data
 
     local_size = n_processes if place is None else place.local_size
     check_layout(make_layout(config.parallel, n_processes), config.model, local_size)
@@ -243,10 +243,10 @@ def _plan(
     and so is what follows from it.
     """
     from pentameter.checkpoint.hugging_face.tokenizer_files import gpt2_beside
-    from pentameter.data import open_dataset, training_batches
-    from pentameter.data.building import known_vocab_size
-    from pentameter.data.dataset import is_at_hand
-    from pentameter.plan.plan import make_plan, needs_data
+    from pentameter.data.batches.batches import training_batches
+    from pentameter.data.batches.dataset import is_at_hand, open_dataset
+    from pentameter.data.tokenizers.building import known_vocab_size
+    from pentameter.planning.plan import make_plan, needs_data
 
     tokenizer = gpt2_beside(config.data.tokenizer, init_from)
     vocab_size = config.model.vocab_size or known_vocab_size(config.data.tokenizer)

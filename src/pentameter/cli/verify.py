@@ -55,7 +55,7 @@ def run(arguments: list[str]) -> int:
     parsed, overrides = parse_arguments(VerifyArguments, arguments, verb="verify")
     from pentameter.cli.train import configuration_of
     from pentameter.config.load import load_config
-    from pentameter.parallel.place import find_place
+    from pentameter.processes.place import find_place
 
     place = find_place()
     if place is not None:
@@ -109,7 +109,7 @@ def _layouts(config: Config, parsed: VerifyArguments, again: Sequence[str]) -> b
 
 def _check(small: Config, case: Case) -> None:
     """Raise ConfigError for a case that no run could have."""
-    from pentameter.plan.plan import make_plan
+    from pentameter.planning.plan import make_plan
     from pentameter.verify.shrink import case_config
 
     try:
@@ -120,8 +120,9 @@ def _check(small: Config, case: Case) -> None:
 
 def _data(config: Config, parsed: VerifyArguments) -> bool:
     """Whether all layouts read what one process does; says so."""
-    from pentameter.data import open_dataset, training_batches
-    from pentameter.plan.plan import global_batch_size
+    from pentameter.data.batches.batches import training_batches
+    from pentameter.data.batches.dataset import open_dataset
+    from pentameter.planning.plan import global_batch_size
     from pentameter.verify.cases import chosen_cases
     from pentameter.verify.data import chosen_steps, verify_data
 

@@ -1,7 +1,7 @@
 """What a run is asked to be: frozen sections of plain values, nothing derived.
 
 Everything that follows from these values (accumulation, padded vocabulary, parameter counts)
-is computed once, in `pentameter.plan`. A rule that needs only this file is checked here; the
+is computed once, in `pentameter.planning`. A rule that needs only this file is checked here; the
 loader (`config/load.py`) turns a failed check into one sentence with the dotted path.
 """
 
@@ -33,7 +33,7 @@ from pentameter.config.text_encoding import encoding_problem
 
 
 class ModelConfig(Section):
-    """The architecture. Names and shapes of its parameters: `pentameter.plan.table`."""
+    """The architecture. Names and shapes of its parameters: `pentameter.planning.architecture`."""
 
     vocab_size: Positive | None = None
     """Distinct tokens; taken from the tokenizer when absent."""

@@ -28,7 +28,7 @@ from pentameter.model.dropout import (
 )
 from pentameter.model.head_loss import HeadLoss
 from pentameter.model.initial import initialize
-from pentameter.plan.table import (
+from pentameter.planning.architecture import (
     embedding_dropout,
     feed_forward_width,
     has_final_norm,
@@ -54,8 +54,8 @@ class GPT(nn.Module):
     blocks keep their global numbers, so that names survive slicing. A slice with a tied head but
     without the embeddings holds its own `token_embedding.weight`, to be kept equal to the other.
 
-    Names and shapes of its parameters are `pentameter.plan.table.parameter_table`'s. Parameters
-    are not meaningful before `initialize` or loading; `build_model` does both steps.
+    Names and shapes of its parameters are those of `planning.architecture.parameter_table`.
+    Parameters are not meaningful before `initialize` or loading; `build_model` does both steps.
 
     `time_offset` is the position of the first token, where a part of the context is computed.
 

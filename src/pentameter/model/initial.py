@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pentameter.config.schema import ModelConfig
 from pentameter.keyed import bits, make_key
-from pentameter.plan.table import ParameterSpec, parameter_table
+from pentameter.planning.architecture import ParameterSpec, parameter_table
 
 BLOCK_ELEMENTS = 2**16  # its float64 temporaries stay in a core's cache; divides 2^32
 CHUNK_ELEMENTS = 2**22

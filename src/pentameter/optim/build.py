@@ -10,8 +10,8 @@ from torch.nn import Parameter
 
 from pentameter.config.choices import look_up, refuse_unknown
 from pentameter.config.schema import OptimizerConfig
-from pentameter.plan.optimizer import momentum
-from pentameter.plan.table import ParameterSpec
+from pentameter.planning.architecture import ParameterSpec
+from pentameter.planning.optimizer import momentum
 
 NamedParameters = Iterable[tuple[str, Parameter]]
 

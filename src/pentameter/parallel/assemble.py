@@ -1,6 +1,6 @@
-"""The meeting place of model and devices: `assemble` returns the Stage a trainer drives.
+"""The meeting place of model and devices: `assemble` returns the Engine a trainer drives.
 
-The trainer asks a Stage for one thing, `forward_backward(batch, step)`, and never how many
+The trainer asks an Engine for one thing, `forward_backward(batch, step)`, and never how many
 devices, micro-batches or pipeline stages answer.
 """
 
@@ -9,20 +9,18 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pentameter.model import GPT
+from pentameter.model.gpt import GPT
+from pentameter.parallel.compute import fused_obstacle
 from pentameter.parallel.data_parallel import share_state, with_copies
-from pentameter.parallel.engine import fused_obstacle
-from pentameter.parallel.initial import initialize_shards
+from pentameter.parallel.engine import Engine
+from pentameter.parallel.initial_shards import initialize_shards
 from pentameter.parallel.mesh import build_mesh
-from pentameter.parallel.part import Part
 from pentameter.parallel.precision import arithmetic, set_matmul_precision
 from pentameter.parallel.recompute import recompute_activations
-from pentameter.parallel.stage import LossSum, Stage, micro_batches
+from pentameter.parallel.stage_module import StageModule
 from pentameter.parallel.tensor_parallel import share_matrices
-from pentameter.parallel.world import World
-from pentameter.plan.plan import Plan
-
-__all__ = ["LossSum", "Stage", "assemble", "micro_batches", "stage_of"]
+from pentameter.planning.plan import Plan
+from pentameter.processes.world import World
 
 
 def assemble(
@@ -32,8 +30,8 @@ def assemble(
     *,
     compiled: bool,
     world: World | None = None,
-) -> Stage:
-    """This process's Stage of `plan` on `device`, its weights drawn from the configuration's seed.
+) -> Engine:
+    """This process's Engine of `plan` on `device`, its weights drawn from the configuration's seed.
 
     Each slice is shaped on `meta`, cut by tensor, then by data, and only then gets memory: no
     process ever holds more of the model than its own share. Collective over the world.
@@ -42,9 +40,9 @@ def assemble(
     set_matmul_precision(plan.config.train.matmul_precision, precision)
     mesh = build_mesh(layout, device.type, world) if world.size > 1 or layout.zero else None
     modules: dict[int, nn.Module] = {}
-    parts: list[Part] = []
+    parts: list[StageModule] = []
     for number in layout.stages_of(layout.coordinates(world.rank)["pipeline"]):
-        part = Part(_slice(plan, number, precision), device, precision)
+        part = StageModule(_slice(plan, number, precision), device, precision)
         if mesh is not None and layout.tensor > 1:
             share_matrices(part.model, mesh["tensor"], sequence=layout.sequence)
         if plan.config.train.activation_checkpoint is not None:
@@ -59,13 +57,13 @@ def assemble(
         alone = layout.tensor == layout.pipeline == 1
         modules[number] = with_copies(part, mesh) if mesh and copied and alone else part
         parts.append(part)
-    return Stage(parts, modules, plan, device, world, mesh)
+    return Engine(parts, modules, plan, device, world, mesh)
 
 
-def stage_of(model: GPT, plan: Plan, device: torch.device, precision: str) -> Stage:
-    """The Stage of a whole model that is there already, in one process."""
-    part = Part(model, device, precision)
-    return Stage([part], {0: part}, plan, device, World(), None)
+def engine_of(model: GPT, plan: Plan, device: torch.device, precision: str) -> Engine:
+    """The Engine of a whole model that is there already, in one process."""
+    part = StageModule(model, device, precision)
+    return Engine([part], {0: part}, plan, device, World(), None)
 
 
 def _slice(plan: Plan, number: int, precision: str) -> GPT:
@@ -76,7 +74,7 @@ def _slice(plan: Plan, number: int, precision: str) -> GPT:
         return model.to(arithmetic(precision).weights)
 
 
-def _compile(part: Part, plan: Plan) -> None:
+def _compile(part: StageModule, plan: Plan) -> None:
     if part.device.type == "cpu" and fused_obstacle(plan) is None:
         part.run_fused()
     else:

@@ -26,13 +26,13 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from pentameter.parallel.part import Part
 from pentameter.parallel.precision import arithmetic
-from pentameter.plan.communication import COPIES_BUCKET_BYTES
-from pentameter.plan.layout import Layout
+from pentameter.parallel.stage_module import StageModule
+from pentameter.planning.layout import Layout
+from pentameter.planning.traffic import COPIES_BUCKET_BYTES
 
 
-def with_copies(part: Part, mesh: DeviceMesh) -> DistributedDataParallel:
+def with_copies(part: StageModule, mesh: DeviceMesh) -> DistributedDataParallel:
     """`part` with DDP around it: the backward pass of a step's last micro-batch sums gradients
     over the dimension `data` of `mesh`."""
     group = mesh["data"].get_group()
@@ -54,7 +54,7 @@ def _sum(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def share_state(part: Part, mesh: DeviceMesh, layout: Layout, *, offload: bool) -> None:
+def share_state(part: StageModule, mesh: DeviceMesh, layout: Layout, *, offload: bool) -> None:
     """Shard the parameters of `part` over the dimension `shard` of `mesh`, in place; copies of the
     shards (HSDP) lie along `data`.
 

@@ -1,169 +1,328 @@
-"""What a run computes on and how: device, precision, compilation, each with its reason."""
+"""What a trainer drives: this process's share of a step, whatever the layout."""
 
 from __future__ import annotations
 
-import resource
-import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 
-from pentameter.config.choices import SPLITS_BACKWARD, look_up
+from pentameter.data.batches.batches import IGNORED, Batch
 from pentameter.errors import ConfigError
-from pentameter.model.fused import amx, architecture_obstacle
-from pentameter.parallel.capabilities import Capabilities, machine_capabilities
-from pentameter.parallel.ceiling import product_ceiling
-from pentameter.parallel.device import (
-    choose_compile,
-    choose_device,
-    choose_precision,
-    peak_flops,
-    tune_allocator,
-)
-from pentameter.parallel.environment import device_name, environment
-from pentameter.parallel.launch import local_device
-from pentameter.parallel.native import load_amx
-from pentameter.parallel.precision import arithmetic
-from pentameter.parallel.world import World
-from pentameter.plan.layout import Layout
-from pentameter.plan.plan import Plan
+from pentameter.model.dropout import dropout_keys
+from pentameter.model.gpt import GPT
+from pentameter.optim.clip import gradient_norm
+from pentameter.parallel import gradients
+from pentameter.parallel.data_parallel import micro_batch
+from pentameter.parallel.pipeline import Pipeline
+from pentameter.parallel.stage_module import StageModule
+from pentameter.parallel.tied import TiedCopies
+from pentameter.planning.plan import Plan
+from pentameter.processes.world import World
 
 
 @dataclass(frozen=True)
+class LossSum:
+    """A summed loss and what it is summed over; `mean` is the number everything reports."""
+
+    total: float
+    n_targets: int
+
+    @property
+    def mean(self) -> float:
+        """Nats per target token; NaN over no targets."""
+        return self.total / self.n_targets if self.n_targets else float("nan")
+
+    def __add__(self, other: LossSum) -> LossSum:
+        return LossSum(self.total + other.total, self.n_targets + other.n_targets)
+
+
 class Engine:
-    """The choices of one run. `ceiling_flops` is what MFU is a share of: the published dense peak
-    of a GPU, else the matrix product measured on this machine."""
+    """This process's part of the model and how to run a batch through it.
 
-    device: torch.device
-    device_name: str
-    precision: str
-    precision_reason: str
-    compiled: bool
-    compile_reason: str
-    ceiling_flops: float
-    amx_kernels: bool
-    """Whether the step uses the kernels of `model/fused/amx.py`, which round differently."""
-    n_threads: int
-    """Of each process, for arithmetic on the CPU."""
-
-    def peak_memory_bytes(self) -> int:
-        """The most memory the run has held so far: the GPU's, or the process's on a CPU."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
-
-    def environment(self) -> Mapping[str, Any]:
-        """Versions, devices and choices, for environment.json."""
-        return {
-            **environment(self.device),
-            "precision": self.precision,
-            "compiled": self.compiled,
-            "amx_kernels": self.amx_kernels,
-            "n_threads": self.n_threads,
-            "ceiling_flops": self.ceiling_flops,
-        }
-
-
-def choose_engine(plan: Plan, world: World | None = None) -> Engine:
-    """The Engine for `plan` on this machine. Tunes the process's memory allocator on a CPU.
-
-    Collective: the main process chooses precision and compilation for all of `world`, and what
-    one process cannot do none does, since machines that differ must not compute differently.
+    `parts` are its slices of the model, in order, and `modules` what runs them, by stage number.
+    Methods are collective: every process of the world calls them with the same arguments but for
+    the rows of the batch.
     """
-    world = world or World()
-    train = plan.config.train
-    capabilities = machine_capabilities()
-    device = local_device(choose_device(train.device, capabilities), world)
-    n_devices = world.size if device.type == "cuda" else world.size // world.local_size
-    precision, precision_reason = world.on_main(
-        lambda: choose_precision(train.precision, device, capabilities)
-    )
 
-    def compilation() -> tuple[bool, str]:
-        return _choose_compile(plan, device, precision, capabilities, n_devices)
+    def __init__(
+        self,
+        parts: Sequence[StageModule],
+        modules: Mapping[int, nn.Module],
+        plan: Plan,
+        device: torch.device,
+        world: World,
+        mesh: DeviceMesh | None,
+    ) -> None:
+        self.parts = parts
+        self.plan = plan
+        self.device = device
+        self.world = world
+        self._mesh = mesh
+        self._modules = modules
+        self._pipeline: Pipeline | None = None
+        self._tied: TiedCopies | None = None
+        if mesh is not None and plan.layout.pipeline > 1:
+            self._pipeline = Pipeline(modules, parts[0], plan, mesh)
+            self._tied = TiedCopies(plan, mesh, world, dict(self.named_parameters()))
+        places = plan.layout.coordinates(world.rank)
+        self._speaks_for_rows = places["tensor"] == places["pipeline"] == 0
 
-    compiled, compile_reason = world.on_main(compilation)
-    if compiled:
-        compiled, compile_reason = min(world.collect(compilation()))
-    amx_kernels = False
-    if device.type == "cpu":
-        tune_allocator(sparing=plan.layout.zero > 0)
-        if compiled:
-            how, amx_kernels = _compiled_on_cpu(plan, precision, capabilities, world)
-            compile_reason += how
-    name = device_name(device, capabilities)
-    ceiling = peak_flops(name, precision) or product_ceiling(device, arithmetic(precision).products)
-    return Engine(
-        device,
-        name,
-        precision,
-        precision_reason,
-        compiled,
-        compile_reason,
-        ceiling,
-        amx_kernels,
-        torch.get_num_threads(),
-    )
+    # -- what it consists of --------------------------------------------------------------------
 
-
-def _choose_compile(
-    plan: Plan,
-    device: torch.device,
-    precision: str,
-    capabilities: Capabilities,
-    n_devices: int,
-) -> tuple[bool, str]:
-    """Whether to compile, and why; `n_devices` share the run's arithmetic (a CPU is one)."""
-    setting = plan.config.train.compile
-    order = plan.layout.schedule
-    splits = look_up(SPLITS_BACKWARD, order, "parallel.schedule", "the engine")
-    if splits and plan.layout.pipeline > 1:
-        reason = f"a {order} pipeline splits the backward pass, which compiled code does not"
-        if setting is True:
+    @property
+    def model(self) -> GPT:
+        """The model where it is in one piece, its parameters in shards or not; `models` has the
+        slices of a pipeline. Raises ConfigError where they are several, or not all here."""
+        if self._pipeline is not None:
             raise ConfigError(
-                f"train.compile=true cannot be: {reason}. Set it to false, or use another "
-                "parallel.schedule"
+                f"with parallel.pipeline={self.plan.layout.pipeline} no process has the whole "
+                "model; stage.models are the slices of this one"
             )
-        return False, reason
-    return choose_compile(
-        setting,
-        device,
-        total_flops=plan.total_tokens * plan.flops_per_token / max(1, n_devices),
-        precision=precision,
-        capabilities=capabilities,
-    )
+        (part,) = self.parts
+        return part.model
+
+    @property
+    def models(self) -> list[GPT]:
+        """The slices of the model that this process has."""
+        return [part.model for part in self.parts]
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """What the processes are laid out on; None where there is one process."""
+        return self._mesh
+
+    @property
+    def precision(self) -> str:
+        """Of the matrix products."""
+        return self.parts[0].precision
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """The arithmetic of the run's precision, for a forward pass of `model`."""
+        return self.parts[0].autocast()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each process has the whole model, and can use it without the others."""
+        layout = self.plan.layout
+        return layout.pipeline == layout.tensor == 1 and not layout.zero
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Numbers, in the global batch, of the rows that this process computes."""
+        rows = self.plan.layout.rows(self.world.rank, self.plan.batch_size)
+        return np.arange(rows.start, rows.stop, dtype=np.int64)
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Parameters by the names of the parameter table, a copy of a tied one included."""
+        for part in self.parts:
+            yield from part.model.named_parameters()
+
+    def owned_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """The same without copies of what another stage owns."""
+        for name, parameter in self.named_parameters():
+            if self._tied is None or parameter is not self._tied.copy:
+                yield name, parameter
+
+    @property
+    def adds_up_in_place(self) -> bool:
+        """Whether micro-batches add their gradients up where they are summed over the data, in
+        DDP's buckets. So they are set to zero there, not given up, or they would be held twice."""
+        copied = any(isinstance(each, DistributedDataParallel) for each in self._modules.values())
+        return copied and self.plan.n_micro_batches > 1
+
+    def parameters(self) -> Iterable[Parameter]:
+        """Parameters in the order of `named_parameters`."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    # -- the step -------------------------------------------------------------------------------
+
+    def forward_backward(self, batch: Batch, step: int, *, loss_scale: float = 1.0) -> LossSum:
+        """The step's loss over all processes; its gradients, times `loss_scale`, are in the
+        parameters' `.grad`.
+
+        `batch` holds this process's `rows`. Each micro-batch contributes its summed loss over the
+        count of targets of the whole step, known before the first backward pass, so accumulation
+        is exact whatever micro-batches and processes hold.
+        """
+        self._train(True)
+        n_targets = self._over_rows(batch.n_targets)
+        factor = loss_scale / max(1, n_targets)
+        tokens, targets = self._to_device(batch)
+        keys = self._keys(step, batch.rows)
+        if self._pipeline is not None:
+            total = self._pipeline.train(tokens, targets, keys, factor)
+        else:
+            total = self._accumulate(tokens, targets, keys, factor)
+        self._settle()
+        return LossSum(self._over_world(total.item()), n_targets)
+
+    def _accumulate(
+        self, tokens: Tensor, targets: Tensor, keys: Tensor | None, factor: float
+    ) -> Tensor:
+        """Micro-batch after micro-batch; the summed loss, ()."""
+        (module,) = self._modules.values()
+        losses = []
+        for rows in micro_batches(len(tokens), self.plan.micro_batch_size):
+            is_last = rows.stop >= len(tokens)
+            with micro_batch(module, self.plan.layout.zero, is_last=is_last):
+                own_keys = None if keys is None else keys[rows]
+                loss = module(tokens[rows], targets[rows], own_keys)
+                (loss.sum() * factor).backward()
+            losses.append(loss.detach())
+        return torch.cat(losses).sum()
+
+    def _settle(self) -> None:
+        """Make the gradients those of the global loss, where the backward pass has not."""
+        if self._mesh is None:
+            return
+        layout = self.plan.layout
+        gradients.placed_as_parameters(self.parameters())
+        if layout.sequence:
+            whole = [p for p in self.parameters() if not gradients.lies_on(p, "tensor")]
+            gradients.add_up(_local_gradients(whole), self._mesh["tensor"].get_group())
+        if layout.data > 1 and not layout.zero and layout.tensor * layout.pipeline > 1:
+            group = self._mesh["data"].get_group()
+            gradients.add_up(_local_gradients(self.parameters()), group)
+        if self._tied is not None:
+            self._tied.add_up()
+
+    def gradient_norm(self) -> Tensor:
+        """The Euclidean norm of the gradient, 0-dim, the same number in every process."""
+        if self._mesh is None:
+            return gradient_norm(self.parameters())
+        owned = [parameter for _, parameter in self.owned_parameters()]
+        return gradients.global_norm(owned, self._mesh)
+
+    # -- without gradients ----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> LossSum:
+        """The loss of a whole batch, which processes share out, without dropout."""
+        self._train(False)
+        own = self._own_part(batch)
+        tokens, targets = self._to_device(own)
+        if self._pipeline is not None:
+            total = self._pipeline.evaluate(tokens, targets, self._n_evaluated)
+        else:
+            (part,) = self.parts
+            total = part(tokens, targets).sum()
+        self._give_up_gathered()
+        return LossSum(self._over_world(total.item()), batch.n_targets)
+
+    def _own_part(self, batch: Batch) -> Batch:
+        """This process's rows of an evaluation batch: as many as every other's, the missing ones
+        filled up with rows that count nothing."""
+        n_parts = self.plan.layout.data
+        pieces = self._n_evaluated
+        n_rows = -(-len(batch.rows) // (n_parts * pieces)) * pieces
+        first = self.plan.layout.data_index(self.world.rank) * n_rows
+        inputs, targets = (
+            _filled(array[first : first + n_rows], n_rows, value)
+            for array, value in ((batch.inputs, 0), (batch.targets, IGNORED))
+        )
+        return Batch(inputs, targets, np.arange(first, first + n_rows, dtype=np.int64))
+
+    @torch.no_grad()
+    def next_logits(self, text: np.ndarray) -> np.ndarray:
+        """Logits (B, V) of the token after text (B, n), n ≤ context_length, in every process,
+        float64.
+
+        The way to sample from a model that no process has whole: each token takes a forward pass
+        over the whole context.
+        """
+        self._train(False)
+        T = self.plan.config.model.context_length
+        n_seen = text.shape[1]
+        filled = np.zeros((len(text), T), dtype=np.int64)  # what follows is not seen
+        filled[:, :n_seen] = text
+        tokens = torch.from_numpy(filled).to(self.device)
+        if self._pipeline is not None:
+            logits = self._pipeline.logits(tokens)
+        else:
+            (part,) = self.parts
+            logits = part(tokens)
+        self._give_up_gathered()
+        vocab_size = self.plan.config.model.vocab_size
+        own = None
+        if logits is not None:
+            own = logits[:, n_seen - 1, :vocab_size].to("cpu", torch.float64).numpy()
+        last = self.plan.layout.rank_of(pipeline=self.plan.layout.pipeline - 1)
+        result = self.world.share(own, source=last)
+        assert result is not None  # the last stage has logits
+        return result
+
+    def _give_up_gathered(self) -> None:
+        """Leave the parameters sharded, as a step's backward pass leaves them."""
+        if not self.plan.layout.zero:
+            return
+        for module in self._modules.values():
+            for unit in module.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.reshard()
+
+    # -- numbers and tensors --------------------------------------------------------------------
+
+    def _train(self, training: bool) -> None:
+        for module in self._modules.values():
+            module.train(training)
+
+    @property
+    def _n_evaluated(self) -> int:
+        """Micro-batches of an evaluation batch: enough to keep every process of a pipeline busy."""
+        return self.plan.layout.pipeline
+
+    def _over_rows(self, count: int) -> int:
+        """The sum over all rows of the global batch of what processes counted in their own."""
+        return round(self._over_world(float(count) if self._speaks_for_rows else 0.0))
+
+    def _over_world(self, value: float) -> float:
+        """The sum of what the processes computed, those that share a tensor counted once."""
+        if self.world.size == 1:
+            return value
+        if self.plan.layout.coordinates(self.world.rank)["tensor"]:
+            value = 0.0
+        total = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(total)
+        return float(total.item())
+
+    def _to_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        return self._copied(torch.from_numpy(batch.inputs)), self._copied(
+            torch.from_numpy(batch.targets)
+        )
+
+    def _keys(self, step: int, rows: np.ndarray) -> Tensor | None:
+        model = self.plan.config.model
+        if not (model.dropout or model.attention_dropout or model.embedding_dropout):
+            return None
+        return self._copied(dropout_keys(model, self.plan.config.seed, step, rows))
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        """`tensor` on the device; out of pinned memory, a GPU's host need not wait for it."""
+        if self.device.type == "cuda":
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor.to(self.device)
 
 
-def fused_obstacle(plan: Plan) -> str | None:
-    """What a compiled step on a CPU cannot do by the fused operations of `model/fused`, so that
-    torch compiles the plain model as a whole instead; None where they do."""
-    obstacle = architecture_obstacle(plan.config.model)
-    if obstacle is not None:
-        return obstacle
-    copies = asdict(Layout(data=plan.layout.data))  # all that the fused step can be divided into
-    for name, value in asdict(plan.layout).items():
-        if value != copies[name]:
-            return f"parallel.{name}={value}"
-    how = plan.config.train.activation_checkpoint
-    return None if how is None else f"train.activation_checkpoint={how!r}"
+def micro_batches(n_rows: int, micro_batch_size: int) -> Iterator[slice]:
+    """The rows of each micro-batch, in order."""
+    for start in range(0, n_rows, micro_batch_size):
+        yield slice(start, start + micro_batch_size)
 
 
-def _compiled_on_cpu(
-    plan: Plan, precision: str, capabilities: Capabilities, world: World
-) -> tuple[str, bool]:
-    """How the step is compiled, to be added to the reason, and whether the AMX kernels serve it."""
-    obstacle = fused_obstacle(plan)
-    if obstacle is not None:
-        return f"; the plain model as a whole, as the fused step does not know {obstacle}", False
-    if precision != "bf16":
-        return "", False
-    missing = load_amx(capabilities)
-    model = plan.config.model
-    head_size = model.d_model // model.n_heads
-    if missing is None and not amx.can_attend(arithmetic(precision).products, head_size):
-        missing = f"the AMX kernels want heads of a multiple of 32, not {head_size}"
-    missing = next((each for each in world.collect(missing) if each is not None), None)
-    return f"; {missing or 'with AMX kernels'}", missing is None
+def _local_gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
+    return [gradients.local(p.grad) for p in parameters if p.grad is not None]
+
+
+def _filled(array: np.ndarray, n_rows: int, value: int) -> np.ndarray:
+    """`array` (B, T) with rows of `value` at its end, (n_rows, T)."""
+    missing = np.full((n_rows - len(array), array.shape[1]), value, dtype=array.dtype)
+    return np.concatenate((array, missing))

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn import Parameter
 
-from pentameter.plan.communication import filled_buckets
+from pentameter.planning.traffic import filled_buckets
 
 
 def local(tensor: Tensor) -> Tensor:

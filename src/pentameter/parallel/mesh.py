@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pentameter.errors import ConfigError
-from pentameter.parallel.world import World
-from pentameter.plan.layout import MESH_DIMENSIONS, Layout
+from pentameter.planning.layout import MESH_DIMENSIONS, Layout
+from pentameter.processes.world import World
 
 
 def build_mesh(layout: Layout, device_type: str, world: World) -> DeviceMesh:
@@ -31,7 +31,7 @@ def build_mesh(layout: Layout, device_type: str, world: World) -> DeviceMesh:
     if not dist.is_initialized():
         raise ConfigError(
             "[parallel] shares tensors out, and this process has no group to do it in; use the "
-            "command line, or pentameter.parallel.launch.joined_world, with always_group=True for "
+            "command line, or pentameter.processes.join.joined_world, with always_group=True for "
             "one process"
         )
     here = layout.coordinates(world.rank)

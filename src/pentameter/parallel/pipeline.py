@@ -20,9 +20,9 @@ from torch.distributed.pipelining import (
 )
 
 from pentameter.config.choices import TAKES_SEVERAL_STAGES, look_up
-from pentameter.parallel.part import Part
 from pentameter.parallel.precision import arithmetic
-from pentameter.plan.plan import Plan
+from pentameter.parallel.stage_module import StageModule
+from pentameter.planning.plan import Plan
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -42,14 +42,14 @@ class Pipeline:
     """
 
     def __init__(
-        self, modules: Mapping[int, nn.Module], part: Part, plan: Plan, mesh: DeviceMesh
+        self, modules: Mapping[int, nn.Module], part: StageModule, plan: Plan, mesh: DeviceMesh
     ) -> None:
         self._modules = modules
         self._plan = plan
         self._group = mesh["pipeline"].get_group()
         self._device = part.device
         self._stream_dtype = next(part.model.parameters()).dtype
-        self._logits_dtype = self._stream_dtype  # Part does not round them, unless sharded
+        self._logits_dtype = self._stream_dtype  # StageModule does not round them, unless sharded
         if plan.layout.zero:
             self._logits_dtype = arithmetic(part.precision).autocast or self._stream_dtype
         self._holds_first = 0 in modules

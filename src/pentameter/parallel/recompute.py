@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
 )
 
 from pentameter.config.choices import refuse_unknown
-from pentameter.model import GPT
+from pentameter.model.gpt import GPT
 
 _SAVED_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 

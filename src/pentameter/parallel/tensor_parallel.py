@@ -29,8 +29,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from pentameter.model import GPT
 from pentameter.model.dropout import AttentionDropout, KeyedDropout
+from pentameter.model.gpt import GPT
 from pentameter.model.head_loss import HeadLoss
 
 

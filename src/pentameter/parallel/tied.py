@@ -15,8 +15,8 @@ from torch.nn import Parameter
 
 from pentameter.parallel import gradients
 from pentameter.parallel.mesh import make_group
-from pentameter.parallel.world import World
-from pentameter.plan.plan import Plan
+from pentameter.planning.plan import Plan
+from pentameter.processes.world import World
 
 NAME = "token_embedding.weight"
 

@@ -13,7 +13,7 @@ from pentameter.config.schema import Config
 from pentameter.config.section import ABSENT
 from pentameter.config.write import value_at
 from pentameter.errors import ConfigError
-from pentameter.plan.plan import make_plan
+from pentameter.planning.plan import make_plan
 
 Settings = dict[str, Any]
 """Dotted path → value, None where it is absent."""

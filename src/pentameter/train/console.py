@@ -22,13 +22,13 @@ from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.text import Text
 
-from pentameter.data.progress import ProgressLines, pass_in_words
-from pentameter.parallel.failure import EXPECTED
-from pentameter.parallel.world import World
+from pentameter.data.prepare.progress import ProgressLines, pass_in_words
+from pentameter.evaluate.split import EvalMetrics
+from pentameter.processes.failure import EXPECTED
+from pentameter.processes.world import World
 from pentameter.train.hooks import (
     CheckpointMetrics,
     EpochMetrics,
-    EvalMetrics,
     RunEnd,
     SkippedStep,
     StepMetrics,
@@ -133,7 +133,7 @@ class Console:
             self.say(
                 f"{trainer.config.name} · {trainer.run_dir} · rank {world.rank} of {world.size}; "
                 f"ranks {first}-{first + world.local_size - 1} are on {socket.gethostname()} · "
-                f"{trainer.engine.device_name} · from step {trainer.state.step}",
+                f"{trainer.compute.device_name} · from step {trainer.state.step}",
                 of_machine=True,
             )
 

@@ -26,9 +26,9 @@ from pentameter.config.load import config_hash, diff_configs, load_config
 from pentameter.config.schema import Config, ScheduleConfig
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.optim.schedule import learning_rate
-from pentameter.parallel.world import World
-from pentameter.plan.layout import Layout
-from pentameter.plan.plan import Plan, default_cooldown
+from pentameter.planning.layout import Layout
+from pentameter.planning.plan import Plan, default_cooldown
+from pentameter.processes.world import World
 
 NEW_FOLDER = "another --run-dir or --name to start anew"
 

@@ -74,20 +74,6 @@ class EpochMetrics:
 
 
 @dataclass(frozen=True)
-class EvalMetrics:
-    """A pass over a whole split."""
-
-    step: int
-    split: str
-    loss: float
-    perplexity: float
-    bits_per_byte: float
-    tokens: int
-    seconds: float
-    best: bool = False
-
-
-@dataclass(frozen=True)
 class SampledText:
     """A prompt and what the model made of it after `step` steps. Only the main process has it, and
     only its hooks are called."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from pentameter.checkpoint.files import storage_error, write_atomic
+from pentameter.disk.atomic import storage_error, write_atomic
 from pentameter.errors import StorageError
 
 MAX_UNWRITTEN = 10_000  # lines kept for a disk that refuses them; beyond, the oldest are lost

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pentameter.checkpoint.files import storage_errors, write_atomic
+from pentameter.disk.atomic import storage_errors, write_atomic
 from pentameter.train.log_file import LogFile
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from pentameter.data.batches import TrainingBatches
-from pentameter.data.dataset import Dataset
+from pentameter.data.batches.batches import TrainingBatches
+from pentameter.data.batches.dataset import Dataset
 from pentameter.errors import ConfigError
-from pentameter.parallel.device import memory_bytes
-from pentameter.plan.plan import Plan
+from pentameter.machine.choices import memory_bytes
+from pentameter.planning.plan import Plan
 
 FEW_WINDOWS = 8
 """Contexts (model.context_length tokens) that a validation split should have to be relied on."""

@@ -204,4 +204,4 @@ def _forget_memory(trainer: Trainer) -> None:
 
 
 def _is_on_gpu(trainer: Trainer) -> bool:
-    return trainer.engine.device.type == "cuda"
+    return trainer.compute.device.type == "cuda"

@@ -7,15 +7,15 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pentameter.config.schema import DataConfig
-from pentameter.data.corpora import corpus_text
-from pentameter.data.grammar import grammar_entropy_rate
-from pentameter.plan.layout import Layout
-from pentameter.plan.plan import Plan
+from pentameter.data.corpora.grammar import grammar_entropy_rate
+from pentameter.data.corpora.registry import corpus_text
+from pentameter.evaluate.split import EvalMetrics
+from pentameter.planning.layout import Layout
+from pentameter.planning.plan import Plan
 from pentameter.train.console import size
 from pentameter.train.hooks import (
     CheckpointMetrics,
     EpochMetrics,
-    EvalMetrics,
     RunEnd,
     SampledText,
     SkippedStep,
@@ -42,7 +42,7 @@ class Recorder:
 
     def on_start(self, trainer: Trainer) -> None:
         """`start` for a new run, `resume` for one that continues."""
-        plan, engine = trainer.plan, trainer.engine
+        plan, compute = trainer.plan, trainer.compute
         self.write(
             "start" if trainer.state.step == 0 else "resume",
             step=trainer.state.step,
@@ -52,12 +52,12 @@ class Recorder:
             tokens_per_step=plan.tokens_per_step,
             steps=plan.steps,
             flops_per_token=plan.flops_per_token,
-            device=engine.device_name,
-            precision=engine.precision,
+            device=compute.device_name,
+            precision=compute.precision,
             layout=str(plan.layout),
             world_size=plan.layout.world_size,
-            compiled=engine.compiled,
-            ceiling_flops=engine.ceiling_flops,
+            compiled=compute.compiled,
+            ceiling_flops=compute.ceiling_flops,
             entropy_rate=_entropy_rate(trainer.config.data),
         )
 
@@ -165,7 +165,7 @@ def _span(ranks: list[int]) -> str:
 
 def describe(trainer: Trainer) -> list[str]:
     """What a run says of itself before its first step, line by line."""
-    config, plan, engine = trainer.config, trainer.plan, trainer.engine
+    config, plan, compute = trainer.config, trainer.plan, trainer.compute
     model, data = config.model, config.data
     source = data.corpus or data.path
     splits = ", ".join(
@@ -184,11 +184,14 @@ def describe(trainer: Trainer) -> list[str]:
         f"vocabulary {model.vocab_size:,}",
         f"run     {plan.steps:,} steps × {plan.tokens_per_step:,} tokens{micro} = "
         f"{plan.total_tokens:,} tokens{_epochs(plan)}",
-        f"device  {engine.device_name} · {engine.precision} ({engine.precision_reason}) · "
-        f"{'compiled' if engine.compiled else 'eager'} ({engine.compile_reason})",
+        f"device  {compute.device_name} · {compute.precision} ({compute.precision_reason}) · "
+        f"{'compiled' if compute.compiled else 'eager'} ({compute.compile_reason})",
     ]
     if plan.layout.world_size > 1:
-        lines += [f"layout  {plan.layout} · {_threads(engine.n_threads)} a process", *_stages(plan)]
+        lines += [
+            f"layout  {plan.layout} · {_threads(compute.n_threads)} a process",
+            *_stages(plan),
+        ]
     if trainer.folder.initial_weights is not None:
         lines.append(f"init    the weights of {trainer.folder.initial_weights.path}")
     if trainer.state.step:
@@ -196,7 +199,7 @@ def describe(trainer: Trainer) -> list[str]:
     start = config.schedule.start_step
     if start:
         lines.append(f"extend  the schedule begins anew at step {start}, up to step {plan.steps}")
-    if engine.compiled:
+    if compute.compiled:
         lines.append(
             "the first step compiles: about a minute on a new machine, seconds once cached"
         )

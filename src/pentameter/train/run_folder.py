@@ -14,23 +14,23 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from pentameter.checkpoint.files import (
-    is_temporary,
-    make_folder,
-    read_regular,
-    storage_errors,
-    write_atomic,
-)
 from pentameter.checkpoint.initial_weights import InitialWeights, check_origin, initial_weights
 from pentameter.checkpoint.manifest import MAX_JSON_BYTES, decode_json
 from pentameter.checkpoint.opening import Checkpoint, open_checkpoint
 from pentameter.checkpoint.store import CheckpointStore, step_folder_name
 from pentameter.config.load import config_hash, to_toml
 from pentameter.config.schema import Config
-from pentameter.data.dataset import Dataset
+from pentameter.data.batches.dataset import Dataset
+from pentameter.disk.atomic import (
+    is_temporary,
+    make_folder,
+    read_regular,
+    storage_errors,
+    write_atomic,
+)
 from pentameter.errors import ConfigError, CorruptError, StorageError
-from pentameter.parallel.world import World
-from pentameter.plan.plan import Plan
+from pentameter.planning.plan import Plan
+from pentameter.processes.world import World
 from pentameter.train.continuing import (
     check_same_run,
     check_start_step,

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-from pentameter.data.tokenizer import Tokenizer
+from pentameter.data.tokenizers.tokenizer import Tokenizer
 from pentameter.errors import ConfigError
-from pentameter.generate.loop import generate, generate_by
-from pentameter.parallel.stage import Stage
+from pentameter.generation.loop import generate, generate_by
+from pentameter.parallel.engine import Engine
 
 
 def sample_text(
-    stage: Stage, tokenizer: Tokenizer, prompt: str, *, max_new_tokens: int, seed: int
+    engine: Engine, tokenizer: Tokenizer, prompt: str, *, max_new_tokens: int, seed: int
 ) -> str | None:
     """The prompt and what the model makes of it, in the main process; None in the others.
 
     Where each process has the whole model the main one samples alone, with a cache; else all
     compute each token together.
     """
-    if stage.is_whole:
-        if not stage.world.is_main:
+    if engine.is_whole:
+        if not engine.world.is_main:
             return None
         return (
             prompt
-            + generate(stage.model, tokenizer, prompt, max_new_tokens=max_new_tokens, seed=seed)[0]
+            + generate(engine.model, tokenizer, prompt, max_new_tokens=max_new_tokens, seed=seed)[0]
         )
     text = generate_by(
-        stage.next_logits,
+        engine.next_logits,
         tokenizer,
         prompt,
-        context_length=stage.plan.config.model.context_length,
+        context_length=engine.plan.config.model.context_length,
         max_new_tokens=max_new_tokens,
         seed=seed,
     )
-    return prompt + text if stage.world.is_main else None
+    return prompt + text if engine.world.is_main else None
 
 
 def encodable_prompt(tokenizer: Tokenizer, prompt: str, warnings: list[str]) -> str:

@@ -30,12 +30,12 @@ from pentameter.checkpoint.state import model_state, optimizer_state
 from pentameter.checkpoint.store import CheckpointStore, Saved
 from pentameter.config.choices import ENDS_RUN, look_up
 from pentameter.config.load import to_toml
-from pentameter.data.dataset import Dataset
+from pentameter.data.batches.dataset import Dataset
 from pentameter.errors import StorageError, TrainingFailedError
 from pentameter.optim.build import AnyOptimizer
-from pentameter.parallel.assemble import Stage
+from pentameter.parallel.engine import Engine
 from pentameter.parallel.local_parts import local_part
-from pentameter.parallel.world import World
+from pentameter.processes.world import World
 from pentameter.train.hooks import CheckpointMetrics
 from pentameter.train.state import TrainState
 
@@ -45,7 +45,7 @@ class RunCheckpoints:
     """The checkpoints of a running run, under the rules above. Methods are collective."""
 
     store: CheckpointStore
-    stage: Stage
+    engine: Engine
     optimizer: AnyOptimizer
     state: TrainState
     dataset: Dataset
@@ -71,7 +71,7 @@ class RunCheckpoints:
         weights or optimizer state that are not finite, StorageError where the save fails and must
         not; earlier checkpoints are untouched then.
         """
-        state, settings = self.state, self.stage.plan.config.checkpoint
+        state, settings = self.state, self.engine.plan.config.checkpoint
         assert settings.interval is not None  # the plan resolved it
         new_best = new_best and settings.keep_best
         due = complete or interrupted or new_best or self._is_owed
@@ -105,7 +105,7 @@ class RunCheckpoints:
 
     def prune(self) -> None:
         """Remove all but the newest checkpoints, the best and the newest proved one."""
-        state, settings = self.state, self.stage.plan.config.checkpoint
+        state, settings = self.state, self.engine.plan.config.checkpoint
         # The best one may not have been saved, on a full disk: the best before it is kept then.
         best = (state.best_step, state.saved_best_step) if settings.keep_best else ()
         keep = [step for step in (*best, state.proved_step) if step is not None]
@@ -117,7 +117,7 @@ class RunCheckpoints:
     def give_up(self, why: str) -> NoReturn:
         """Raise TrainingFailedError, with the checkpoints gone that the run could not go on from
         either."""
-        proved, settings = self.state.proved_step, self.stage.plan.config.optimizer
+        proved, settings = self.state.proved_step, self.engine.plan.config.optimizer
         if proved is not None and proved < self.last_step:
             with suppress(StorageError):
                 if self._on_main(lambda: self.store.discard_after(proved)):
@@ -130,12 +130,12 @@ class RunCheckpoints:
         )
 
     def _save(self) -> Saved:
-        stage, world = self.stage, self.stage.world
+        engine, world = self.engine, self.engine.world
         world.progress.note("saving", self.state.step)
         # First, as it shards what FSDP left gathered: the parameters below are the optimizer's.
-        model = model_state(stage.models)
-        named = dict(stage.named_parameters())
-        copies = named.keys() - {name for name, _ in stage.owned_parameters()}
+        model = model_state(engine.models)
+        named = dict(engine.named_parameters())
+        copies = named.keys() - {name for name, _ in engine.owned_parameters()}
         tensors = {
             "model": {name: tensor for name, tensor in model.items() if name not in copies},
             "optimizer": optimizer_state(self.optimizer, named.items(), copies),
@@ -152,16 +152,16 @@ class RunCheckpoints:
                 **self._on_main(self.log_ends),
             },
             extra_files={
-                "config.toml": to_toml(stage.plan.portable_config).encode(),
+                "config.toml": to_toml(engine.plan.portable_config).encode(),
                 "tokenizer.json": self.dataset.tokenizer.to_bytes(),
             },
-            layout=stage.plan.layout.degrees(),
+            layout=engine.plan.layout.degrees(),
             world=world,
         )
 
     @property
     def _on_main(self) -> Callable[[Callable[[], Any]], Any]:
-        return self.stage.world.on_main
+        return self.engine.world.on_main
 
 
 def first_non_finite(

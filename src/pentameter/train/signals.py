@@ -9,8 +9,8 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from pentameter.errors import InterruptedRunError
-from pentameter.parallel.worker import minded_stop_signals
-from pentameter.parallel.world import World
+from pentameter.processes.worker import minded_stop_signals
+from pentameter.processes.world import World
 
 _HAS_WORD, _SIGNALS_FROM = 1, 2  # what processes tell each other: nothing, a word, a signal
 

@@ -7,8 +7,8 @@ from collections import deque
 from statistics import median
 from typing import Self
 
-from pentameter.parallel.engine import Engine
-from pentameter.plan.plan import Plan
+from pentameter.parallel.compute import Compute
+from pentameter.planning.plan import Plan
 
 WINDOW_STEPS = 20
 
@@ -16,10 +16,10 @@ WINDOW_STEPS = 20
 class Stopwatch:
     """Times steps: `with stopwatch: step()`. Uses the monotonic clock, so no rate is negative."""
 
-    def __init__(self, plan: Plan, engine: Engine) -> None:
+    def __init__(self, plan: Plan, compute: Compute) -> None:
         self._tokens_per_step = plan.tokens_per_step
         self._flops_per_token = plan.flops_per_token
-        self._ceiling_flops = engine.ceiling_flops * plan.layout.world_size
+        self._ceiling_flops = compute.ceiling_flops * plan.layout.world_size
         self._recent: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._n_steps = 0
         self._start = 0.0

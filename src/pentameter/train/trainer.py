@@ -1,6 +1,6 @@
 """The training loop: next batch, forward-backward, clip, step, log, maybe evaluate, maybe save.
 
-Nothing here knows how many devices there are: the trainer drives a Stage. Nothing here is
+Nothing here knows how many devices there are: the trainer drives an Engine. Nothing here is
 remembered but `TrainState`: batches, dropout and learning rate are functions of the step.
 """
 
@@ -15,23 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from pentameter.checkpoint.hugging_face.tokenizer_files import gpt2_beside
-from pentameter.checkpoint.lock import RunLock
 from pentameter.config.schema import Config
-from pentameter.data.batches import training_batches
-from pentameter.data.dataset import open_dataset
+from pentameter.data.batches.batches import training_batches
+from pentameter.data.batches.dataset import open_dataset
+from pentameter.disk.lock import RunLock
 from pentameter.errors import ConfigError, InterruptedRunError, StorageError
+from pentameter.evaluate.split import evaluate, evaluation_batch_size, perplexity
+from pentameter.machine.load import OtherPrograms
 from pentameter.optim.build import build_optimizer
 from pentameter.optim.schedule import learning_rate
-from pentameter.parallel.assemble import LossSum, assemble
-from pentameter.parallel.engine import Engine, choose_engine
-from pentameter.parallel.launch import lone_world, loss_behind
-from pentameter.parallel.machine_load import OtherPrograms
+from pentameter.parallel.assemble import assemble
+from pentameter.parallel.compute import Compute, choose_compute
+from pentameter.parallel.engine import LossSum
 from pentameter.parallel.muon import ShardedMuon
-from pentameter.parallel.world import World
-from pentameter.plan.plan import make_plan
+from pentameter.planning.plan import make_plan
+from pentameter.processes.join import lone_world, loss_behind
+from pentameter.processes.world import World
 from pentameter.train.console import Console
 from pentameter.train.continuing import plan_run
-from pentameter.train.evaluation import evaluate, evaluation_batch_size, perplexity
 from pentameter.train.hooks import (
     EpochMetrics,
     Hooks,
@@ -122,7 +123,7 @@ class Trainer:
             self._prepare()
             self.world.on_main(lambda: self._lock(stack))
             self._open(stack)
-            if (warning := others.warning(self.world)) is not None:
+            if (warning := others.warning(self.world.collect)) is not None:
                 self.console.say(f"warning: {warning}")
             try:
                 self._hooks.call("on_start", self)
@@ -182,9 +183,9 @@ class Trainer:
         self.sample_prompt = encodable_prompt(
             self.dataset.tokenizer, self.config.train.sample_prompt, warnings
         )
-        self.engine: Engine = choose_engine(self.plan, self.world)
+        self.compute: Compute = choose_compute(self.plan, self.world)
         warnings += check_run(
-            self.plan, self.dataset, self._batches, self.engine.device, self.world.local_size
+            self.plan, self.dataset, self._batches, self.compute.device, self.world.local_size
         )
         self.console.warn(warnings)
 
@@ -203,20 +204,20 @@ class Trainer:
             world=self.world,
             asked=self._asked,
         )
-        self.stage = assemble(
+        self.engine = assemble(
             self.plan,
-            self.engine.device,
-            self.engine.precision,
-            compiled=self.engine.compiled,
+            self.compute.device,
+            self.compute.precision,
+            compiled=self.compute.compiled,
             world=self.world,
         )
         self.optimizer = build_optimizer(
-            self.stage.named_parameters(), self.plan.table, self.config.optimizer, ShardedMuon
+            self.engine.named_parameters(), self.plan.table, self.config.optimizer, ShardedMuon
         )
-        self.state = restore(self.folder, self.stage, self.optimizer)
+        self.state = restore(self.folder, self.engine, self.optimizer)
         self._checkpoints = RunCheckpoints(
             store=self.folder.store,
-            stage=self.stage,
+            engine=self.engine,
             optimizer=self.optimizer,
             state=self.state,
             dataset=self.dataset,
@@ -228,12 +229,12 @@ class Trainer:
         if self.folder.initial_weights is not None:
             for warning in self.folder.initial_weights.warnings:
                 self.console.say(f"warning: {warning}")
-        self.stopwatch = Stopwatch(self.plan, self.engine)
+        self.stopwatch = Stopwatch(self.plan, self.compute)
         self.console.open_log(self.folder.log_path_of(self.world.rank))
         recorders: list[object] = []
         if self.world.is_main:
             self._metrics = MetricsLog(self.folder.metrics_path, self.console.say)
-            environment = self.engine.environment()
+            environment = self.compute.environment()
             self._try_to_record("environment.json", partial(folder.write_environment, environment))
             stack.callback(self._metrics.close)
             self._recorder = Recorder(self._metrics, open_trackers(self))
@@ -263,19 +264,19 @@ class Trainer:
             "training", state.step + 1, nothing_to_lose=self._signals.nothing_to_lose
         )
         with self.stopwatch:
-            batch = self._batches.batch(state.step, self.stage.rows)
-            scale = state.loss_scale.scale if self.engine.precision == "fp16" else 1.0
-            loss = self.stage.forward_backward(batch, state.step, loss_scale=scale)
+            batch = self._batches.batch(state.step, self.engine.rows)
+            scale = state.loss_scale.scale if self.compute.precision == "fp16" else 1.0
+            loss = self.engine.forward_backward(batch, state.step, loss_scale=scale)
             rate = self._rate(state.step)
             norm = update_weights(
-                self.stage, self.optimizer, loss, rate, scale, config.optimizer.clip_norm
+                self.engine, self.optimizer, loss, rate, scale, config.optimizer.clip_norm
             )
         self._signals.nothing_to_lose = False
         finite = math.isfinite(loss.mean) and math.isfinite(norm)
         state.step += 1
         state.tokens += loss.n_targets
         state.train_seconds += self.stopwatch.step_seconds
-        if self.engine.precision == "fp16":
+        if self.compute.precision == "fp16":
             state.loss_scale.update(finite=finite)
         if finite:
             state.consecutive_skips = 0
@@ -311,7 +312,7 @@ class Trainer:
             step_seconds=watch.step_seconds,
             tokens_per_second=watch.tokens_per_second(loss.n_targets),
             mfu=watch.mfu,
-            peak_memory_bytes=self.engine.peak_memory_bytes(),
+            peak_memory_bytes=self.compute.peak_memory_bytes(),
             eta_seconds=watch.eta_seconds(self.plan.steps - self.state.step),
         )
 
@@ -326,7 +327,7 @@ class Trainer:
         value = loss if what == "loss" else norm
         batch = self._batches.batch(state.step - 1)  # of all processes
         reason = f"{what} is {value} on batch {batch.hash()[:16]}"
-        if self.engine.precision == "fp16" and state.loss_scale.scale > 1:
+        if self.compute.precision == "fp16" and state.loss_scale.scale > 1:
             reason += f"; loss scale falls to {state.loss_scale.scale:g}"
         else:
             state.consecutive_skips += 1
@@ -360,7 +361,7 @@ class Trainer:
             return
         self.world.progress.note("evaluating", state.step)
         metrics = evaluate(
-            self.stage,
+            self.engine,
             split,
             name="val",
             step=state.step,
@@ -386,7 +387,7 @@ class Trainer:
         state.last_sample_step = state.step
         self.world.progress.note("sampling", state.step)
         text = sample_text(
-            self.stage,
+            self.engine,
             self.dataset.tokenizer,
             self.sample_prompt,
             max_new_tokens=train.sample_tokens,

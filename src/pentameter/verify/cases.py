@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from pentameter.config.parallel import ParallelConfig
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
-from pentameter.plan.layout import Layout, check_layout, make_layout, parse_layout
+from pentameter.planning.layout import Layout, check_layout, make_layout, parse_layout
 
 MOST_PROCESSES = 8
 """Of a configuration's own layout: a larger one is verified at lower degrees."""

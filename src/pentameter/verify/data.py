@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from pentameter.data.batches import Batch, TrainingBatches
-from pentameter.plan.layout import Layout
+from pentameter.data.batches.batches import Batch, TrainingBatches
+from pentameter.planning.layout import Layout
 from pentameter.verify.cases import Case
 
 
@@ -68,7 +68,7 @@ def verify_data(
 ) -> Iterator[DataOutcome]:
     """The outcome of each layout; the first is one process, which the others are compared with.
 
-    The rows of a process are those that its Stage asks for (`Layout.rows`).
+    The rows of a process are those that its Engine asks for (`Layout.rows`).
     """
     alone = Layout()
     started = time.monotonic()

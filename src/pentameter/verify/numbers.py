@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from pentameter.plan.plan import Plan
-from pentameter.plan.table import parameter_table
+from pentameter.planning.architecture import parameter_table
+from pentameter.planning.plan import Plan
 
 TOLERANCE = 1e-10
 """Largest relative difference. Layouts add up in other orders, which in float64 costs some 1e-15;

@@ -22,7 +22,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from pentameter.parallel.lost import LostProcessError
+from pentameter.processes.lost import LostProcessError
 from pentameter.verify.job import Failed, Job
 
 REQUEST_BYTES = 64

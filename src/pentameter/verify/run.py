@@ -10,8 +10,8 @@ from typing import Any
 
 from pentameter.config.schema import Config
 from pentameter.errors import TrainingFailedError
-from pentameter.plan.layout import Layout
-from pentameter.plan.plan import make_plan
+from pentameter.planning.layout import Layout
+from pentameter.planning.plan import make_plan
 from pentameter.verify.cases import MOST_PROCESSES, Case
 from pentameter.verify.job import Job
 from pentameter.verify.numbers import TOLERANCE, Difference, Kind, StepNumbers, differences

@@ -15,7 +15,7 @@ from pentameter.config.fields import leaves
 from pentameter.config.load import load_config
 from pentameter.config.parallel import ParallelConfig
 from pentameter.config.schema import Config
-from pentameter.plan.layout import part_size
+from pentameter.planning.layout import part_size
 from pentameter.verify.cases import Case
 
 LEAST_DROPOUT = 0.1

@@ -12,16 +12,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pentameter.config.schema import Config
-from pentameter.data.batches import IGNORED, Batch
+from pentameter.data.batches.batches import IGNORED, Batch
 from pentameter.keyed import bits, make_key
 from pentameter.optim.build import build_optimizer
-from pentameter.parallel.assemble import Stage, assemble
-from pentameter.parallel.launch import joined_world
+from pentameter.parallel.assemble import assemble
+from pentameter.parallel.engine import Engine
 from pentameter.parallel.muon import ShardedMuon
-from pentameter.parallel.place import Place
-from pentameter.parallel.world import World
-from pentameter.plan.plan import Plan, make_plan
-from pentameter.plan.table import Init, ParameterSpec
+from pentameter.planning.architecture import Init, ParameterSpec
+from pentameter.planning.plan import Plan, make_plan
+from pentameter.processes.join import joined_world
+from pentameter.processes.place import Place
+from pentameter.processes.world import World
 from pentameter.train.update import update_weights
 from pentameter.verify.job import Job
 from pentameter.verify.numbers import Float64, StepNumbers
@@ -51,21 +52,21 @@ def compute_steps(config: Config, n_steps: int, world: World) -> Iterator[StepNu
     """Train on made-up batches from made-up weights. Collective over the world."""
     plan = make_plan(config, world_size=world.size)
     noisy = replace(plan, table=tuple(_noisy(spec) for spec in plan.table))
-    stage = assemble(noisy, torch.device("cpu"), "fp64", compiled=False, world=world)
-    _add_ones(stage, plan)
+    engine = assemble(noisy, torch.device("cpu"), "fp64", compiled=False, world=world)
+    _add_ones(engine, plan)
     rules = config.optimizer
-    optimizer = build_optimizer(stage.named_parameters(), plan.table, rules, ShardedMuon)
+    optimizer = build_optimizer(engine.named_parameters(), plan.table, rules, ShardedMuon)
     for step in range(n_steps):
         batch = made_up_batch(plan, step)
-        loss = stage.forward_backward(_rows_of(batch, stage.rows), step)
+        loss = engine.forward_backward(_rows_of(batch, engine.rows), step)
         gradients = {
-            name: _whole(p.grad) for name, p in stage.named_parameters() if p.grad is not None
+            name: _whole(p.grad) for name, p in engine.named_parameters() if p.grad is not None
         }
-        norm = update_weights(stage, optimizer, loss, rules.learning_rate, 1.0, rules.clip_norm)
-        weights = {name: _whole(p) for name, p in stage.named_parameters()}
+        norm = update_weights(engine, optimizer, loss, rules.learning_rate, 1.0, rules.clip_norm)
+        weights = {name: _whole(p) for name, p in engine.named_parameters()}
         # A number of rows that neither data-parallel processes nor micro-batches divide.
         some = _rows_of(batch, np.arange(plan.batch_size // 2 + 1))
-        yield StepNumbers(loss.mean, gradients, norm, weights, stage.evaluate(some).mean)
+        yield StepNumbers(loss.mean, gradients, norm, weights, engine.evaluate(some).mean)
 
 
 def made_up_batch(plan: Plan, step: int) -> Batch:
@@ -93,11 +94,11 @@ def _noisy(spec: ParameterSpec) -> ParameterSpec:
     return replace(spec, init=Init("normal", INIT_STD))
 
 
-def _add_ones(stage: Stage, plan: Plan) -> None:
+def _add_ones(engine: Engine, plan: Plan) -> None:
     """Let the weights of norms, which training starts at 1, vary around 1."""
     ones = {spec.name for spec in plan.table if spec.init.kind == "ones"}
     with torch.no_grad():
-        for name, parameter in stage.named_parameters():
+        for name, parameter in engine.named_parameters():
             if name in ones:
                 parameter.add_(1.0)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pentameter.errors import TrainingFailedError
-from pentameter.parallel.local_launch import worker_environment
+from pentameter.processes.local_launch import worker_environment
 from pentameter.verify.job import Failed, Job
 from pentameter.verify.nursery import REQUEST_BYTES
 

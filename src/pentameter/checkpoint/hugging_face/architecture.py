@@ -13,7 +13,7 @@ from pentameter.config.choices import look_up
 from pentameter.config.problems import shown
 from pentameter.config.schema import ModelConfig
 from pentameter.errors import ConfigError
-from pentameter.plan.table import embedding_dropout, feed_forward_width
+from pentameter.planning.architecture import embedding_dropout, feed_forward_width
 
 NORM_EPS = 1e-5
 """GPT-2's, and that of every norm in `pentameter.model`."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentameter.checkpoint.files import write_hashed
 from pentameter.checkpoint.hugging_face.architecture import to_gpt2_config
 from pentameter.checkpoint.hugging_face.reading import CONFIG, WEIGHTS
 from pentameter.checkpoint.hugging_face.tokenizer_files import tokenizer_files
 from pentameter.checkpoint.hugging_face.weights import to_gpt2
 from pentameter.checkpoint.stored import StoredModel
 from pentameter.checkpoint.tensors import plan_file
-from pentameter.data.storage import building, refuse_existing
+from pentameter.disk.atomic import write_hashed
+from pentameter.disk.storage import building, refuse_existing
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from pentameter.checkpoint.stored import StoredModel
 from pentameter.checkpoint.tensors import LazyTensor, read_tensors
 from pentameter.config.problems import problems, shown
 from pentameter.config.schema import Config, ModelConfig
-from pentameter.data.building import is_gpt2
-from pentameter.data.corpora import UNKNOWN_CORPUS
-from pentameter.data.tokenizer import Tokenizer
+from pentameter.data.corpora.registry import UNKNOWN_CORPUS
+from pentameter.data.tokenizers.building import is_gpt2
+from pentameter.data.tokenizers.tokenizer import Tokenizer
 from pentameter.errors import ConfigError, CorruptError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pentameter.checkpoint.tensors import LazyTensor, materialize
 from pentameter.config.schema import ModelConfig
-from pentameter.plan.table import ParameterSpec, parameter_table
+from pentameter.planning.architecture import ParameterSpec, parameter_table
 
 if TYPE_CHECKING:
     import torch

@@ -1,0 +1,124 @@
+"""The house in figures: files, lines of code, circles, and what has one reader or two homes.
+
+    python benchmarks/house.py [SOURCE] [--list]
+
+SOURCE is the folder of the package (default: this checkout's). Code is counted without blank lines,
+comments and docstrings, as `tests/test_source_size.py` counts it. `--list` names what is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+HERE = Path(__file__).parents[1]
+sys.path.insert(0, str(HERE / "tests"))
+
+from test_imports import file_imports  # noqa: E402
+from test_source_size import code_lines  # noqa: E402
+
+FEW_LINES = 60
+"""Lines of code below which a module with a single importer belongs to its importer."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("source", nargs="?", type=Path, default=HERE / "src" / "pentameter")
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args()
+    source = options.source
+    trees = {
+        path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(source.rglob("*.py"))
+    }
+    code = {path: len(code_lines(tree)) for path, tree in trees.items()}
+    imported = file_imports(source)
+    print_packages(source, code)
+    importers = Counter(target for targets in imported.values() for target in targets)
+    single = [path for path in trees if importers[path] == 1 and path.stem != "__init__"]
+    found = {
+        "files": list(map(str, trees)),
+        "files in circles": [" ↔ ".join(map(str, circle)) for circle in circles(imported)],
+        "modules with one importer": list(map(str, single)),
+        f"… of them below {FEW_LINES} lines": [str(p) for p in single if code[p] < FEW_LINES],
+        "public names defined in two files": names_defined_twice(trees),
+        "private helpers used once": private_used_once(trees),
+    }
+    for what, names in found.items():
+        print(f"{what:40}{len(names):7,}")
+        if options.list and what != "files":
+            print(*(f"    {name.replace(str(source) + '/', '')}" for name in names), sep="\n")
+
+
+def print_packages(source: Path, code: dict[Path, int]) -> None:
+    """Files, lines and lines of code of each package."""
+    rows: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for path, n_code in code.items():
+        parts = path.relative_to(source).parts
+        package = parts[0] if len(parts) > 1 else "(root)"
+        n_lines = len(path.read_text(encoding="utf-8").splitlines())
+        for name in (package, "total"):
+            rows[name] = [a + b for a, b in zip(rows[name], (1, n_lines, n_code), strict=True)]
+    print(f"{'package':20}{'files':>8}{'lines':>10}{'code':>10}")
+    for name in [*sorted(rows.keys() - {"total"}), "total"]:
+        files, n_lines, n_code = rows[name]
+        print(f"{name:20}{files:8,}{n_lines:10,}{n_code:10,}")
+
+
+def circles(imported: dict[Path, set[Path]]) -> list[list[Path]]:
+    """Groups of files that import each other, directly or by way of others (Tarjan 1972)."""
+    number: dict[Path, int] = {}
+    lowest: dict[Path, int] = {}
+    stack: list[Path] = []
+    found: list[list[Path]] = []
+
+    def visit(path: Path) -> None:
+        number[path] = lowest[path] = len(number)
+        stack.append(path)
+        for target in imported.get(path, ()):
+            if target not in number:
+                visit(target)
+            if target in stack:
+                lowest[path] = min(lowest[path], lowest[target])
+        if lowest[path] == number[path]:
+            group = stack[stack.index(path) :]
+            del stack[stack.index(path) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for path in imported:
+        if path not in number:
+            visit(path)
+    return found
+
+
+def names_defined_twice(trees: dict[Path, ast.Module]) -> list[str]:
+    """Public functions and classes of one name in more than one file."""
+    homes: dict[str, list[str]] = defaultdict(list)
+    for path, tree in trees.items():
+        for node in tree.body:
+            is_named = isinstance(node, (ast.FunctionDef, ast.ClassDef))
+            if is_named and not node.name.startswith("_"):
+                homes[node.name].append(f"{path.parent.name}/{path.name}")
+    return [f"{name}: {', '.join(files)}" for name, files in homes.items() if len(files) > 1]
+
+
+def private_used_once(trees: dict[Path, ast.Module]) -> list[str]:
+    """Private functions of a module that are named once outside their definition."""
+    found = []
+    for path, tree in trees.items():
+        uses = Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+        found += [
+            f"{path}: {node.name}"
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef)
+            and node.name.startswith("_")
+            and uses[node.name] == 1
+        ]
+    return found
+
+
+if __name__ == "__main__":
+    main()

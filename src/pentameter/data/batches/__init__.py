@@ -1,0 +1,1 @@
+"""The batch of each step, and the windows of an evaluation."""

@@ -1,0 +1,278 @@
+"""The orders in which a training split is read: which tokens make up a row of the global batch.
+
+An order is a pure function of (seed, step, row). A row is a list of pieces (start, stop) of the
+split's tokens, together at most context_length + 1 of them; nearly always it is one piece.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from pentameter import keyed
+from pentameter.data.batches.dataset import TokenSplit
+from pentameter.errors import ConfigError
+
+Int64 = npt.NDArray[np.int64]
+Row = list[tuple[int, int]]
+
+
+def windows_per_epoch(n_tokens: int, context_length: int) -> int:
+    """How many windows can be cut out of n_tokens, side by side.
+
+    Neighbours share one token: the last target of one is the first input of the next. Up to
+    context_length - 1 tokens at the end, too few for a window, are left over.
+    """
+    return max(n_tokens - 1, 0) // context_length
+
+
+class Order(ABC):
+    """How `split` is cut into rows of a batch of `batch_size` and read, step after step."""
+
+    def __init__(
+        self, split: TokenSplit, *, seed: int, batch_size: int, context_length: int
+    ) -> None:
+        self.split = split
+        self.seed, self.batch_size, self.context_length = seed, batch_size, context_length
+
+    @property
+    @abstractmethod
+    def rows_per_epoch(self) -> int:
+        """Rows in one pass over the split."""
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Tokens of the split that a pass reads, but for what is too short at its end."""
+        return self.split.n_tokens
+
+    @abstractmethod
+    def rows(self, step: int, numbers: Int64) -> list[Row]:
+        """The rows with these numbers (B,) of a step's global batch."""
+
+    def _epochs(self, step: int, numbers: Int64) -> tuple[Int64, Int64]:
+        """Epoch and place within it of each row, where steps run on across the end of an epoch."""
+        epochs, places = np.divmod(step * self.batch_size + numbers, self.rows_per_epoch)
+        return epochs, places
+
+    def _permuted(self, step: int, numbers: Int64) -> Int64:
+        """Each row's number in 0 … rows_per_epoch - 1, all of them once an epoch, drawn anew."""
+        epochs, places = self._epochs(step, numbers)
+        chosen = np.empty_like(places)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            chosen[here] = keyed.permute(
+                epoch_key(self.seed, epoch), self.rows_per_epoch, places[here]
+            )
+        return chosen
+
+
+def epoch_key(seed: int, epoch: int) -> keyed.Key:
+    """The key that permutes an epoch."""
+    return keyed.make_key("epoch", seed, epoch)
+
+
+class Windows(Order):
+    """What the orders of full windows share: the split must be long enough for one."""
+
+    def __init__(
+        self, split: TokenSplit, *, seed: int, batch_size: int, context_length: int
+    ) -> None:
+        super().__init__(split, seed=seed, batch_size=batch_size, context_length=context_length)
+        if split.n_tokens <= context_length:
+            longest = split.n_tokens - 1
+            remedy = f", or model.context_length of at most {longest}" if longest > 0 else ""
+            raise ConfigError(
+                f"split {split.name!r} has {split.n_tokens} tokens, a training window of "
+                f"model.context_length={context_length} needs {context_length + 1}; use a longer "
+                f"text, a smaller data.validation_fraction{remedy}"
+            )
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Windows side by side."""
+        return windows_per_epoch(self.split.n_tokens, self.context_length)
+
+    @abstractmethod
+    def starts(self, step: int, numbers: Int64) -> Int64:
+        """First token of each row's window."""
+
+    def rows(self, step: int, numbers: Int64) -> list[Row]:
+        """One full window a row."""
+        width = self.context_length + 1
+        return [[(start, start + width)] for start in self.starts(step, numbers).tolist()]
+
+
+class Random(Windows):
+    """Every row's window starts at its own uniformly random token."""
+
+    def starts(self, step: int, numbers: Int64) -> Int64:
+        """Uniform over every place a window fits: 64 bits scaled to that many places.
+
+        The bias of scaling is below n_tokens / 2^64.
+        """
+        key = keyed.make_key("batch", self.seed, step)
+        places = self.split.n_tokens - self.context_length
+        words = [
+            keyed.bits(key, (2 * numbers + half).astype(np.int32)).astype(np.int64) & 0xFFFFFFFF
+            for half in (0, 1)
+        ]
+        # Python integers: the product has up to 128 bits.
+        return np.array(
+            [
+                (((high << 32) | low) * places) >> 64
+                for high, low in zip(words[0].tolist(), words[1].tolist(), strict=True)
+            ],
+            dtype=np.int64,
+        )
+
+
+class Shuffled(Windows):
+    """Windows side by side, all of them once an epoch, in an order drawn anew for each epoch."""
+
+    def starts(self, step: int, numbers: Int64) -> Int64:
+        """Permuted windows."""
+        return self._permuted(step, numbers) * self.context_length
+
+
+class Sequential(Windows):
+    """The same windows in the order of the text, from the start again after the last."""
+
+    def starts(self, step: int, numbers: Int64) -> Int64:
+        """Windows one after another."""
+        return self._epochs(step, numbers)[1] * self.context_length
+
+
+class Columns(Order):
+    """The text cut into batch_size columns of equal length, one a row, read from top to bottom.
+
+    Row r of step s is the s-th window of column r, so that a row continues where it stopped in
+    the step before ("bptt"). The last window of an epoch is shorter; up to batch_size - 1 tokens
+    at the end of the text belong to no column.
+    """
+
+    def __init__(
+        self, split: TokenSplit, *, seed: int, batch_size: int, context_length: int
+    ) -> None:
+        super().__init__(split, seed=seed, batch_size=batch_size, context_length=context_length)
+        self._height = split.n_tokens // batch_size
+        if self._height < 2:
+            raise ConfigError(
+                f"split {split.name!r} has {split.n_tokens} tokens; {batch_size} columns "
+                f"(train.batch_size) of at least 2 need {2 * batch_size}: use a longer text or a "
+                "smaller batch"
+            )
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Windows of all columns."""
+        return self.batch_size * -(-(self._height - 1) // self.context_length)
+
+    def rows(self, step: int, numbers: Int64) -> list[Row]:
+        """A window of each column; neighbours share one token."""
+        top = step % (self.rows_per_epoch // self.batch_size) * self.context_length
+        bottom = min(top + self.context_length + 1, self._height)
+        firsts = (numbers * self._height).tolist()
+        return [[(first + top, first + bottom)] for first in firsts]
+
+
+class Documents(Order):
+    """A document a row, permuted anew each epoch: its first context_length + 1 tokens.
+
+    A document of a single token predicts nothing, and is no row.
+    """
+
+    def __init__(
+        self, split: TokenSplit, *, seed: int, batch_size: int, context_length: int
+    ) -> None:
+        super().__init__(split, seed=seed, batch_size=batch_size, context_length=context_length)
+        bounds = np.append(np.asarray(split.document_starts, dtype=np.int64), split.n_tokens)
+        long_enough = np.diff(bounds) >= 2
+        self._starts, self._stops = bounds[:-1][long_enough], bounds[1:][long_enough]
+        if not len(self._starts):
+            raise ConfigError(
+                f"split {split.name!r} has no document of two tokens ({split.n_tokens} tokens in "
+                f"{len(bounds) - 1} documents); there is nothing to predict"
+            )
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Documents."""
+        return len(self._starts)
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """What is left of documents that are cut, and of those that are no row."""
+        return int(np.minimum(self._stops - self._starts, self.context_length + 1).sum())
+
+    def rows(self, step: int, numbers: Int64) -> list[Row]:
+        """The beginning of a document each."""
+        chosen = self._permuted(step, numbers)
+        starts = self._starts[chosen]
+        stops = np.minimum(self._stops[chosen], starts + self.context_length + 1)
+        return [[piece] for piece in zip(starts.tolist(), stops.tolist(), strict=True)]
+
+
+class PackedDocuments(Windows):
+    """Rows filled with whole documents, one after another, permuted anew each epoch.
+
+    An epoch is one long text of all documents, cut into windows side by side.
+    """
+
+    def __init__(
+        self, split: TokenSplit, *, seed: int, batch_size: int, context_length: int
+    ) -> None:
+        super().__init__(split, seed=seed, batch_size=batch_size, context_length=context_length)
+        self._bounds = np.append(np.asarray(split.document_starts, dtype=np.int64), split.n_tokens)
+        self._laid_out: tuple[int, Int64, Int64] | None = None  # of the epoch asked for last
+
+    def starts(self, step: int, numbers: Int64) -> Int64:
+        """Place of each row's window in its epoch's text."""
+        return self._epochs(step, numbers)[1] * self.context_length
+
+    def rows(self, step: int, numbers: Int64) -> list[Row]:
+        """The pieces of documents that a window covers."""
+        epochs, _ = self._epochs(step, numbers)
+        return [
+            self._pieces(epoch, start)
+            for epoch, start in zip(
+                epochs.tolist(), self.starts(step, numbers).tolist(), strict=True
+            )
+        ]
+
+    def _pieces(self, epoch: int, start: int) -> Row:
+        order, ends = self._layout(epoch)
+        stop = start + self.context_length + 1
+        row: Row = []
+        place = int(np.searchsorted(ends, start, side="right"))
+        while start < stop:
+            document, end = int(order[place]), int(ends[place])
+            n_tokens = min(stop, end) - start
+            first = int(self._bounds[document + 1]) - (end - start)
+            row.append((first, first + n_tokens))
+            start, place = start + n_tokens, place + 1
+        return [piece for piece in row if piece[0] < piece[1]]
+
+    def _layout(self, epoch: int) -> tuple[Int64, Int64]:
+        """The documents in the epoch's order, and where each ends in the epoch's text."""
+        if self._laid_out is None or self._laid_out[0] != epoch:
+            n_documents = len(self._bounds) - 1
+            order = keyed.permute(
+                epoch_key(self.seed, epoch), n_documents, np.arange(n_documents, dtype=np.int64)
+            )
+            self._laid_out = (epoch, order, np.cumsum(np.diff(self._bounds)[order]))
+        return self._laid_out[1:]
+
+
+ORDERS: Mapping[str, type[Order]] = MappingProxyType(
+    {
+        "random": Random,
+        "shuffled": Shuffled,
+        "sequential": Sequential,
+        "columns": Columns,
+        "documents": Documents,
+    }
+)

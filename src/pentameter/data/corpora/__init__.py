@@ -1,0 +1,1 @@
+"""Corpora by name, and text as documents: files, folders, JSONL records, generators."""

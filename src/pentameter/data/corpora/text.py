@@ -1,0 +1,149 @@
+"""Text as documents that can be read again: files, folders, generators; memory stays bounded.
+
+A document is an iterator of pieces, so that one of any length streams. Files follow one another
+with nothing between them; `pentameter.data.corpora.reading` says what is inside a file.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from pentameter.data.corpora.reading import UTF8, FileContents, about_bytes, read_documents
+from pentameter.errors import ConfigError, StorageError
+
+Documents = Iterator[Iterator[str]]
+"""Each document's pieces, to be read before the next document is asked for."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A corpus before it is cut into tokens."""
+
+    name: str
+    """Letters, digits, `.`, `_`, `-`: names the prepared files."""
+    documents: Callable[[], Documents]
+    """Starts a new pass over the text. Only a JSONL record's piece may be large."""
+    n_bytes: int
+    """About how many UTF-8 bytes a pass yields; for progress only."""
+    identity: str | None = None
+    """Names the content where it is known without reading it (generated text)."""
+    held_out: Mapping[str, Text] = field(default_factory=dict)
+    """The texts of `val` and `test` where they are texts of their own."""
+
+    def pieces(self) -> Iterator[str]:
+        """A pass over the text without regard to documents."""
+        for document in self.documents():
+            yield from document
+
+
+def text_of_pieces(
+    name: str, pieces: Callable[[], Iterator[str]], n_bytes: int, identity: str | None = None
+) -> Text:
+    """A text that is one document; `pieces` starts a new pass over it."""
+    return Text(name, lambda: iter([pieces()]), n_bytes, identity)
+
+
+def text_from_paths(
+    paths: Sequence[Path], name: str | None = None, contents: FileContents = UTF8
+) -> Text:
+    """The text of files and folders, one after another in the order given.
+
+    A folder stands for the files below it, sorted by path; hidden files and folders,
+    `__pycache__`, links to folders and what is not a regular file (pipes, sockets) are left out.
+    Raises ConfigError for a path that does not exist or holds no file, StorageError for one that
+    cannot be read.
+    """
+    files: list[Path] = []
+    for path in paths:
+        files += files_below(path) if path.is_dir() else [_regular_file(path)]
+    return text_from_files(files, name or safe_name(paths[0].absolute().stem), contents)
+
+
+def text_from_files(files: Sequence[Path], name: str, contents: FileContents = UTF8) -> Text:
+    """The text of exactly these files, read lazily, one after another."""
+    n_bytes = sum(about_bytes(file) for file in files)
+
+    def documents() -> Documents:
+        for file in files:
+            yield from read_documents(file, contents)
+
+    return Text(name, documents, n_bytes)
+
+
+def files_below(folder: Path, skip: Collection[str] = ("__pycache__",)) -> list[Path]:
+    """The regular files below a folder, sorted by the parts of their path; see text_from_paths.
+
+    Folders named in `skip` are not entered.
+    """
+    found: list[Path] = []
+
+    def refuse(error: OSError) -> None:
+        raise StorageError(f"cannot list {error.filename}: {error.strerror}") from error
+
+    for parent, folders, files in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
+        for name in files:
+            path = Path(parent, name)
+            # A link to nowhere is kept: reading it then fails with its name.
+            regular = path.is_file() or (path.is_symlink() and not path.exists())
+            if regular and not name.startswith("."):
+                found.append(path)
+    if not found:
+        raise ConfigError(f"no text file below {folder}; hidden files do not count")
+    return sorted(found, key=lambda path: path.relative_to(folder).parts)
+
+
+def first_bytes(text: Text, max_bytes: int) -> Text:
+    """The longest start of `text` that fits in `max_bytes` UTF-8 bytes; no character is cut.
+
+    Texts held out of their own stay whole.
+    """
+
+    def documents() -> Documents:
+        left = max_bytes
+
+        def shortened(document: Iterator[str]) -> Iterator[str]:
+            nonlocal left
+            for piece in document:
+                data = piece.encode()
+                if len(data) <= left:
+                    left -= len(data)
+                    yield piece
+                    continue
+                start = codecs.utf_8_decode(data[:left], "strict", False)[0]
+                left = 0
+                if start:
+                    yield start
+                return
+
+        for document in text.documents():
+            yield shortened(document)
+            if left == 0:
+                return
+
+    identity = None if text.identity is None else f"{text.identity}, first {max_bytes} bytes"
+    n_bytes = min(text.n_bytes, max_bytes)
+    return replace(text, documents=documents, n_bytes=n_bytes, identity=identity)
+
+
+def utf8_size(text: str) -> int:
+    """Bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def safe_name(name: str) -> str:
+    """`name` with everything but letters, digits, `.`, `_`, `-` made `-`; never empty."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-") or "text"
+
+
+def _regular_file(path: Path) -> Path:
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist (in {Path.cwd()}); give a text file or a folder")
+    if not path.is_file():
+        raise ConfigError(f"{path} is neither a regular file nor a folder; save the text to a file")
+    return path

@@ -1,0 +1,1 @@
+"""Text and foreign token files made into token shards."""

@@ -1,0 +1,341 @@
+"""Token files of other programs, made into shards as they are.
+
+Formats, told apart by header or neighbour:
+
+- nanoGPT: `.bin` of uint16 ids and nothing else (a `meta.pkl` beside it is never opened);
+- llm.c and modded-nanogpt: a header of 256 int32 (magic 20240520, version 1, number of tokens),
+  then uint16 ids; or magic 20240801, version 7, then uint32 ids;
+- Megatron: `.bin` of ids, and beside it `.idx` (`MMIDIDX`, little-endian): version 1 (uint64),
+  code of the ids' type (uint8), number of sequences and of document bounds (uint64 each), then
+  the sequences' lengths (int32) and places in bytes (int64), and the documents' bounds in
+  sequences (int64).
+
+nanoGPT and Megatron put `<|endoftext|>` behind a document, llm.c before it; here a document
+begins behind it, and one at the very start belongs to the first document.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pentameter.data.corpora.text import safe_name
+from pentameter.data.prepare.contents import Splitting, split_ends
+from pentameter.data.prepare.progress import IMPORTING, Progress
+from pentameter.data.shards.shards import SPLITS, find_header
+from pentameter.data.shards.writer import SHARD_TOKENS, ShardWriter
+from pentameter.data.tokenizers.tokenizer import BpeTokenizer, CharTokenizer, Tokenizer
+from pentameter.disk.storage import building, refuse_existing
+from pentameter.errors import ConfigError, CorruptError, StorageError
+
+BLOCK_TOKENS = 1 << 20
+HEADER_BYTES = 1024  # 256 int32
+LLMC: Mapping[tuple[int, int], np.dtype[Any]] = MappingProxyType(
+    {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
+)
+LLMC_EVALUATION = 20240522
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+MEGATRON_HEADER = np.dtype(
+    [("magic", "S9"), ("version", "<u8"), ("code", "u1"), ("sequences", "<u8"), ("bounds", "<u8")]
+)
+MEGATRON_DTYPES = MappingProxyType({1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"})
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A file of ids that some other program wrote."""
+
+    path: Path
+    format: str
+    """`nanoGPT`, `llm.c` or `Megatron`."""
+    dtype: np.dtype[Any]
+    n_tokens: int
+    first_byte: int = 0
+    document_starts: npt.NDArray[np.int64] | None = None
+    """Where documents begin; None where only `<|endoftext|>` tells."""
+
+    def blocks(self) -> Iterator[npt.NDArray[np.int64]]:
+        """The ids, a block at a time."""
+        try:
+            with self.path.open("rb") as stream:
+                stream.seek(self.first_byte)
+                left = self.n_tokens
+                while left:
+                    ids = np.fromfile(stream, dtype=self.dtype, count=min(left, BLOCK_TOKENS))
+                    if not len(ids):
+                        raise CorruptError(f"{self.path} became shorter while it was read")
+                    left -= len(ids)
+                    yield ids.astype(np.int64)
+        except OSError as error:
+            raise StorageError(f"cannot read {self.path}: {error.strerror}") from error
+
+
+def token_files(paths: Sequence[Path]) -> list[Path]:
+    """The files of ids that the paths name; none unless every path names such.
+
+    By their suffix, `.bin` or Megatron's `.idx`; a folder of them must hold neither text nor
+    prepared shards (nanoGPT's `data/openwebtext` with its scripts, say).
+    """
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            inside = sorted(path.glob("*.bin"))
+            has_text = any(next(path.glob(f"*{suffix}*"), None) for suffix in (".txt", ".jsonl"))
+            if not inside or has_text or find_header(path) is not None:
+                return []
+            found += inside
+        elif path.suffix in {".bin", ".idx"}:
+            found.append(path)
+        else:
+            return []
+    return found
+
+
+def open_token_file(path: Path) -> TokenFile:
+    """The file's format and size, from its header and its neighbours.
+
+    Raises ConfigError when it is none that is known, CorruptError when it is damaged,
+    StorageError when it cannot be read.
+    """
+    path = path.with_suffix(".bin") if path.suffix == ".idx" else path
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist, or is not a file (in {Path.cwd()})")
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as stream:
+            header = stream.read(HEADER_BYTES)
+        if (index := path.with_suffix(".idx")).is_file():
+            return _open_megatron(path, index, size)
+    except OSError as error:
+        raise StorageError(f"cannot read {error.filename}: {error.strerror}") from error
+    if len(header) == HEADER_BYTES:
+        magic, version, n_tokens = np.frombuffer(header, dtype="<i4")[:3].tolist()
+        if magic == LLMC_EVALUATION:
+            raise ConfigError(f"{path} holds llm.c's multiple-choice examples, not text")
+        if magic in {known for known, _ in LLMC}:
+            if (magic, version) not in LLMC:
+                raise ConfigError(f"{path}: version {version} of llm.c's format is not known")
+            dtype = LLMC[magic, version]
+            _check_size(path, size - HEADER_BYTES, n_tokens, dtype)
+            return TokenFile(path, "llm.c", dtype, n_tokens, HEADER_BYTES)
+    dtype = np.dtype("<u2")
+    _check_size(path, size, size // dtype.itemsize, dtype)
+    return TokenFile(path, "nanoGPT", dtype, size // dtype.itemsize)
+
+
+def with_neighbours(paths: Sequence[Path]) -> dict[str, list[Path]]:
+    """The files of each split, by their names (`train`, `val`, `test` as a word of them).
+
+    Where no file is for validation, those beside are taken whose names differ only in that word:
+    `val.bin` with `train.bin`, `fineweb_val_*.bin` with `fineweb_train_000001.bin`.
+    """
+    splits: dict[str, list[Path]] = {split: [] for split in SPLITS}
+    for path in paths:
+        splits[_split_of_name(path)].append(path)
+    if not splits["val"]:
+        found: set[Path] = set()
+        for path in splits["train"]:
+            pattern, n = re.subn(r"(?<![a-z])train(?![a-z])", "val", path.name, flags=re.I)
+            if n:
+                found.update(path.parent.glob(re.sub(r"[0-9]+(?=\.)", "*[0-9]", pattern)))
+        splits["val"] = sorted(found)
+    return splits
+
+
+def import_tokens(
+    files: dict[str, list[TokenFile]],
+    folder: Path,
+    tokenizer: Tokenizer,
+    *,
+    validation_fraction: float = 0.0,
+    test_fraction: float = 0.0,
+    progress: Progress | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+) -> None:
+    """Write the ids of files, split by split, as shards in a new folder.
+
+    Where only train has files, their last ids are validation and test, by fraction.
+    Raises ConfigError (impossible fractions, an id outside the vocabulary, a tokenizer whose ids
+    have no length in bytes, folder exists), CorruptError and StorageError as reading and writing
+    do.
+    """
+    refuse_existing(folder)
+    Splitting(validation_fraction, test_fraction)  # for its rules
+    n_tokens = {split: sum(file.n_tokens for file in files[split]) for split in SPLITS}
+    n_all = sum(n_tokens.values())
+    if not n_all:
+        raise ConfigError("the files hold no tokens; there is nothing to learn from")
+    fractions = validation_fraction, test_fraction
+    if n_tokens["val"] or n_tokens["test"] or not any(fractions):
+        ends = {split: [(split, n)] for split, n in n_tokens.items()}
+    else:
+        places = split_ends(n_tokens["train"], *fractions)
+        ends = {"train": list(zip(SPLITS, places, strict=True)), "val": [], "test": []}
+    first = next(file for split in SPLITS for file in files[split])
+    name = safe_name(first.path.absolute().stem)
+    source = {
+        split: [{"name": file.path.name, "tokens": file.n_tokens} for file in files[split]]
+        for split in SPLITS
+    }
+    with (
+        building(folder) as unfinished,
+        ShardWriter(unfinished, name, tokenizer, shard_tokens) as writer,
+    ):
+        importer = _Importer(writer, tokenizer, progress, n_all)
+        for split in SPLITS:
+            importer.write(files[split], ends[split])
+        writer.finish({"format": first.format, "files": source})
+
+
+class _Importer:
+    """Writes files of ids into splits."""
+
+    def __init__(
+        self, writer: ShardWriter, tokenizer: Tokenizer, progress: Progress | None, n_all: int
+    ) -> None:
+        self._writer, self._progress, self._n_all, self._done = writer, progress, n_all, 0
+        self._sizes, self._end_of_text = _token_bytes(tokenizer), tokenizer.end_of_text
+
+    def write(self, files: Sequence[TokenFile], ends: list[tuple[str, int]]) -> None:
+        """Write files one after another; `ends` is where their splits end, in ids."""
+        position = 0
+        begun = set()
+        for file in files:
+            for starts, ids in self._blocks(file):
+                first = 0
+                for split, end in ends:
+                    stop = min(len(ids), end - position)
+                    if stop <= first:
+                        continue
+                    mine = starts[(starts >= first) & (starts < stop)] - first
+                    if split not in begun and 0 not in mine:
+                        mine = np.append(0, mine)  # the rest of a document, in the next split
+                    begun.add(split)
+                    self._write(split, ids[first:stop], mine.tolist())
+                    first = stop
+                position += len(ids)
+
+    def _write(self, split: str, ids: npt.NDArray[np.int64], starts: list[int]) -> None:
+        bounds = [*starts, len(ids)]
+        self._append(split, ids[: bounds[0]])
+        for start, stop in itertools.pairwise(bounds):
+            self._writer.start_document(split)
+            self._append(split, ids[start:stop])
+        self._done += len(ids)
+        if self._progress is not None:
+            self._progress(IMPORTING, self._done, self._n_all)
+
+    def _append(self, split: str, ids: npt.NDArray[np.int64]) -> None:
+        self._writer.write(split, ids, int(self._sizes[ids].sum()))
+
+    def _blocks(self, file: TokenFile) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]:
+        """Blocks of ids, each with the places in it where documents begin."""
+        position, after_end = 0, True  # a file begins a document
+        for ids in file.blocks():
+            self._check(ids, file, position)
+            if file.document_starts is not None:
+                known = file.document_starts
+                first, last = np.searchsorted(known, [position, position + len(ids)])
+                starts = known[first:last] - position
+            else:
+                ends = np.flatnonzero(ids == self._end_of_text)
+                if position == 0:
+                    ends = ends[ends > 0]
+                starts = np.concatenate([[0] if after_end else [], ends + 1]).astype(np.int64)
+                after_end = bool(starts.size and starts[-1] == len(ids))
+                starts = starts[starts < len(ids)]
+            yield starts, ids
+            position += len(ids)
+
+    def _check(self, ids: npt.NDArray[np.int64], file: TokenFile, position: int) -> None:
+        wrong = np.flatnonzero((ids < 0) | (ids >= len(self._sizes)))
+        if wrong.size:
+            raise ConfigError(
+                f"{file.path}: token {position + int(wrong[0])} has id {ids[wrong[0]]}, the "
+                f"tokenizer's vocabulary has {len(self._sizes)}; name the tokenizer that wrote the "
+                "file with --tokenizer"
+            )
+
+
+def _token_bytes(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
+    """How many bytes of text each id stands for; `<|endoftext|>` for none."""
+    if isinstance(tokenizer, CharTokenizer):
+        return np.array([len(c.encode()) for c in tokenizer.characters], dtype=np.int64)
+    if isinstance(tokenizer, BpeTokenizer):
+        # Byte-level BPE writes each byte as one character.
+        sizes = np.array([len(token) for token in tokenizer.tokens], dtype=np.int64)
+        if tokenizer.end_of_text is not None:
+            sizes[tokenizer.end_of_text] = 0
+        return sizes
+    raise ConfigError(
+        f"a tokenizer of kind {tokenizer.kind!r} cannot have written these files; use gpt2, or "
+        "a file of a character or BPE tokenizer"
+    )
+
+
+def _split_of_name(path: Path) -> str:
+    words = set(re.split(r"[^a-z]+", path.stem.lower()))
+    for split, names in (("val", {"val", "valid", "validation"}), ("test", {"test"})):
+        if words & names:
+            return split
+    return "train"
+
+
+def _check_size(path: Path, n_bytes: int, n_tokens: int, dtype: np.dtype[Any]) -> None:
+    if n_bytes != n_tokens * dtype.itemsize:
+        raise CorruptError(
+            f"{path} is damaged or cut short: {n_bytes} bytes of ids, expected {n_tokens} of "
+            f"{dtype.itemsize} bytes each"
+        )
+
+
+def _open_megatron(path: Path, index: Path, size: int) -> TokenFile:
+    n_bytes = index.stat().st_size
+    with index.open("rb") as stream:
+        raw = stream.read(MEGATRON_HEADER.itemsize)
+        # A NumPy string drops the zeros at its end, so the magic is compared as bytes.
+        if len(raw) < MEGATRON_HEADER.itemsize or not raw.startswith(MEGATRON_MAGIC):
+            raise CorruptError(f"{index} is not a Megatron index: it does not begin with MMIDIDX")
+        header = np.frombuffer(raw, dtype=MEGATRON_HEADER)[0]
+        if header["version"] != 1 or int(header["code"]) not in MEGATRON_DTYPES:
+            raise ConfigError(
+                f"{index}: version {header['version']} with ids of type {header['code']} is not "
+                "known; possible: version 1 with integers"
+            )
+        n_sequences, n_bounds = int(header["sequences"]), int(header["bounds"])
+        expected = MEGATRON_HEADER.itemsize + 12 * n_sequences + 8 * n_bounds
+        # A byte per sequence may follow: its mode, where there are images beside the text.
+        if n_bytes not in {expected, expected + n_sequences}:
+            raise CorruptError(f"{index} is damaged: {n_bytes} bytes, expected {expected}")
+        lengths = np.fromfile(stream, dtype="<i4", count=n_sequences).astype(np.int64)
+        places = np.fromfile(stream, dtype="<i8", count=n_sequences)
+        bounds = np.fromfile(stream, dtype="<i8", count=n_bounds)
+    dtype = np.dtype(MEGATRON_DTYPES[int(header["code"])])
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    if (lengths < 0).any() or not np.array_equal(places, starts * dtype.itemsize):
+        raise ConfigError(f"{index}: its sequences do not follow one another in {path}")
+    if n_bounds and (bounds.min() < 0 or bounds.max() > n_sequences):
+        raise CorruptError(f"{index} is damaged: a document ends beyond sequence {n_sequences}")
+    falls = np.flatnonzero(np.diff(bounds) < 0)
+    if falls.size:
+        document = int(falls[0])
+        raise CorruptError(
+            f"{index} is damaged: document {document} begins at sequence {bounds[document]} and "
+            f"ends before it, at {bounds[document + 1]} (byte "
+            f"{MEGATRON_HEADER.itemsize + 12 * n_sequences + 8 * (document + 1)}); make it anew"
+        )
+    n_tokens = int(ends[-1]) if n_sequences else 0
+    _check_size(path, size, n_tokens, dtype)
+    # Empty documents begin where the next one does, the last bound is the end of all.
+    document_starts = np.unique(np.append(starts, n_tokens)[bounds])
+    document_starts = document_starts[document_starts < n_tokens]
+    return TokenFile(path, "Megatron", dtype, n_tokens, 0, document_starts)

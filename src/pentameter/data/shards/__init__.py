@@ -1,0 +1,1 @@
+"""Token shards on disk: written, described, verified, read as one array."""

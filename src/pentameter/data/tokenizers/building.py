@@ -1,0 +1,183 @@
+"""From the setting `data.tokenizer` to a tokenizer: chosen, loaded, or made from the text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from pentameter.data.prepare.cutting import cut
+from pentameter.data.tokenizers.bpe import (
+    BYTE_CHARACTERS,
+    END_OF_TEXT,
+    BpeTokenizer,
+    parse_merge,
+)
+from pentameter.data.tokenizers.char import CharTokenizer
+from pentameter.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from pentameter.data.tokenizers.word import WordTokenizer
+from pentameter.disk.storage import PublicFile, local_file, public_file
+from pentameter.errors import ConfigError
+
+GPT2_VOCABULARY = PublicFile(
+    place="gpt2-bpe/encoder.json",
+    url="https://openaipublic.blob.core.windows.net/gpt-2/models/124M/encoder.json",
+    sha256="196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    n_bytes=1_042_301,
+)
+GPT2_MERGES = PublicFile(
+    place="gpt2-bpe/vocab.bpe",
+    url="https://openaipublic.blob.core.windows.net/gpt-2/models/124M/vocab.bpe",
+    sha256="1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    n_bytes=456_318,
+)
+
+GPT2 = "gpt2"
+GPT2_TOKENS = 50_257
+GPT2_HASH = "808ae9c8c2c1400b2711ca17eb863029c2a0ad4eb730c161cdadd5af710a0a6d"
+"""The hash of GPT-2's tokenizer, so that it is known wherever it lies."""
+
+MIN_BPE_TOKENS = 257  # 256 bytes and <|endoftext|>
+MAX_BPE_TOKENS = 1 << 20
+_MIN_FREQUENCY = 2  # a pair that occurs once teaches nothing
+_TRAINING_CHARACTERS = 1 << 13  # pieces of text for the library's threads
+# The library's training takes time quadratic in the length of a word: a genome on one line would
+# never end. No token worth having is longer than this; encoding cuts nothing.
+_LONG_RUN = re.compile(r"\S{1000}|\s{1000}")
+
+
+def check_tokenizer_setting(setting: str) -> None:
+    """Raise ConfigError for a `data.tokenizer` that no text could make: `bpe:100`, `bpe`."""
+    if setting == "bpe" or setting.startswith("bpe:"):
+        bpe_vocab_size(setting)
+
+
+def bpe_vocab_size(setting: str) -> int:
+    """The vocabulary size in `bpe:VOCAB_SIZE`; ConfigError where it is none or out of range."""
+    number = re.fullmatch(r"bpe:([0-9]{1,9})", setting)
+    if number is None:
+        raise ConfigError(f"tokenizer {setting!r} names no vocabulary size; write it as bpe:8192")
+    size = int(number[1])
+    if not MIN_BPE_TOKENS <= size <= MAX_BPE_TOKENS:
+        raise ConfigError(
+            f"tokenizer {setting!r}: the vocabulary size must be at least {MIN_BPE_TOKENS} "
+            f"(256 bytes and {END_OF_TEXT}) and at most {MAX_BPE_TOKENS}"
+        )
+    return size
+
+
+def is_made_from_text(setting: str) -> bool:
+    """Whether a setting of `data.tokenizer` stands for a tokenizer that the text decides."""
+    return setting in {"char", "word"} or setting.startswith("bpe:")
+
+
+def build_tokenizer(
+    setting: str,
+    documents: Callable[[], Iterator[str]],
+    *,
+    warnings: list[str] | None = None,
+) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` asks for.
+
+    `setting`: `char`, `word` and `bpe:VOCAB_SIZE` are made from the documents; `gpt2` is public;
+    anything else is a tokenizer file. `documents` starts a pass over whole documents, or over
+    pieces of them cut as `cutting.cut` does. The same documents give the same tokenizer. A
+    `bpe` whose text has too few pairs for its size is smaller, and adds a line to `warnings`.
+
+    Raises ConfigError (a wrong size, a missing file, text without content), CorruptError (a
+    damaged file), StorageError (GPT-2's files are neither at hand nor to be had).
+    """
+    check_tokenizer_setting(setting)
+    if setting == "char":
+        return CharTokenizer("".join(sorted(set().union(*documents()))))
+    if setting == "word":
+        return WordTokenizer.from_documents(documents())
+    if setting == GPT2:
+        return gpt2_tokenizer()
+    if not setting.startswith("bpe:"):
+        return load_tokenizer(setting)
+    size = bpe_vocab_size(setting)
+    tokenizer = train_bpe(documents(), size)
+    if tokenizer.vocab_size < size and warnings is not None:
+        warnings.append(
+            f"tokenizer {setting!r}: the text has pairs for {tokenizer.vocab_size} tokens only "
+            f"(each must occur {_MIN_FREQUENCY} times); the vocabulary has that many"
+        )
+    return tokenizer
+
+
+def gpt2_tokenizer() -> BpeTokenizer:
+    """GPT-2's own tokenizer: 50,257 tokens, `<|endoftext|>` the last.
+
+    Raises what `public_file` raises: StorageError when its two files cannot be had.
+    """
+    vocabulary = json.loads(public_file(GPT2_VOCABULARY).read_bytes())
+    lines = public_file(GPT2_MERGES).read_text(encoding="utf-8").split("\n")
+    # The first line names a version, the last is empty.
+    return BpeTokenizer.from_vocabulary(vocabulary, [parse_merge(line) for line in lines[1:-1]])
+
+
+def is_gpt2(tokenizer: Tokenizer) -> bool:
+    """Whether this is GPT-2's own tokenizer, which `data.tokenizer = "gpt2"` names."""
+    return tokenizer.hash == GPT2_HASH
+
+
+def gpt2_is_at_hand() -> bool:
+    """Whether `gpt2_tokenizer` needs no download."""
+    return all(local_file(file) is not None for file in (GPT2_VOCABULARY, GPT2_MERGES))
+
+
+def known_vocab_size(setting: str) -> int | None:
+    """The vocabulary size of a `data.tokenizer` that neither a text nor a download decides.
+
+    That is GPT-2's and a tokenizer file's; `bpe:N` has N tokens at most. Errors as
+    `build_tokenizer`.
+    """
+    check_tokenizer_setting(setting)
+    if setting == GPT2:
+        return GPT2_TOKENS
+    return None if is_made_from_text(setting) else load_tokenizer(setting).vocab_size
+
+
+def train_bpe(documents: Iterable[str], vocab_size: int) -> BpeTokenizer:
+    """Byte-level BPE trained on documents: at most vocab_size tokens, in GPT-2's order.
+
+    That is the 256 bytes, the merges as they were made, `<|endoftext|>`. There are fewer than
+    vocab_size where the text has no more pairs that occur twice. The same documents give the
+    same tokenizer, whatever the number of threads. Raises ConfigError for an empty text.
+    """
+    import tokenizers
+
+    n_characters = 0
+
+    def pieces() -> Iterator[str]:
+        nonlocal n_characters
+        for document in documents:
+            n_characters += len(document)
+            for piece in cut(document, _TRAINING_CHARACTERS):
+                yield from _without_long_runs(piece)
+
+    library: Any = tokenizers.Tokenizer(tokenizers.models.BPE())
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,  # <|endoftext|> is added below
+        min_frequency=_MIN_FREQUENCY,
+        initial_alphabet=list(BYTE_CHARACTERS),
+        show_progress=False,
+    )
+    library.train_from_iterator(pieces(), trainer)
+    if n_characters == 0:
+        raise ConfigError("a BPE tokenizer needs text to be trained on; this one is empty")
+    merges = [(left, right) for left, right in json.loads(library.to_str())["model"]["merges"]]
+    # Two merges may give the same token, from different parts.
+    tokens = dict.fromkeys([*BYTE_CHARACTERS, *map("".join, merges), END_OF_TEXT])
+    return BpeTokenizer(list(tokens), merges)
+
+
+def _without_long_runs(text: str) -> Iterator[str]:
+    start = 0
+    for run in _LONG_RUN.finditer(text):
+        yield text[start : run.end()]
+        start = run.end()
+    yield text[start:]

@@ -1,0 +1,106 @@
+"""One token per character."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from pentameter.data.tokenizers.file import Ids, SavedTokenizer
+from pentameter.errors import ConfigError, CorruptError
+
+N_CODE_POINTS = 0x110000
+
+
+class UnseenCharacterError(ConfigError):
+    """A character outside the vocabulary; knows which and where."""
+
+    def __init__(self, character: str, position: int, where: str = "the text") -> None:
+        self.character = character
+        self.position = position
+        self._where = where
+        super().__init__(
+            f"character {character!a} (U+{ord(character):04X}) at position {position} of "
+            f"{where} is not in the tokenizer's vocabulary; remove it, or prepare the data with a "
+            "tokenizer built from text that has it"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By default an exception is made again from its message alone. This one crosses from the
+        # processes that encode.
+        return type(self), (self.character, self.position, self._where)
+
+
+class CharTokenizer(SavedTokenizer):
+    """One token per character; ids are the ranks of the sorted characters.
+
+    A character outside the vocabulary is an error, so that no text is changed in silence.
+    """
+
+    kind = "char"
+    end_of_text: int | None = None
+
+    def __init__(self, characters: str | Sequence[str]) -> None:
+        self.characters = tuple(sorted(set(characters)))
+        if not self.characters:
+            raise ConfigError("a character tokenizer needs text; this one is empty")
+        for character in self.characters:
+            if len(character) != 1 or 0xD800 <= ord(character) <= 0xDFFF:
+                raise ConfigError(
+                    f"{character!a} is not one Unicode character; a character tokenizer "
+                    "takes single characters of valid text"
+                )
+        self._code_points = np.array([ord(c) for c in self.characters], dtype="<u4")
+        # One entry more than the last character: `take(mode="clip")` sends all above it there.
+        self._ids = np.full(int(self._code_points[-1]) + 2, -1, dtype=np.int32)
+        self._ids[self._code_points] = np.arange(len(self.characters), dtype=np.int32)
+
+    @classmethod
+    def from_content(cls, content: Mapping[str, Any]) -> Self:
+        """The tokenizer of a file's content; CorruptError or ConfigError when it is wrong."""
+        characters = content.get("characters")
+        if not isinstance(characters, list) or not all(
+            isinstance(c, str) and len(c) == 1 for c in characters
+        ):
+            raise CorruptError('"characters" is not a list of single characters')
+        if not characters or any(a >= b for a, b in itertools.pairwise(characters)):
+            raise CorruptError('"characters" must be distinct, sorted and not empty')
+        return cls(characters)
+
+    @property
+    def vocab_size(self) -> int:
+        """Distinct characters."""
+        return len(self.characters)
+
+    def encode(self, text: str) -> Ids:
+        """Token ids (n_characters,), int64.
+
+        Raises UnseenCharacterError (a ConfigError) at the first character outside the vocabulary.
+        """
+        ids = self._ids.take(code_points(text), mode="clip")
+        if ids.size and ids.min() < 0:
+            position = int(np.argmax(ids < 0))
+            raise UnseenCharacterError(text[position], position)
+        return ids.astype(np.int64)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """The token ids of each text; errors as `encode`."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
+        """The text of token ids (n_tokens,); ConfigError for an id outside the vocabulary."""
+        return self._code_points[self._checked(ids)].tobytes().decode("utf-32-le")
+
+    def _fields(self) -> dict[str, Any]:
+        return {"characters": self.characters}
+
+
+def code_points(text: str) -> npt.NDArray[Any]:
+    """Unicode code points (n_characters,): uint8 where the text is ASCII, else uint32."""
+    if text.isascii():
+        return np.frombuffer(text.encode("ascii"), dtype=np.uint8)
+    # A lone surrogate cannot come from a file, but can from a command line; let it be unseen.
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")

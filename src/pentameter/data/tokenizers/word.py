@@ -1,0 +1,118 @@
+"""One token per word of lower-cased English, punctuation set apart."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from pentameter.data.tokenizers.file import FILE_LIMIT_BYTES, Ids, SavedTokenizer
+from pentameter.errors import ConfigError, CorruptError
+
+UNKNOWN = "<unk>"
+
+_REMOVED = '"'
+_SPACES = ("<br />", ";", ":")
+_SET_APART = "'.,()!?"
+
+
+class WordTokenizer(SavedTokenizer):
+    """One token per word; a word outside the vocabulary is `<unk>`, id 0.
+
+    A text that itself says `<unk>`, as WikiText does, means the same token. Decoding joins words
+    with single spaces: case, line ends, quotation marks and unknown words do not come back.
+    """
+
+    kind = "word"
+    end_of_text: int | None = None
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = tuple(words)
+        if self.words[:1] != (UNKNOWN,):
+            raise ConfigError(f"the first word of a vocabulary is {UNKNOWN!r}, for unseen words")
+        for number, word in enumerate(self.words):
+            if word.split() != [word] or not _is_valid(word):
+                raise ConfigError(f"word {number} of the vocabulary, {word!a}, is not one word")
+        self._ids = {word: number for number, word in enumerate(self.words)}
+        if len(self._ids) < len(self.words):
+            twice, _ = Counter(self.words).most_common(1)[0]
+            raise ConfigError(f"{twice!a} stands more than once in the vocabulary")
+
+    @classmethod
+    def from_documents(cls, documents: Iterable[str]) -> Self:
+        """The vocabulary of documents: `<unk>`, then their words, the most frequent first.
+
+        Words that are equally frequent follow in the order of their code points, so the order is
+        torchtext's `build_vocab_from_iterator` with `specials=["<unk>"]`. Documents may be pieces
+        of text cut before whitespace (`cutting.cut`). Raises ConfigError when there is no word,
+        or so many that the vocabulary is no use.
+        """
+        counts: Counter[str] = Counter()
+        for document in documents:
+            counts.update(normalized_words(document))
+        if not counts:
+            raise ConfigError("a word tokenizer needs text; this one has no words")
+        del counts[UNKNOWN]  # it has its place already; nothing happens where it is absent
+        n_bytes = sum(len(word) for word in counts) + 6 * len(counts)  # quotes, comma, line
+        if n_bytes > FILE_LIMIT_BYTES:
+            raise ConfigError(
+                f"{len(counts)} different words are too many for a vocabulary; use a tokenizer "
+                "that cuts words into parts, such as bpe:32768"
+            )
+        return cls([UNKNOWN, *sorted(counts, key=lambda word: (-counts[word], word))])
+
+    @classmethod
+    def from_content(cls, content: Mapping[str, Any]) -> Self:
+        """The tokenizer of a file's content; CorruptError or ConfigError when it is wrong."""
+        words = content.get("words")
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise CorruptError('"words" is not a list of words')
+        return cls(words)
+
+    @property
+    def vocab_size(self) -> int:
+        """Distinct words, `<unk>` among them."""
+        return len(self.words)
+
+    def encode(self, text: str) -> Ids:
+        """Token ids (n_words,), int64; none for a text without words."""
+        words = normalized_words(text)
+        get = self._ids.get
+        return np.fromiter((get(word, 0) for word in words), dtype=np.int64, count=len(words))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """The token ids of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
+        """The words of token ids, joined with spaces; ConfigError for an id that is no word's."""
+        return " ".join([self.words[number] for number in self._checked(ids).tolist()])
+
+    def _fields(self) -> dict[str, Any]:
+        return {"words": self.words}
+
+
+def normalized_words(text: str) -> list[str]:
+    """The words of a text, by the rules of torchtext's `basic_english`.
+
+    Lower case; `"` is removed; `<br />`, `;` and `:` are spaces; `'`, `.`, `,`, `(`, `)`, `!` and
+    `?` are words of their own; what whitespace then separates is a word.
+    """
+    # The order is part of the rules: a `"` inside `<br "/>` goes before the tag is looked for.
+    text = text.lower().replace(_REMOVED, "")
+    for separator in _SPACES:
+        text = text.replace(separator, " ")
+    for character in _SET_APART:
+        text = text.replace(character, f" {character} ")
+    return text.split()
+
+
+def _is_valid(word: str) -> bool:
+    try:
+        word.encode()
+    except UnicodeEncodeError:  # half a surrogate pair
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Files that survive a crash, locks between processes, and the folders of data."""

@@ -1,0 +1,296 @@
+"""run.lock: one process at a time owns a run folder.
+
+On a working file system `flock` decides: the kernel drops it with the process, however that ends.
+The file's record says who holds it, and decides where `flock` does not reach: another machine on
+a shared disk, or a file system without locks. Ages are never compared with a clock: a newcomer
+watches whether the owner's beat still moves, so a clock that jumps changes nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+from pentameter.disk.atomic import make_folder, storage_errors
+from pentameter.errors import RunFolderInUseError
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
+_RECORD_BYTES = 4096  # one write, one page: a reader sees the old beat or the new one
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process that no other can be mistaken for, on any machine."""
+
+    pid: int
+    host: str
+    boot: str
+    """The kernel's boot id: two machines of one name, or one before and after a restart, differ."""
+    pid_namespace: str
+    """Inside a container process numbers mean other processes."""
+    process_start: int
+    """Clock ticks from boot to the process's start; a reused pid differs. 0 when unknown."""
+    token: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def current_owner() -> Owner:
+    """This process."""
+    pid = os.getpid()
+    return Owner(
+        pid=pid,
+        host=socket.gethostname(),
+        boot=_read_text("/proc/sys/kernel/random/boot_id"),
+        pid_namespace=_read_link("/proc/self/ns/pid"),
+        process_start=_process_start(pid) or 0,
+        token=uuid.uuid4().hex,
+    )
+
+
+class RunLock:
+    """Owns the folder of `path` (`…/run.lock`) while entered; the folder is created if absent.
+
+    Entering raises RunFolderInUseError, naming the owner, when another process holds it. A dead
+    owner's lock is taken over: at once on this machine, after `stale_seconds` without a beat when
+    the owner was on another one. A thread writes a beat every `beat_seconds` and ends on leaving.
+    """
+
+    def __init__(
+        self, path: Path, *, beat_seconds: float = 2.0, stale_seconds: float = 15.0
+    ) -> None:
+        self.path = Path(path)
+        self.beat_seconds = beat_seconds
+        self.stale_seconds = stale_seconds
+        self._owner: Owner | None = None
+        self._fd = -1
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    def acquire(self) -> None:
+        """Take the lock or raise RunFolderInUseError; StorageError when it cannot be written."""
+        if self._owner is not None:
+            raise RuntimeError(f"{self.path} is already held by this object")
+        make_folder(self.path.parent)
+        watched: tuple[Owner, int] | None = None  # an owner elsewhere whose beat stood still
+        while self._owner is None:
+            with storage_errors(self.path, "lock"), _folder_guard(self.path.parent) as guarded:
+                abroad = self._try_once(guarded, watched)
+            if abroad is not None:
+                watched = self._watch(abroad)
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Give the lock back and end the beat; a forked child leaves its parent's lock alone."""
+        if self._owner is None:
+            return
+        owner, self._owner = self._owner, None
+        if owner.pid == os.getpid():
+            self._stop.set()
+            if self._thread is not None:
+                self._thread.join()
+            with suppress(OSError):
+                if _is_same_file(self._fd, self.path):
+                    os.unlink(self.path)
+            with suppress(OSError):
+                fcntl.flock(self._fd, fcntl.LOCK_UN)  # children may have inherited the file
+        os.close(self._fd)
+        self._fd = -1
+
+    def _try_once(
+        self, guarded: bool, watched: tuple[Owner, int] | None
+    ) -> tuple[Owner, int] | None:
+        """None when the lock is ours or the file just vanished, else the owner abroad to watch."""
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            locked = _flock(fd)
+            if locked is not None and not _is_same_file(fd, self.path):
+                return None  # its owner removed it between our two calls: try again
+            record = _read_record(fd)
+            me = current_owner()
+            if locked is False:
+                if not (guarded and record and _is_dead(record[0], me)):
+                    raise self._in_use(record)
+                # Its owner is dead, but a forked child inherited the lock. Leave it that file.
+                os.unlink(self.path)
+                return None
+            if record is not None and not _is_free(record[0], me, locked=locked is True):
+                if _is_same_machine(record[0], me):
+                    raise self._in_use(record)
+                if record != watched:
+                    return record
+            self._owner, self._fd = me, fd
+            self._write_record(0)
+            if locked is None and not self._is_confirmed(fd):
+                self._owner = None
+                raise self._in_use(_read_record(fd))
+            fd = -1
+            return None
+        except OSError:
+            self._owner = None
+            raise
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    def _is_confirmed(self, fd: int) -> bool:
+        """Without `flock` two newcomers may both write; the last record wins, after a moment."""
+        time.sleep(0.2)
+        record = _read_record(fd)
+        return record is not None and record[0] == self._owner
+
+    def _watch(self, seen: tuple[Owner, int]) -> tuple[Owner, int]:
+        """`seen` once its beat stood still for `stale_seconds`; RunFolderInUseError if it moves."""
+        deadline = time.monotonic() + self.stale_seconds
+        while time.monotonic() < deadline:
+            time.sleep(min(self.beat_seconds, self.stale_seconds) / 4)
+            with storage_errors(self.path, "read"), suppress(FileNotFoundError):
+                # Opened anew each time: that is what makes a network file system look again.
+                fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    record = _read_record(fd)
+                finally:
+                    os.close(fd)
+                if record is not None and record != seen:
+                    raise self._in_use(record)
+        return seen
+
+    def _in_use(self, record: tuple[Owner, int] | None) -> RunFolderInUseError:
+        owner = str(record[0]) if record else "another process"
+        return RunFolderInUseError(
+            f"{self.path.parent} is in use by {owner}; "
+            "wait for it, end it, or use another --run-dir"
+        )
+
+    def _write_record(self, beat: int) -> None:
+        assert self._owner is not None
+        text = json.dumps({"beat": beat, **asdict(self._owner)}, indent=1) + "\n"
+        os.pwrite(self._fd, text.encode().ljust(_RECORD_BYTES), 0)
+        os.fsync(self._fd)
+
+    def _beat(self) -> None:
+        beat = 0
+        while not self._stop.wait(self.beat_seconds):
+            beat += 1
+            with suppress(OSError):  # a full disk must not end the run; the lock itself holds
+                self._write_record(beat)
+
+
+@contextmanager
+def _folder_guard(folder: Path) -> Iterator[bool]:
+    """Serialises newcomers of this machine; yields whether the file system can do that."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            guarded = True
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            guarded = False
+        yield guarded
+    finally:
+        os.close(fd)
+
+
+def _flock(fd: int) -> bool | None:
+    """Whether the lock is now ours; None where the file system has no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+    return True
+
+
+def _is_same_file(fd: int, path: Path) -> bool:
+    try:
+        ours, named = os.fstat(fd), os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return (ours.st_dev, ours.st_ino) == (named.st_dev, named.st_ino)
+
+
+def _read_record(fd: int) -> tuple[Owner, int] | None:
+    """Owner and beat; None when the file is empty or nobody's (damaged by a crash)."""
+    try:
+        content = json.loads(os.pread(fd, _RECORD_BYTES, 0))
+        beat = int(content.pop("beat"))
+        owner = Owner(**content)
+        return (owner, beat) if isinstance(owner.pid, int) else None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _is_same_machine(owner: Owner, me: Owner) -> bool:
+    ours = (me.host, me.boot, me.pid_namespace)
+    return (owner.host, owner.boot, owner.pid_namespace) == ours
+
+
+def _is_free(owner: Owner, me: Owner, *, locked: bool) -> bool:
+    """Whether a recorded owner is certainly gone, given whether we hold the file's `flock`."""
+    if locked and (_is_same_machine(owner, me) or (owner.boot == me.boot and owner.boot)):
+        return True  # one kernel keeps both locks: had the owner lived, we would not have got it
+    return _is_dead(owner, me)
+
+
+def _is_dead(owner: Owner, me: Owner) -> bool:
+    """Whether the owner ran on this machine and does no more; False when that cannot be known."""
+    if not _is_same_machine(owner, me):
+        return False
+    try:
+        os.kill(owner.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    start = _process_start(owner.pid)
+    return start is not None and owner.process_start not in (0, start)
+
+
+def _process_start(pid: int) -> int | None:
+    """Field 22 of /proc/PID/stat (see proc(5)); -1 for a zombie, None where there is no /proc."""
+    text = _read_text(f"/proc/{pid}/stat")
+    if not text:
+        return None
+    fields = text.rpartition(")")[2].split()  # the process's name may hold spaces
+    return -1 if fields[0] in "ZX" else int(fields[19])
+
+
+def _read_text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _read_link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""

@@ -1,0 +1,1 @@
+"""The loss over a whole split, and the accuracy on multiple-choice questions."""

@@ -1,0 +1,276 @@
+"""Element-wise work in one pass over memory each, compiled one small function at a time.
+
+Why not compile the whole model: a graph of forward and backward together saves dropout masks as
+booleans, which the CPU backend writes one by one (54 ms for a mask that takes 2 ms to compute
+again), and computes activations a second time inside reductions over rows. Here each kernel
+says what it reads and writes; nothing is left to a partitioner. See docs/performance.md.
+
+Shapes: M rows (batch × time), D d_model, B batch, T time, H heads, K head size; Q queries and S
+keys of a block of the attention matrix.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pentameter.fused_cpu import amx
+from pentameter.model.dropout import keep_mask
+from pentameter.model.gpt import NORM_EPS
+
+ROWS_PER_SUM = 64
+PADDING = 64  # elements: one or two lines of a cache
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with a copy of its code, to be compiled.
+
+    PyTorch counts recompilations per code object and gives up after eight: a process may train
+    several models.
+    """
+    own = FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        argdefs=function.__defaults__,
+        closure=function.__closure__,
+    )
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
+
+
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, compiled at its first call for each kind of arguments.
+
+    Each kind (shapes, types, numbers) gets code of its own. Importing this file compiles nothing.
+    """
+
+    @functools.cache
+    def compiled(kind: Hashable) -> Callable[..., Any]:
+        # Fused multiply-add: a tenth faster here, and rounds less.
+        options: dict[str, str | int | bool | Callable[..., Any]] = {
+            "cpp.enable_floating_point_contract_flag": "fast"
+        }
+        own = with_own_code(function)
+        return torch.compile(own, fullgraph=True, dynamic=False, options=options)
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        return compiled(_kind(arguments))(*arguments)
+
+    return call
+
+
+def _kind(argument: Any) -> Hashable:
+    """What of an argument its compilation depends on."""
+    if isinstance(argument, Tensor):
+        return argument.shape, argument.dtype, argument.requires_grad
+    if isinstance(argument, tuple | list):
+        return tuple(map(_kind, argument))
+    return argument
+
+
+def precise(x: Tensor) -> Tensor:
+    """At least fp32: sums, exponentials and the residual stream are not for 8 bits."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def plus_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    """x + bias, at least in fp32; the bias may be absent."""
+    x = precise(x)
+    return x if bias is None else x + bias
+
+
+def _dropped(x: Tensor, keys: Tensor, p: float) -> Tensor:
+    """x (B, T, D) with the keyed mask of `keys` (B, 2); computed anew wherever it is needed."""
+    if p == 0:
+        return x
+    T, D = x.shape[1:]
+    time = torch.arange(T, dtype=torch.int32)
+    channel = torch.arange(D, dtype=torch.int32)
+    keep = keep_mask(keys, time[:, None] * D + channel, p)
+    return torch.where(keep, x * (1 / (1 - p)), 0.0)
+
+
+def _sum_rows(x: Tensor) -> Tensor:
+    """(…, D) summed over all rows. In two stages: one would stride through all of memory for
+    every few columns."""
+    rows = math.prod(x.shape[:-1])
+    group = math.gcd(rows, ROWS_PER_SUM)
+    return precise(x.reshape(rows // group, group, x.shape[-1])).sum(1).sum(0)
+
+
+sum_rows = kernel(_sum_rows)
+
+
+@kernel
+def copy_transposed(out: Tensor, x: Tensor) -> None:
+    """Write x (M, n) to out (n, M)."""
+    out.copy_(x.t())
+
+
+def transpose(x: Tensor) -> Tensor:
+    """(M, n) → (n, M), its rows padded in memory.
+
+    M is often a power of two. Rows that far apart fall on the same few lines of a cache: without
+    the padding, writing and reading them takes longer, the product that follows 8 %.
+    """
+    M, n = x.shape
+    padded = x.new_empty(n, M + PADDING)[:, :M]
+    (amx.transpose_into if amx.can_transpose(x) else copy_transposed)(padded, x)
+    return padded
+
+
+# A norm's weight is folded into the linear layer that reads the norm: with x the normalised input,
+# (x · scale) · Wᵀ = x · (W · scale)ᵀ. So no pass over all rows is needed for its gradient.
+
+
+@kernel
+def fold(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """W · scale in `dtype`, of a weight (n, k) and a norm's weight (k,), if there is one."""
+    return (weight if scale is None else weight * scale).to(dtype)
+
+
+@kernel
+def unfold(g: Tensor, weight: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The gradients of `fold`'s weight and scale, contiguous and in their dtype."""
+    g = g.to(weight.dtype)
+    if scale is None:
+        return g.contiguous(), None
+    return (g * scale).contiguous(), (g * weight).sum(0)
+
+
+# Norms, without weight and bias. RMSNorm does not centre its input.
+
+
+def _normalise(x: Tensor, centred: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    mean = x.mean(-1, keepdim=True) if centred else torch.zeros_like(x[..., :1])
+    x = x - mean
+    scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + NORM_EPS)
+    return (x * scale).to(dtype), mean, scale
+
+
+def _norm_input_gradient(
+    g: Tensor, x: Tensor, mean: Tensor, scale: Tensor, centred: bool
+) -> Tensor:
+    x = (x - mean) * scale
+    g = precise(g)
+    g = g - x * (g * x).mean(-1, keepdim=True) - (g.mean(-1, keepdim=True) if centred else 0.0)
+    return scale * g
+
+
+@kernel
+def norm_forward(x: Tensor, centred: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x normalised, in `dtype`, and the mean and scale (M, 1) that its backward needs."""
+    return _normalise(x, centred, dtype)
+
+
+@kernel
+def norm_backward(g: Tensor, x: Tensor, mean: Tensor, scale: Tensor, centred: bool) -> Tensor:
+    """The gradient of x, of a gradient `g` of norm(x)."""
+    return _norm_input_gradient(g, x, mean, scale, centred)
+
+
+# A sub-layer's output joins the residual stream: x + dropout(y + bias), then the next norm.
+
+
+@kernel
+def dropout(x: Tensor, keys: Tensor, p: float) -> Tensor:
+    """Keyed dropout, which is its own backward."""
+    return _dropped(x, keys, p)
+
+
+@kernel
+def add_norm_forward(
+    x: Tensor,
+    y: Tensor,
+    bias: Tensor | None,
+    keys: Tensor,
+    p: float,
+    centred: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x + dropout(y + bias), its norm in y's dtype, and the norm's mean and scale."""
+    x = x + _dropped(plus_bias(y, bias), keys, p)
+    return x, *_normalise(x, centred, y.dtype)
+
+
+@kernel
+def add_norm_backward(
+    g: Tensor | None,
+    g_norm: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    keys: Tensor,
+    p: float,
+    centred: bool,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the residual stream x and of y. `g` is what comes down the stream."""
+    total = _norm_input_gradient(g_norm, x, mean, scale, centred)
+    if g is not None:
+        total = total + g
+    return total, _dropped(total, keys, p).to(g_norm.dtype)
+
+
+# Activations
+
+_GELU_TANH = math.sqrt(2 / math.pi)
+
+
+def _normal_cdf(x: Tensor, density: Tensor, *, exact: bool) -> Tensor:
+    """Φ(x), given `density` = exp(-x² / 2).
+
+    Where the result is rounded to 16 bits anyway, formula 7.1.26 of Abramowitz and Stegun (error
+    below 1.5e-7) shares the exponential with the derivative, and takes 2/3 of the time.
+    """
+    if exact:
+        return 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+    t = 1 / (1 + 0.3275911 * math.sqrt(0.5) * x.abs())
+    series = 1.421413741 + t * (-1.453152027 + t * 1.061405429)
+    upper = 0.5 * density * t * (0.254829592 + t * (-0.284496736 + t * series))
+    return torch.where(x >= 0, 1 - upper, upper)
+
+
+# Each returns f(x) and f'(x); results that are not `exact` are rounded to 16 bits.
+
+
+def _relu(x: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
+    return torch.relu(x), (x > 0).to(x.dtype)
+
+
+def _gelu(x: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
+    density = torch.exp(-0.5 * x * x)
+    share = _normal_cdf(x, density, exact=exact)
+    return x * share, share + x * density * (1 / math.sqrt(2 * math.pi))
+
+
+def _gelu_tanh(x: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
+    # Hendrycks & Gimpel 2016, the form GPT-2 uses
+    tanh = torch.tanh(_GELU_TANH * (x + 0.044715 * x * x * x))
+    inner = _GELU_TANH * (1 + 3 * 0.044715 * x * x)
+    return 0.5 * x * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * inner
+
+
+ACTIVATIONS = {"relu": _relu, "gelu": _gelu, "gelu_tanh": _gelu_tanh}
+
+
+@kernel
+def activation_forward(h: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    """f(h + bias) in h's dtype; `kind` is one of ACTIVATIONS."""
+    exact = h.dtype.itemsize > 2
+    return ACTIVATIONS[kind](plus_bias(h, bias), exact)[0].to(h.dtype)
+
+
+@kernel
+def activation_backward(
+    g: Tensor, h: Tensor, bias: Tensor | None, kind: str
+) -> tuple[Tensor, Tensor]:
+    """The gradient of h from that of f(h + bias), and f(h + bias) again."""
+    exact = h.dtype.itemsize > 2
+    y, slope = ACTIVATIONS[kind](plus_bias(h, bias), exact)
+    return (precise(g) * slope).to(h.dtype), y.to(h.dtype)

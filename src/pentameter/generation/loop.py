@@ -1,0 +1,290 @@
+"""The sampling loop: several samples as one batch through the key/value cache.
+
+Learned and sinusoidal positions end at the context length, so a text longer than that needs a
+rule for what the model still sees. It is a function of the text's length alone (`window_tokens`):
+everything while it fits, and each time the window is full the last half of it, which is encoded
+anew and grows again. A token therefore costs one pass over one token, except one in
+context_length/2 that costs a pass over half a window; and continuing a text gives what an
+uninterrupted run would have given.
+
+Shapes: B samples, T time, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from pentameter.data.tokenizers.tokenizer import Tokenizer
+from pentameter.errors import ConfigError
+from pentameter.generation.detokenize import TextPieces
+from pentameter.generation.sampling import Floats, Sampling, Tokens, choose, uniform_numbers
+from pentameter.model.cache import KVCache
+from pentameter.model.gpt import GPT
+
+_PREFILL_LOGITS = 2**25
+"""At most this many logits (B · T · V) in one pass over a prompt: 128 MiB in fp32."""
+_DRAWS_AT_ONCE = 1024
+"""Positions whose uniform numbers are computed in one go."""
+
+
+def generate(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: str = "",
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    num_samples: int = 1,
+    seed: int = 0,
+) -> list[str]:
+    """Return the continuations of `prompt` (without it), one text per sample.
+
+    Arguments and errors are those of `stream`.
+    """
+    texts: list[list[str]] = [[] for _ in range(num_samples)]
+    for sample, piece in stream(
+        model,
+        tokenizer,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        num_samples=num_samples,
+        seed=seed,
+    ):
+        texts[sample].append(piece)
+    return ["".join(pieces) for pieces in texts]
+
+
+def generate_by(
+    next_logits: Callable[[Tokens], Floats],
+    tokenizer: Tokenizer,
+    prompt: str = "",
+    *,
+    context_length: int,
+    max_new_tokens: int,
+    seed: int = 0,
+) -> str:
+    """Return the text after the prompt, as `generate` draws it, of a model that is a function.
+
+    `next_logits` gives the logits (B, V) of the token after text (B, n), n ≤ context_length,
+    tokens that only pad left out or not.
+    """
+    ids = encode_prompt(tokenizer, prompt)
+    text = np.empty((1, len(ids) + max_new_tokens), dtype=np.int64)
+    text[:, : len(ids)] = ids
+
+    def of_tokenizer(seen: Tokens) -> Floats:
+        window = seen[:, -window_tokens(seen.shape[1], context_length) :]
+        return next_logits(window)[:, : tokenizer.vocab_size]
+
+    steps = _chosen(of_tokenizer, text, len(ids), Sampling(), seed)
+    prompt_ids = ids.tolist() if prompt else []
+    return "".join(piece for _, piece in _pieces(steps, tokenizer, 1, prompt_ids))
+
+
+def stream(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: str = "",
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    num_samples: int = 1,
+    seed: int = 0,
+) -> Iterator[tuple[int, str]]:
+    """Return an iterator of (sample index, piece of text), pieces in order within a sample.
+
+    prompt: what to continue; an empty one starts as `encode_prompt` says. max_new_tokens: tokens
+    per sample; a drawn end of text is one of them, reads `<|endoftext|>`, and another text
+    follows it. temperature: 0 takes the likeliest token. top_k, top_p: keep only the
+    likeliest tokens (see `Sampling`). num_samples: texts at once.
+    seed: the token of (seed, sample, position in the text) is drawn from bits keyed by them, so
+    sample 0 of 16 is the text of 1. The model is in `eval()` until the iterator ends.
+
+    Raises ConfigError for arguments out of range and for a prompt the tokenizer cannot encode,
+    at once, and CorruptError if the model's logits are not finite.
+    """
+    ids = encode_prompt(tokenizer, prompt)
+    steps = stream_tokens(
+        model,
+        ids,
+        vocab_size=tokenizer.vocab_size,
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(temperature, top_k, top_p),
+        num_samples=num_samples,
+        seed=seed,
+    )
+    return _pieces(steps, tokenizer, num_samples, ids.tolist() if prompt else [])
+
+
+def stream_tokens(
+    model: GPT,
+    prompt: Tokens,
+    *,
+    vocab_size: int,
+    max_new_tokens: int,
+    sampling: Sampling,
+    num_samples: int = 1,
+    seed: int = 0,
+) -> Iterator[Tokens]:
+    """Return an iterator over the new tokens: num_samples ids (B,) for each position.
+
+    prompt: ids (n,), at least one. vocab_size: ids from there on (padding) are never chosen.
+    The rest is as in `stream`, errors too.
+    """
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={max_new_tokens} must be 1 or more")
+    if num_samples < 1:
+        raise ConfigError(f"num_samples={num_samples} must be 1 or more")
+    if len(prompt) < 1:
+        raise ConfigError("prompt=[] must hold at least one token to continue from")
+    n_prompt = len(prompt)
+    text = np.empty((num_samples, n_prompt + max_new_tokens), dtype=np.int64)
+    text[:, :n_prompt] = prompt
+    return _tokens(model, text, n_prompt, vocab_size=vocab_size, sampling=sampling, seed=seed)
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Tokens:
+    """Return the prompt's ids (n,), n ≥ 1.
+
+    One without tokens (empty, or without words) becomes the tokenizer's end of text, behind
+    which a model has learned that a text begins; where there is none, a newline, or token 0.
+    Raises ConfigError for a prompt that the tokenizer cannot encode.
+    """
+    if len(ids := tokenizer.encode(prompt)):
+        return ids
+    if tokenizer.end_of_text is not None:
+        return np.array([tokenizer.end_of_text], dtype=np.int64)
+    try:
+        newline = tokenizer.encode("\n")
+    except ConfigError:
+        newline = ids
+    return newline if len(newline) else np.zeros(1, dtype=np.int64)
+
+
+def window_tokens(n_tokens: int, context_length: int) -> int:
+    """Return how many of the last tokens the model sees when the text has n_tokens (≥ 1).
+
+    All of them up to context_length; one more, and only context_length // 2 (at least one) are
+    kept, which then grow to context_length again.
+    """
+    if n_tokens <= context_length:
+        return n_tokens
+    kept = max(1, context_length // 2)
+    return kept + (n_tokens - context_length - 1) % (context_length - kept + 1)
+
+
+def _pieces(
+    steps: Iterator[Tokens], tokenizer: Tokenizer, num_samples: int, prompt: list[int]
+) -> Iterator[tuple[int, str]]:
+    samples = [TextPieces(tokenizer, prompt) for _ in range(num_samples)]
+    for tokens in steps:
+        for sample, token in enumerate(tokens.tolist()):
+            if piece := samples[sample].push(token):
+                yield sample, piece
+    for sample, pieces in enumerate(samples):
+        if piece := pieces.flush():
+            yield sample, piece
+
+
+def _tokens(
+    model: GPT,
+    text: Tokens,
+    n_prompt: int,
+    *,
+    vocab_size: int,
+    sampling: Sampling,
+    seed: int,
+) -> Iterator[Tokens]:
+    """Fill text (B, n) from n_prompt on, yielding each new column."""
+    was_training = model.training
+    model.eval()
+    try:
+        window = _Window(model, text.shape[0], vocab_size)
+        yield from _chosen(window.next_logits, text, n_prompt, sampling, seed)
+    finally:
+        model.train(was_training)
+
+
+def _chosen(
+    next_logits: Callable[[Tokens], Floats],
+    text: Tokens,
+    n_prompt: int,
+    sampling: Sampling,
+    seed: int,
+) -> Iterator[Tokens]:
+    n_samples, n_total = text.shape
+    draws = _draws(seed, n_samples, n_prompt, n_total)
+    for n_tokens, uniforms in enumerate(draws, start=n_prompt):
+        chosen = choose(next_logits(text[:, :n_tokens]), sampling, uniforms)
+        text[:, n_tokens] = chosen
+        yield chosen
+
+
+def _draws(seed: int, n_samples: int, first: int, last: int) -> Iterator[Floats]:
+    """Yield the uniform numbers (B,) of the positions first … last - 1."""
+    for start in range(first, last, _DRAWS_AT_ONCE):
+        positions = np.arange(start, min(start + _DRAWS_AT_ONCE, last), dtype=np.int32)
+        yield from uniform_numbers(seed, n_samples, positions).T
+
+
+class _Window:
+    """The model with its cache, always holding the last `window_tokens` of a growing text."""
+
+    def __init__(self, model: GPT, n_samples: int, vocab_size: int) -> None:
+        weight = next(model.parameters())
+        self._model = model
+        self._device = weight.device
+        self._vocab_size = vocab_size
+        self._context_length = model.config.context_length
+        self._pass_tokens = max(1, _PREFILL_LOGITS // (n_samples * vocab_size))
+        is_plain = weight.device.type == "cpu" and weight.dtype == torch.float32
+        self._kernels = _without_onednn if is_plain else nullcontext
+        with torch.inference_mode():
+            self._cache = KVCache(model.config, n_samples, weight.device, weight.dtype)
+
+    def next_logits(self, text: Tokens) -> Floats:
+        """Return the logits (B, V) of the token after text (B, n); n grows by one each call."""
+        n_seen = window_tokens(text.shape[1], self._context_length)
+        n_cached = n_seen - 1
+        if self._cache.length != n_cached:  # the first call, or the window starts anew
+            self._cache.reset()
+            n_cached = 0
+        unread = text[:, text.shape[1] - n_seen + n_cached :]
+        for start in range(0, unread.shape[1], self._pass_tokens):
+            logits = self._pass(unread[:, start : start + self._pass_tokens])
+        return logits
+
+    @torch.inference_mode()
+    def _pass(self, tokens: Tokens) -> Floats:
+        batch = torch.from_numpy(np.ascontiguousarray(tokens)).to(self._device)
+        with self._kernels():
+            logits = self._model(batch, cache=self._cache)[:, -1, : self._vocab_size]
+        return logits.to("cpu", torch.float64).numpy()
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Run fp32 on the CPU without oneDNN, whose GELU sets itself up anew at every call.
+
+    On one token that costs ten times the GELU itself, 8 % of a step of the character GPT at
+    batch 1; the matrix products do not go through oneDNN in fp32 anyhow.
+    """
+    settings: Any = torch.backends.mkldnn
+    before = settings.enabled
+    settings.enabled = False
+    try:
+        yield
+    finally:
+        settings.enabled = before

@@ -1,0 +1,246 @@
+"""Which device, which precision, compiled or not: each choice comes with its reason."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+from typing import Literal
+
+import torch
+
+from pentameter.config.choices import refuse_unknown
+from pentameter.errors import ConfigError
+from pentameter.machine import load as machine_load
+from pentameter.machine.capabilities import (
+    Capabilities,
+    GpuCapabilities,
+    find_compiler,
+    machine_capabilities,
+)
+from pentameter.machine.peaks import peak_flops
+
+__all__ = [
+    "choose_compile",
+    "choose_device",
+    "choose_precision",
+    "machine_capabilities",
+    "memory_bytes",
+    "peak_flops",
+    "tune_allocator",
+]
+
+# AMD chips whose matrix units take bf16; MI300's (gfx942) and MI350's (gfx950) also take tf32.
+_ROCM_BF16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
+_ROCM_TF32 = ("gfx94",)
+
+# `compile = "auto"`: what compiling costs, and the share of an uncompiled step that it saves.
+# Both are on the careful side of what the character GPT shows on two CPU cores.
+COMPILE_SECONDS = 40.0
+COMPILE_SAVING = 0.5
+# FLOP/s that uncompiled training sustains, to tell a long run from a short one: per CPU core
+# (a small model on two cores with AMX: 0.07 TFLOP/s; the character GPT in fp32: 0.13), per GPU.
+_EAGER_CORE_BF16 = 0.05e12
+_EAGER_CORE_FP32 = 0.07e12
+_EAGER_GPU = 50e12
+_EAGER_SHARE_OF_PEAK = 0.3
+
+
+def choose_device(name: str, capabilities: Capabilities | None = None) -> torch.device:
+    """The device for `train.device`.
+
+    Args:
+        name: `auto` (CUDA or ROCm, else MPS, else the CPU), `cpu`, `cuda` or `mps`.
+        capabilities: of the machine; looked up when absent.
+
+    Raises:
+        ConfigError: the machine has no such device; the message says what it has.
+    """
+    capabilities = capabilities or machine_capabilities()
+    present = ["cpu"]
+    if capabilities.mps:
+        present.insert(0, "mps")
+    if capabilities.gpus:
+        present.insert(0, "cuda")
+    if name == "auto":
+        return torch.device(present[0])
+    if name in present:
+        return torch.device(name)
+    why = ""
+    if name == "cuda" and capabilities.gpu_runtime is None:
+        why = f" (this torch, {torch.__version__}, is built without CUDA and ROCm)"
+    elif name == "mps" and sys.platform != "darwin":
+        why = " (MPS is Apple's)"
+    raise ConfigError(
+        f"train.device={name} is not on this machine{why}; present: {', '.join(present)}. "
+        "Name one of these, or auto"
+    )
+
+
+def choose_precision(
+    setting: str, device: torch.device, capabilities: Capabilities | None = None
+) -> tuple[str, str]:
+    """The arithmetic of the matrix products, and why.
+
+    Args:
+        setting: `train.precision`: `auto`, `fp64`, `fp32`, `tf32`, `bf16` or `fp16`.
+        device: where the products run.
+        capabilities: of the machine; looked up when absent.
+
+    `auto` is bf16 where the hardware multiplies it faster than fp32 (AMX or AVX-512 BF16 on a
+    CPU, sm_80 and later, AMD's matrix units), fp16 on older tensor cores, else fp32.
+
+    Raises:
+        ConfigError: the device cannot do what is asked; the message lists what it can.
+    """
+    capabilities = capabilities or machine_capabilities()
+    if device.type == "cuda":
+        index = device.index or 0
+        if index >= len(capabilities.gpus):
+            raise ConfigError(f"{device} is not here: this machine has {len(capabilities.gpus)}")
+        supported, best, reason = _gpu_precisions(capabilities.gpus[index], capabilities.rocm)
+    elif device.type == "mps":
+        supported, best = ("fp32", "bf16", "fp16"), "fp32"
+        reason = "on MPS fp32 is the safe choice; bf16 can be asked for"
+    else:
+        supported = ("fp64", "fp32", "bf16", "fp16")
+        best, reason = _cpu_precision(capabilities)
+    if setting == "auto":
+        return best, reason
+    if setting not in supported:
+        raise ConfigError(
+            f"train.precision={setting} is not possible on {device.type} ({reason}); "
+            f"possible: {', '.join(supported)}, auto"
+        )
+    note = ""
+    if device.type == "cpu" and (
+        setting == "fp16" or (setting == "bf16" and not capabilities.cpu.fast_bf16)
+    ):
+        note = "; this CPU emulates it, slower than fp32"
+    return setting, f"asked for{note}"
+
+
+def _cpu_precision(capabilities: Capabilities) -> tuple[str, str]:
+    if capabilities.cpu.amx_bf16:
+        return "bf16", "this CPU multiplies bf16 matrices in hardware (AMX)"
+    if capabilities.cpu.avx512_bf16:
+        return "bf16", "this CPU multiplies bf16 in hardware (AVX-512 BF16)"
+    return "fp32", "this CPU has neither AMX nor AVX-512 BF16, so bf16 would be slower"
+
+
+def _gpu_precisions(gpu: GpuCapabilities, rocm: bool) -> tuple[tuple[str, ...], str, str]:
+    """What a GPU can do, its best, and why."""
+    where = f"{gpu.name}, {gpu.architecture}"
+    if rocm:
+        if not gpu.architecture.startswith(_ROCM_BF16):
+            return ("fp64", "fp32", "fp16"), "fp16", f"{where} has no bf16 matrix units"
+        tf32 = ("tf32",) if gpu.architecture.startswith(_ROCM_TF32) else ()
+        return ("fp64", "fp32", *tf32, "bf16", "fp16"), "bf16", f"{where} has bf16 matrix units"
+    if (gpu.major, gpu.minor) >= (8, 0):
+        all_of_them = ("fp64", "fp32", "tf32", "bf16", "fp16")
+        return all_of_them, "bf16", f"{where} has bf16 tensor cores"
+    if gpu.major == 7:
+        reason = f"{where} has fp16 tensor cores and no bf16"
+        return ("fp64", "fp32", "fp16"), "fp16", reason
+    return ("fp64", "fp32"), "fp32", f"{where} has no tensor cores"
+
+
+def choose_compile(
+    setting: Literal["auto"] | bool,
+    device: torch.device,
+    *,
+    total_flops: float,
+    precision: str | None = None,
+    capabilities: Capabilities | None = None,
+) -> tuple[bool, str]:
+    """Whether to `torch.compile` the step, and why.
+
+    Args:
+        setting: `train.compile`. `auto` compiles when a compiler works and the whole run is long
+            enough for the saved time to pay for about 40 s of compiling.
+        device: where the step runs.
+        total_flops: floating-point operations of the whole run, Plan's total. The whole run and
+            not what is left of it, so that a resumed run chooses the same.
+        precision: of the matrix products, as `choose_precision` gave it; assumed its `auto`.
+        capabilities: of the machine; looked up when absent.
+
+    Raises:
+        ConfigError: compiling is asked for and no compiler works.
+    """
+    match setting:
+        case False:
+            return False, "switched off"
+        case True:
+            compiler = find_compiler(device.type)
+            if compiler.works:
+                return True, f"asked for; {compiler.reason}"
+            raise ConfigError(
+                f"train.compile=true cannot be: {compiler.reason}. Or set it to false"
+            )
+        case "auto":
+            capabilities = capabilities or machine_capabilities()
+            seconds = total_flops / _eager_flops(device, precision, capabilities)
+            if seconds * COMPILE_SAVING < COMPILE_SECONDS:
+                return False, (
+                    f"the run is too short (about {seconds:.0f} s) to earn back "
+                    f"{COMPILE_SECONDS:.0f} s of compiling"
+                )
+            compiler = find_compiler(device.type)
+            return compiler.works, compiler.reason
+        case unknown:
+            refuse_unknown(unknown, "train.compile", "the engine")
+
+
+def _eager_flops(device: torch.device, precision: str | None, capabilities: Capabilities) -> float:
+    """FLOP/s to expect of uncompiled training, from tables only, so that it does not vary."""
+    if precision is None:
+        precision = choose_precision("auto", device, capabilities)[0]
+    if device.type == "cpu":
+        fast = precision == "bf16" and capabilities.cpu.fast_bf16
+        return capabilities.cpu.n_cores * (_EAGER_CORE_BF16 if fast else _EAGER_CORE_FP32)
+    if device.type == "cuda" and capabilities.gpus:
+        peak = peak_flops(capabilities.gpus[device.index or 0].name, precision)
+        if peak is not None:
+            return _EAGER_SHARE_OF_PEAK * peak
+    return _EAGER_GPU
+
+
+# glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -3, -4, -8
+
+
+def tune_allocator(*, sparing: bool = False) -> bool:
+    """Whether glibc's malloc took our settings; for the start of a CPU training.
+
+    It is told to keep freed memory, or with `sparing` to give large tensors back at once.
+
+    As delivered, glibc gives every large tensor its own mapping and returns it to the system when
+    freed, so each step pays for the same page faults again. With this a bf16 linear layer of
+    16384×384×1536 went from 26.8 ms to 6.0 ms on two cores with AMX. The process keeps its
+    peak memory until it ends. A heap kept so has holes, though: under ZeRO, whose gathered weights
+    come and go, it held twice what tensors took; given back, 1.1 times. Elsewhere than on Linux
+    with glibc nothing happens.
+    """
+    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    settings: tuple[tuple[int, int], ...] = (
+        (_M_MMAP_MAX, 0),  # large blocks come from the heap …
+        (_M_TRIM_THRESHOLD, -1),  # … which never shrinks …
+        (_M_TOP_PAD, 256 * 2**20),  # … and grows by 256 MiB at a time …
+        (_M_ARENA_MAX, 1),  # … and is one heap, so that any thread reuses what another freed
+    )
+    if sparing:
+        settings = ((_M_MMAP_THRESHOLD, 2**20), (_M_TRIM_THRESHOLD, 2**20))
+    accepted = [mallopt(option, value) == 1 for option, value in settings]
+    return all(accepted)
+
+
+def memory_bytes(device: torch.device) -> int | None:
+    """The memory that the device has in all; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return machine_load.memory_bytes()  # which a GPU of Apple's shares

@@ -1,0 +1,117 @@
+"""The load of this machine: how many processes it can carry, how busy other programs keep it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from pentameter.errors import ConfigError
+from pentameter.machine.threads import usable_cores
+
+PROCESSES_PER_CORE = 4
+"""Processes of a run that a core may have: enough to try any layout out, too many to train fast."""
+
+INTERPRETER_BYTES = 300_000_000
+"""Memory of a process before it has a model: Python, torch, and what trains with it."""
+
+Collect = Callable[[Any], list[Any]]
+"""Returns what each process of the run gave, by rank."""
+
+_LOOK = "--dry-run shows what each process would hold, and starts none"
+
+_BUSY_CORES = 0.5  # below it is the noise of a machine that does nothing else
+
+
+def check_processes(n_processes: int, *, oversubscribe: bool = False) -> None:
+    """Raise ConfigError where this machine cannot carry the interpreters of `n_processes`, or has
+    too few cores for them and nobody asked to `oversubscribe` it."""
+    n_cores = len(usable_cores())
+    most = PROCESSES_PER_CORE * n_cores
+    if n_processes > most and not oversubscribe:
+        raise ConfigError(
+            f"--nproc {n_processes:,} is more than {PROCESSES_PER_CORE} processes for each of the "
+            f"{n_cores} cores of this machine; start at most {most}, or add --oversubscribe if you "
+            f"mean it. {_LOOK}"
+        )
+    check_memory(n_processes, 0)
+
+
+def check_memory(n_processes: int, needed_bytes: int) -> None:
+    """Raise ConfigError where `n_processes` do not fit this machine's memory, each with an
+    interpreter and `needed_bytes` of tensors."""
+    total, each = memory_bytes(), INTERPRETER_BYTES + needed_bytes
+    if total is not None and n_processes * each > total:
+        raise ConfigError(
+            f"--nproc {n_processes:,}: processes of about {each / 1e9:,.2f} GB each (the fullest: "
+            f"{needed_bytes / 1e9:,.2f} GB of weights, gradients and optimizer) would take "
+            f"{n_processes * each / 1e9:,.0f} GB, and this machine has {total / 1e9:,.0f} GB; "
+            f"start fewer, or share more out ([parallel]). {_LOOK}"
+        )
+
+
+def memory_bytes() -> int | None:
+    """The memory of this machine in bytes; None where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+
+
+class OtherPrograms:
+    """How many of the cores that this process may use other programs keep busy, from here on."""
+
+    def __init__(self) -> None:
+        self._cores = usable_cores()
+        self._start = _busy_seconds(self._cores), _own_seconds(), time.monotonic()
+
+    def cores(self, collect: Collect) -> float:
+        """Cores, on average since the start, that programs other than this run kept busy on this
+        machine. Collective: `collect` is that of the run's World."""
+        busy, own, now = _busy_seconds(self._cores), _own_seconds(), time.monotonic()
+        here = platform.node()
+        of_all = collect((here, own - self._start[1]))
+        of_the_run = sum(seconds for machine, seconds in of_all if machine == here)
+        return max(0.0, busy - self._start[0] - of_the_run) / max(now - self._start[2], 1e-3)
+
+    def warning(self, collect: Collect) -> str | None:
+        """A line for a person where others keep this machine busy, else None. Collective."""
+        cores, n = self.cores(collect), len(self._cores)
+        if cores < _BUSY_CORES or _has_quota():
+            return None
+        return (
+            f"other programs keep {min(cores, n):.1f} of this machine's {n} cores busy; steps will "
+            "take longer than they need to"
+        )
+
+
+def _has_quota() -> bool:
+    """Whether a container's share of time, not other programs, decides how fast this process is."""
+    try:
+        return not Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").startswith("max")
+    except (OSError, ValueError):
+        return False
+
+
+def _own_seconds() -> float:
+    """Processor seconds of this process and of its children that have ended."""
+    return sum(os.times()[:4])
+
+
+def _busy_seconds(cores: Collection[int]) -> float:
+    """Processor seconds that all programs have used on `cores` since the machine started; 0 where
+    the system does not say (proc(5): user, nice, system, idle, iowait, irq, softirq, steal)."""
+    wanted = {f"cpu{number}" for number in cores}
+    used = 0
+    try:
+        for line in Path("/proc/stat").read_text(encoding="ascii").splitlines():
+            name, *counts = line.split()
+            if name in wanted:
+                ticks = [int(count) for count in counts[:8]]
+                used += sum(ticks) - sum(ticks[3:5])  # but for idle and iowait
+        return used / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return 0.0

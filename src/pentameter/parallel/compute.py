@@ -1,0 +1,170 @@
+"""What a run computes on and how: device, precision, compilation, each with its reason."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from pentameter.config.choices import SPLITS_BACKWARD, look_up
+from pentameter.errors import ConfigError
+from pentameter.fused_cpu import amx
+from pentameter.fused_cpu.build import load_amx
+from pentameter.fused_cpu.step import architecture_obstacle
+from pentameter.machine.capabilities import Capabilities, machine_capabilities
+from pentameter.machine.ceiling import product_ceiling
+from pentameter.machine.choices import (
+    choose_compile,
+    choose_device,
+    choose_precision,
+    peak_flops,
+    tune_allocator,
+)
+from pentameter.machine.environment import device_name, environment
+from pentameter.parallel.precision import arithmetic
+from pentameter.planning.layout import Layout
+from pentameter.planning.plan import Plan
+from pentameter.processes.join import local_device
+from pentameter.processes.world import World
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The choices of one run. `ceiling_flops` is what MFU is a share of: the published dense peak
+    of a GPU, else the matrix product measured on this machine."""
+
+    device: torch.device
+    device_name: str
+    precision: str
+    precision_reason: str
+    compiled: bool
+    compile_reason: str
+    ceiling_flops: float
+    amx_kernels: bool
+    """Whether the step uses the kernels of `fused_cpu/amx.py`, which round differently."""
+    n_threads: int
+    """Of each process, for arithmetic on the CPU."""
+
+    def peak_memory_bytes(self) -> int:
+        """The most memory the run has held so far: the GPU's, or the process's on a CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+    def environment(self) -> Mapping[str, Any]:
+        """Versions, devices and choices, for environment.json."""
+        return {
+            **environment(self.device),
+            "precision": self.precision,
+            "compiled": self.compiled,
+            "amx_kernels": self.amx_kernels,
+            "n_threads": self.n_threads,
+            "ceiling_flops": self.ceiling_flops,
+        }
+
+
+def choose_compute(plan: Plan, world: World | None = None) -> Compute:
+    """The Compute for `plan` on this machine. Tunes the process's memory allocator on a CPU.
+
+    Collective: the main process chooses precision and compilation for all of `world`, and what
+    one process cannot do none does, since machines that differ must not compute differently.
+    """
+    world = world or World()
+    train = plan.config.train
+    capabilities = machine_capabilities()
+    device = local_device(choose_device(train.device, capabilities), world)
+    n_devices = world.size if device.type == "cuda" else world.size // world.local_size
+    precision, precision_reason = world.on_main(
+        lambda: choose_precision(train.precision, device, capabilities)
+    )
+
+    def compilation() -> tuple[bool, str]:
+        return _choose_compile(plan, device, precision, capabilities, n_devices)
+
+    compiled, compile_reason = world.on_main(compilation)
+    if compiled:
+        compiled, compile_reason = min(world.collect(compilation()))
+    amx_kernels = False
+    if device.type == "cpu":
+        tune_allocator(sparing=plan.layout.zero > 0)
+        if compiled:
+            how, amx_kernels = _compiled_on_cpu(plan, precision, capabilities, world)
+            compile_reason += how
+    name = device_name(device, capabilities)
+    ceiling = peak_flops(name, precision) or product_ceiling(device, arithmetic(precision).products)
+    return Compute(
+        device,
+        name,
+        precision,
+        precision_reason,
+        compiled,
+        compile_reason,
+        ceiling,
+        amx_kernels,
+        torch.get_num_threads(),
+    )
+
+
+def _choose_compile(
+    plan: Plan,
+    device: torch.device,
+    precision: str,
+    capabilities: Capabilities,
+    n_devices: int,
+) -> tuple[bool, str]:
+    """Whether to compile, and why; `n_devices` share the run's arithmetic (a CPU is one)."""
+    setting = plan.config.train.compile
+    order = plan.layout.schedule
+    splits = look_up(SPLITS_BACKWARD, order, "parallel.schedule", "the compute")
+    if splits and plan.layout.pipeline > 1:
+        reason = f"a {order} pipeline splits the backward pass, which compiled code does not"
+        if setting is True:
+            raise ConfigError(
+                f"train.compile=true cannot be: {reason}. Set it to false, or use another "
+                "parallel.schedule"
+            )
+        return False, reason
+    return choose_compile(
+        setting,
+        device,
+        total_flops=plan.total_tokens * plan.flops_per_token / max(1, n_devices),
+        precision=precision,
+        capabilities=capabilities,
+    )
+
+
+def fused_obstacle(plan: Plan) -> str | None:
+    """What a compiled step on a CPU cannot do by the fused operations of `fused_cpu`, so that
+    torch compiles the plain model as a whole instead; None where they do."""
+    obstacle = architecture_obstacle(plan.config.model)
+    if obstacle is not None:
+        return obstacle
+    copies = asdict(Layout(data=plan.layout.data))  # all that the fused step can be divided into
+    for name, value in asdict(plan.layout).items():
+        if value != copies[name]:
+            return f"parallel.{name}={value}"
+    how = plan.config.train.activation_checkpoint
+    return None if how is None else f"train.activation_checkpoint={how!r}"
+
+
+def _compiled_on_cpu(
+    plan: Plan, precision: str, capabilities: Capabilities, world: World
+) -> tuple[str, bool]:
+    """How the step is compiled, to be added to the reason, and whether the AMX kernels serve it."""
+    obstacle = fused_obstacle(plan)
+    if obstacle is not None:
+        return f"; the plain model as a whole, as the fused step does not know {obstacle}", False
+    if precision != "bf16":
+        return "", False
+    missing = load_amx(capabilities)
+    model = plan.config.model
+    head_size = model.d_model // model.n_heads
+    if missing is None and not amx.can_attend(arithmetic(precision).products, head_size):
+        missing = f"the AMX kernels want heads of a multiple of 32, not {head_size}"
+    missing = next((each for each in world.collect(missing) if each is not None), None)
+    return f"; {missing or 'with AMX kernels'}", missing is None

@@ -1,0 +1,364 @@
+"""The Plan: everything that follows from a configuration. Each derived number is born here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any
+
+from pentameter.config.choices import DECAY_KEYS, look_up, refuse_unknown
+from pentameter.config.divisors import nearest_divisors
+from pentameter.config.schema import Config, ScheduleConfig
+from pentameter.errors import ConfigError
+from pentameter.planning.architecture import (
+    ParameterSpec,
+    embedding_dropout,
+    feed_forward_width,
+    padded_vocab_size,
+    parameter_table,
+)
+from pentameter.planning.flops import CONVENTION, flops_per_token
+from pentameter.planning.layout import (
+    Layout,
+    check_layout,
+    check_micro_batches,
+    make_layout,
+    stage_layers,
+)
+from pentameter.planning.memory import Memory, step_memory
+from pentameter.planning.optimizer import momentum
+from pentameter.planning.sizes import step_sizes
+from pentameter.planning.timeline import planned_bubble
+from pentameter.planning.traffic import Ledger, busiest, by_dimension, step_traffic
+
+DEFAULT_STEPS = 1000  # of a configuration that names neither steps nor epochs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run obeys. `config` is resolved: nothing in it is left to be derived."""
+
+    config: Config
+    layout: Layout
+    table: tuple[ParameterSpec, ...]
+    stages: tuple[range, ...]
+    vocab_size_padded: int
+    n_parameters: int
+    n_parameters_padded: int
+    rows_per_epoch: int | None
+    """Rows of the training split; None where the plan was made without the data."""
+    batch_size: int
+    micro_batch_size: int
+    n_micro_batches: int
+    tokens_per_step: int
+    total_tokens: int
+    flops_per_token: int
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    asked_micro_batch_size: int | None
+
+    @property
+    def portable_config(self) -> Config:
+        """`config` without what was derived from the layout, to be loaded on another one."""
+        train = self.config.train.model_copy(
+            update={"micro_batch_size": self.asked_micro_batch_size}
+        )
+        return self.config.model_copy(update={"train": train})
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run."""
+        assert self.config.train.steps is not None  # resolved
+        return self.config.train.steps
+
+    def epoch(self, step: int) -> int:
+        """Whole passes over the training split that `step` completed steps have made."""
+        return step * self.batch_size // self.rows_per_epoch if self.rows_per_epoch else 0
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle time of a pipeline's processes ÷ the time they compute; 0 without a pipeline."""
+        return planned_bubble(self.config, self.layout, self.stages, self.n_micro_batches)
+
+    def memory(self, precision: str | None = None) -> Memory:
+        """What the fullest process holds; `precision` is the run's, where the configuration leaves
+        it open."""
+        return step_memory(self.config, self.layout, self.stages, precision)
+
+    def warnings(self) -> list[str]:
+        """What of the Plan is possible and likely not meant."""
+        memory = self.memory()
+        if 2 * memory.received_bytes < memory.total_bytes:
+            return []
+        return [
+            f"{memory.received_bytes / 1e9:,.1f} of the {memory.total_bytes / 1e9:,.1f} GB of the "
+            f"fullest process receive what stages send of all {self.n_micro_batches} micro-batches "
+            "of a step; a higher parallel.data, or a smaller batch, needs less"
+        ]
+
+    def traffic(self, rank: int = 0, precision: str | None = None) -> Ledger:
+        """What a process sends and receives in a step, by (dimension, kind)."""
+        return step_traffic(self.config, self.layout, self.stages, rank, precision)
+
+    def to_json(self) -> dict[str, Any]:
+        """The shape of `plan --json` and of a run folder's plan.json."""
+        return {
+            "model": {
+                "parameters": self.n_parameters,
+                "parameters_padded": self.n_parameters_padded,
+                "vocab_size_padded": self.vocab_size_padded,
+                "flops_per_token": self.flops_per_token,
+                "flops_convention": CONVENTION,
+            },
+            "layout": {**self.layout.to_json(), "world_size": self.layout.world_size},
+            "stages": [[stage.start, stage.stop] for stage in self.stages],
+            "batch": {
+                "tokens_per_step": self.tokens_per_step,
+                "batch_size": self.batch_size,
+                "micro_batch_size": self.micro_batch_size,
+                "n_micro_batches": self.n_micro_batches,
+            },
+            "steps": self.steps,
+            "rows_per_epoch": self.rows_per_epoch,
+            "total_tokens": self.total_tokens,
+            "total_flops": self.total_tokens * self.flops_per_token,
+            "memory": asdict(self.memory()),
+            "communication": by_dimension(busiest(self.config, self.layout, self.stages)),
+            "time": {"bubble_fraction": self.bubble_fraction},
+            "warnings": self.warnings(),
+        }
+
+
+def make_plan(
+    config: Config,
+    vocab_size: int | None = None,
+    rows_per_epoch: int | None = None,
+    *,
+    world_size: int | None = None,
+    local_size: int | None = None,
+) -> Plan:
+    """The Plan of `config`.
+
+    `vocab_size` is the tokenizer's, and needed when the configuration does not state one;
+    `rows_per_epoch` counts the rows of the training split, and is needed where the configuration
+    counts in epochs. There are `world_size` processes (as many as `[parallel]` names when absent),
+    `local_size` of them in each machine. Raises ConfigError where the numbers cannot be (a batch
+    that does not divide, a vocabulary smaller than the tokenizer's), naming the nearest that can.
+    """
+    layout = make_layout(config.parallel, world_size)
+    asked = config.train.micro_batch_size
+    config = _resolve(config, vocab_size, rows_per_epoch, layout)
+    model, train = config.model, config.train
+    check_layout(layout, model, local_size)
+    table = parameter_table(model)
+    n_padded = sum(spec.n_elements for spec in table)
+    n_padding = _padding_elements(config)
+    assert train.batch_size is not None
+    assert train.steps is not None
+    tokens_per_step = train.batch_size * model.context_length
+    stages = stage_layers(model.n_layers, layout.n_stages, *_end_weights(config))
+    sizes = step_sizes(config, layout)
+    check_micro_batches(layout, sizes.n_micro_batches, sizes.micro_batch_size)
+    memory = step_memory(config, layout, stages)
+    return Plan(
+        config=config,
+        layout=layout,
+        table=table,
+        stages=stages,
+        vocab_size_padded=padded_vocab_size(model),
+        n_parameters=n_padded - n_padding,
+        n_parameters_padded=n_padded,
+        rows_per_epoch=rows_per_epoch,
+        batch_size=train.batch_size,
+        micro_batch_size=sizes.micro_batch_size,
+        n_micro_batches=sizes.n_micro_batches,
+        tokens_per_step=tokens_per_step,
+        total_tokens=tokens_per_step * train.steps,
+        flops_per_token=flops_per_token(model, table),
+        weights_bytes=memory.weights_bytes,
+        gradients_bytes=memory.gradients_bytes,
+        optimizer_bytes=memory.optimizer_bytes,
+        asked_micro_batch_size=asked,
+    )
+
+
+def global_batch_size(config: Config) -> int:
+    """Sequences of a step, over all devices and micro-batches.
+
+    Raises ConfigError when `tokens_per_step` is no multiple of the context length.
+    """
+    if config.train.batch_size is not None:
+        return config.train.batch_size
+    assert config.train.tokens_per_step is not None  # the schema asks for exactly one of the two
+    context = config.model.context_length
+    batch_size, rest = divmod(config.train.tokens_per_step, context)
+    if rest or batch_size == 0:
+        raise ConfigError(
+            f"train.tokens_per_step={config.train.tokens_per_step} must be a multiple of "
+            f"model.context_length={context}; nearest possible: "
+            f"{max(1, batch_size) * context}, {(batch_size + 1) * context}"
+        )
+    return batch_size
+
+
+def needs_data(config: Config) -> bool:
+    """Whether `make_plan` must be told of the data: its vocabulary, or the length of an epoch."""
+    counts_epochs = config.train.epochs is not None or config.train.eval_interval == "epoch"
+    decays = look_up(DECAY_KEYS, config.schedule.name, "schedule.name", "the planner")
+    decays_by_epoch = "decay_interval" in decays and config.schedule.decay_interval is None
+    return config.model.vocab_size is None or counts_epochs or decays_by_epoch
+
+
+def _resolve(
+    config: Config, vocab_size: int | None, rows_per_epoch: int | None, layout: Layout
+) -> Config:
+    """`config` with every value that others imply filled in."""
+    model, train = config.model, config.train
+    if model.vocab_size is None and vocab_size is None:
+        raise ConfigError(
+            "model.vocab_size is not set and no tokenizer is at hand to take it from; set it, "
+            "e.g. --model.vocab-size 50257"
+        )
+    if model.vocab_size is not None and vocab_size is not None and model.vocab_size < vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's {vocab_size} "
+            "tokens; leave it out to take the tokenizer's"
+        )
+    batch_size = global_batch_size(config)
+    micro = _micro_batch_size(train.micro_batch_size, batch_size, layout)
+    epoch = None if rows_per_epoch is None else Fraction(rows_per_epoch, batch_size)
+    steps = train.steps or DEFAULT_STEPS
+    if train.epochs is not None:
+        steps = _steps(train.epochs, epoch, "train.epochs")
+    interval = train.eval_interval
+    match interval:
+        case "epoch":
+            interval = _steps(1, epoch, "train.eval_interval='epoch'")
+        case int() | None:
+            pass
+        case unknown:
+            refuse_unknown(unknown, "train.eval_interval", "the planner")
+    return config.model_copy(
+        update={
+            "model": model.model_copy(
+                update={
+                    "vocab_size": model.vocab_size or vocab_size,
+                    "d_ff": feed_forward_width(model),
+                    "embedding_dropout": embedding_dropout(model),
+                }
+            ),
+            "train": train.model_copy(
+                update={
+                    "steps": steps,
+                    "epochs": None,
+                    "batch_size": batch_size,
+                    "tokens_per_step": None,
+                    "micro_batch_size": micro,
+                    "eval_interval": interval,
+                }
+            ),
+            "optimizer": config.optimizer.model_copy(
+                update={"momentum": momentum(config.optimizer)}
+            ),
+            "schedule": _resolve_schedule(config.schedule, steps, epoch),
+            "checkpoint": config.checkpoint.model_copy(
+                update={"interval": config.checkpoint.interval or interval or steps}
+            ),
+        }
+    )
+
+
+def _micro_batch_size(asked: int | None, batch_size: int, layout: Layout) -> int:
+    """Sequences of a process's forward pass: as asked, or all of them at once; a pipeline takes
+    at least four micro-batches for each of its processes, where the batch has them."""
+    rows, rest = divmod(batch_size, layout.data)
+    if rest:
+        batches = [n * layout.data for n in (rows, rows + 1) if n]
+        raise ConfigError(
+            f"parallel.data={layout.data} must divide the {batch_size} sequences of a step; "
+            f"nearest possible: {', '.join(map(str, nearest_divisors(batch_size, layout.data)))}, "
+            f"or a batch of {' or '.join(map(str, batches))} sequences"
+        )
+    if asked is None:
+        at_least = 1 if layout.pipeline == 1 else 4 * layout.pipeline
+        n_micro = min(
+            (d for d in range(1, rows + 1) if rows % d == 0 and d >= at_least), default=rows
+        )
+        return rows // n_micro
+    if rows % asked:
+        whose = "of a step" if layout.data == 1 else "that a step gives each part of the data"
+        raise ConfigError(
+            f"train.micro_batch_size={asked} must divide the {rows} sequences {whose}; "
+            f"nearest possible: {', '.join(map(str, nearest_divisors(rows, asked)))}"
+        )
+    return asked
+
+
+def _end_weights(config: Config) -> tuple[float, float]:
+    """How many layers the embedding and the head are worth where stages are weighed, in FLOPs: an
+    embedding only looks up, a head is a product with V · D weights."""
+    model = config.model
+    match config.parallel.partition:
+        case "uniform":
+            return 0.0, 0.0
+        case "weighted":
+            layer = 2 * model.d_model * (2 * model.d_model + feed_forward_width(model))
+            layer += 2 * model.d_model * model.context_length  # q·kᵀ and its product with v
+            return 0.0, padded_vocab_size(model) * model.d_model / layer
+        case unknown:
+            refuse_unknown(unknown, "parallel.partition", "the planner")
+
+
+def _resolve_schedule(
+    schedule: ScheduleConfig, steps: int, epoch: Fraction | None
+) -> ScheduleConfig:
+    """`schedule` with the numbers that the run's length implies."""
+    if schedule.start_step >= steps:
+        raise ConfigError(
+            f"schedule.start_step={schedule.start_step} is not before the end of the run, "
+            f"train.steps={steps}"
+        )
+    decay_steps = schedule.decay_steps or steps - schedule.start_step
+    cooldown, interval = schedule.cooldown_steps, schedule.decay_interval
+    used = look_up(DECAY_KEYS, schedule.name, "schedule.name", "the planner")
+    if "cooldown_steps" in used:
+        cooldown = cooldown or default_cooldown(decay_steps)
+        longest = decay_steps - schedule.warmup_steps
+        if cooldown > longest:
+            raise ConfigError(
+                f"schedule.cooldown_steps={cooldown} begins before the warm-up of "
+                f"{schedule.warmup_steps} steps ends; at most {max(longest, 0)} of the "
+                f"{decay_steps} steps are left for it"
+            )
+    if "decay_interval" in used:
+        interval = interval or _steps(1, epoch, "schedule.decay_interval, an epoch when absent,")
+    return schedule.model_copy(
+        update={
+            "decay_steps": decay_steps,
+            "cooldown_steps": cooldown,
+            "decay_interval": interval,
+        }
+    )
+
+
+def default_cooldown(decay_steps: int) -> int:
+    """Length of `wsd`'s decay where none is set: a fifth of the schedule."""
+    return max(1, decay_steps // 5)
+
+
+def _steps(n_epochs: int, epoch: Fraction | None, key: str) -> int:
+    """Steps that complete `n_epochs` passes over the training split, rounded up."""
+    if epoch is None:
+        raise ConfigError(f"{key} counts in epochs, and no data is at hand to say how long one is")
+    return max(1, math.ceil(n_epochs * epoch))
+
+
+def _padding_elements(config: Config) -> int:
+    """Elements of the embedding and head rows that only pad the vocabulary."""
+    model = config.model
+    assert model.vocab_size is not None
+    rows = padded_vocab_size(model) - model.vocab_size
+    per_row = model.d_model * (1 if model.tied_head else 2) + (1 if model.head_bias else 0)
+    return rows * per_row

@@ -1,0 +1,67 @@
+"""Which part of each parameter a process holds, and which parameters are gathered together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from pentameter.config.schema import ModelConfig
+from pentameter.planning.architecture import Axis, ParameterSpec, parameter_table
+from pentameter.planning.layout import Layout, part_size
+
+TENSOR_AXES: frozenset[Axis] = frozenset({"vocab", "heads", "mlp"})
+"""The axes that tensor-parallel processes divide; each parameter has at most one of them."""
+ROOT = ""
+"""The unit of what is in no block's attention or feed-forward layer: embeddings, norms, head."""
+
+Shape = tuple[int, ...]
+
+
+def tensor_dimension(spec: ParameterSpec) -> int | None:
+    """The dimension of a parameter that tensor-parallel processes divide; None where each has it
+    whole."""
+    return next((dim for dim, axis in enumerate(spec.axes) if axis in TENSOR_AXES), None)
+
+
+def tensor_part(spec: ParameterSpec, n_parts: int, place: int = 0) -> Shape:
+    """The shape of what the tensor-parallel process at `place` holds of a parameter."""
+    dim = tensor_dimension(spec)
+    if dim is None:
+        return spec.shape
+    part = part_size(spec.shape[dim], n_parts, place)
+    return (*spec.shape[:dim], part, *spec.shape[dim + 1 :])
+
+
+def shard_elements(shape: Shape, n_shards: int, place: int) -> int:
+    """Numbers in the shard at `place` of a tensor that is divided by its first dimension."""
+    return part_size(shape[0], n_shards, place) * math.prod(shape[1:])
+
+
+def gathered_elements(shape: Shape, n_shards: int) -> int:
+    """Numbers that a process receives to have such a tensor whole: shards are padded to the
+    largest, so that all send the same."""
+    return n_shards * shard_elements(shape, n_shards, 0)
+
+
+def units(specs: Sequence[ParameterSpec]) -> dict[str, list[ParameterSpec]]:
+    """The parameters of a stage by what ZeRO gathers, and reduces, together: each attention and
+    each feed-forward layer, in the order in which they run, and at last the rest, ROOT."""
+    found: dict[str, list[ParameterSpec]] = {}
+    rest: list[ParameterSpec] = []
+    for spec in specs:
+        pieces = spec.name.split(".")  # blocks.3.attention.qkv.weight
+        in_unit = pieces[0] == "blocks" and pieces[2] in ("attention", "mlp")
+        (found.setdefault(".".join(pieces[:3]), []) if in_unit else rest).append(spec)
+    return {**found, ROOT: rest}
+
+
+def stage_tables(
+    model: ModelConfig, layout: Layout, stages: Sequence[range], pipeline_index: int
+) -> Iterator[tuple[int, tuple[ParameterSpec, ...]]]:
+    """Number and parameters of each stage that a process of the pipeline holds."""
+    for number in layout.stages_of(pipeline_index):
+        layers = stages[number]
+        yield (
+            number,
+            parameter_table(model, first_layer=layers.start, last_layer=layers.stop),
+        )

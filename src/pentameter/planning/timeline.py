@@ -1,0 +1,184 @@
+"""The order of a pipeline's passes over micro-batches, and the time it leaves processes idle.
+
+The orders are those of PyTorch's schedules: GPipe (Huang et al. 2019), 1F1B (PipeDream-Flush,
+Narayanan et al. 2021), its interleaved form (Megatron-LM, Narayanan et al. 2021) and zero-bubble
+ZB1P (Qi et al. 2023), the latter two for any number of stages per process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from pentameter.config.choices import SPLITS_BACKWARD, look_up, refuse_unknown
+from pentameter.config.schema import Config
+from pentameter.planning.architecture import padded_vocab_size, parameter_table
+from pentameter.planning.layout import Layout
+
+RECOMPUTES_PRODUCTS = {None: False, "selective": False, "full": True}
+"""`train.activation_checkpoint` → whether backward computes a block's matrix products again."""
+
+Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
+
+
+class Pass(NamedTuple):
+    """What a process does at a time: a pass of one micro-batch through one stage.
+
+    Zero-bubble schedules split the backward pass into the gradient of the stage's input, for which
+    the stage before is waiting, and those of its weights, for which nobody is.
+    """
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+
+class PassSeconds(NamedTuple):
+    """How long the passes of a stage take, in any unit."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+
+
+class Span(NamedTuple):
+    """A pass and when it runs."""
+
+    done: Pass
+    start: float
+    end: float
+
+
+def pass_order(layout: Layout, n_micro_batches: int) -> list[list[Pass]]:
+    """The passes that each process of the pipeline makes, in order."""
+    return [_order(layout, n_micro_batches, place) for place in range(layout.pipeline)]
+
+
+def _order(layout: Layout, n_micro_batches: int, place: int) -> list[Pass]:
+    """The passes of the process at `place` of the pipeline.
+
+    First only forward passes, to fill the pipeline; then forward and backward in turn; then what
+    is left of the backward passes. A process with several stages gives a round of micro-batches
+    to one stage, then to the next.
+    """
+    p, v, m = layout.pipeline, layout.virtual_stages, n_micro_batches
+    round_size = m // max(1, m // p)
+    hops = p - 1 - place
+    split = look_up(SPLITS_BACKWARD, layout.schedule, "parallel.schedule", "the timeline")
+    match layout.schedule:
+        case "gpipe":
+            warm_up = m
+        case "1f1b":
+            warm_up = min(m, hops)
+        case "interleaved":
+            warm_up = min((v - 1) * round_size + 2 * hops, v * m)
+        case "zero-bubble":
+            warm_up = min((v - 1) * round_size + hops, v * m)
+        case unknown:
+            refuse_unknown(unknown, "parallel.schedule", "the timeline")
+    stages = layout.stages_of(place)
+    seen: Counter[tuple[Kind, int]] = Counter()
+    passes: list[Pass] = []
+
+    def add(kind: Kind, number: int) -> None:
+        turn = number // round_size % v
+        stage = stages[turn if kind == "forward" else v - 1 - turn]
+        passes.append(Pass(kind, stage, seen[kind, stage]))
+        seen[kind, stage] += 1
+
+    for number in range(warm_up):
+        add("forward", number)
+    for number in range(v * m):
+        if warm_up + number < v * m:
+            add("forward", warm_up + number)
+        add("backward_input" if split else "backward", number)
+        if split and number >= place:
+            add("backward_weight", number - place)
+    if split:
+        for number in range(max(0, v * m - place), v * m):
+            add("backward_weight", number)
+    return passes
+
+
+def timeline(
+    layout: Layout, n_micro_batches: int, seconds: Sequence[PassSeconds]
+) -> list[list[Span]]:
+    """When each process makes each of its passes, if sending takes no time.
+
+    `seconds` holds the times of each stage. A pass starts once its process is free and what it
+    needs has been computed, in another process for most.
+    """
+    waiting = [deque(passes) for passes in pass_order(layout, n_micro_batches)]
+    made: list[list[Span]] = [[] for _ in waiting]
+    ends: dict[Pass, float] = {}
+    while any(waiting):
+        for passes, spans in zip(waiting, made, strict=True):
+            while passes and (needs := _needs(passes[0], layout)) <= ends.keys():
+                start = max([ends[need] for need in needs], default=0.0)
+                start = max(start, spans[-1].end if spans else 0.0)
+                end = start + _seconds(passes[0], layout, seconds[passes[0].stage])
+                ends[passes[0]] = end
+                spans.append(Span(passes.popleft(), start, end))
+    return made
+
+
+def _needs(one: Pass, layout: Layout) -> set[Pass]:
+    """Results of other stages that a pass starts from."""
+    if one.kind == "forward":
+        return {one._replace(stage=one.stage - 1)} if one.stage else set()
+    if one.kind == "backward_weight" or one.stage == layout.n_stages - 1:
+        return set()
+    return {one._replace(stage=one.stage + 1)}
+
+
+def _seconds(one: Pass, layout: Layout, seconds: PassSeconds) -> float:
+    if one.kind == "forward":
+        return seconds.forward
+    both = seconds.backward_input + seconds.backward_weight
+    if one.kind == "backward":
+        return both
+    if one.stage == 0:  # nobody waits for its input's gradient, and PyTorch does it all at once
+        return both if one.kind == "backward_weight" else 0.0
+    return seconds.backward_input if one.kind == "backward_input" else seconds.backward_weight
+
+
+def bubble_fraction(spans: Sequence[Sequence[Span]]) -> float:
+    """Idle time of the processes ÷ the time they compute, over a whole step.
+
+    With stages of equal times this is (p-1)/m for GPipe and 1F1B and (p-1)/(v·m) for the
+    interleaved schedule, p processes with v stages each and m micro-batches; where stages differ
+    it holds the wait for the slowest too.
+    """
+    busy = sum(span.end - span.start for process in spans for span in process)
+    length = max(span.end for process in spans for span in process)
+    return length * len(spans) / busy - 1
+
+
+def planned_bubble(
+    config: Config, layout: Layout, stages: Sequence[range], n_micro_batches: int
+) -> float:
+    """The bubble fraction of a step of a resolved `config`, whose passes take as long as their
+    matrix products count; 0 without a pipeline."""
+    if layout.pipeline == 1:
+        return 0.0
+    return bubble_fraction(timeline(layout, n_micro_batches, _pass_seconds(config, stages)))
+
+
+def _pass_seconds(config: Config, stages: Sequence[range]) -> list[PassSeconds]:
+    """The passes of each stage, measured in multiplications of a token, attention in full."""
+    model = config.model
+    how, key = config.train.activation_checkpoint, "train.activation_checkpoint"
+    recomputed = look_up(RECOMPUTES_PRODUCTS, how, key, "the timeline")
+    seconds = []
+    for layers in stages:
+        table = parameter_table(model, first_layer=layers.start, last_layer=layers.stop)
+        weights = sum(spec.n_elements for spec in table if spec.is_block_matrix)
+        if layers.stop == model.n_layers:
+            weights += padded_vocab_size(model) * model.d_model
+        attention = 2 * len(layers) * model.d_model * model.context_length
+        forward = weights + attention
+        # A product has two gradients; attention multiplies activations, so both are of its inputs.
+        backward_input = weights + 2 * attention + (forward if recomputed else 0)
+        seconds.append(PassSeconds(forward, backward_input, weights))
+    return seconds

@@ -1,0 +1,191 @@
+"""How one process of several reports that it failed, so that the failure is told once.
+
+The processes of a run fail together: when one does, the others lose their connection to it. The
+first failure is what a person wants to read. Under `--nproc` every process leaves a report and
+the launcher tells the first; elsewhere a process that is likely not the first waits a little, as
+torchrun and `srun --kill-on-bad-exit` end it while it does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pentameter.errors import (
+    ConfigError,
+    InterruptedRunError,
+    PentameterError,
+    StorageError,
+    printable,
+    terminal_message,
+)
+from pentameter.processes.lost import LostProcessError
+from pentameter.processes.place import LAUNCH_FOLDER, find_place
+
+EXPECTED = (PentameterError, OSError, KeyboardInterrupt)
+"""Errors whose message says all a person needs, without the traceback."""
+
+HOLD_BACK_SECONDS = 2.0
+"""What an error that all processes are likely to meet waits outside of rank 0; twice that, what
+follows from another process's error."""
+
+
+class WorkerFailedError(PentameterError):
+    """What a process that `--nproc` started failed with; the exit code is that process's."""
+
+    def __init__(self, failure: Failure) -> None:
+        rank = f"rank {failure.rank}: " if failure.rank else ""
+        super().__init__(rank + failure.message)
+        self.exit_code = failure.exit_code
+        self.worker_traceback = failure.traceback
+        self.expected = failure.expected
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a process ended, as its report says."""
+
+    rank: int
+    exit_code: int
+    message: str
+    """Empty where there is nothing to say: the reader of the output went away."""
+    time: float
+    """Seconds since the epoch."""
+    traceback: str = ""
+    expected: bool = True
+    """Whether the message says all a person needs, without the traceback."""
+    consequence: bool = False
+    """Whether it only follows from the failure of another process."""
+    agreed: bool = False
+    """Whether it is a stop that all processes have agreed on."""
+
+
+def first_failure(failures: list[Failure]) -> Failure:
+    """The one of `failures` that the others follow from.
+
+    Where all processes met the same error it is that of the lowest rank.
+    """
+    stopped = InterruptedRunError.exit_code
+    first = min(failures, key=lambda f: (f.consequence, f.exit_code == stopped, f.time))
+    same = [f for f in failures if f.message == first.message and not f.consequence]
+    return min(same, key=lambda f: f.rank, default=first)
+
+
+def report_path(folder: Path, rank: int) -> Path:
+    """The report of the process `rank` in the folder of a launch."""
+    return folder / f"failure-{rank}.json"
+
+
+def read_report(folder: Path, rank: int) -> Failure | None:
+    """The report of the process `rank`; None where it left none, or only a part."""
+    try:
+        return Failure(**json.loads(report_path(folder, rank).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def explanation(error: BaseException) -> tuple[str, int]:
+    """What to say of an error, and the exit code that belongs to it."""
+    if isinstance(error, BrokenPipeError):
+        return "", 0  # the reader of our output went away (`… | head`): not our failure
+    if isinstance(error, PentameterError):
+        return str(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 128 + signal.SIGINT
+    if isinstance(error, OSError):
+        where = f"{printable(str(error.filename))}: " if error.filename else ""
+        return f"{where}{error.strerror or error}", StorageError.exit_code
+    return f"{type(error).__name__}: {error}", 1
+
+
+def tell_failure(error: BaseException, *, debug: bool = False) -> bool:
+    """Tell the failure of a process of several; False for one that runs alone.
+
+    Call it while `error` is being handled. Where the process group still stands this does not
+    return but ends the process: ending Python properly could wait for the others for ever.
+    """
+    try:
+        place = find_place()
+    except ConfigError:
+        return False  # which is likely the error itself
+    if place is None:
+        return False
+    message, exit_code = explanation(error)
+    failure = Failure(
+        rank=place.rank,
+        exit_code=exit_code,
+        message=message,
+        time=time.time(),
+        traceback="".join(traceback.format_exception(error)),
+        expected=isinstance(error, EXPECTED),
+        consequence=isinstance(error, LostProcessError),
+        agreed=isinstance(error, InterruptedRunError) and error.agreed,
+    )
+    if place.source == "--nproc":
+        path = report_path(Path(os.environ[LAUNCH_FOLDER]), place.rank)
+        with suppress(OSError):  # a full disk; the exit code still tells
+            path.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    else:
+        _tell_here(error, failure, debug=debug)
+    if _group_stands():
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(exit_code)
+    return True
+
+
+@contextmanager
+def failure_ends_process() -> Iterator[None]:
+    """What a script of several processes puts around `joined_world`, as the command does.
+
+    An exception that leaves the block is told once and ends the process, with the exit code of
+    `explanation`, without waiting for the others: a group that stands, with work that is not done,
+    would make the end of Python wait for them. In a process that runs alone the exception goes on
+    as it is.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        if tell_failure(error):
+            raise SystemExit(explanation(error)[1]) from error
+        raise
+
+
+def _tell_here(error: BaseException, failure: Failure, *, debug: bool) -> None:
+    """Tell `failure` where nobody collects reports, after others had time to tell theirs."""
+    if failure.consequence:
+        time.sleep(2 * HOLD_BACK_SECONDS)
+    elif failure.expected and failure.rank:
+        time.sleep(HOLD_BACK_SECONDS)
+        if isinstance(error, (InterruptedRunError, KeyboardInterrupt)):
+            return  # all are stopped, and rank 0 says so
+    if (
+        not failure.expected
+        and isinstance(error, Exception)
+        and "TORCHELASTIC_ERROR_FILE" in os.environ
+    ):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)  # torchrun shows it
+        return
+    if debug or not failure.expected:
+        print(printable(failure.traceback, keep="\n\t"), end="", file=sys.stderr)
+    rank = f"rank {failure.rank}: " if failure.rank else ""
+    if failure.message:
+        print(f"pentameter: {rank}{terminal_message(failure.message)}", file=sys.stderr)
+
+
+def _group_stands() -> bool:
+    # Not by an import: where a signal has cut off that of torch, parts of it are there, and to
+    # import it again would fail.
+    is_initialized = getattr(sys.modules.get("torch.distributed"), "is_initialized", None)
+    return is_initialized is not None and bool(is_initialized())

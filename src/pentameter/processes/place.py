@@ -1,0 +1,170 @@
+"""This process's place among those that were started together, by what the environment says.
+
+torchrun, SLURM's srun, a Kubernetes PyTorchJob and `--nproc` each start the same command several
+times and tell each process its place by environment variables. Nothing set means one process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pentameter.errors import ConfigError
+from pentameter.processes.slurm import expand_counts, expand_nodes, rendezvous_port
+
+LAUNCH_FOLDER = "PENTAMETER_LAUNCH_FOLDER"
+"""The private folder of `--nproc`: where its processes meet, and where they leave their reports."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among those that were started together, and how it meets them."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    """Its number among those of its machine."""
+    local_size: int
+    init_method: str
+    """`env://`, `tcp://HOST:PORT` or `file://PATH`, the path as it is."""
+    source: str
+    """Who started it: `torchrun`, `SLURM`, `--nproc` or `environment`."""
+
+
+def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
+    """The Place that the environment names; None for a process that runs alone.
+
+    Raises ConfigError for variables that contradict each other, naming them.
+    """
+    place = _named_place(environ)
+    return None if place is None or place.world_size == 1 else place
+
+
+def _named_place(environ: Mapping[str, str]) -> Place | None:
+    if LAUNCH_FOLDER in environ:
+        meet = f"file://{os.path.join(environ[LAUNCH_FOLDER], 'rendezvous')}"
+        return _place(environ, "--nproc", meet)
+    # srun alone sets the step's number of tasks: a batch script itself is one process.
+    is_srun_task = "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ
+    # A batch script can export WORLD_SIZE for all its tasks, but not the RANK of each.
+    if "RANK" in environ or ("WORLD_SIZE" in environ and not is_srun_task):
+        return _torch_place(environ)
+    if not is_srun_task:
+        _refuse_unknown_launcher(environ)
+        return None
+    return _slurm_place(environ)
+
+
+def _refuse_unknown_launcher(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError where something has started several processes that each would run alone."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+        count = environ.get(name, "").strip()
+        if count.isdecimal() and int(count) > 1:
+            raise ConfigError(
+                f"{name}={count} says that {count} processes were started together, and nothing "
+                "says which of them this is; start them with torchrun or srun, or on one machine "
+                f"with --nproc, or unset {name} to run as one process"
+            )
+
+
+def _torch_place(environ: Mapping[str, str]) -> Place:
+    """The place by the variables of torch.distributed, set by torchrun or a PyTorchJob."""
+    per_pod = environ.get("PET_NPROC_PER_NODE", "1")
+    if "TORCHELASTIC_RUN_ID" in environ:
+        source = "torchrun"
+    elif "LOCAL_RANK" not in environ and per_pod not in ("", "1"):
+        raise ConfigError(
+            f"PET_NPROC_PER_NODE={per_pod} asks for that many processes in each pod, and this one "
+            "runs alone: let the pod's command be torchrun -m pentameter train …"
+        )
+    else:
+        source = "environment"
+    place = _place(environ, source, "env://")
+    if place.world_size > 1:
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not environ.get(name):
+                raise ConfigError(
+                    f"WORLD_SIZE={place.world_size} processes are to meet, and {name} is not set; "
+                    "set it to that of rank 0, or start the command with torchrun"
+                )
+        _number(environ, "MASTER_PORT", "")
+    return place
+
+
+def _slurm_place(environ: Mapping[str, str]) -> Place:
+    """The place by the variables of a step that srun started."""
+    remedy = "start the command with srun, or unset the SLURM_ variables to run as one process"
+    rank = _number(environ, "SLURM_PROCID", remedy)
+    world_size = _number(environ, "SLURM_STEP_NUM_TASKS", remedy)
+    local_rank = _number(environ, "SLURM_LOCALID", remedy)
+    if environ.get("WORLD_SIZE"):
+        exported = _number(environ, "WORLD_SIZE", "unset WORLD_SIZE: srun says it already")
+        if exported != world_size:
+            raise ConfigError(
+                f"WORLD_SIZE={exported} contradicts SLURM_STEP_NUM_TASKS={world_size}, the tasks "
+                f"of this step: start it with srun --ntasks={exported}, or unset WORLD_SIZE"
+            )
+    if world_size == 1:
+        return Place(0, 1, 0, 1, "", "SLURM")
+    tasks = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    hosts = expand_nodes(environ.get("SLURM_STEP_NODELIST", ""))
+    node = _number(environ, "SLURM_NODEID", remedy)
+    if sum(tasks) != world_size or node >= len(tasks):
+        raise ConfigError(
+            f"SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE']!r} does not fit "
+            f"SLURM_STEP_NUM_TASKS={world_size} and SLURM_NODEID={node}; {remedy}"
+        )
+    if rank != sum(tasks[:node]) + local_rank:
+        raise ConfigError(
+            f"SLURM_PROCID={rank} is task {local_rank} of node {node}: SLURM deals the tasks out "
+            "to the nodes in turn, and ranks that work closely together would be far apart; "
+            "start with srun --distribution=block"
+        )
+    host = environ.get("MASTER_ADDR") or hosts[0]
+    port = rendezvous_port(environ)
+    if environ.get("MASTER_PORT"):
+        port = _number(environ, "MASTER_PORT", "")
+    host = f"[{host}]" if ":" in host else host
+    return _checked(
+        Place(rank, world_size, local_rank, tasks[node], f"tcp://{host}:{port}", "SLURM")
+    )
+
+
+def _place(environ: Mapping[str, str], source: str, init_method: str) -> Place:
+    remedy = "torchrun sets it; unset RANK and WORLD_SIZE to run as one process"
+    if "LOCAL_RANK" in environ or "LOCAL_WORLD_SIZE" in environ:
+        local_rank = _number(environ, "LOCAL_RANK", remedy)
+        local_size = _number(environ, "LOCAL_WORLD_SIZE", remedy)
+    else:  # a pod of a PyTorchJob has one process
+        local_rank, local_size = 0, 1
+    rank, world_size = _number(environ, "RANK", remedy), _number(environ, "WORLD_SIZE", remedy)
+    return _checked(Place(rank, world_size, local_rank, local_size, init_method, source))
+
+
+def _number(environ: Mapping[str, str], name: str, remedy: str) -> int:
+    text = environ.get(name, "").strip()
+    if text.isdecimal():
+        return int(text)
+    what = f"{name}={text!r} must be a whole number" if name in environ else f"{name} is not set"
+    raise ConfigError(f"{what}{f'; {remedy}' if remedy else ''}")
+
+
+def _checked(place: Place) -> Place:
+    """`place`, or ConfigError where its numbers cannot be."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if place.source == "SLURM":
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "the tasks of the node")
+    rank, size, local_rank, local_size = names
+    for number, name, count, of in (
+        (place.rank, rank, place.world_size, size),
+        (place.local_rank, local_rank, place.local_size, local_size),
+    ):
+        if number >= count:
+            raise ConfigError(f"{name}={number} must be below {of}={count}; ranks count from 0")
+    if place.local_size > place.world_size:
+        raise ConfigError(
+            f"{local_size}={place.local_size} of one machine cannot be more than {size}="
+            f"{place.world_size} of all; set both, or unset both"
+        )
+    return place

@@ -1,0 +1,82 @@
+"""A worker's side of its launcher: ending when the launcher is gone, showing stacks when asked."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from pentameter.errors import TrainingFailedError
+from pentameter.processes.place import LAUNCH_FOLDER
+
+LIFELINE = "PENTAMETER_LIFELINE_FD"
+"""The descriptor of the pipe that closes with the launcher of `--nproc`."""
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that ask a run to stop: from a person, a scheduler, a terminal that closes."""
+
+STACKS_SIGNAL = signal.SIGUSR2
+
+ORPHAN_SECONDS = 25
+"""Time that a worker whose torchrun agent is gone has to save and leave."""
+
+_PARENT_POLL_SECONDS = 1.0
+_WATCH_NAME = "watch-agent"
+
+
+def minded_stop_signals() -> list[signal.Signals]:
+    """STOP_SIGNALS without those that this process was started to ignore, as `nohup` does."""
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def watch_launcher(environ: Mapping[str, str] = os.environ) -> None:
+    """From now on, end this process and what it started when `--nproc`'s launcher is gone, and
+    write all stacks to a file at the launcher's STACKS_SIGNAL."""
+    if LIFELINE not in environ:
+        return
+    folder = Path(environ[LAUNCH_FOLDER])
+    descriptor = int(environ[LIFELINE])
+    with suppress(OSError):  # closed: this is not a worker, but something that a worker started
+        os.set_inheritable(descriptor, False)
+        threading.Thread(target=_end_with_launcher, args=(descriptor, folder), daemon=True).start()
+        path = stacks_path(folder, int(environ["RANK"]))
+        stacks = path.with_name(f"{path.name}.new").open("wb", buffering=0)
+        faulthandler.register(STACKS_SIGNAL, file=stacks)  # which keeps the file open
+        os.rename(stacks.name, path)  # from now on the launcher may send the signal
+
+
+def stacks_path(folder: Path, rank: int) -> Path:
+    """The stacks of the process `rank` in the folder of a launch; absent until it can write any."""
+    return folder / f"stacks-{rank}"
+
+
+def watch_agent() -> None:
+    """From now on, stop this process, as SIGTERM does, when its parent is gone: an agent of
+    torchrun that was killed leaves its workers behind, which would train on with nobody to start
+    them again. What has not left after ORPHAN_SECONDS is ended."""
+    if any(thread.name == _WATCH_NAME for thread in threading.enumerate()):
+        return  # once for a process is enough
+    threading.Thread(
+        target=_end_with_parent, args=(os.getppid(),), name=_WATCH_NAME, daemon=True
+    ).start()
+
+
+def _end_with_launcher(lifeline: int, folder: Path) -> None:
+    if os.read(lifeline, 1) == b"":
+        shutil.rmtree(folder, ignore_errors=True)  # the launcher cannot any more
+        if os.getpgrp() == os.getpid():
+            os.killpg(os.getpid(), signal.SIGKILL)
+        os._exit(TrainingFailedError.exit_code)
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL_SECONDS)
+    signal.alarm(ORPHAN_SECONDS)  # the kernel's, since a hang may leave Python no turn
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,95 @@
+"""The processes of a run, and what they say to each other outside the step: small, and on the CPU.
+
+Everything here is collective: each process of the world calls it, in the same order. With one
+process nothing is sent and torch.distributed is never imported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from pentameter.errors import PentameterError
+from pentameter.processes.progress import Progress
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those of the run. One process is the default."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    """Its number among those of its machine, and the number of its GPU."""
+    local_size: int = 1
+    timeout_seconds: float = math.inf
+    """Longest wait for another process, in every group; one process alone waits for nobody."""
+    progress: Progress = field(default_factory=Progress, compare=False, repr=False)
+    """Where this process is in its run."""
+    store: Store | None = field(default=None, compare=False, repr=False)
+    """The store of the meeting, where processes that lost another one say so."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that speaks and writes the run folder."""
+        return self.rank == 0
+
+    def share(self, value: T, source: int = 0) -> T:
+        """The value that the process `source` passed, in every process."""
+        if self.size == 1:
+            return value
+        import torch.distributed as dist
+
+        box = [value if self.rank == source else None]
+        dist.broadcast_object_list(box, src=source)
+        return box[0]  # type: ignore[return-value]
+
+    def collect(self, value: T) -> list[T]:
+        """The values of all processes, by rank, in every process."""
+        if self.size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[T] = [value] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def largest(self, value: int) -> int:
+        """The largest of the values that processes passed; cheap enough for every step."""
+        if self.size == 1:
+            return value
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.tensor([value])
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return int(tensor.item())
+
+    def wait(self) -> None:
+        """Return once every process has come here."""
+        self.largest(0)
+
+    def on_main(self, action: Callable[[], T]) -> T:
+        """What `action` returns in the main process, where alone it runs.
+
+        Raises in every process what it raised there.
+        """
+        result: T | None = None
+        error: BaseException | None = None
+        if self.is_main:
+            try:
+                result = action()
+            except (PentameterError, OSError) as caught:
+                error = caught
+        if self.size > 1:
+            result, error = self.share((result, error))
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]

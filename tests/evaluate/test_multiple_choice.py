@@ -1,0 +1,143 @@
+"""Scores of choices: those of one pass each, whatever runs together, and the right ones win."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from pentameter.config.schema import Config
+from pentameter.data.tokenizers.tokenizer import CharTokenizer
+from pentameter.errors import CorruptError
+from pentameter.evaluate.multiple_choice import choice_scores, evaluate_multiple_choice
+from pentameter.evaluate.questions import Question, encode_questions
+from pentameter.parallel.assemble import assemble
+from pentameter.planning.plan import make_plan
+
+CPU = torch.device("cpu")
+TOKENIZER = CharTokenizer("abcdefgh ")
+CONTEXT = 12
+
+
+def plan(vocab_size=TOKENIZER.vocab_size, **model):
+    return make_plan(
+        Config.model_validate(
+            {
+                "model": {
+                    "vocab_size": vocab_size,
+                    "vocab_multiple": 4,
+                    "context_length": CONTEXT,
+                    "n_layers": 2,
+                    "n_heads": 2,
+                    "d_model": 16,
+                    "dropout": 0.3,
+                    "init_std": 0.5,  # logits that differ
+                    **model,
+                },
+                "data": {"corpus": "grammar"},
+                "train": {"steps": 1, "batch_size": 1},
+            }
+        )
+    )
+
+
+def random_questions(n_questions=12):
+    draw = np.random.default_rng(7)
+
+    def text(most):
+        return "".join(draw.choice(list("abcdefgh"), draw.integers(1, most)))
+
+    return [
+        Question(
+            f"q:{number}",
+            text(30),
+            tuple(text(CONTEXT - 1) for _ in range(draw.integers(2, 5))),
+            int(draw.integers(2)),
+        )
+        for number in range(n_questions)
+    ]
+
+
+def brute_force(stage, question):
+    """Each choice's log-probability: one forward pass for each of its characters."""
+    stage.model.eval()
+    scores = []
+    for choice in question.choices:
+        ids = TOKENIZER.encode(f"{question.context} {choice}")[-(CONTEXT + 1) :]
+        score = 0.0
+        for place in range(len(ids) - len(choice) - 1, len(ids)):
+            with torch.inference_mode():
+                logits = stage.model(torch.from_numpy(ids[None, :place]))[0, -1]
+            allowed = logits[: TOKENIZER.vocab_size].log_softmax(0)
+            score += allowed[ids[place]].item()
+        scores.append(score)
+    return scores
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 100])
+def test_scores_are_those_of_one_pass_for_each_token(batch_size):
+    stage = assemble(plan(), CPU, "fp64", compiled=False)
+    questions = random_questions()
+    expected = [score for question in questions for score in brute_force(stage, question)]
+    choices = encode_questions(questions, TOKENIZER, CONTEXT)
+    scores = choice_scores(stage, choices, batch_size=batch_size)
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-10)
+
+
+def test_accuracies_count_the_right_choices():
+    stage = assemble(plan(), CPU, "fp64", compiled=False)
+    questions = random_questions()
+    right = [0, 0, 0]
+    for question in questions:
+        scores = np.array(brute_force(stage, question))
+        n_tokens = np.array([len(choice) + 1 for choice in question.choices])
+        for measure, by in enumerate((scores, scores / n_tokens, scores / (n_tokens - 1))):
+            right[measure] += int(by.argmax()) == question.answer
+    metrics = evaluate_multiple_choice(stage, TOKENIZER, questions, batch_size=7)
+    found = (metrics.accuracy, metrics.accuracy_per_token, metrics.accuracy_per_byte)
+    assert metrics.examples == 12
+    assert found == tuple(n / 12 for n in right)
+
+
+def fixed(probabilities):
+    """A stage that predicts each character with the same probability everywhere; its tokenizer."""
+    tokenizer = CharTokenizer("".join(probabilities))
+    head = {"tied_head": False, "head_bias": True}
+    stage = assemble(plan(tokenizer.vocab_size, **head), CPU, "fp64", compiled=False)
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            parameter.zero_()
+        for index, character in enumerate(tokenizer.characters):
+            stage.model.head.bias[index] = math.log(probabilities[character])
+    return stage, tokenizer
+
+
+def test_three_measures_and_what_each_prefers():
+    stage, tokenizer = fixed({"a": 1 / 2, "b": 1 / 4, " ": 1 / 8, "é": 1 / 8})
+    choices = ("a", "aaaa", "b", "é")
+    rows = encode_questions([Question("q:1", "ab", choices, 0)], tokenizer, CONTEXT)
+    scores = choice_scores(stage, rows, batch_size=3)
+    expected = [math.log(1 / 8) + n * math.log(p) for n, p in ((1, 1 / 2), (4, 1 / 2), (1, 1 / 4))]
+    expected.append(2 * math.log(1 / 8))
+    np.testing.assert_allclose(scores, expected, rtol=1e-14)
+
+    def right(a, b, answer):
+        questions = [Question("q:1", "ab", (a, b), answer)]
+        metrics = evaluate_multiple_choice(stage, tokenizer, questions, batch_size=4)
+        return metrics.accuracy, metrics.accuracy_per_token, metrics.accuracy_per_byte
+
+    # " a" is likelier than " aaaa", but not per token (-1.39 against -0.97) or byte (-2.77, -1.21).
+    assert right("a", "aaaa", 0) == (1, 0, 0)
+    # " b" is likelier than " é" and has as many tokens, but half the bytes.
+    assert right("b", "é", 0) == (1, 1, 0)
+    assert right("b", "é", 1) == (0, 0, 1)
+    assert right("ab", "ba", 0) == (1, 1, 1)  # equally likely: the first
+
+
+def test_weights_that_are_no_numbers_are_refused():
+    stage = assemble(plan(), CPU, "fp64", compiled=False)
+    with torch.no_grad():
+        next(stage.model.parameters()).fill_(math.nan)
+    choices = encode_questions(random_questions(1), TOKENIZER, CONTEXT)
+    with pytest.raises(CorruptError, match="NaN"):
+        choice_scores(stage, choices, batch_size=4)

@@ -1,0 +1,117 @@
+"""The fused step is the plain model: loss and every gradient, in fp64, over the variants."""
+
+import pytest
+import torch
+
+from pentameter.config.schema import ModelConfig
+from pentameter.fused_cpu.step import architecture_obstacle, fused_loss_sum
+from pentameter.model.dropout import dropout_keys
+from pentameter.model.gpt import build_model
+from pentameter.model.loss import loss_sum
+
+BASE = {
+    "vocab_size": 13,
+    "context_length": 12,
+    "n_layers": 2,
+    "n_heads": 2,
+    "d_model": 16,
+    "dropout": 0.2,
+    "attention_dropout": 0.1,
+}
+VARIANTS = {
+    "nanogpt": {"attention_dropout": 0.0},
+    "tutorial": {
+        "activation": "relu",
+        "tied_head": False,
+        "head_bias": True,
+        "bias": True,
+        "embedding_dropout": 0.0,
+    },
+    "gpt2": {"activation": "gelu_tanh", "bias": True, "qkv_bias": True, "vocab_multiple": 8},
+    "other": {
+        "norm": "rmsnorm",
+        "positions": "sinusoidal",
+        "embedding_scale": True,
+        "dropout": 0.0,
+        "head_bias": True,
+    },
+}
+
+
+def batch(rows=6, time=12):
+    generator = torch.Generator().manual_seed(4)
+    tokens = torch.randint(13, (rows, time), generator=generator)
+    targets = torch.randint(13, (rows, time), generator=generator)
+    targets[0, 5:] = -1
+    return tokens, targets
+
+
+def randomised(config, dtype):
+    """A model whose biases and norm weights are not what initialisation leaves, 0 and 1."""
+    model = build_model(config, 7, dtype=dtype)
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(
+                torch.randn(parameter.shape, generator=generator, dtype=dtype), alpha=0.1
+            )
+    return model.train()
+
+
+def losses_and_gradients(config, dtype, time=12):
+    tokens, targets = batch(time=time)
+    keys = dropout_keys(config, 3, 5, range(len(tokens)))
+    answers = []
+    for fused in (False, True):
+        model = randomised(config, dtype)
+        if fused:
+            loss = fused_loss_sum(model, tokens, targets, keys, dtype)
+        else:
+            loss = loss_sum(model(tokens, dropout_keys=keys), targets, config.vocab_size)
+        loss.backward()
+        answers.append((loss.item(), {name: p.grad for name, p in model.named_parameters()}))
+    return answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_fused_equals_plain_in_fp64(variant):
+    config = ModelConfig(**{**BASE, **VARIANTS[variant]})
+    assert architecture_obstacle(config) is None
+    for time in (12, 7):  # 7 does not divide into blocks, and is shorter than the context
+        (plain_loss, plain), (loss, fused) = losses_and_gradients(config, torch.float64, time)
+        assert loss == pytest.approx(plain_loss, rel=1e-13)
+        assert fused.keys() == plain.keys()
+        for name, gradient in plain.items():
+            # Sums of a few hundred terms in another order: some ulps of the largest element.
+            scale = gradient.abs().max().item()
+            torch.testing.assert_close(
+                fused[name], gradient, rtol=1e-10, atol=1e-12 * scale, msg=name
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_large_vocabularys_loss_comes_by_chunks(monkeypatch, variant):
+    config = ModelConfig(**{**BASE, **VARIANTS[variant]})
+    monkeypatch.setattr("pentameter.model.chunked_loss.MAX_LOGITS", 7 * 16)
+    (plain_loss, plain), (loss, fused) = losses_and_gradients(config, torch.float64)
+    assert loss == pytest.approx(plain_loss, rel=1e-13)
+    for name, gradient in plain.items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(fused[name], gradient, rtol=1e-10, atol=1e-12 * scale, msg=name)
+
+
+@pytest.mark.slow
+def test_many_shapes_in_one_process():
+    """PyTorch gives up on a function after eight recompilations; a sweep has more than that."""
+    from pentameter.fused_cpu import kernels
+
+    for width in range(1, 13):
+        x = torch.randn(4, width)
+        assert torch.equal(kernels.transpose(x), x.t())
+
+
+def test_norms_after_the_sum_are_left_to_the_plain_model():
+    config = ModelConfig(**{**BASE, "norm_position": "post"})
+    assert architecture_obstacle(config) == "model.norm_position='post'"

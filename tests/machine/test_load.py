@@ -1,0 +1,118 @@
+"""What a machine can carry, and how busy others keep it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pentameter.cli.main import main
+from pentameter.errors import ConfigError
+from pentameter.machine import load as machine_load
+from pentameter.machine.load import OtherPrograms, check_memory, check_processes
+from pentameter.machine.threads import bound_spinning, usable_cores
+from pentameter.processes.world import World
+
+LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/stat")
+
+
+@pytest.fixture
+def small_machine(monkeypatch):
+    monkeypatch.setattr(machine_load, "usable_cores", lambda: frozenset(range(2)))
+    monkeypatch.setattr(machine_load, "memory_bytes", lambda: 8 * 10**9)
+
+
+@pytest.mark.usefixtures("small_machine")
+@pytest.mark.parametrize("n_processes", [9, 1024, 99_999_999_999])
+def test_more_processes_than_cores_can_serve_are_refused(n_processes):
+    with pytest.raises(ConfigError) as caught:
+        check_processes(n_processes)
+    for word in (
+        f"--nproc {n_processes:,}",
+        "2 cores",
+        "at most 8",
+        "--oversubscribe",
+        "--dry-run",
+    ):
+        assert word in str(caught.value)
+
+
+@pytest.mark.usefixtures("small_machine")
+def test_who_means_it_may_oversubscribe_as_far_as_memory_goes():
+    check_processes(8)
+    check_processes(20, oversubscribe=True)
+    with pytest.raises(ConfigError, match=r"--nproc 1,024: .* would take 307 GB, .* has 8 GB"):
+        check_processes(1024, oversubscribe=True)
+
+
+@pytest.mark.usefixtures("small_machine")
+def test_what_the_plan_needs_is_compared_with_the_memory():
+    check_memory(4, 10**9)
+    with pytest.raises(ConfigError, match=r"processes of about 2\.30 GB each .* would take 9 GB"):
+        check_memory(4, 2 * 10**9)
+
+
+@pytest.mark.parametrize("arguments", [["--nproc", "99999999999"], ["--nproc", "4096"]])
+def test_the_command_starts_none_of_them(monkeypatch, capsys, arguments):
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started"))
+    assert main(["train", "quickstart", *arguments]) == 2
+    assert "start at most" in capsys.readouterr().err
+
+
+@LINUX_ONLY
+def test_another_program_is_noticed_and_this_one_is_not():
+    others = OtherPrograms()
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:  # this process is busy, which is no other program
+        pass
+    alone = others.cores(World().collect)
+    others = OtherPrograms()
+    before = os.times()
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        time.sleep(1.0)
+        beside = others.cores(World().collect)
+        assert os.times()[0] - before[0] < 0.5  # which its own seconds did not hide
+    finally:
+        busy.kill()
+        busy.wait()
+    assert 0 <= alone < len(usable_cores())
+    assert beside > 0.2
+    assert beside <= len(usable_cores()) + 0.1
+
+
+def test_a_busy_machine_is_told(monkeypatch):
+    others = OtherPrograms()
+    monkeypatch.setattr(others, "cores", lambda world: 1.25)
+    warning = str(others.warning(World().collect))
+    assert warning.startswith("other programs keep 1.2 of this machine's ")
+    monkeypatch.setattr(others, "cores", lambda world: 0.1)
+    assert others.warning(World().collect) is None
+
+
+def test_a_system_that_does_not_say_is_taken_for_idle(monkeypatch):
+    monkeypatch.setattr(machine_load, "_busy_seconds", lambda cores: 0.0)
+    assert OtherPrograms().cores(World().collect) == 0.0
+
+
+@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
+def test_how_threads_wait_is_the_users_choice(name):
+    chosen = {name: "7"}
+    bound_spinning(chosen)
+    assert chosen == {name: "7"}
+
+
+def test_spinning_is_bounded_before_torch_is_loaded():
+    """The runtime reads its variables once, when torch loads it."""
+    code = (
+        "import os, sys, pentameter as pm; assert 'torch' not in sys.modules;"
+        "pm.Trainer; print('torch' in sys.modules, os.environ['GOMP_SPINCOUNT'])"
+    )
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "KMP_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=kept
+    )
+    assert done.stdout == "True 60000\n"

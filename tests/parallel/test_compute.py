@@ -1,0 +1,101 @@
+"""What the engine says it does is what the Engine does."""
+
+import pytest
+import torch
+
+from pentameter.config.schema import Config
+from pentameter.parallel import compute as engine
+from pentameter.parallel.assemble import assemble
+from pentameter.parallel.compute import choose_compute, fused_obstacle
+from pentameter.planning.plan import make_plan
+from pentameter.processes.world import World
+
+
+def plan(*, checkpoint=None, **model):
+    base = {"vocab_size": 11, "context_length": 8, "n_layers": 1, "n_heads": 1, "d_model": 32}
+    train = {"steps": 2, "batch_size": 2, "device": "cpu", "precision": "bf16"}
+    return make_plan(
+        Config.model_validate(
+            {
+                "model": base | model,
+                "data": {"corpus": "grammar"},
+                "train": {**train, "compile": True, "activation_checkpoint": checkpoint},
+            }
+        )
+    )
+
+
+@pytest.fixture
+def a_machine_with_amx(monkeypatch):
+    monkeypatch.setattr(engine, "tune_allocator", lambda **options: False)
+    monkeypatch.setattr(engine, "choose_compile", lambda *_, **__: (True, "asked for"))
+    monkeypatch.setattr(engine, "product_ceiling", lambda *_: 1e12)
+    monkeypatch.setattr(engine, "load_amx", lambda _: None)
+    monkeypatch.setattr("pentameter.fused_cpu.amx._loaded", [object()])
+
+
+def test_amx_kernels_serve_the_fused_step(a_machine_with_amx):
+    chosen = choose_compute(plan())
+    assert chosen.amx_kernels
+    assert chosen.compile_reason == "asked for; with AMX kernels"
+    assert fused_obstacle(plan()) is None
+
+
+class TwoMachines(World):
+    """This process, and one of another machine, which cannot do everything."""
+
+    def __init__(self, lacks_compiler: bool) -> None:
+        super().__init__(rank=0, size=2, local_rank=0, local_size=1)
+        object.__setattr__(self, "lacks_compiler", lacks_compiler)
+
+    def on_main(self, action):
+        return action()
+
+    def collect(self, value):
+        if isinstance(value, tuple):
+            return [value, (False, "no compiler there") if self.lacks_compiler else value]
+        return [value, "no AMX there"]
+
+
+@pytest.mark.parametrize("lacks_compiler", [True, False])
+def test_what_one_machine_cannot_do_none_does(a_machine_with_amx, lacks_compiler):
+    chosen = choose_compute(plan(), TwoMachines(lacks_compiler))
+    assert not chosen.amx_kernels
+    assert chosen.compiled is not lacks_compiler
+    assert ("no compiler there" if lacks_compiler else "no AMX there") in chosen.compile_reason
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"norm_position": "post"}, "does not know model.norm_position='post'"),
+        ({"checkpoint": "full"}, "does not know train.activation_checkpoint='full'"),
+        ({"n_heads": 2}, "multiple of 32, not 16"),
+    ],
+)
+def test_amx_kernels_are_not_claimed_where_they_do_not_serve(a_machine_with_amx, settings, reason):
+    chosen = choose_compute(plan(**settings))
+    assert not chosen.amx_kernels
+    assert reason in chosen.compile_reason
+    assert chosen.environment()["amx_kernels"] is False
+
+
+@pytest.mark.parametrize(
+    ("setting", "precision", "expected"),
+    [
+        (None, "fp32", "highest"),
+        (None, "tf32", "high"),
+        ("medium", "fp32", "medium"),
+        ("highest", "tf32", "highest"),
+    ],
+)
+def test_matmul_precision(setting, precision, expected):
+    before = torch.get_float32_matmul_precision()
+    try:
+        whole = plan()
+        train = whole.config.train.model_copy(update={"matmul_precision": setting})
+        config = whole.config.model_copy(update={"train": train})
+        assemble(make_plan(config), torch.device("cpu"), precision, compiled=False)
+        assert torch.get_float32_matmul_precision() == expected
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,88 @@
+"""Stages of several processes: what a Engine promises beyond a training step."""
+
+import numpy as np
+import pytest
+import torch
+from measured import configuration, engine_of, own_batch
+from torch.distributed.tensor import DTensor
+
+from pentameter.data.batches.batches import Batch
+from pentameter.errors import ConfigError
+from pentameter.processes.world import World
+
+TEXT = np.array([[3, 1, 4, 1, 5]])
+TRAIN = {"micro_batch_size": 2, "precision": "bf16"}
+
+
+def of(layout: str):
+    """The configuration of a layout, whose `[parallel]` takes part in no number."""
+    return configuration(layout, {"dropout": 0.0}, TRAIN)
+
+
+@pytest.mark.parametrize(
+    "layout", ["tensor=2", "pipeline=2", "pipeline=2,schedule=interleaved,virtual_stages=2"]
+)
+def test_sampling_does_not_round_as_training_does(processes, layout):
+    _, alone = engine_of(World(), of("data=1"))
+    with torch.no_grad():
+        expected = alone.model.eval()(torch.from_numpy(TEXT))[:, -1, :13].double().numpy()
+    for logits in processes.run(2, logits_of, of(layout)):
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-6)
+
+
+def logits_of(world, config):
+    return engine_of(world, config)[1].next_logits(TEXT)
+
+
+@pytest.mark.parametrize("layout", ["data=2,zero=1", "data=2,zero=3", "data=2,zero=2,pipeline=2"])
+def test_parameters_are_shards_again_after_passes_without_gradients(processes, layout):
+    n_processes = 4 if "pipeline" in layout else 2
+    assert processes.run(n_processes, sharded_after, of(layout)) == [True] * n_processes
+
+
+def sharded_after(world, config):
+    stage = engine_of(world, config)[1]
+    sharded = []
+    for look in (lambda: stage.evaluate(whole_batch()), lambda: stage.next_logits(TEXT)):
+        look()
+        sharded += [isinstance(parameter, DTensor) for parameter in stage.parameters()]
+    return all(sharded)
+
+
+def whole_batch() -> Batch:
+    tokens = np.random.default_rng(7).integers(0, 13, (4, 9))
+    return Batch(tokens[:, :-1], tokens[:, 1:], np.arange(4))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+def test_training_after_an_evaluation_of_as_many_micro_batches(processes, schedule):
+    """Which evaluates by a schedule of the same name and shapes, whose stages receive without
+    gradients."""
+    trained, evaluated = zip(
+        *processes.run(2, evaluate_then_train, of(f"pipeline=2,schedule={schedule}")), strict=True
+    )
+    only = processes.run(1, evaluate_then_train, of("data=1"))[0]
+    assert trained == pytest.approx([only[0]] * 2, rel=1e-2)
+    assert evaluated == pytest.approx([only[1]] * 2, rel=1e-2)
+
+
+def evaluate_then_train(world, config):
+    stage = engine_of(world, config)[1]
+    evaluated = stage.evaluate(whole_batch()).mean
+    batch = own_batch(stage, 0)
+    four = Batch(batch.inputs[:4], batch.targets[:4], batch.rows[:4])
+    return stage.forward_backward(four, 0).mean, evaluated
+
+
+def test_no_process_of_a_pipeline_has_the_whole_model(processes):
+    for message in processes.run(2, ask_for_the_model, of("pipeline=2")):
+        assert "parallel.pipeline=2" in message
+        assert "stage.models" in message
+
+
+def ask_for_the_model(world, config):
+    stage = engine_of(world, config)[1]
+    assert len(stage.models) == 1
+    with pytest.raises(ConfigError) as caught:
+        _ = stage.model
+    return str(caught.value)

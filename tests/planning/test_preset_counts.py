@@ -1,0 +1,165 @@
+"""The presets' published parameter counts, planned and built, and their batches and rates."""
+
+import re
+
+import pytest
+import torch
+
+from pentameter.config.load import load_config
+from pentameter.config.schema import ModelConfig
+from pentameter.errors import ConfigError
+from pentameter.model.gpt import GPT
+from pentameter.optim.schedule import learning_rate
+from pentameter.planning.architecture import parameter_table
+from pentameter.planning.layout import stage_layers
+from pentameter.planning.plan import Plan, make_plan
+
+WIKITEXT2_WORDS = 28_782
+
+# Without and with the rows that pad the vocabulary.
+COUNTS = {
+    "gpt2-124m": (124_439_808, 124_475_904),
+    "gpt2-124m-budget": (124_439_808, 124_475_904),
+    "gpt2-350m": (354_823_168, 354_871_296),
+    "gpt2-774m": (774_030_080, 774_090_240),
+    "gpt2-1558m": (1_557_611_200, 1_557_686_400),
+    "gpt2-xl-hybrid": (1_557_686_400, 1_557_686_400),
+    "gpt3-175b": (174_604_836_864, 174_604_836_864),
+    "wikitext2-tutorial": (1_041_444_974, 1_041_444_974),
+    "wikitext2-small": (12_025_582, 12_025_582),
+}
+
+
+def plan_of(name: str) -> Plan:
+    """The preset's plan, for a text of 1,000 rows."""
+    config = load_config(name)
+    words = WIKITEXT2_WORDS if config.model.vocab_size is None else None
+    return make_plan(config, words, 1000)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_preset_has_exactly_its_parameters(name: str) -> None:
+    plan = plan_of(name)
+    assert (plan.n_parameters, plan.n_parameters_padded) == COUNTS[name]
+
+
+def built(model: ModelConfig, layers: range) -> dict[str, int]:
+    """Elements of each parameter of the built layers, which take no memory on `meta`."""
+    with torch.device("meta"):
+        stage = GPT(model, first_layer=layers.start, last_layer=layers.stop)
+    return {name: parameter.numel() for name, parameter in stage.named_parameters()}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_the_built_model_has_the_planned_parameters(name: str) -> None:
+    """Engine by stage where the whole is too large, each parameter counted once.
+
+    Embedding and tied head are one parameter, which the first and the last stage both hold.
+    """
+    plan = plan_of(name)
+    model = plan.config.model
+    n_stages = 16 if name == "gpt3-175b" else 1
+    elements: dict[str, int] = {}
+    n_held = 0
+    for layers in stage_layers(model.n_layers, n_stages):
+        stage = built(model, layers)
+        table = parameter_table(model, first_layer=layers.start, last_layer=layers.stop)
+        assert stage == {spec.name: spec.n_elements for spec in table}
+        elements |= stage
+        n_held += sum(stage.values())
+    assert sum(elements.values()) == plan.n_parameters_padded == COUNTS[name][1]
+    held_twice = elements["token_embedding.weight"] if n_stages > 1 else 0
+    assert n_held - held_twice == plan.n_parameters_padded
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens_per_step", "n_micro_batches"),
+    [
+        ("gpt2-124m", 2**19, 32),
+        ("gpt2-350m", 2**19, 64),
+        ("gpt2-774m", 2**19, 128),
+        ("gpt2-1558m", 2**19, 256),
+        ("gpt2-124m-budget", 2**19, 128),
+        ("gpt2-xl-hybrid", 192 * 1024, 192),
+        ("gpt3-175b", 1536 * 2048, 1536),
+        ("wikitext2-tutorial", 20 * 35, 10),  # 5 on each of two parts
+        ("wikitext2-small", 20 * 35, 1),
+    ],
+)
+def test_a_presets_batch(name: str, tokens_per_step: int, n_micro_batches: int) -> None:
+    plan = plan_of(name)
+    assert (plan.tokens_per_step, plan.n_micro_batches) == (tokens_per_step, n_micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("name", "rates"),
+    [
+        ("gpt2-124m-budget", {0: 6e-5, 9: 6e-4, 10: 6e-4, 30: 3.3e-4, 50: 6e-5}),
+        ("gpt2-124m", {0: 6e-4 / 715, 714: 6e-4, 19_073: 6e-5}),
+        ("wikitext2-tutorial", {0: 5.0, 49: 5.0, 50: 4.75, 149: 4.5125}),
+        ("gpt2-xl-hybrid", {0: 1.5e-4, 300: 1.5e-4}),
+        ("gpt3-175b", {118: 6e-5, 82_652: 6e-6, 95_366: 6e-6}),
+    ],
+)
+def test_a_presets_rates(name: str, rates: dict[int, float]) -> None:
+    config = plan_of(name).config
+    for step, rate in rates.items():
+        asked = learning_rate(step, config.optimizer, config.schedule)
+        assert asked == pytest.approx(rate, rel=1e-12), step
+
+
+def test_epochs_of_documents_become_steps() -> None:
+    config = load_config("gpt2-xl-hybrid")
+    plan = make_plan(config, rows_per_epoch=19_200)
+    assert plan.steps == 60 * 100
+    assert plan.config.train.eval_interval == 100
+
+
+@pytest.mark.parametrize(
+    ("name", "n_processes", "degrees", "n_micro_batches"),
+    [
+        ("wikitext2-tutorial", 4, (2, 1, 2), 5),
+        ("wikitext2-tutorial", 2, (1, 1, 2), 10),
+        ("wikitext2-small", 1, (1, 1, 1), 1),
+        ("gpt2-xl-hybrid", 8, (2, 2, 2), 96),
+        ("gpt2-xl-hybrid", 64, (16, 2, 2), 12),
+        ("gpt3-175b", 128, (1, 8, 16), 1536),
+        ("gpt3-175b", 1024, (8, 8, 16), 192),
+    ],
+)
+def test_a_presets_layout(
+    name: str, n_processes: int, degrees: tuple[int, int, int], n_micro_batches: int
+) -> None:
+    words = WIKITEXT2_WORDS if name == "wikitext2-small" else None
+    plan = make_plan(load_config(name), words, 1000, world_size=n_processes)
+    layout = plan.layout
+    assert (layout.data, layout.tensor, layout.pipeline) == degrees
+    assert (plan.n_micro_batches, plan.tokens_per_step) == (
+        n_micro_batches,
+        make_plan(load_config(name), words, 1000).tokens_per_step,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [
+        ("wikitext2-tutorial", "parallel.pipeline=2 needs a multiple of 2 processes, there is 1"),
+        (
+            "gpt2-xl-hybrid",
+            "parallel.tensor=2 × parallel.pipeline=2 need a multiple of 4 processes, there is 1: "
+            "start 4 (--nproc 4, or torchrun's --nproc-per-node), or lower a degree "
+            "(--parallel.tensor 1 --parallel.pipeline 1)",
+        ),
+        ("gpt3-175b", "start 128 (--nproc 128, or torchrun"),
+    ],
+)
+def test_one_process_is_told_what_a_presets_layout_needs(name: str, needs: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(needs)):
+        make_plan(load_config(name), rows_per_epoch=1000, world_size=1)
+
+
+def test_a_presets_layout_can_be_put_down_to_one_process() -> None:
+    config = load_config("gpt2-xl-hybrid", {"parallel.tensor": 1, "parallel.pipeline": 1})
+    assert make_plan(config, rows_per_epoch=1000, world_size=1).n_micro_batches == 192
+    config = load_config("wikitext2-tutorial", {"parallel.pipeline": 1})
+    assert make_plan(config, world_size=1).n_micro_batches == 10

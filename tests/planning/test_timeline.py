@@ -1,0 +1,95 @@
+"""Pipeline timelines: PyTorch's own orders, the textbook's bubbles."""
+
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+
+from pentameter.config.load import load_config
+from pentameter.planning.layout import Layout
+from pentameter.planning.plan import make_plan
+from pentameter.planning.timeline import PassSeconds, bubble_fraction, pass_order, timeline
+
+TORCHS = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
+LETTERS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
+CASES = [
+    (name, p, v, m)
+    for name in TORCHS
+    for p in (2, 3, 4)
+    for v in (1, 2, 3)
+    for m in (2, 4, 6, 12)
+    if m % max(1, m // p) == 0
+]
+
+
+def layout(name, p, v=1):
+    return Layout(pipeline=p, schedule=name, virtual_stages=v)
+
+
+def bubble(name, p, m, v=1, seconds=(1.0, 1.0, 1.0)):
+    where = layout(name, p, v)
+    return bubble_fraction(timeline(where, m, [PassSeconds(*seconds)] * where.n_stages))
+
+
+@pytest.mark.parametrize(("name", "p", "v", "m"), CASES)
+def test_the_order_is_torchs(name, p, v, m):
+    stages = [
+        SimpleNamespace(
+            group_size=p, group_rank=0, num_stages=p * v, stage_index=i * p, submod=None
+        )
+        for i in range(v)
+    ]
+    theirs = TORCHS[name](stages, m).pipeline_order
+    for place, passes in enumerate(pass_order(layout(name, p, v), m)):
+        assert [tuple(one) for one in passes] == [
+            (LETTERS[action.computation_type.value], action.stage_index, action.microbatch_index)
+            for action in theirs[place]
+            if action is not None
+        ]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_one_stage_each(name):
+    """GPipe waits as long as 1F1B does, which only holds fewer micro-batches."""
+    for p, m in ((2, 2), (2, 8), (4, 4), (4, 16)):
+        assert bubble(name, p, m) == pytest.approx((p - 1) / m)
+
+
+def test_1f1b_holds_fewer_micro_batches():
+    def held(name):
+        (first, *_) = pass_order(layout(name, 4), 16)
+        steps = [1 if one.kind == "forward" else -1 for one in first]
+        return max(sum(steps[: i + 1]) for i in range(len(steps)))
+
+    assert held("gpipe") == 16
+    assert held("1f1b") == 4
+
+
+def test_several_stages_each_wait_less():
+    for p, m, v in ((2, 2, 2), (2, 8, 4), (4, 8, 2)):
+        assert bubble("interleaved", p, m, v) == pytest.approx((p - 1) / (v * m))
+
+
+def test_splitting_the_backward_pass_leaves_a_third():
+    for p, m in ((2, 2), (2, 8), (4, 8)):
+        assert bubble("zero-bubble", p, m) == pytest.approx((p - 1) / (3 * m))
+
+
+def test_uneven_stages_wait_for_the_slowest():
+    seconds = [PassSeconds(1, 1, 1), PassSeconds(2, 2, 2)]
+    spans = timeline(layout("gpipe", 2), 8, seconds)
+    # the slow stage is idle for the others' first forward and last backward pass alone
+    assert bubble_fraction(spans) == pytest.approx(2 * (8 * 6 + 3) / (8 * 9) - 1)
+
+
+def test_the_plan_has_it():
+    values = {"model.vocab_size": 64, "train.micro_batch_size": 8}
+    config = load_config("shakespeare-char", values)
+    assert make_plan(config).to_json()["time"]["bubble_fraction"] == 0
+    config = load_config("shakespeare-char", {**values, "parallel.pipeline": 2})
+    plan = make_plan(config, world_size=2)
+    # 8 micro-batches, and the head, 0.4 % of the last stage's work, for which both wait
+    assert plan.to_json()["time"]["bubble_fraction"] == pytest.approx(1 / 8, rel=0.05)
+    full = {**values, "parallel.pipeline": 2, "train.activation_checkpoint": "full"}
+    again = make_plan(load_config("shakespeare-char", full), world_size=2)
+    assert again.bubble_fraction == pytest.approx(1 / 8, rel=0.05)

@@ -1,0 +1,224 @@
+"""What the tests of launching start: `launch N ACTION …` starts workers, `ACTION …` is one.
+
+Both are the command itself with its verbs replaced, so that failures take their real way.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NoReturn
+
+from pentameter.cli import main as cli
+from pentameter.errors import ConfigError, InterruptedRunError
+from pentameter.processes import progress
+from pentameter.processes.failure import failure_ends_process
+from pentameter.processes.join import joined_world
+from pentameter.processes.local_launch import run_local
+from pentameter.processes.place import find_place
+from pentameter.processes.worker import STOP_SIGNALS, watch_launcher
+from pentameter.train.signals import StopSignals
+
+progress.LEAST_PATIENCE_SECONDS = float(os.environ.get("TEST_PATIENCE_SECONDS", "30"))
+GRACE_SECONDS = float(os.environ.get("TEST_GRACE_SECONDS", "0.5"))
+
+
+def rank() -> int:
+    place = find_place()
+    assert place is not None
+    return place.rank
+
+
+def meet(folder: str) -> None:
+    """Say what the group looks like from rank 0; with a file `wait`, until there is a file `go`."""
+    import torch
+    import torch.distributed as dist
+
+    with joined_world("cpu", find_place()) as world:
+        ranks = world.collect((world.rank, world.local_rank, world.local_size))
+        pair = dist.new_group([0, 1])
+        total = torch.tensor([float(world.rank + 1)])
+        dist.all_reduce(total, group=pair)
+        threads = world.collect(torch.get_num_threads())
+        print(f"a word\nfrom {world.rank}", file=sys.stderr)
+        if world.is_main:
+            print(f"ranks {ranks} sum {total.item()} threads {threads}", flush=True)
+        else:
+            print("also a word")
+        Path(folder, f"pid-{world.rank}").write_text(str(os.getpid()))
+        while Path(folder, "wait").exists() and not Path(folder, "go").exists():
+            time.sleep(0.02)
+    assert not dist.is_initialized()
+
+
+def rejoin(n_deaths: str) -> None:
+    """Rank 1 is killed in each of the first attempts that torchrun makes; the next one goes on."""
+    import torch
+    import torch.distributed as dist
+
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    with joined_world("cpu", find_place()) as world:
+        total = torch.tensor([float(world.rank + 1)])
+        dist.all_reduce(total)
+        if attempt < int(n_deaths):
+            if world.rank == 1:
+                _plant("kill")
+            dist.all_reduce(total)
+        if world.is_main:
+            print(f"attempt {attempt}: sum {total.item()}")
+
+
+def outlive(folder: str) -> None:
+    """Work until a signal comes, and say which."""
+    with StopSignals() as signals, joined_world("cpu", find_place()) as world:
+        signals.nothing_to_lose = False
+        Path(folder, f"pid-{world.rank}").write_text(str(os.getpid()))
+        while signals.received is None:
+            time.sleep(0.02)
+        Path(folder, f"signal-{world.rank}").write_text(signals.received)
+
+
+def freeze(folder: str, how: str) -> None:
+    """Rank 1 hangs in its second step, asleep or stopped; rank 0 waits for it."""
+    import torch
+    import torch.distributed as dist
+
+    with StopSignals() as signals, joined_world("cpu", find_place()) as world:
+        for step in range(2):
+            world.progress.note("training", step)
+            dist.all_reduce(torch.ones(1))
+        signals.nothing_to_lose = False
+        Path(folder, f"pid-{world.rank}").write_text(str(os.getpid()))
+        if world.rank == 1:
+            oversleep() if how == "asleep" else os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.ones(1))
+
+
+def oversleep() -> None:
+    """A hang that no signal's handler ends."""
+    while True:
+        time.sleep(600)
+
+
+def lose(how: str) -> None:
+    """Rank 1 ends in the middle of the work of both, or stops working."""
+    import torch
+    import torch.distributed as dist
+
+    timeout_seconds = 1 if how == "hang" else 30
+    with joined_world("cpu", find_place(), timeout_seconds=timeout_seconds) as world:
+        for step in range(1_000_000):
+            if step == 5 and world.rank == 1:
+                _plant(how)
+            dist.all_reduce(torch.ones(10))
+
+
+def _plant(how: str) -> None:
+    import torch.distributed as dist
+
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "hang":
+        time.sleep(60)
+    if how == "late":  # the other one notices before the reason is told
+        dist.destroy_process_group()
+        time.sleep(1)
+    raise ValueError("the planted bug")
+
+
+def refuse(who: str) -> None:
+    """Some or all ranks meet an error that a person can act on; the others wait for nothing."""
+    if who == "all" or rank() == 1:
+        raise ConfigError("the number must be even")
+    time.sleep(60)
+
+
+def leave(code: str) -> None:
+    """Rank 1 ends without a word."""
+    if rank() == 1:
+        os._exit(int(code))
+    time.sleep(60)
+
+
+def obey(folder: str, seconds: str = "0") -> None:
+    """Stop as a run does: at the first signal after `seconds`, at the second at once."""
+    received: list[int] = []
+
+    def on_signal(number, frame):
+        with Path(folder, f"signals-{rank()}").open("a") as file:
+            file.write(f"{signal.Signals(number).name}\n")
+        if received:
+            os._exit(75)
+        received.append(number)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, on_signal)
+    Path(folder, f"pid-{rank()}").write_text(str(os.getpid()))
+    while not received:
+        time.sleep(0.02)
+    end = time.monotonic() + float(seconds) * (1 + rank())
+    while time.monotonic() < end:
+        time.sleep(0.02)
+    raise InterruptedRunError("stopped, and saved")
+
+
+def gather(folder: str, minds_signals: str = "") -> None:
+    """Rank 0 waits for the others to come; rank 1 is not ready to meet it, and never will be."""
+    import torch.distributed  # noqa: F401  # what the world waits for is not this import
+
+    with StopSignals() if minds_signals else nullcontext():
+        Path(folder, f"pid-{rank()}").write_text(str(os.getpid()))
+        if rank() == 1:
+            time.sleep(600)
+        with joined_world("cpu", find_place()):
+            raise AssertionError("nobody came")
+
+
+def cling(folder: str) -> None:
+    """Rank 1 fails; rank 0 heeds no signal, and has started a process of its own."""
+    if rank() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        Path(folder, "pid-child").write_text(str(child.pid))
+        Path(folder, "pid-0").write_text(str(os.getpid()))
+        time.sleep(600)
+    while not Path(folder, "pid-0").exists():
+        time.sleep(0.02)
+    raise RuntimeError("the first to fail")
+
+
+def script() -> NoReturn:
+    """Not a verb but a program of somebody's: rank 1 fails while it still has something to send."""
+    import torch
+    import torch.distributed as dist
+
+    with failure_ends_process(), joined_world("cpu", find_place(), timeout_seconds=10) as world:
+        world.wait()
+        if world.rank == 1:
+            _unfinished = dist.all_reduce(torch.ones(1), async_op=True)
+            raise ValueError("the planted bug")
+        dist.recv(torch.ones(1), src=1)
+    raise AssertionError("rank 1 sends nothing")
+
+
+def act(verb: str, arguments: list[str]) -> int:
+    if verb == "launch":
+        n_processes, *rest = arguments
+        command = [sys.executable, __file__, *rest]
+        run_local(command, int(n_processes), grace_seconds=GRACE_SECONDS)
+    else:
+        watch_launcher()
+        globals()[verb](*arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "script":
+        script()
+    cli._run_verb = act
+    raise SystemExit(cli.main())

@@ -1,0 +1,105 @@
+"""The launch files in examples/ are well formed, and every option they use exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from pentameter.cli.arguments import parse_arguments
+from pentameter.cli.main import VERBS
+from pentameter.cli.train import TrainArguments
+from pentameter.config.load import load_config
+from pentameter.planning.plan import make_plan
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SRUN_OPTIONS = {"--distribution", "--wait", "--cpus-per-task"}
+SBATCH_OPTIONS = {
+    "--job-name", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time",
+    "--signal", "--requeue", "--open-mode", "--output",
+}  # fmt: skip
+
+
+def command_in(text: str, program: str) -> list[str]:
+    """The words of the command `program …` of a shell script, its continued lines joined."""
+    lines = text.replace("\\\n", " ").splitlines()
+    (line,) = [line for line in lines if line.startswith(f"{program} ")]
+    return shlex.split(line)
+
+
+def check_train(words: list[str], world_size: int, local_size: int) -> None:
+    """`pentameter VERB …` parses, and its layout fits the processes."""
+    assert words[0] == "pentameter"
+    assert words[1] in VERBS
+    parsed, overrides = parse_arguments(TrainArguments, words[2:], verb="train")
+    assert parsed.nproc is None
+    config = load_config(parsed.source, overrides)
+    plan = make_plan(config, 50257, 10**6, world_size=world_size, local_size=local_size)
+    assert plan.layout.world_size == world_size
+
+
+@pytest.mark.parametrize("name", ["slurm.sbatch", "torchrun.sh"])
+def test_the_shell_scripts_are_well_formed(name):
+    done = subprocess.run(
+        ["bash", "-n", EXAMPLES / name], capture_output=True, text=True, check=False, timeout=10
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_batch_script_starts_a_run_that_fits():
+    text = (EXAMPLES / "slurm.sbatch").read_text()
+    options = dict(re.findall(r"^#SBATCH (--[\w-]+)(?:=(\S+))?$", text, flags=re.MULTILINE))
+    assert set(options) == SBATCH_OPTIONS
+    assert options["--signal"] == "USR1@120"
+    words = command_in(text, "srun")
+    train = words.index("pentameter")
+    assert {word.partition("=")[0] for word in words[1:train]} == SRUN_OPTIONS
+    per_node = int(options["--ntasks-per-node"])
+    check_train(words[train:], int(options["--nodes"]) * per_node, per_node)
+    assert '"$code" -eq 75' in text
+
+
+def test_the_torchrun_line_starts_a_run_that_fits():
+    words = command_in((EXAMPLES / "torchrun.sh").read_text(), "torchrun")
+    asked = get_args_parser().parse_args(words[1:])
+    assert asked.module
+    n_nodes, per_node = int(asked.nnodes), int(asked.nproc_per_node)
+    command = [asked.training_script, *asked.training_script_args]
+    check_train(command, n_nodes * per_node, per_node)
+
+
+def test_the_manifest_starts_a_run_that_fits():
+    yaml = pytest.importorskip("yaml")
+    claim, job = yaml.safe_load_all((EXAMPLES / "pytorchjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    roles = job["spec"]["pytorchReplicaSpecs"]
+    assert set(roles) == {"Master", "Worker"}
+    n_pods = sum(role["replicas"] for role in roles.values())
+    for role in roles.values():
+        assert role["restartPolicy"] == "OnFailure"
+        pod = role["template"]["spec"]
+        (container,) = pod["containers"]
+        assert container["name"] == "pytorch"  # the operator looks for this name
+        check_train(container["command"], n_pods, 1)
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
+        named = volumes["runs"]["persistentVolumeClaim"]["claimName"]
+        assert named == claim["metadata"]["name"]
+        assert str(container["command"]).count("/runs/") == 1
+
+
+def test_the_manifest_without_a_yaml_parser():
+    text = (EXAMPLES / "pytorchjob.yaml").read_text()
+    assert "\t" not in text
+    (command,) = re.findall(r"^ +command: \[(.*)\]$", text, flags=re.MULTILINE)
+    check_train([word.strip('"') for word in command.split(", ")], 4, 1)
+
+
+def test_readme_names_every_example():
+    text = (EXAMPLES / "README.md").read_text()
+    files = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"README.md"}
+    assert {name for name in files if f"]({name})" in text} == files

@@ -1,0 +1,78 @@
+"""Meeting over a store that may hold what a dead attempt has left."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from pentameter.processes.lost import LostProcessError
+from pentameter.processes.meeting import absent_ranks, open_store, spelled
+from pentameter.processes.place import Place
+
+
+def place(path, rank, size):
+    return Place(rank, size, rank, size, f"file://{path}", "torchrun")
+
+
+def meet(path, size):
+    """What each of `size` processes reads of rank 0's word after they have met."""
+    with ThreadPoolExecutor(size) as pool:
+        stores = list(pool.map(lambda rank: open_store(place(path, rank, size), 10), range(size)))
+    stores[0].set("word", "of this attempt")
+    return [store.get("word").decode() for store in stores]
+
+
+def test_a_second_attempt_meets_below_a_name_of_its_own(tmp_path):
+    path = tmp_path / "store"
+    keeper = dist.FileStore(str(path))  # which outlives the attempts, as torchrun's agent does
+    for size in (2, 3, 3, 2):  # an elastic run may grow and shrink
+        assert meet(path, size) == ["of this attempt"] * size
+    assert not keeper.check(["word"])  # it lies below the names
+
+
+@pytest.mark.parametrize("dead", [(1,), (0, 2), (0, 1, 2)], ids=str)
+def test_the_words_of_those_who_died_while_meeting_are_not_taken(tmp_path, dead):
+    path = tmp_path / "store"
+    keeper = dist.FileStore(str(path))
+    for rank in dead:
+        keeper.set(f"came/{rank}", "a dead one's")
+        keeper.set(f"agreed/{rank}", "a dead one's")
+    keeper.set("proposal", '["a dead one\'s", "a dead one\'s", "a dead one\'s"]')
+    assert meet(path, 3) == ["of this attempt"] * 3
+
+
+@pytest.mark.parametrize(
+    ("others", "named"), [([], "ranks 1 and 2"), ([1], "rank 2"), ([2], "rank 1")], ids=str
+)
+def test_who_did_not_come_is_named(tmp_path, others, named):
+    path = tmp_path / "store"
+    with ThreadPoolExecutor() as pool:
+        came = [pool.submit(open_store, place(path, rank, 3), 0.5) for rank in others]
+        with pytest.raises(LostProcessError, match=rf"not all of the 3 .* 0.5\d* s \({named}\)"):
+            open_store(place(path, 0, 3), 0.5)
+        for one in came:
+            with pytest.raises(LostProcessError, match="not all of the 3 processes"):
+                one.result()
+
+
+def test_those_that_miss_nobody_are_the_absent(tmp_path):
+    stores = [dist.FileStore(str(tmp_path / "store")) for _ in range(3)]
+    with ThreadPoolExecutor() as pool:
+        told = list(pool.map(lambda rank: absent_ranks(stores[rank], rank, 4, 1.0), range(3)))
+    assert told == [[3]] * 3
+
+
+def test_a_store_that_is_gone_names_nobody():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=1))
+    del server
+    assert absent_ranks(client, 1, 2, 5.0) == []
+
+
+def test_ranks_in_words():
+    assert spelled([3]) == "rank 3"
+    assert spelled([1, 2, 5]) == "ranks 1, 2 and 5"
+    assert spelled(list(range(20))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"

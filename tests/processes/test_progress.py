@@ -1,0 +1,77 @@
+"""Notes of where a process is, and how long each may last."""
+
+from __future__ import annotations
+
+import pytest
+
+from pentameter.processes import progress
+from pentameter.processes.progress import Note, Progress, progress_path, read_progress
+from pentameter.processes.silence import Silence
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that pass when the test says so."""
+
+    class Clock:
+        now = 1000.0
+
+    monkeypatch.setattr(progress.time, "monotonic", lambda: Clock.now)
+    return Clock
+
+
+def test_a_note_may_last_three_times_as_long_as_it_ever_took(clock):
+    noted = Progress(patience_seconds=600)
+    noted.note("training", 1, nothing_to_lose=True)
+    assert noted.latest.patience_seconds == 30
+    clock.now += 300  # it compiled, which is no measure of a step
+    noted.note("training", 2)
+    assert noted.latest.patience_seconds == 600
+    clock.now += 2
+    noted.note("saving", 2)
+    assert noted.latest.patience_seconds == 600
+    clock.now += 50
+    noted.note("training", 3)
+    assert noted.latest.patience_seconds == 30
+    clock.now += 20
+    noted.note("training", 4)
+    assert noted.latest.patience_seconds == 60
+    noted.note("saving", 4)
+    assert noted.latest.patience_seconds == 150
+    assert str(noted.latest) == "in step 4 (saving)"
+
+
+def test_the_launcher_reads_what_a_worker_notes(tmp_path):
+    assert read_progress(tmp_path, 3) == Note()
+    noted = Progress(progress_path(tmp_path, 3), 600)
+    noted.note("training", 123456, nothing_to_lose=True)
+    noted.note("saving", 7)
+    found = read_progress(tmp_path, 3)
+    assert (found.doing, found.step, found.patience_seconds) == ("saving", 7, 600)
+    noted.close()
+    noted.note("training", 8)
+    assert read_progress(tmp_path, 3) == found
+    progress_path(tmp_path, 3).write_text("[half")
+    assert read_progress(tmp_path, 3) == Note()
+
+
+def test_silence_is_over_when_nobody_has_made_progress(tmp_path, clock):
+    workers = [Progress(progress_path(tmp_path, rank), 600) for rank in range(2)]
+    silence = Silence(tmp_path)
+    for step in range(1, 4):
+        for worker in workers:
+            worker.note("training", step)
+    silence.look([0, 1])
+    signalled_at = clock.now
+    clock.now += 29
+    assert not silence.is_over([0, 1], signalled_at)
+    workers[0].note("training", 4)
+    silence.look([0, 1])
+    clock.now += 2
+    assert not silence.is_over([0, 1], signalled_at)  # rank 0 goes on
+    assert silence.is_over([1], signalled_at)
+    assert not silence.is_over([1], clock.now)
+    clock.now += 3 * 29  # the step that rank 0 just made took so long
+    silence.look([0, 1])
+    assert silence.is_over([0, 1], signalled_at)
+    assert silence.place(1) == "in step 3 (training)"
