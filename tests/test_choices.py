@@ -36,7 +36,7 @@ from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.compute import fused_obstacle
 from pentameter.parallel.pipeline import SCHEDULES
-from pentameter.parallel.stage_module import Part
+from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.plan import make_plan
 from pentameter.planning.sizes import BYTES
 from pentameter.planning.timeline import pass_order
@@ -176,7 +176,7 @@ def test_compiled_code_computes_first_and_last_values(place):
     }
     model_config = BASE.model.model_copy(update={**changes, "n_layers": 1})
     config = BASE.model_copy(update={"model": model_config})
-    part = Part(built(config), CPU, "fp64").train()
+    part = StageModule(built(config), CPU, "fp64").train()
     part.run_compiled()
     assert_equal(step_of(part.model, part), plainly(config))
 
