@@ -36,9 +36,9 @@ __all__ = ["Trainer", "generate", "load_config", "load_model", "plan"]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'pentameter' has no attribute {name!r}")
-    from pentameter.machine.threads import bound_spinning
+    from pentameter.machine.load import choose_wait_policy
 
-    bound_spinning()  # what is imported now imports torch
+    choose_wait_policy()  # what is imported now imports torch
     module, attribute = _HOMES[name]
     return getattr(importlib.import_module(module), attribute)
 

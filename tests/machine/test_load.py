@@ -12,8 +12,8 @@ import pytest
 from pentameter.cli.main import main
 from pentameter.errors import ConfigError
 from pentameter.machine import load as machine_load
-from pentameter.machine.load import OtherPrograms, check_memory, check_processes
-from pentameter.machine.threads import bound_spinning, usable_cores
+from pentameter.machine.load import OtherPrograms, check_memory, check_processes, choose_wait_policy
+from pentameter.machine.threads import usable_cores
 from pentameter.processes.world import World
 
 LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/stat")
@@ -101,18 +101,30 @@ def test_a_system_that_does_not_say_is_taken_for_idle(monkeypatch):
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
 def test_how_threads_wait_is_the_users_choice(name):
     chosen = {name: "7"}
-    bound_spinning(chosen)
+    choose_wait_policy(chosen)
     assert chosen == {name: "7"}
 
 
-def test_spinning_is_bounded_before_torch_is_loaded():
+@pytest.mark.parametrize(("busy_cores", "policy"), [(0.0, "quiet"), (0.6, "quiet"), (0.9, "busy")])
+def test_threads_sleep_where_others_keep_most_cores_busy(monkeypatch, busy_cores, policy):
+    now = iter([10.0, 12.0])
+    used = iter([100.0, 100.0 + 2.0 * busy_cores * len(usable_cores())])
+    monkeypatch.setattr(machine_load.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(machine_load, "_busy_seconds", lambda cores: next(used))
+    chosen: dict[str, str] = {}
+    choose_wait_policy(chosen)
+    assert chosen == machine_load.WAIT_POLICIES[policy]
+
+
+def test_how_threads_wait_is_chosen_before_torch_is_loaded():
     """The runtime reads its variables once, when torch loads it."""
     code = (
         "import os, sys, pentameter as pm; assert 'torch' not in sys.modules;"
-        "pm.Trainer; print('torch' in sys.modules, os.environ['GOMP_SPINCOUNT'])"
+        "pm.Trainer; print('torch' in sys.modules,"
+        "{'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT'} & set(os.environ))"
     )
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "KMP_"))}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=kept
     )
-    assert done.stdout == "True 60000\n"
+    assert done.stdout in ("True {'GOMP_SPINCOUNT'}\n", "True {'OMP_WAIT_POLICY'}\n")

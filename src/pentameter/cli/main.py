@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 
 from pentameter.errors import ConfigError, printable, terminal_message
-from pentameter.machine.threads import bound_spinning
+from pentameter.machine.load import choose_wait_policy
 from pentameter.processes.failure import EXPECTED, WorkerFailedError, explanation, tell_failure
 
 VERBS = {
@@ -58,7 +58,8 @@ def _run_verb(verb: str, arguments: list[str]) -> int:
         near = difflib.get_close_matches(verb, VERBS, n=1)
         hint = f"; did you mean {near[0]}?" if near else "."
         raise ConfigError(f"unknown verb {verb!r}{hint} Known: {', '.join(VERBS)}")
-    bound_spinning()
+    if not {"-h", "--help"} & set(arguments):
+        choose_wait_policy()  # takes a twentieth of a second, and help loads no torch
     module = f"{verb}_" if keyword.iskeyword(verb) else verb  # `import` is in import_.py
     run: Callable[[list[str]], int] = importlib.import_module(f"pentameter.cli.{module}").run
     return run(arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,36 @@ def memory_bytes() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return None
+
+
+WAIT_POLICIES = {
+    "quiet": {"GOMP_SPINCOUNT": "60000", "KMP_BLOCKTIME": "3"},
+    "busy": {"OMP_WAIT_POLICY": "PASSIVE"},
+}
+"""Settings of OpenMP runtimes: how long a thread without work spins before it sleeps. GNU's counts
+in turns of some 140 cycles, 3 ms in all; Intel's in ms. Passive threads sleep at once."""
+
+_BUSY_SHARE = 0.75  # of the cores' time: below it a core is left for the thread that is waited for
+_LOOK_SECONDS = 0.05
+
+
+def choose_wait_policy(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Choose how idle OpenMP threads wait, by how busy other programs keep the machine now, unless
+    the user chose.
+
+    Call it before torch is imported, which loads the OpenMP runtime: that reads these variables
+    once. Threads that sleep make every short wait inside a step one of the kernel's, which costs a
+    quarter to a third of a step; threads that spin hold the core that the thread they wait for
+    needs, where others have the remaining ones, which costs three quarters. Workers inherit the
+    choice of their launcher. docs/performance.md has the figures.
+    """
+    if environ.keys() & {"OMP_WAIT_POLICY", *WAIT_POLICIES["quiet"]}:
+        return
+    cores = usable_cores()
+    before, start = _busy_seconds(cores), time.monotonic()
+    time.sleep(_LOOK_SECONDS)
+    busy = (_busy_seconds(cores) - before) / (time.monotonic() - start)
+    environ.update(WAIT_POLICIES["busy" if busy > _BUSY_SHARE * len(cores) else "quiet"])
 
 
 class OtherPrograms:

@@ -3,22 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, MutableMapping
-
-_SPINNING = {"GOMP_SPINCOUNT": "60000", "KMP_BLOCKTIME": "3"}
-"""GNU's runtime in turns of some 140 cycles each, 3 ms in all; Intel's in ms."""
-
-
-def bound_spinning(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Have idle OpenMP threads sleep soon, unless the user chose how they wait.
-
-    Call it before torch is imported, which loads the OpenMP runtime: that reads these variables
-    once. By default a thread without work spins for 300,000 turns (GNU) or 200 ms (Intel), longer
-    than a scheduler's slice, and takes the core from whoever has work for it; not to spin at all
-    makes every short wait inside a step one of the kernel's. docs/performance.md has figures.
-    """
-    if not environ.keys() & {"OMP_WAIT_POLICY", *_SPINNING}:
-        environ.update(_SPINNING)
+from collections.abc import Iterable, Mapping
 
 
 def usable_cores() -> frozenset[int]:
