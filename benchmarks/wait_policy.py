@@ -4,7 +4,8 @@
 
 Each case trains the quickstart's model by the command line, in turn under each policy, on a machine
 that does nothing else, beside one program for each core, and beside two. It prints tokens per
-second, the median over the rounds of each run's median step, and each as a ratio of the runtime's default.
+second, the median over the rounds of each run's median step, and each as a ratio of the runtime's
+default.
 """
 
 from __future__ import annotations
