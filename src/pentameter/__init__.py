@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pentameter.checkpoint.model import load_model as load_model
     from pentameter.config.load import load_config as load_config
     from pentameter.generation.loop import generate as generate
+    from pentameter.generation.loop import stream as stream
     from pentameter.planning.plan import make_plan as plan
     from pentameter.train.trainer import Trainer as Trainer
 
@@ -27,10 +28,11 @@ _HOMES = {
     "generate": ("pentameter.generation.loop", "generate"),
     "load_config": ("pentameter.config.load", "load_config"),
     "load_model": ("pentameter.checkpoint.model", "load_model"),
+    "stream": ("pentameter.generation.loop", "stream"),
     "plan": ("pentameter.planning.plan", "make_plan"),
 }
 
-__all__ = ["Trainer", "generate", "load_config", "load_model", "plan"]
+__all__ = ["Trainer", "generate", "load_config", "load_model", "plan", "stream"]
 
 
 def __getattr__(name: str) -> Any:

@@ -46,7 +46,7 @@ def trainer():
         config=config,
         run_dir=Path("runs/quickstart"),
         plan=SimpleNamespace(steps=2000),
-        engine=SimpleNamespace(device_name="a device"),
+        compute=SimpleNamespace(device_name="a device"),
         state=SimpleNamespace(step=300),
     )
 

@@ -229,7 +229,7 @@ def test_a_best_that_was_not_saved_does_not_give_up_the_best_before_it():
     state = TrainState(step=30, best_step=20, saved_best_step=10, proved_step=29)
     checkpoints = RunCheckpoints(
         store=SimpleNamespace(prune=lambda *kept: pruned.append(kept)),
-        stage=SimpleNamespace(world=World(), plan=SimpleNamespace(config=config())),
+        engine=SimpleNamespace(world=World(), plan=SimpleNamespace(config=config())),
         optimizer=None,
         state=state,
         dataset=None,
