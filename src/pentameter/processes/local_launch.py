@@ -1,12 +1,12 @@
 """`--nproc N`: the same command as N processes of this machine, which meet over loopback only.
 
-Nothing listens for them to meet: they write their addresses to a file in a private folder. Each
-is the leader of its own session, so that Ctrl-C reaches it once, through the launcher, and each
-watches a pipe that closes when the launcher is gone, however it went.
+Nothing listens for them to meet: they write their addresses to a file in a private folder. Each is
+a `Child`: signals reach it once, through the launcher, and it ends when the launcher is gone.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Self
 
 from pentameter.errors import InterruptedRunError, StorageError, TrainingFailedError
+from pentameter.machine.child import Child, exit_reason
 from pentameter.machine.threads import chosen_threads, usable_cores
 from pentameter.processes.failure import (
     Failure,
@@ -31,7 +32,7 @@ from pentameter.processes.failure import (
 from pentameter.processes.meeting import spelled
 from pentameter.processes.place import LAUNCH_FOLDER
 from pentameter.processes.silence import Silence, culprits, is_stopped, stacks
-from pentameter.processes.worker import LIFELINE, minded_stop_signals
+from pentameter.processes.worker import minded_stop_signals
 
 GRACE_SECONDS = 4.0
 """What the others have to end by themselves after a failure, and again after SIGTERM."""
@@ -100,8 +101,8 @@ class _Workers:
     def __init__(self, folder: Path, grace_seconds: float) -> None:
         self._folder = folder
         self._grace_seconds = grace_seconds
-        self._processes: list[subprocess.Popen[str]] = []
-        self._running: dict[int, subprocess.Popen[str]] = {}
+        self._children: list[Child] = []
+        self._running: dict[int, Child] = {}
         self._relays: list[threading.Thread] = []
         self._received: list[signal.Signals] = []
         self._received_at = 0.0
@@ -119,53 +120,42 @@ class _Workers:
 
     def start(self, command: Sequence[str], n_processes: int) -> None:
         """Start them all, or none where the system cannot start one."""
-        read_end, write_end = os.pipe()
-        self._stack.callback(os.close, write_end)
         try:
             for rank in range(n_processes):
                 if self._received:
                     break
-                environment = worker_environment(rank, n_processes, self._folder)
-                self._start(command, rank, {**environment, LIFELINE: str(read_end)}, read_end)
+                self._start(command, rank, n_processes)
         except OSError as error:
             raise StorageError(
-                f"cannot start process {len(self._processes) + 1} of {n_processes}: "
+                f"cannot start process {len(self._children) + 1} of {n_processes}: "
                 f"{error.strerror}; a smaller --nproc may fit"
             ) from error
-        finally:
-            os.close(read_end)
 
-    def _start(
-        self, command: Sequence[str], rank: int, environment: dict[str, str], lifeline: int
-    ) -> None:
-        process = subprocess.Popen(
+    def _start(self, command: Sequence[str], rank: int, n_processes: int) -> None:
+        child = Child(
             command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
+            worker_environment(rank, n_processes, self._folder),
+            folder=self._folder,
             stdout=subprocess.PIPE if rank else None,
             stderr=subprocess.STDOUT if rank else None,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            pass_fds=(lifeline,),
-            start_new_session=True,
         )
-        self._processes.append(process)
+        self._children.append(child)
         for number in self._received:  # those that came while it was being started
-            process.send_signal(number)
-        if process.stdout is not None:
-            relay = threading.Thread(target=_relay, args=(rank, process.stdout), daemon=True)
+            child.process.send_signal(number)
+        if child.process.stdout is not None:
+            lines = io.TextIOWrapper(child.process.stdout, encoding="utf-8", errors="replace")
+            relay = threading.Thread(target=_relay, args=(rank, lines), daemon=True)
             relay.start()
             self._relays.append(relay)
 
     def wait(self) -> list[Failure]:
         """The failures, once every process has ended."""
         failures: list[Failure] = []
-        self._running = dict(enumerate(self._processes))
+        self._running = dict(enumerate(self._children))
         failed_at = hurried_at = None
         while self._running:
-            for rank, process in list(self._running.items()):
-                code = process.poll()
+            for rank, child in list(self._running.items()):
+                code = child.process.poll()
                 if code is None:
                     continue
                 del self._running[rank]
@@ -230,7 +220,7 @@ class _Workers:
     def _show_stacks(self) -> list[int]:
         """The ranks that the others wait for, as far as it can be told; their stacks go to
         stderr."""
-        pids = {rank: process.pid for rank, process in self._running.items()}
+        pids = {rank: child.pid for rank, child in self._running.items()}
         if not pids:
             return []
         shown = stacks(self._folder, pids)
@@ -257,7 +247,7 @@ class _Workers:
             message = "stopped at once by a second signal; the same command continues"
             return [Failure(rank, stopped, message, now)]
         if code > 0:
-            return [Failure(rank, code, f"ended with exit code {code} and no report", now)]
+            return [Failure(rank, code, f"{exit_reason(code)} and no report", now)]
         return [] if self._ended_by_us else [_killed(rank, -code)]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -272,30 +262,23 @@ class _Workers:
         self._send(signal.SIGCONT)
 
     def _send(self, number: signal.Signals) -> None:
-        for process in self._processes:
-            process.send_signal(number)  # which spares one that has ended
+        for child in self._children:
+            child.process.send_signal(number)  # which spares one that has ended
 
     def _kill(self) -> None:
         """End those that run, with whatever they started."""
-        for process in self._processes:
-            if process.poll() is None:
-                with suppress(OSError):
-                    os.killpg(process.pid, signal.SIGKILL)
+        for child in self._children:
+            child.kill()
 
     def _end(self) -> None:
         self._kill()
-        for process in self._processes:
-            process.wait()
+        for child in self._children:
+            child.close()
 
 
 def _killed(rank: int, number: int) -> Failure:
     """The failure of a process that a signal ended which we did not send."""
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = f"signal {number}"
-    why = " (out of memory?)" if number == signal.SIGKILL else ""
-    message = f"was killed by {name}{why}; the same command goes back to the last checkpoint"
+    message = f"{exit_reason(-number)}; the same command goes back to the last checkpoint"
     seen = 0.0 if number in _ROOT_CAUSES else time.time()
     return Failure(rank, TrainingFailedError.exit_code, message, seen)
 

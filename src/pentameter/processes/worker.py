@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import shutil
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
-from pentameter.errors import TrainingFailedError
+from pentameter.machine.child import LIFELINE, end_with_parent
 from pentameter.processes.place import LAUNCH_FOLDER
-
-LIFELINE = "PENTAMETER_LIFELINE_FD"
-"""The descriptor of the pipe that closes with the launcher of `--nproc`."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask a run to stop: from a person, a scheduler, a terminal that closes."""
@@ -35,17 +31,14 @@ def minded_stop_signals() -> list[signal.Signals]:
     return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
-def watch_launcher(environ: Mapping[str, str] = os.environ) -> None:
+def watch_launcher(environ: MutableMapping[str, str] = os.environ) -> None:
     """From now on, end this process and what it started when `--nproc`'s launcher is gone, and
     write all stacks to a file at the launcher's STACKS_SIGNAL."""
     if LIFELINE not in environ:
-        return
-    folder = Path(environ[LAUNCH_FOLDER])
-    descriptor = int(environ[LIFELINE])
-    with suppress(OSError):  # closed: this is not a worker, but something that a worker started
-        os.set_inheritable(descriptor, False)
-        threading.Thread(target=_end_with_launcher, args=(descriptor, folder), daemon=True).start()
-        path = stacks_path(folder, int(environ["RANK"]))
+        return  # this is not a worker, though it may be something that a worker started
+    end_with_parent(environ)
+    path = stacks_path(Path(environ[LAUNCH_FOLDER]), int(environ["RANK"]))
+    with suppress(OSError):  # a full disk: the launcher does without
         stacks = path.with_name(f"{path.name}.new").open("wb", buffering=0)
         faulthandler.register(STACKS_SIGNAL, file=stacks)  # which keeps the file open
         os.rename(stacks.name, path)  # from now on the launcher may send the signal
@@ -65,14 +58,6 @@ def watch_agent() -> None:
     threading.Thread(
         target=_end_with_parent, args=(os.getppid(),), name=_WATCH_NAME, daemon=True
     ).start()
-
-
-def _end_with_launcher(lifeline: int, folder: Path) -> None:
-    if os.read(lifeline, 1) == b"":
-        shutil.rmtree(folder, ignore_errors=True)  # the launcher cannot any more
-        if os.getpgrp() == os.getpid():
-            os.killpg(os.getpid(), signal.SIGKILL)
-        os._exit(TrainingFailedError.exit_code)
 
 
 def _end_with_parent(parent: int) -> None:

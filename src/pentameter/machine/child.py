@@ -1,0 +1,346 @@
+"""Child processes: clean interpreters that end when this process ends, and say why they ended.
+
+`Child` runs any command. `PythonChild` runs a function of this package, which answers requests over
+a connection. `ForkServer` is one that has imported a module once and forks workers from there.
+
+Each is the leader of a session of its own, so that Ctrl-C reaches it through this process only, and
+holds the read end of a pipe whose write end is here: the pipe closes when this process is gone,
+however it went. None has the current folder on its search path. `multiprocessing` gives none of
+this: its children run the user's script again, look for modules in the current folder first, and
+outlive a parent that was killed while they compute.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NoReturn
+
+from pentameter.errors import PentameterError, TrainingFailedError
+
+if TYPE_CHECKING:  # `--help` would feel the 10 ms of its import
+    from multiprocessing.connection import Connection
+
+LIFELINE = "PENTAMETER_LIFELINE"
+"""The descriptor of the pipe that closes with the parent, and the folder to remove then."""
+
+_LEAVING_SECONDS = 10.0
+"""Time between the end of a child's connection and that of the child, at most."""
+
+_PACKAGE = Path(__file__).parents[1]
+
+# The child loads this very package, whichever others could be found.
+_START = """
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("pentameter", sys.argv[1])
+sys.modules["pentameter"] = module_from_spec(spec)
+spec.loader.exec_module(sys.modules["pentameter"])
+from pentameter.machine.child import run
+run(*sys.argv[2:])
+"""
+
+
+class ChildEndedError(EOFError):
+    """A child ended while something was asked of it. `code` is its exit code, below 0 the negative
+    number of the signal that killed it."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(exit_reason(code))
+        self.code = code
+
+
+class Child:
+    """A process that runs `command` and ends when this process does."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] = os.environ,
+        *,
+        folder: Path | None = None,
+        stdout: int | IO[bytes] | None = None,
+        stderr: int | IO[bytes] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        """Start it, with nothing on its stdin.
+
+        The command must call `end_with_parent` early. It removes `folder`, a temporary one, where
+        this process is killed and cannot. Raises OSError where the system cannot start a process.
+        """
+        read_end, self._lifeline = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                command,
+                env={**environment, LIFELINE: f"{read_end} {folder or ''}"},
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=(read_end, *pass_fds),
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(self._lifeline)
+            raise
+        finally:
+            os.close(read_end)
+
+    @property
+    def pid(self) -> int:
+        """The process id, which is also that of the session and of the process group."""
+        return self.process.pid
+
+    def kill(self) -> None:
+        """End the process with whatever it started, unless it is known to have ended."""
+        if self.process.returncode is None:  # so the id is still its own
+            with suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def close(self) -> int:
+        """The exit code, after the process was killed where it still ran."""
+        self.kill()
+        code = self.process.wait()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+        return code
+
+
+class PythonChild(Child):
+    """A clean interpreter in which a function of this package answers requests."""
+
+    _role = "interpreter"
+
+    def __init__(
+        self,
+        function: str,
+        *arguments: str,
+        environment: Mapping[str, str] = os.environ,
+        folder: Path | None = None,
+        output: IO[bytes] | None = None,
+    ) -> None:
+        """Start it; `function` is `module:name`.
+
+        The child calls it once, with `arguments`, for the callable that answers requests. What the
+        child writes to stdout and stderr goes to `output`; by default stderr is this process's, and
+        stdout nobody's.
+        """
+        from multiprocessing import Pipe
+
+        self.connection, theirs = Pipe()
+        python = [sys.executable, "-P", "-c", _START, str(_PACKAGE / "__init__.py")]
+        with theirs:
+            what = [self._role, str(theirs.fileno()), json.dumps(sys.path), function, *arguments]
+            try:
+                super().__init__(
+                    [*python, *what],
+                    environment,
+                    folder=folder,
+                    stdout=output or subprocess.DEVNULL,
+                    stderr=output,
+                    pass_fds=[theirs.fileno()],
+                )
+            except BaseException:
+                self.connection.close()
+                raise
+
+    def ask(self, request: Any) -> Any:
+        """The answer to `request`; raises the PentameterError that answering raised, and
+        ChildEndedError."""
+        with self._ends_are_told():
+            self.connection.send(request)
+            answer = self.connection.recv()
+        if isinstance(answer, PentameterError):
+            raise answer
+        return answer
+
+    @contextmanager
+    def _ends_are_told(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            with suppress(subprocess.TimeoutExpired):  # it may still be on its way out
+                self.process.wait(_LEAVING_SECONDS)
+            raise ChildEndedError(self.close()) from error
+
+    def close(self) -> int:
+        """The exit code, after the process was killed where it still ran."""
+        code = super().close()
+        self.connection.close()
+        return code
+
+
+class ForkServer(PythonChild):
+    """A clean interpreter that has imported a module, and forks workers that need it.
+
+    Importing torch takes seconds of processor time: here that is paid once. Forking is safe because
+    the fork server computes nothing: it has a single thread, and torch has started none.
+    """
+
+    _role = "fork server"
+
+    def fork(self, function: str) -> tuple[int, Connection]:
+        """The process id of a new worker, and the connection over which it answers requests with
+        what `function` (`module:name`) returns for each. Raises ChildEndedError."""
+        from multiprocessing import Pipe
+        from multiprocessing.reduction import send_handle
+
+        ours, theirs = Pipe()
+        with theirs, self._ends_are_told():
+            self.connection.send(function)
+            send_handle(self.connection, theirs.fileno(), self.pid)
+            return self.connection.recv(), ours
+
+    def end(self, worker: int) -> int:
+        """The exit code of the worker with that process id, after it was killed where it still
+        ran. Raises ChildEndedError."""
+        return int(self.ask(worker))
+
+
+def exit_reason(code: int) -> str:
+    """How a process ended, as its exit code says: `was killed by SIGKILL (out of memory?)`."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}{' (out of memory?)' if -code == signal.SIGKILL else ''}"
+
+
+# -- in the child -------------------------------------------------------------------------------
+
+
+def end_with_parent(environ: MutableMapping[str, str] = os.environ) -> str:
+    """From now on, end this process and what it started when the one that started it is gone.
+
+    Returns the folder to remove then, empty where there is none.
+    """
+    lifeline = environ.pop(LIFELINE, "")  # what this process starts has nothing to do with it
+    descriptor, _, folder = lifeline.partition(" ")
+    if descriptor:
+        os.set_inheritable(int(descriptor), False)
+        threading.Thread(target=_watch, args=(int(descriptor), folder), daemon=True).start()
+    return folder
+
+
+def run(role: str, descriptor: str, path: str, *arguments: str) -> None:
+    """Be a PythonChild or ForkServer, with the search path of the process that started it."""
+    from multiprocessing.connection import Connection
+
+    # Where that one is in a folder of somebody's, which may hold a `numpy.py`, this one does not
+    # look there. Beside the package may lie anything too: so that comes last.
+    clean = [*sys.path]
+    sys.path[:] = [each for each in json.loads(path) if each in clean or not _is_here(each)]
+    if str(_PACKAGE.parent) not in sys.path:
+        sys.path.append(str(_PACKAGE.parent))
+    connection = Connection(int(descriptor))
+    if role == "fork server":
+        _serve_forks(connection, *arguments)
+    else:
+        folder = end_with_parent()
+        function, *own_arguments = arguments
+        _answer(connection, _named(function)(*own_arguments))
+        _end(folder)
+
+
+def _serve_forks(connection: Connection, module: str) -> NoReturn:
+    """Fork workers, until nobody is left who could ask for one."""
+    from multiprocessing.connection import Connection
+    from multiprocessing.reduction import recv_handle
+
+    importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # what is never written to is shared with the workers
+    workers: set[int] = set()
+    while True:
+        try:
+            request = connection.recv()
+        except (EOFError, OSError):
+            break
+        if isinstance(request, str):
+            handle = recv_handle(connection)
+            worker = os.fork()
+            if not worker:
+                _work(connection, Connection(handle), request)
+            os.close(handle)
+            workers.add(worker)
+            connection.send(worker)
+        else:
+            workers.remove(request)
+            connection.send(_kill(request))
+    for worker in workers:  # which may hang, and write to the folder until they end
+        _kill(worker)
+    _end(os.environ[LIFELINE].partition(" ")[2])
+
+
+def _work(server: Connection, connection: Connection, function: str) -> NoReturn:
+    """Run a worker of a ForkServer."""
+    try:
+        server.close()
+        end_with_parent()
+        _answer(connection, _named(function))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _answer(connection: Connection, answer: Callable[[Any], Any]) -> None:
+    """Answer requests for as long as there can be any."""
+    while True:
+        try:
+            request = connection.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            result = answer(request)
+        except PentameterError as error:
+            result = error
+        connection.send(result)
+        del request, result  # they may be large, and the next request may take its time
+
+
+def _is_here(entry: str) -> bool:
+    """Whether an entry of a search path is the current folder."""
+    try:
+        return os.path.abspath(entry) == os.getcwd()
+    except OSError:  # that has been removed
+        return not entry
+
+
+def _named(function: str) -> Callable[..., Any]:
+    module, _, name = function.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _kill(worker: int) -> int:
+    """End a child process; its exit code. Until it was waited for its id is no other process's."""
+    os.kill(worker, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+
+
+def _watch(lifeline: int, folder: str) -> None:
+    if os.read(lifeline, 1) == b"":
+        _end(folder)
+
+
+def _end(folder: str) -> NoReturn:
+    """End this process with what it started; its parent is gone, and cannot remove `folder`."""
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(TrainingFailedError.exit_code)
