@@ -88,20 +88,20 @@ def test_workers_are_forked_and_ended():
     server = ForkServer(ME)
     try:
         workers = [server.fork(f"{ME}:answer") for _ in range(2)]
-        for pid, connection in workers:
-            connection.send("facts")
-            facts = connection.recv()
-            assert facts[1] == pid
+        for worker in workers:
+            worker.connection.send("facts")
+            facts = worker.connection.recv()
+            assert facts[1] == worker.pid
             assert LIFELINE not in facts[2]
-            assert os.getsid(pid) == server.pid
-        (first, connection), (second, _) = workers
-        connection.send(5)
+            assert os.getsid(worker.pid) == server.pid
+        first, second = workers
+        first.connection.send(5)
         with pytest.raises((EOFError, OSError)):
-            connection.recv()
+            first.connection.recv()
         assert server.end(first) == 5
-        assert is_alive(second)
+        assert is_alive(second.pid)
         assert server.end(second) == -signal.SIGKILL
-        assert not is_alive(second)
+        assert not is_alive(second.pid)
     finally:
         server.close()
 
@@ -124,9 +124,9 @@ def test_children_end_with_their_parent_in_the_middle_of_their_work(tmp_path, nu
         f"folder = Path({str(tmp_path)!r}, 'folder'); folder.mkdir()\n"
         f"child = PythonChild('{ME}:answerer', folder=folder)\n"
         f"server = ForkServer('{ME}', folder=folder)\n"
-        f"worker, connection = server.fork('{ME}:answer')\n"
-        "child.connection.send('hang'); connection.send('hang')\n"
-        "print(child.pid, server.pid, worker, flush=True); time.sleep(600)\n"
+        f"worker = server.fork('{ME}:answer')\n"
+        "child.connection.send('hang'); worker.connection.send('hang')\n"
+        "print(child.pid, server.pid, worker.pid, flush=True); time.sleep(600)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

@@ -13,8 +13,7 @@ from pentameter.errors import ConfigError
 from pentameter.planning.layout import Layout
 from pentameter.verify import workers as processes
 from pentameter.verify.cases import Case
-from pentameter.verify.numbers import Difference
-from pentameter.verify.run import Outcome
+from pentameter.verify.compare import Difference, Outcome
 
 KEYS = {
     "layout",
@@ -71,7 +70,7 @@ def test_a_difference_ends_with_70_and_says_how_to_see_it_again(run, capsys, mon
     bad = Outcome(Case(Layout(data=2)), 1.0, 0.0, math.inf, 0.0, worst=wrong, first=wrong)
     crashed = Outcome(Case(Layout(tensor=2)), 1.0, failure="rank 0: ValueError: no")
     monkeypatch.setattr(
-        "pentameter.verify.run.verify_layouts", lambda *_, **__: iter([bad, crashed])
+        "pentameter.verify.compare.verify_layouts", lambda *_, **__: iter([bad, crashed])
     )
     arguments = ["quickstart", "--layouts", "data=2;tensor=2", "--train.batch-size", "8"]
     assert run(arguments) == 70

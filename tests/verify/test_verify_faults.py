@@ -10,7 +10,7 @@ import pytest
 
 from pentameter.config.load import load_config
 from pentameter.verify.cases import chosen_cases
-from pentameter.verify.run import verify_layouts
+from pentameter.verify.compare import verify_layouts
 from pentameter.verify.shrink import shrink
 
 EMBEDDING, FINAL_NORM = "token_embedding.weight", "final_norm.bias"

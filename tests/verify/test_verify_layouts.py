@@ -4,8 +4,7 @@ import pytest
 
 from pentameter.config.load import load_config
 from pentameter.verify.cases import chosen_cases
-from pentameter.verify.numbers import TOLERANCE
-from pentameter.verify.run import verify_layouts
+from pentameter.verify.compare import TOLERANCE, verify_layouts
 from pentameter.verify.shrink import shrink
 
 COMPOSED = (

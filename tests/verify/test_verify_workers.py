@@ -14,7 +14,7 @@ import pytest
 from pentameter.config.load import load_config
 from pentameter.errors import TrainingFailedError
 from pentameter.verify.cases import chosen_cases
-from pentameter.verify.run import verify_layouts
+from pentameter.verify.compare import verify_layouts
 from pentameter.verify.shrink import shrink
 from pentameter.verify.workers import Workers
 
@@ -23,13 +23,13 @@ import sys
 sys.path.insert(0, {here!r})
 from pentameter.config.load import load_config
 from pentameter.verify.cases import chosen_cases
-from pentameter.verify.run import verify_layouts
+from pentameter.verify.compare import verify_layouts
 from pentameter.verify.shrink import shrink
 from pentameter.verify.workers import Workers
 config = load_config("quickstart")
 cases = chosen_cases(config, "data=2")
 with Workers() as workers:
-    print(workers.nursery_pid, flush=True)
+    print(workers.server.pid, flush=True)
     list(verify_layouts(shrink(config, cases), cases, workers, prepare="planted_faults:hang"))
 """
 
@@ -64,7 +64,7 @@ def test_a_signal_in_the_middle_leaves_nothing_behind(number, tmp_path):
     leader = None
     try:
         leader = int(process.stdout.readline())
-        wait_until(lambda: len(session_of(leader)) == 3)  # the nursery and two workers
+        wait_until(lambda: len(session_of(leader)) == 3)  # the fork server and two workers
         process.send_signal(number)
         process.wait(20)
         wait_until(lambda: not session_of(leader), seconds=20)
@@ -83,12 +83,12 @@ def test_leaving_the_block_ends_all_and_removes_the_folder():
     with Workers() as workers:
         folder = Path(workers.new_file()).parent
         (outcome,) = verify_layouts(shrink(config, cases), cases, workers, n_steps=1)
-        assert len(session_of(workers.nursery_pid)) == 2
-        threads = Path(f"/proc/{workers.nursery_pid}/task")
+        assert len(session_of(workers.server.pid)) == 2
+        threads = Path(f"/proc/{workers.server.pid}/task")
         if threads.exists():
             assert len(list(threads.iterdir())) == 1  # or forking it would not be safe
     assert outcome.passed
-    assert not session_of(workers.nursery_pid)
+    assert not session_of(workers.server.pid)
     assert not folder.exists()
 
 

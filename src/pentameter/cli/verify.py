@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from pentameter.config.schema import Config
     from pentameter.verify.cases import Case
+    from pentameter.verify.compare import Outcome
     from pentameter.verify.data import DataOutcome
-    from pentameter.verify.run import Outcome
 
 HELP = "Prove that a configuration trains the same on every layout as in one process."
 
@@ -74,8 +74,7 @@ def run(arguments: list[str]) -> int:
 def _layouts(config: Config, parsed: VerifyArguments, again: Sequence[str]) -> bool:
     """Whether all layouts compute what one process does; says so. `again` is the command."""
     from pentameter.verify.cases import chosen_cases
-    from pentameter.verify.numbers import TOLERANCE
-    from pentameter.verify.run import verify_layouts
+    from pentameter.verify.compare import TOLERANCE, verify_layouts
     from pentameter.verify.shrink import described_changes, shrink
     from pentameter.verify.workers import Workers
 

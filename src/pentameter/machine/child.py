@@ -24,6 +24,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
@@ -181,6 +182,15 @@ class PythonChild(Child):
         return code
 
 
+@dataclass(frozen=True)
+class Forked:
+    """A worker that a ForkServer has forked."""
+
+    pid: int
+    connection: Connection
+    """Over which it answers requests."""
+
+
 class ForkServer(PythonChild):
     """A clean interpreter that has imported a module, and forks workers that need it.
 
@@ -190,9 +200,9 @@ class ForkServer(PythonChild):
 
     _role = "fork server"
 
-    def fork(self, function: str) -> tuple[int, Connection]:
-        """The process id of a new worker, and the connection over which it answers requests with
-        what `function` (`module:name`) returns for each. Raises ChildEndedError."""
+    def fork(self, function: str) -> Forked:
+        """A new worker, which answers each request with what `function` (`module:name`) returns
+        for it. Raises ChildEndedError."""
         from multiprocessing import Pipe
         from multiprocessing.reduction import send_handle
 
@@ -200,12 +210,14 @@ class ForkServer(PythonChild):
         with theirs, self._ends_are_told():
             self.connection.send(function)
             send_handle(self.connection, theirs.fileno(), self.pid)
-            return self.connection.recv(), ours
+            return Forked(self.connection.recv(), ours)
 
-    def end(self, worker: int) -> int:
-        """The exit code of the worker with that process id, after it was killed where it still
-        ran. Raises ChildEndedError."""
-        return int(self.ask(worker))
+    def end(self, worker: Forked) -> int:
+        """The exit code of a worker, after it was killed where it still ran. Raises
+        ChildEndedError."""
+        code: int = self.ask(worker.pid)
+        worker.connection.close()
+        return code
 
 
 def exit_reason(code: int) -> str:

@@ -1,8 +1,10 @@
-"""What a worker computes: some steps of a layout, through the code that trains."""
+"""Some steps of a layout as one worker computes them, through the code that trains."""
 
 from __future__ import annotations
 
+import gc
 import importlib
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -21,14 +23,26 @@ from pentameter.parallel.muon import ShardedMuon
 from pentameter.planning.architecture import Init, ParameterSpec
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.join import joined_world
+from pentameter.processes.lost import LostProcessError
 from pentameter.processes.place import Place
 from pentameter.processes.world import World
 from pentameter.train.update import update_weights
-from pentameter.verify.job import Job
-from pentameter.verify.numbers import Float64, StepNumbers
+from pentameter.verify.compare import Float64, StepNumbers
+from pentameter.verify.workers import Failed, Job
 
 INIT_STD = 0.3
-"""Of every parameter: with widths of ten, activations and gradients stay near 1."""
+"""Standard deviation of every initial parameter: with widths of ten, activations and gradients stay
+near 1."""
+
+
+def answer(job: Job) -> list[StepNumbers] | Failed:
+    """The numbers of a job, or its failure: the function that runs in a worker."""
+    gc.collect()  # groups, meshes and modules of the last case refer to each other
+    try:
+        return perform(job)
+    except BaseException as error:
+        last = traceback.format_exception_only(error)[-1].strip()
+        return Failed(last, traceback.format_exc(), isinstance(error, LostProcessError))
 
 
 def perform(job: Job) -> list[StepNumbers]:

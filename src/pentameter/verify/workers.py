@@ -1,60 +1,68 @@
-"""The processes that compute a case, from the side that asks them to."""
+"""The processes that compute a case: jobs go out, numbers come back, and a failure is named."""
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import count
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
 
+from pentameter.config.schema import Config
 from pentameter.errors import TrainingFailedError
+from pentameter.machine.child import ChildEndedError, Forked, ForkServer, exit_reason
 from pentameter.processes.local_launch import worker_environment
-from pentameter.verify.job import Failed, Job
-from pentameter.verify.nursery import REQUEST_BYTES
 
 GRACE_SECONDS = 0.5
-"""What the others have to fail too, after one has: the first to say so need not be the cause."""
+"""Time for the others to fail too, after one has: the first to say so need not be the cause."""
 
-_START = (
-    "import sys; sys.path[:] = sys.argv[3:]; "
-    "from pentameter.verify.nursery import tend; tend(int(sys.argv[1]), sys.argv[2])"
-)
+
+@dataclass(frozen=True)
+class Job:
+    """The part of a case that one of its `world_size` processes computes."""
+
+    config: Config
+    n_steps: int
+    rank: int
+    world_size: int
+    meeting_file: str
+    timeout_seconds: float
+    prepare: str | None = None
+    """`module:function`, called first, without arguments. Tests plant faults with it."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A worker's answer to a job that raised."""
+
+    message: str
+    """The last line of the traceback."""
+    traceback: str
+    is_consequence: bool
+    """Whether it only says that another worker is gone."""
 
 
 class CaseFailedError(TrainingFailedError):
-    """A case gave no numbers: a process of it failed, died or hangs."""
+    """A case without numbers: a process of it failed, died or hangs."""
 
     def __init__(self, message: str, worker_traceback: str = "") -> None:
         super().__init__(message)
         self.worker_traceback = worker_traceback
 
 
-@dataclass(frozen=True)
-class _Worker:
-    pid: int
-    connection: Connection
-
-
 class Workers:
     """Processes that wait for jobs; they exist while the block runs, and are made when needed.
 
-    They are processes of a session of their own: Ctrl-C reaches this process alone, and leaving
-    the block ends them. Should this process be killed, they end by themselves.
+    They are forked from a fork server that has imported torch, so that a worker that is spoilt is
+    replaced in no time. Leaving the block ends them.
     """
 
     def __init__(self) -> None:
-        self._workers: list[_Worker] = []
+        self._workers: list[Forked] = []
         self._stack = ExitStack()
         self._numbers = count()
 
@@ -63,11 +71,21 @@ class Workers:
             prefix="pentameter-verify-", ignore_cleanup_errors=True
         )
         self._folder = Path(self._stack.enter_context(folder))
+        self._errors_path = self._folder / "stderr"
+        environment = {**worker_environment(0, 1, self._folder), "OMP_NUM_THREADS": "1"}
         try:
-            self._start_nursery()
+            with self._errors_path.open("ab") as errors:
+                self.server = ForkServer(
+                    "pentameter.verify.steps",
+                    environment=environment,
+                    folder=self._folder,
+                    output=errors,
+                )
         except BaseException:
             self._stack.close()
             raise
+        self._stack.callback(self.server.close)
+        self._stack.callback(self._end_all)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -98,7 +116,7 @@ class Workers:
         return [answers[rank] for rank in range(len(jobs))]
 
     def _ask(
-        self, busy: Sequence[_Worker], jobs: Sequence[Job], timeout_seconds: float
+        self, busy: Sequence[Forked], jobs: Sequence[Job], timeout_seconds: float
     ) -> dict[int, Any]:
         """The answers by rank, None of a process that is gone; incomplete after a failure or when
         time is up."""
@@ -121,7 +139,7 @@ class Workers:
         return answers
 
     def _check(
-        self, answers: dict[int, Any], busy: Sequence[_Worker], said: int, timeout_seconds: float
+        self, answers: dict[int, Any], busy: Sequence[Forked], said: int, timeout_seconds: float
     ) -> None:
         """Raise CaseFailedError unless all is well, with the failure that others follow from: the
         end of a process, before an error, before the error that another process is gone."""
@@ -137,73 +155,34 @@ class Workers:
             ranks = ", ".join(map(str, missing))
             raise CaseFailedError(f"no answer in {timeout_seconds:g} seconds from rank {ranks}")
 
-    def _death(self, worker: _Worker, said: int) -> str:
-        code = self._end([worker])[0]
-        if code < 0:
-            try:
-                how = f"was killed by {signal.Signals(-code).name}"
-            except ValueError:
-                how = f"was killed by signal {-code}"
-            if -code == signal.SIGKILL:
-                how += " (out of memory?)"
-        else:
-            how = f"ended with exit code {code}"
-        last = self._last_words(said)
-        return f"{how}: {last}" if last else how
+    def _death(self, worker: Forked, said: int) -> str:
+        reason, last = exit_reason(self._end([worker])[0]), self._last_words(said)
+        return f"{reason}: {last}" if last else reason
 
-    # -- the nursery ----------------------------------------------------------------------------
+    def _fork(self) -> Forked:
+        try:
+            return self.server.fork("pentameter.verify.steps:answer")
+        except ChildEndedError as error:
+            raise self._no_server() from error
 
-    def _start_nursery(self) -> None:
-        self._errors_path = self._folder / "stderr"
-        here, there = socket.socketpair()
-        self._stack.callback(here.close)
-        self._control = here
-        environment = {**worker_environment(0, 1, self._folder), "OMP_NUM_THREADS": "1"}
-        with there, self._errors_path.open("ab") as errors:
-            process = subprocess.Popen(
-                [sys.executable, "-c", _START, str(there.fileno()), str(self._folder), *sys.path],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=errors,
-                stderr=errors,
-                pass_fds=(there.fileno(),),
-                start_new_session=True,
-            )
-        self.nursery_pid = process.pid
-        self._stack.callback(_kill, process)
-        self._stack.callback(self._end_all)
-
-    def _fork(self) -> _Worker:
-        own, theirs = Pipe()
-        with theirs:
-            pid = self._request("fork", theirs.fileno())
-        return _Worker(pid, own)
-
-    def _end(self, workers: Sequence[_Worker]) -> list[int]:
+    def _end(self, workers: Sequence[Forked]) -> list[int]:
         """Exit codes of workers, which end now unless they have ended; none is used again."""
-        codes = []
-        for worker in workers:
-            if worker in self._workers:
-                self._workers.remove(worker)
-                codes.append(self._request(f"end {worker.pid}"))
-                worker.connection.close()
-        return codes
+        running = [worker for worker in workers if worker in self._workers]
+        self._workers = [worker for worker in self._workers if worker not in running]
+        try:
+            return [self.server.end(worker) for worker in running]
+        except ChildEndedError as error:
+            raise self._no_server() from error
 
     def _end_all(self) -> None:
-        with suppress(TrainingFailedError):  # the nursery is gone; what it left has no more jobs
-            self._end(list(self._workers))
+        with suppress(TrainingFailedError):  # the fork server is gone; what it left has no jobs
+            self._end(self._workers)
 
-    def _request(self, text: str, *descriptors: int) -> int:
-        answer = b""
-        with suppress(OSError):
-            socket.send_fds(self._control, [text.encode()], descriptors)
-            answer = self._control.recv(REQUEST_BYTES)
-        if not answer:
-            raise TrainingFailedError(
-                "the processes of verify cannot be started: "
-                + (self._last_words(0) or "their parent ended without a word")
-            )
-        return int(answer)
+    def _no_server(self) -> TrainingFailedError:
+        return TrainingFailedError(
+            "the processes of verify cannot be started: "
+            + (self._last_words(0) or "their parent ended without a word")
+        )
 
     def _last_words(self, start: int) -> str:
         """The last line that processes have written to stderr from place `start` on."""
@@ -211,10 +190,3 @@ class Workers:
             file.seek(start)
             lines = file.read().decode(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-def _kill(nursery: subprocess.Popen[bytes]) -> None:
-    """End the nursery and its workers, which are a process group of their own."""
-    with suppress(ProcessLookupError):
-        os.killpg(nursery.pid, signal.SIGKILL)
-    nursery.wait()
