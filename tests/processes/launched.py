@@ -24,7 +24,7 @@ from pentameter.processes.place import find_place
 from pentameter.processes.worker import STOP_SIGNALS, watch_launcher
 from pentameter.train.signals import StopSignals
 
-progress.LEAST_PATIENCE_SECONDS = float(os.environ.get("TEST_PATIENCE_SECONDS", "30"))
+progress.LEAST_TIMEOUT_SECONDS = float(os.environ.get("TEST_TIMEOUT_SECONDS", "30"))
 GRACE_SECONDS = float(os.environ.get("TEST_GRACE_SECONDS", "0.5"))
 
 

@@ -17,11 +17,20 @@ import torch.distributed as dist
 from pentameter.config.load import load_config
 from pentameter.errors import ConfigError
 from pentameter.machine.threads import usable_cores
-from pentameter.processes.failure import failure_ends_process, tell_failure
+from pentameter.processes.failure import (
+    LostProcessError,
+    failure_ends_process,
+    lost_process,
+    tell_failure,
+)
 from pentameter.processes.join import joined_world, local_device, loss_behind
-from pentameter.processes.lost import LostProcessError, lost_process
-from pentameter.processes.place import Place, find_place
-from pentameter.processes.slurm import expand_counts, expand_nodes, rendezvous_port
+from pentameter.processes.place import (
+    Place,
+    expand_counts,
+    expand_nodes,
+    find_place,
+    rendezvous_port,
+)
 from pentameter.processes.world import World
 from pentameter.train.trainer import Trainer
 
@@ -296,7 +305,7 @@ def test_a_script_of_one_process_fails_as_any_other():
 
 
 def test_who_waits_for_others_says_so(monkeypatch, capfd, tmp_path):
-    monkeypatch.setattr("pentameter.processes.meeting.PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("pentameter.processes.rendezvous.SAY_AFTER_SECONDS", 0.2)
     place = Place(0, 2, 0, 2, f"file://{tmp_path}/meeting", "torchrun")
     with (
         pytest.raises(LostProcessError, match="not all of the 2 processes"),

@@ -167,7 +167,7 @@ def test_a_worker_that_hangs_is_given_up(launch):
     ],
 )
 def test_one_signal_ends_a_run_in_which_a_worker_hangs(launch, tmp_path, how, shown):
-    launcher = launch("launch", 2, "freeze", tmp_path, how, TEST_PATIENCE_SECONDS="1")
+    launcher = launch("launch", 2, "freeze", tmp_path, how, TEST_TIMEOUT_SECONDS="1")
     pids = wait_for(tmp_path / "pid-0", tmp_path / "pid-1")
     time.sleep(0.3)  # until rank 0 waits in C++
     launcher.send_signal(signal.SIGTERM)

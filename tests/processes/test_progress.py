@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pentameter.processes import progress
-from pentameter.processes.progress import Note, Progress, progress_path, read_progress
-from pentameter.processes.silence import Silence
+from pentameter.processes.progress import Note, Progress, Watchdog, progress_path, read_progress
 
 
 @pytest.fixture
@@ -21,23 +20,23 @@ def clock(monkeypatch):
 
 
 def test_a_note_may_last_three_times_as_long_as_it_ever_took(clock):
-    noted = Progress(patience_seconds=600)
+    noted = Progress(timeout_seconds=600)
     noted.note("training", 1, nothing_to_lose=True)
-    assert noted.latest.patience_seconds == 30
+    assert noted.latest.timeout_seconds == 30
     clock.now += 300  # it compiled, which is no measure of a step
     noted.note("training", 2)
-    assert noted.latest.patience_seconds == 600
+    assert noted.latest.timeout_seconds == 600
     clock.now += 2
     noted.note("saving", 2)
-    assert noted.latest.patience_seconds == 600
+    assert noted.latest.timeout_seconds == 600
     clock.now += 50
     noted.note("training", 3)
-    assert noted.latest.patience_seconds == 30
+    assert noted.latest.timeout_seconds == 30
     clock.now += 20
     noted.note("training", 4)
-    assert noted.latest.patience_seconds == 60
+    assert noted.latest.timeout_seconds == 60
     noted.note("saving", 4)
-    assert noted.latest.patience_seconds == 150
+    assert noted.latest.timeout_seconds == 150
     assert str(noted.latest) == "in step 4 (saving)"
 
 
@@ -47,7 +46,7 @@ def test_the_launcher_reads_what_a_worker_notes(tmp_path):
     noted.note("training", 123456, nothing_to_lose=True)
     noted.note("saving", 7)
     found = read_progress(tmp_path, 3)
-    assert (found.doing, found.step, found.patience_seconds) == ("saving", 7, 600)
+    assert (found.doing, found.step, found.timeout_seconds) == ("saving", 7, 600)
     noted.close()
     noted.note("training", 8)
     assert read_progress(tmp_path, 3) == found
@@ -55,23 +54,23 @@ def test_the_launcher_reads_what_a_worker_notes(tmp_path):
     assert read_progress(tmp_path, 3) == Note()
 
 
-def test_silence_is_over_when_nobody_has_made_progress(tmp_path, clock):
+def test_a_watchdog_times_out_when_nobody_has_made_progress(tmp_path, clock):
     workers = [Progress(progress_path(tmp_path, rank), 600) for rank in range(2)]
-    silence = Silence(tmp_path)
+    watchdog = Watchdog(tmp_path)
     for step in range(1, 4):
         for worker in workers:
             worker.note("training", step)
-    silence.look([0, 1])
+    watchdog.look([0, 1])
     signalled_at = clock.now
     clock.now += 29
-    assert not silence.is_over([0, 1], signalled_at)
+    assert not watchdog.timed_out([0, 1], signalled_at)
     workers[0].note("training", 4)
-    silence.look([0, 1])
+    watchdog.look([0, 1])
     clock.now += 2
-    assert not silence.is_over([0, 1], signalled_at)  # rank 0 goes on
-    assert silence.is_over([1], signalled_at)
-    assert not silence.is_over([1], clock.now)
+    assert not watchdog.timed_out([0, 1], signalled_at)  # rank 0 goes on
+    assert watchdog.timed_out([1], signalled_at)
+    assert not watchdog.timed_out([1], clock.now)
     clock.now += 3 * 29  # the step that rank 0 just made took so long
-    silence.look([0, 1])
-    assert silence.is_over([0, 1], signalled_at)
-    assert silence.place(1) == "in step 3 (training)"
+    watchdog.look([0, 1])
+    assert watchdog.timed_out([0, 1], signalled_at)
+    assert watchdog.place(1) == "in step 3 (training)"

@@ -18,16 +18,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from pentameter.errors import (
     ConfigError,
     InterruptedRunError,
     PentameterError,
     StorageError,
+    TrainingFailedError,
     printable,
     terminal_message,
 )
-from pentameter.processes.lost import LostProcessError
 from pentameter.processes.place import LAUNCH_FOLDER, find_place
 
 EXPECTED = (PentameterError, OSError, KeyboardInterrupt)
@@ -36,6 +37,31 @@ EXPECTED = (PentameterError, OSError, KeyboardInterrupt)
 HOLD_BACK_SECONDS = 2.0
 """What an error that all processes are likely to meet waits outside of rank 0; twice that, what
 follows from another process's error."""
+
+# What gloo, nccl and the stores of torch say, each as one long line of C++.
+_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "failed to recv, got 0 bytes",
+    "remote process exited",
+    "ncclRemoteError",
+)
+_LATE = (
+    "Timed out waiting",
+    "timed out waiting",
+    "waiting for clients",
+    "Wait timeout",
+    "wait timeout",
+    "socket has timed out",
+    "Socket Timeout",
+    "collective operation timeout",
+)
+
+
+class LostProcessError(TrainingFailedError):
+    """Another process of the run ended or stopped answering. Why, that process knows."""
 
 
 class WorkerFailedError(PentameterError):
@@ -66,6 +92,27 @@ class Failure:
     """Whether it only follows from the failure of another process."""
     agreed: bool = False
     """Whether it is a stop that all processes have agreed on."""
+
+
+def lost_process(error: BaseException) -> Literal["gone", "late"] | None:
+    """How another process was lost, where that is all that `error` says; None where it is a
+    failure of this process's own."""
+    for each in _chain(error):
+        text = str(each)
+        if isinstance(each, RuntimeError):
+            if any(sign in text for sign in _GONE):
+                return "gone"
+            if any(sign in text for sign in _LATE):
+                return "late"
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """`error`, and what it was raised after: leaving a block may fail in a second way."""
+    following: BaseException | None = error
+    while following is not None:
+        yield following
+        following = following.__cause__ or following.__context__
 
 
 def first_failure(failures: list[Failure]) -> Failure:

@@ -13,10 +13,15 @@ from typing import TYPE_CHECKING
 
 from pentameter.errors import ConfigError
 from pentameter.machine.threads import chosen_threads, fair_share, usable_cores
-from pentameter.processes.lost import LostProcessError, lost_process
-from pentameter.processes.meeting import MEETING_SECONDS, absent_ranks, open_store, spelled
+from pentameter.processes.failure import LostProcessError, lost_process
 from pentameter.processes.place import LAUNCH_FOLDER, Place, find_place
 from pentameter.processes.progress import Progress, progress_path
+from pentameter.processes.rendezvous import (
+    RENDEZVOUS_SECONDS,
+    absent_ranks,
+    open_store,
+    spelled,
+)
 from pentameter.processes.worker import watch_agent
 from pentameter.processes.world import World
 
@@ -81,7 +86,7 @@ def joined_world(
     if timeout_seconds is None:
         timeout_seconds = ParallelConfig().timeout_seconds
     place = place or Place(0, 1, 0, 1, "", "one process")
-    store = open_store(place, min(MEETING_SECONDS, timeout_seconds))
+    store = open_store(place, min(RENDEZVOUS_SECONDS, timeout_seconds))
     progress = _progress(place, timeout_seconds)
     sizes = (place.rank, place.world_size, place.local_rank, place.local_size)
     world = World(*sizes, timeout_seconds, progress, store)

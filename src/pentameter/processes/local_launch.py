@@ -29,9 +29,9 @@ from pentameter.processes.failure import (
     first_failure,
     read_report,
 )
-from pentameter.processes.meeting import spelled
 from pentameter.processes.place import LAUNCH_FOLDER
-from pentameter.processes.silence import Silence, culprits, is_stopped, stacks
+from pentameter.processes.progress import Watchdog, culprits, is_stopped, stacks
+from pentameter.processes.rendezvous import spelled
 from pentameter.processes.worker import minded_stop_signals
 
 GRACE_SECONDS = 4.0
@@ -106,7 +106,7 @@ class _Workers:
         self._relays: list[threading.Thread] = []
         self._received: list[signal.Signals] = []
         self._received_at = 0.0
-        self._silence = Silence(folder)
+        self._watchdog = Watchdog(folder)
         self._ended_by_us = False
         self._stack = ExitStack()
 
@@ -203,15 +203,15 @@ class _Workers:
         failure that says so. One that hangs makes all others wait for it."""
         if not self._running or not self._received or self._ended_by_us:
             return []
-        self._silence.look(self._running)
-        if not self._silence.is_over(self._running, self._received_at):
+        self._watchdog.look(self._running)
+        if not self._watchdog.timed_out(self._running, self._received_at):
             return []
         self._ended_by_us = True
         silent = self._show_stacks()
         seconds = time.monotonic() - self._received_at
         message = (
             f"stopped by {self._received[0].name}, but {spelled(silent)} did nothing more for "
-            f"{seconds:.0f} s {self._silence.place(silent[0])} and had to be killed; the same "
+            f"{seconds:.0f} s {self._watchdog.place(silent[0])} and had to be killed; the same "
             "command goes back to the last checkpoint"
         )
         self._kill()

@@ -1,34 +1,49 @@
-"""Where each process is in its run, noted for those who wait for it: the launcher, and messages."""
+"""What each process of a run is doing, as others can tell: its latest note, and its stacks.
+
+A process notes what it begins, for messages and for the launcher of `--nproc`. That sees by the
+notes when nobody makes progress any more, and asks for the stacks of those that hang.
+"""
 
 from __future__ import annotations
 
 import faulthandler
 import json
 import os
+import re
+import signal
 import sys
 import time
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-LEAST_PATIENCE_SECONDS = 30.0
-"""Silence that is no sign of a hang, whatever the process does."""
+LEAST_TIMEOUT_SECONDS = 30.0
+"""Time without a note that is no sign of a hang, whatever the process does."""
 
 STARTING = "starting"
+
+STACKS_SIGNAL = signal.SIGUSR2
+"""The signal at which a worker writes the stacks of all its threads to its file."""
 
 _TIMES_THE_LONGEST = 3  # a step, a save, … may take so many times as long as the longest before
 _RECORD_BYTES = 128  # one write, so that a reader sees the old record or the new one
 _REARM_SECONDS = 1.0  # a timer's thread costs some 50 µs, which a small step would feel
+_STACKS_SECONDS = 2.0
+_INNERMOST_FRAMES = 4
+_WAITS_FOR_OTHERS = ("torch/distributed/", "torch/autograd/", "pentameter/processes/world.py")
 
 
 @dataclass(frozen=True)
 class Note:
-    """One record: from when on (monotonic seconds, or a file's time), and how long it may last."""
+    """One record of what a process does."""
 
     doing: str = STARTING
     step: int = 0
-    patience_seconds: float = LEAST_PATIENCE_SECONDS
+    timeout_seconds: float = LEAST_TIMEOUT_SECONDS
+    """How long it may last."""
     since: float = 0.0
+    """When it began: seconds of the monotonic clock, or a file's time."""
 
     def __str__(self) -> str:
         if self.doing == STARTING:
@@ -37,21 +52,21 @@ class Note:
 
 
 class Progress:
-    """The latest Note of this process, in a file where somebody reads one.
+    """The latest Note of this process, also in the file `path` for the launcher.
 
-    `patience_seconds` is how long something may take that was never timed.
-    With `dump_stacks` all stacks go to stderr once nothing was noted for so long.
+    `timeout_seconds` is how long something may take that was never timed. With `dump_stacks` the
+    stacks of all threads go to stderr once nothing was noted for so long.
     """
 
     def __init__(
         self,
         path: Path | None = None,
-        patience_seconds: float = LEAST_PATIENCE_SECONDS,
+        timeout_seconds: float = LEAST_TIMEOUT_SECONDS,
         *,
         dump_stacks: bool = False,
     ) -> None:
         self.latest = Note(since=time.monotonic())
-        self._patience_seconds = patience_seconds
+        self._timeout_seconds = timeout_seconds
         self._longest: dict[str, float] = {}  # seconds, by what was done
         self._is_timed = False
         self._dump_stacks = dump_stacks and sys.__stderr__ is not None  # it may be closed
@@ -64,7 +79,7 @@ class Progress:
     def note(self, doing: str, step: int, *, nothing_to_lose: bool = False) -> None:
         """Record that the process now does `doing` (training, saving, …) in `step`.
 
-        With `nothing_to_lose` it may be ended after LEAST_PATIENCE_SECONDS, timed or not, and its
+        With `nothing_to_lose` it may be ended after LEAST_TIMEOUT_SECONDS, timed or not, and its
         time is no measure of later ones: a first step compiles.
         """
         before, now = self.latest, time.monotonic()
@@ -72,18 +87,18 @@ class Progress:
             longest = self._longest.get(before.doing, 0.0)
             self._longest[before.doing] = max(longest, now - before.since)
         self._is_timed = not nothing_to_lose
-        patience = LEAST_PATIENCE_SECONDS if nothing_to_lose else self._patience_seconds
+        timeout = LEAST_TIMEOUT_SECONDS if nothing_to_lose else self._timeout_seconds
         if doing in self._longest:
-            patience = max(LEAST_PATIENCE_SECONDS, _TIMES_THE_LONGEST * self._longest[doing])
-        self.latest = Note(doing, step, patience, now)
+            timeout = max(LEAST_TIMEOUT_SECONDS, _TIMES_THE_LONGEST * self._longest[doing])
+        self.latest = Note(doing, step, timeout, now)
         if self._fd >= 0:
-            record = json.dumps([doing, step, patience]).encode().ljust(_RECORD_BYTES)
+            record = json.dumps([doing, step, timeout]).encode().ljust(_RECORD_BYTES)
             with suppress(OSError):
                 os.pwrite(self._fd, record, 0)
         if self._dump_stacks and now - self._armed_at > _REARM_SECONDS:
             self._armed_at = now
             assert sys.__stderr__ is not None
-            faulthandler.dump_traceback_later(self._patience_seconds, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(self._timeout_seconds, file=sys.__stderr__)
 
     def close(self) -> None:
         """Note nothing any more."""
@@ -104,7 +119,95 @@ def read_progress(folder: Path, rank: int) -> Note:
     path = progress_path(folder, rank)
     try:
         since = path.stat().st_mtime
-        doing, step, patience = json.loads(path.read_bytes())
-        return Note(doing, step, patience, since)
+        doing, step, timeout = json.loads(path.read_bytes())
+        return Note(doing, step, timeout, since)
     except (OSError, ValueError):
         return Note()
+
+
+class Watchdog:
+    """The launcher's view of how long each worker has noted no progress.
+
+    Times are the launcher's own, from when it saw a record change; workers' clocks play no part.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: dict[int, tuple[Note, float]] = {}
+
+    def look(self, ranks: Iterable[int]) -> None:
+        """Note which records have changed since the last look."""
+        for rank in ranks:
+            note = read_progress(self._folder, rank)
+            if rank not in self._seen or self._seen[rank][0] != note:
+                self._seen[rank] = note, time.monotonic()
+
+    def timed_out(self, ranks: Iterable[int], start: float) -> bool:
+        """True if each of `ranks` has exceeded the timeout of its latest note, counted from `start`
+        (monotonic seconds) at the earliest."""
+        now = time.monotonic()
+        return all(
+            now > max(start, seen) + note.timeout_seconds
+            for note, seen in (self._seen[rank] for rank in ranks)
+        )
+
+    def place(self, rank: int) -> str:
+        """The latest note of a worker in words: `in step 17 (training)`."""
+        return str(self._seen[rank][0])
+
+
+def write_stacks_when_asked(folder: Path, rank: int) -> None:
+    """From now on, write the stacks of all threads of this process to a file at STACKS_SIGNAL."""
+    path = _stacks_path(folder, rank)
+    with suppress(OSError):  # a full disk: the launcher does without
+        stacks = path.with_name(f"{path.name}.new").open("wb", buffering=0)
+        faulthandler.register(STACKS_SIGNAL, file=stacks)  # which keeps the file open
+        os.rename(stacks.name, path)  # from now on the launcher may send the signal
+
+
+def _stacks_path(folder: Path, rank: int) -> Path:
+    """The stacks of the process `rank` in the folder of a launch; absent until it can write any."""
+    return folder / f"stacks-{rank}"
+
+
+def stacks(folder: Path, pids: dict[int, int]) -> dict[int, str]:
+    """Rank → the stacks of its process as text, where it could be asked and has answered."""
+    ready = {rank: pid for rank, pid in pids.items() if _stacks_path(folder, rank).exists()}
+    for rank, pid in list(ready.items()):
+        if is_stopped(pid):
+            del ready[rank]
+            continue
+        with suppress(ProcessLookupError):
+            os.kill(pid, STACKS_SIGNAL)
+    deadline = time.monotonic() + _STACKS_SECONDS
+    found: dict[int, str] = {}
+    while len(found) < len(ready) and time.monotonic() < deadline:
+        time.sleep(0.05)  # also until a file that is being written is whole
+        for rank in ready:
+            with suppress(OSError):
+                if text := _stacks_path(folder, rank).read_text(encoding="utf-8", errors="replace"):
+                    found[rank] = text
+    return found
+
+
+def culprits(ranks: Collection[int], shown: dict[int, str]) -> list[int]:
+    """The ranks that others wait for: those that cannot answer, else those whose stack is not that
+    of waiting, else all."""
+    mute = [rank for rank in ranks if rank not in shown]
+    at_work = [rank for rank, text in shown.items() if not _waits(text)]
+    return mute or at_work or list(ranks)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal (SIGSTOP); False where there is no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
+
+
+def _waits(stacks_text: str) -> bool:
+    """Whether the main thread, which the signal interrupts, is in a call that waits for others."""
+    main = stacks_text.rpartition("Current thread")[2]
+    frames = re.findall(r'File "([^"]*)"', main)[:_INNERMOST_FRAMES]
+    return any(part in frame for frame in frames for part in _WAITS_FOR_OTHERS)

@@ -1,23 +1,20 @@
-"""A worker's side of its launcher: ending when the launcher is gone, showing stacks when asked."""
+"""A worker and what started it: the signals that stop it, and its end when its parent is gone."""
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
 import threading
 import time
 from collections.abc import MutableMapping
-from contextlib import suppress
 from pathlib import Path
 
 from pentameter.machine.child import LIFELINE, end_with_parent
 from pentameter.processes.place import LAUNCH_FOLDER
+from pentameter.processes.progress import write_stacks_when_asked
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask a run to stop: from a person, a scheduler, a terminal that closes."""
-
-STACKS_SIGNAL = signal.SIGUSR2
 
 ORPHAN_SECONDS = 25
 """Time that a worker whose torchrun agent is gone has to save and leave."""
@@ -37,16 +34,7 @@ def watch_launcher(environ: MutableMapping[str, str] = os.environ) -> None:
     if LIFELINE not in environ:
         return  # this is not a worker, though it may be something that a worker started
     end_with_parent(environ)
-    path = stacks_path(Path(environ[LAUNCH_FOLDER]), int(environ["RANK"]))
-    with suppress(OSError):  # a full disk: the launcher does without
-        stacks = path.with_name(f"{path.name}.new").open("wb", buffering=0)
-        faulthandler.register(STACKS_SIGNAL, file=stacks)  # which keeps the file open
-        os.rename(stacks.name, path)  # from now on the launcher may send the signal
-
-
-def stacks_path(folder: Path, rank: int) -> Path:
-    """The stacks of the process `rank` in the folder of a launch; absent until it can write any."""
-    return folder / f"stacks-{rank}"
+    write_stacks_when_asked(Path(environ[LAUNCH_FOLDER]), int(environ["RANK"]))
 
 
 def watch_agent() -> None:

@@ -22,8 +22,8 @@ from pentameter.parallel.engine import Engine
 from pentameter.parallel.muon import ShardedMuon
 from pentameter.planning.architecture import Init, ParameterSpec
 from pentameter.planning.plan import Plan, make_plan
+from pentameter.processes.failure import LostProcessError
 from pentameter.processes.join import joined_world
-from pentameter.processes.lost import LostProcessError
 from pentameter.processes.place import Place
 from pentameter.processes.world import World
 from pentameter.train.update import update_weights

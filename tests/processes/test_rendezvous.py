@@ -8,9 +8,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from pentameter.processes.lost import LostProcessError
-from pentameter.processes.meeting import absent_ranks, open_store, spelled
+from pentameter.processes.failure import LostProcessError
 from pentameter.processes.place import Place
+from pentameter.processes.rendezvous import absent_ranks, open_store, spelled
 
 
 def place(path, rank, size):

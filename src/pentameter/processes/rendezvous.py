@@ -21,24 +21,24 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from pentameter.errors import ConfigError
-from pentameter.processes.lost import LostProcessError, lost_process
+from pentameter.processes.failure import LostProcessError, lost_process
 from pentameter.processes.place import Place
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-MEETING_SECONDS = 300.0
+RENDEZVOUS_SECONDS = 300.0
 """Longest wait for processes that were started together to come; imports may take minutes where a
 thousand of them read the same disk."""
 
-PATIENCE_SECONDS = 15.0
+SAY_AFTER_SECONDS = 15.0
 """Wait after which rank 0 says whom it waits for."""
 
 _POLL_SECONDS = (0.001, 0.05)  # from the first look to the later ones
 _MOST_RANKS_NAMED = 8
 
 
-def open_store(place: Place, timeout_seconds: float = MEETING_SECONDS) -> Store:
+def open_store(place: Place, timeout_seconds: float = RENDEZVOUS_SECONDS) -> Store:
     """The store of this meeting, once every process of `place`'s world has come.
 
     Raises LostProcessError, naming the ranks, where some have not come within `timeout_seconds`,
@@ -71,13 +71,13 @@ def _address(place: Place) -> str:
     return f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
 
 
-def absent_ranks(store: Store, rank: int, world_size: int, patience_seconds: float) -> list[int]:
-    """Ranks that do not say within `patience_seconds` that they, too, miss another process.
+def absent_ranks(store: Store, rank: int, world_size: int, timeout_seconds: float) -> list[int]:
+    """Ranks that do not say within `timeout_seconds` that they, too, miss another process.
 
     Every process that lost another one calls this; those that do not are dead, or hang. Empty
     where the store itself is gone.
     """
-    deadline = time.monotonic() + patience_seconds
+    deadline = time.monotonic() + timeout_seconds
     absent = [other for other in range(world_size) if other != rank]
     with suppress(RuntimeError):
         store.set(f"misses-another/{rank}", "1")
@@ -140,9 +140,10 @@ def _agree(store: Store, place: Place, where: str, deadline: float) -> str:
         now = time.monotonic()
         if now > deadline:
             raise _did_not_come(place, where, now - start, missing)
-        if place.rank == 0 and now > start + PATIENCE_SECONDS and not has_said:
+        if place.rank == 0 and now > start + SAY_AFTER_SECONDS and not has_said:
             has_said = True
-            _say(f"waiting for {spelled(missing)} of {place.world_size} to come to {where}")
+            who = f"{spelled(missing)} of {place.world_size}"
+            print(f"pentameter: waiting for {who} to come to {where}", file=sys.stderr, flush=True)
         time.sleep(pause)
         pause = min(2 * pause, _POLL_SECONDS[1])
 
@@ -197,7 +198,3 @@ def _did_not_come(
         f"not all of the {place.world_size} processes that {place.source} names came to {where} "
         f"within {seconds:.3g} s{which}; look for the message of one that did not"
     )
-
-
-def _say(text: str) -> None:
-    print(f"pentameter: {text}", file=sys.stderr, flush=True)
