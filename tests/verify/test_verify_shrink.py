@@ -14,6 +14,24 @@ STRUCTURE = {
     ),
     "optimizer": "name betas decay momentum",
 }
+"""Keys that decide how a step is computed: verified as the configuration has them."""
+SIZES = {
+    "model": (
+        "n_layers n_heads d_model d_ff context_length vocab_size vocab_multiple "
+        "dropout attention_dropout embedding_dropout"
+    ),
+    "optimizer": "learning_rate eps weight_decay clip_norm",
+}
+"""Keys that shrinking may change."""
+REPLACED = {"model": "init init_std residual_init_scale", "optimizer": ""}
+"""Keys of the initial weights: verify draws its own, where every parameter matters."""
+
+
+@pytest.mark.parametrize("section", STRUCTURE)
+def test_every_key_of_the_model_and_the_optimizer_is_known_to_shrinking(section):
+    fields = type(getattr(load_config("quickstart"), section)).model_fields
+    known = f"{STRUCTURE[section]} {SIZES[section]} {REPLACED[section]}".split()
+    assert sorted(fields) == sorted(known), "shrink it, or say that it is structure"
 
 
 @pytest.mark.parametrize("preset", preset_names())

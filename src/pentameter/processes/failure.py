@@ -1,4 +1,4 @@
-"""How one process of several reports that it failed, so that the failure is told once.
+"""Failures of one process of several: reported once, by the process that failed first.
 
 The processes of a run fail together: when one does, the others lose their connection to it. The
 first failure is what a person wants to read. Under `--nproc` every process leaves a report and
@@ -35,8 +35,8 @@ EXPECTED = (PentameterError, OSError, KeyboardInterrupt)
 """Errors whose message says all a person needs, without the traceback."""
 
 HOLD_BACK_SECONDS = 2.0
-"""What an error that all processes are likely to meet waits outside of rank 0; twice that, what
-follows from another process's error."""
+"""Delay before another rank than 0 tells an error that all ranks are likely to meet; one that only
+follows from another process's error waits twice as long."""
 
 # What gloo, nccl and the stores of torch say, each as one long line of C++.
 _GONE = (
@@ -65,7 +65,7 @@ class LostProcessError(TrainingFailedError):
 
 
 class WorkerFailedError(PentameterError):
-    """What a process that `--nproc` started failed with; the exit code is that process's."""
+    """The failure of a process that `--nproc` started, with that process's exit code."""
 
     def __init__(self, failure: Failure) -> None:
         rank = f"rank {failure.rank}: " if failure.rank else ""
@@ -77,7 +77,7 @@ class WorkerFailedError(PentameterError):
 
 @dataclass(frozen=True)
 class Failure:
-    """How a process ended, as its report says."""
+    """The report of a process that failed."""
 
     rank: int
     exit_code: int
@@ -87,16 +87,16 @@ class Failure:
     """Seconds since the epoch."""
     traceback: str = ""
     expected: bool = True
-    """Whether the message says all a person needs, without the traceback."""
+    """True if the message says all a person needs, without the traceback."""
     consequence: bool = False
-    """Whether it only follows from the failure of another process."""
+    """True if it only follows from the failure of another process."""
     agreed: bool = False
-    """Whether it is a stop that all processes have agreed on."""
+    """True if it is a stop that all processes have agreed on."""
 
 
 def lost_process(error: BaseException) -> Literal["gone", "late"] | None:
-    """How another process was lost, where that is all that `error` says; None where it is a
-    failure of this process's own."""
+    """`gone` or `late` if `error` only says that another process closed its connection or did not
+    answer; None if it is a failure of this process's own."""
     for each in _chain(error):
         text = str(each)
         if isinstance(each, RuntimeError):
@@ -116,7 +116,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def first_failure(failures: list[Failure]) -> Failure:
-    """The one of `failures` that the others follow from.
+    """The failure among `failures` that the others follow from.
 
     Where all processes met the same error it is that of the lowest rank.
     """
@@ -140,7 +140,7 @@ def read_report(folder: Path, rank: int) -> Failure | None:
 
 
 def explanation(error: BaseException) -> tuple[str, int]:
-    """What to say of an error, and the exit code that belongs to it."""
+    """The message of an error for people, and its exit code."""
     if isinstance(error, BrokenPipeError):
         return "", 0  # the reader of our output went away (`… | head`): not our failure
     if isinstance(error, PentameterError):
@@ -192,12 +192,12 @@ def tell_failure(error: BaseException, *, debug: bool = False) -> bool:
 
 @contextmanager
 def failure_ends_process() -> Iterator[None]:
-    """What a script of several processes puts around `joined_world`, as the command does.
+    """Context manager for user scripts: report an exception once across ranks, and exit without
+    waiting for the others. Put it around `joined_world`, as the command does.
 
-    An exception that leaves the block is told once and ends the process, with the exit code of
-    `explanation`, without waiting for the others: a group that stands, with work that is not done,
-    would make the end of Python wait for them. In a process that runs alone the exception goes on
-    as it is.
+    The exit code is that of `explanation`. Without it a process group that stands, with work that
+    is not done, would make the end of Python wait for the others. In a process that runs alone the
+    exception goes on as it is.
     """
     try:
         yield

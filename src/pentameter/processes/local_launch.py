@@ -35,7 +35,7 @@ from pentameter.processes.rendezvous import spelled
 from pentameter.processes.worker import minded_stop_signals
 
 GRACE_SECONDS = 4.0
-"""What the others have to end by themselves after a failure, and again after SIGTERM."""
+"""Time for the others to end by themselves after a failure, and again after SIGTERM."""
 
 _POLL_SECONDS = 0.05
 _Handler = Callable[[int, FrameType | None], object]
@@ -79,7 +79,7 @@ def python_command(*arguments: str) -> list[str]:
 def worker_environment(
     rank: int, n_processes: int, folder: Path, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """The environment of a process of a launch."""
+    """The environment variables of one process of a launch."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     n_threads = chosen_threads(environ) or max(1, len(usable_cores()) // n_processes)
     return {
@@ -96,7 +96,7 @@ def worker_environment(
 
 
 class _Workers:
-    """The processes of a launch; leaving the block ends those that still run."""
+    """The worker processes of one launch; leaving the block ends those that still run."""
 
     def __init__(self, folder: Path, grace_seconds: float) -> None:
         self._folder = folder
@@ -199,8 +199,10 @@ class _Workers:
             self._kill()
 
     def _give_up_the_silent(self) -> list[Failure]:
-        """End all that run where a signal asked them to stop and none has made progress since; the
-        failure that says so. One that hangs makes all others wait for it."""
+        """End all that run where a signal asked them to stop and none has made progress since.
+
+        Returns the failure that says so. One that hangs makes all others wait for it.
+        """
         if not self._running or not self._received or self._ended_by_us:
             return []
         self._watchdog.look(self._running)
@@ -231,7 +233,7 @@ class _Workers:
         return silent
 
     def _failures_of(self, rank: int, code: int) -> list[Failure]:
-        """What the end of a process means: its report, or what its exit code says."""
+        """The failure that a process ended with, by its report or exit code; empty for none."""
         stopped, now = InterruptedRunError.exit_code, time.time()
         report = read_report(self._folder, rank)
         interrupted = code == 128 + signal.SIGINT  # before it minded signals

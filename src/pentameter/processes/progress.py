@@ -1,4 +1,4 @@
-"""What each process of a run is doing, as others can tell: its latest note, and its stacks.
+"""Progress of each process of a run, as others see it: its latest note, and its stacks.
 
 A process notes what it begins, for messages and for the launcher of `--nproc`. That sees by the
 notes when nobody makes progress any more, and asks for the stacks of those that hang.
@@ -41,9 +41,9 @@ class Note:
     doing: str = STARTING
     step: int = 0
     timeout_seconds: float = LEAST_TIMEOUT_SECONDS
-    """How long it may last."""
+    """Longest time that it may last."""
     since: float = 0.0
-    """When it began: seconds of the monotonic clock, or a file's time."""
+    """Its beginning: seconds of the monotonic clock, or a file's time."""
 
     def __str__(self) -> str:
         if self.doing == STARTING:
@@ -101,7 +101,7 @@ class Progress:
             faulthandler.dump_traceback_later(self._timeout_seconds, file=sys.__stderr__)
 
     def close(self) -> None:
-        """Note nothing any more."""
+        """Stop noting, and close the file."""
         if self._dump_stacks:
             faulthandler.cancel_dump_traceback_later()
         if self._fd >= 0:
@@ -199,7 +199,7 @@ def culprits(ranks: Collection[int], shown: dict[int, str]) -> list[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal (SIGSTOP); False where there is no /proc."""
+    """True if a process was stopped by a signal (SIGSTOP); False where there is no /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except OSError:
@@ -207,7 +207,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def _waits(stacks_text: str) -> bool:
-    """Whether the main thread, which the signal interrupts, is in a call that waits for others."""
+    """True if the main thread, which the signal interrupts, is in a call that waits for others."""
     main = stacks_text.rpartition("Current thread")[2]
     frames = re.findall(r'File "([^"]*)"', main)[:_INNERMOST_FRAMES]
     return any(part in frame for frame in frames for part in _WAITS_FOR_OTHERS)

@@ -1,9 +1,9 @@
-"""The meeting of a run's processes: one store for all of them, and who of them came.
+"""The rendezvous of a run's processes: one store for all of them, and who of them came.
 
 torchrun keeps its agent's store over restarts, so a process that is started again finds there what
 the dead attempt has left: gloo would connect to its addresses and wait for minutes. No count in the
 environment tells attempts apart either (each agent counts the restarts of its own node). So the
-processes first agree, through the store, on a name for this meeting that no earlier one had, and
+processes first agree, through the store, on a name for this rendezvous that no earlier one had, and
 all that follows lies below that name.
 """
 
@@ -39,7 +39,7 @@ _MOST_RANKS_NAMED = 8
 
 
 def open_store(place: Place, timeout_seconds: float = RENDEZVOUS_SECONDS) -> Store:
-    """The store of this meeting, once every process of `place`'s world has come.
+    """The store of this rendezvous, once every process of `place`'s world has come.
 
     Raises LostProcessError, naming the ranks, where some have not come within `timeout_seconds`,
     and ConfigError where the port is in use.
@@ -65,7 +65,7 @@ def open_store(place: Place, timeout_seconds: float = RENDEZVOUS_SECONDS) -> Sto
 
 
 def _address(place: Place) -> str:
-    """The place of the meeting, as messages call it."""
+    """The address of the rendezvous, as messages call it."""
     if place.init_method != "env://":
         return place.init_method
     return f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
@@ -99,7 +99,7 @@ def spelled(ranks: Sequence[int]) -> str:
 
 
 def _reach(place: Place, where: str, timeout_seconds: float) -> Store:
-    """The store that the launcher, or rank 0, keeps for all; it may hold an earlier meeting's keys.
+    """The store that the launcher, or rank 0, keeps for all; it may hold an earlier attempt's keys.
 
     It is made here, not by `init_process_group`, so that waiting for the others can name them.
     """

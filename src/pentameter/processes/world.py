@@ -1,6 +1,6 @@
-"""The processes of a run, and what they say to each other outside the step: small, and on the CPU.
+"""The world of a run: this process's rank, and collectives outside the step, small and on the CPU.
 
-Everything here is collective: each process of the world calls it, in the same order. With one
+Every method that sends is collective: each process calls it, in the same order. With one
 process nothing is sent and torch.distributed is never imported.
 """
 
@@ -22,27 +22,27 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process among those of the run. One process is the default."""
+    """This process's rank among those of the run. One process is the default."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    """Its number among those of its machine, and the number of its GPU."""
+    """Rank among the processes of its machine, and the index of its GPU."""
     local_size: int = 1
     timeout_seconds: float = math.inf
     """Longest wait for another process, in every group; one process alone waits for nobody."""
     progress: Progress = field(default_factory=Progress, compare=False, repr=False)
-    """Where this process is in its run."""
+    """The step that this process is in, and what it does there."""
     store: Store | None = field(default=None, compare=False, repr=False)
-    """The store of the meeting, where processes that lost another one say so."""
+    """The store of the rendezvous, where processes that lost another one say so."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that speaks and writes the run folder."""
+        """True for rank 0, which speaks and writes the run folder."""
         return self.rank == 0
 
     def share(self, value: T, source: int = 0) -> T:
-        """The value that the process `source` passed, in every process."""
+        """Broadcast: the value that rank `source` passed, in every process."""
         if self.size == 1:
             return value
         import torch.distributed as dist
@@ -52,7 +52,7 @@ class World:
         return box[0]  # type: ignore[return-value]
 
     def collect(self, value: T) -> list[T]:
-        """The values of all processes, by rank, in every process."""
+        """All-gather: the values of all processes, by rank, in every process."""
         if self.size == 1:
             return [value]
         import torch.distributed as dist
@@ -62,7 +62,7 @@ class World:
         return values
 
     def largest(self, value: int) -> int:
-        """The largest of the values that processes passed; cheap enough for every step."""
+        """All-reduce: the largest of the values that ranks passed; cheap enough for every step."""
         if self.size == 1:
             return value
         import torch
@@ -73,13 +73,13 @@ class World:
         return int(tensor.item())
 
     def wait(self) -> None:
-        """Return once every process has come here."""
+        """Barrier: return once every process has come here."""
         self.largest(0)
 
     def on_main(self, action: Callable[[], T]) -> T:
-        """What `action` returns in the main process, where alone it runs.
+        """Run `action` in the main process only, and broadcast its result or its error.
 
-        Raises in every process what it raised there.
+        Raises in every process the PentameterError or OSError that `action` raised.
         """
         result: T | None = None
         error: BaseException | None = None

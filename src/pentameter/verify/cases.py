@@ -1,10 +1,10 @@
-"""What is compared with one process: layouts, and what changes how a step is computed on them."""
+"""Cases that are compared with one process: layouts, and settings of how a step is computed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from pentameter.config.parallel import ParallelConfig
 from pentameter.config.schema import Config
@@ -12,13 +12,17 @@ from pentameter.errors import ConfigError
 from pentameter.planning.layout import Layout, check_layout, make_layout, parse_layout
 
 MOST_PROCESSES = 8
-"""Of a configuration's own layout: a larger one is verified at lower degrees."""
+"""Processes of a configuration's own layout: a larger one is verified at lower degrees."""
 
 MOST_PROCESSES_ASKED = 64
-"""Of a layout that somebody asks for; they all run on this machine."""
+"""Processes of a layout that somebody asks for; they all run on this machine."""
 
-SETTINGS = ("micro_batches", "activation_checkpoint", "tied_head")
-"""What a case may say beside its layout."""
+SETTINGS = {
+    "micro_batches": "in 1 … 64",
+    "activation_checkpoint": "full or selective",
+    "tied_head": "true or false",
+}
+"""Settings that a case may have beside its layout, and what each must be."""
 
 Recompute = Literal["full", "selective"]
 
@@ -51,10 +55,10 @@ LAYOUTS = (
     "data=2,tensor=2,pipeline=2",
     "data=2,zero=3,tensor=2,sequence=1,pipeline=2,schedule=interleaved,virtual_stages=2",
 )
-"""Those of `--layouts all`, as they are written, but for the other kind of head."""
+"""The cases of `--layouts all`, as they are written, but for the other kind of head."""
 
 WITH_OTHER_HEAD = ("tensor=2", "pipeline=2", "tensor=2,pipeline=2", "data=2,tensor=2,pipeline=2")
-"""Those that are verified again with a head that is tied where the configuration's is not, or the
+"""Layouts that are verified again with a head that is tied where the configuration's is not, or the
 other way round: a head is shared out by tensor, and tied across stages by pipeline."""
 
 
@@ -79,7 +83,7 @@ class Case:
         return 2 if self.layout.world_size > 1 else 1
 
     def __str__(self) -> str:
-        """As it is written on the command line."""
+        """Its text on the command line."""
         own = {
             "micro_batches": self.micro_batches,
             "activation_checkpoint": self.activation_checkpoint,
@@ -89,7 +93,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As a table for people calls it."""
+        """Its name in a table for people."""
         layout = self.layout
         parts = []
         if layout.data > 1 or layout.zero:
@@ -141,20 +145,18 @@ def _all_cases(config: Config) -> Iterable[Case]:
 
 def _parse(text: str) -> Case:
     """The case that `data=2,zero=3,activation_checkpoint=full` describes."""
-    settings: dict[str, str] = {}
+    written: dict[str, str] = {}
     layout: list[str] = []
     for part in text.split(","):
         name, _, value = (piece.strip() for piece in part.partition("="))
-        if name.replace("-", "_") in SETTINGS:
-            settings[name.replace("-", "_")] = value
+        name = name.replace("-", "_")
+        if name in SETTINGS:
+            written[name] = value
         else:
             layout.append(part)
-    case = Case(
-        parse_layout(",".join(layout), also=SETTINGS) if layout else Layout(),
-        _micro_batches(text, settings.get("micro_batches")),
-        _recompute(text, settings.get("activation_checkpoint")),
-        _switch(text, "tied_head", settings.get("tied_head")),
-    )
+    parsed = parse_layout(",".join(layout), also=tuple(SETTINGS)) if layout else Layout()
+    settings = {name: _setting(text, name, written[name]) for name in SETTINGS if name in written}
+    case = Case(parsed, **settings)
     if case.layout.world_size > MOST_PROCESSES_ASKED:
         raise ConfigError(
             f"layout {text!r} needs {case.layout.world_size} processes, which would all run on "
@@ -164,29 +166,16 @@ def _parse(text: str) -> Case:
     return case
 
 
-def _micro_batches(text: str, value: str | None) -> int | None:
-    if value is None:
-        return None
-    if not value.isdecimal() or not 1 <= int(value) <= 64:
-        raise ConfigError(f"layout {text!r}: micro_batches={value!r} must be in 1 … 64")
-    return int(value)
-
-
-def _recompute(text: str, value: str | None) -> Recompute | None:
-    if value is None:
-        return None
-    for known in get_args(Recompute):
-        if value == known:
-            return known
-    raise ConfigError(f"layout {text!r}: activation_checkpoint={value!r} must be full or selective")
-
-
-def _switch(text: str, name: str, value: str | None) -> bool | None:
-    if value is None:
-        return None
-    if value.lower() not in ("0", "1", "true", "false"):
-        raise ConfigError(f"layout {text!r}: {name}={value!r} must be true or false")
-    return value.lower() in ("1", "true")
+def _setting(text: str, name: str, value: str) -> Any:
+    """The value of one of SETTINGS as `Case` has it. Raises ConfigError."""
+    match name:
+        case "micro_batches" if value.isdecimal() and 1 <= int(value) <= 64:
+            return int(value)
+        case "activation_checkpoint" if value in get_args(Recompute):
+            return value
+        case "tied_head" if value.lower() in ("0", "1", "true", "false"):
+            return value.lower() in ("1", "true")
+    raise ConfigError(f"layout {text!r}: {name}={value!r} must be {SETTINGS[name]}")
 
 
 def own_case(config: Config) -> Case | None:

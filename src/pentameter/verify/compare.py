@@ -25,7 +25,7 @@ TOLERANCE = 1e-10
 the smallest fault costs some 1e-3. It is not for widening."""
 
 TIMEOUT_SECONDS = 120.0
-"""For all steps of a case, which take a few seconds."""
+"""Time for all steps of a case, which take a few seconds."""
 
 Float64 = npt.NDArray[np.float64]
 Kind = Literal["loss", "gradient", "gradient norm", "weight", "evaluation loss"]
@@ -33,7 +33,10 @@ Kind = Literal["loss", "gradient", "gradient norm", "weight", "evaluation loss"]
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """What a process has of one step, tensors whole. A tied weight's copy has the weight's name."""
+    """One rank's results of one step, all tensors gathered to full size.
+
+    A copy of a tied weight has the weight's name.
+    """
 
     loss: float
     gradients: Mapping[str, Float64]
@@ -47,7 +50,7 @@ class StepNumbers:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a number or tensor of one process is from the true one."""
+    """The relative error of one number or tensor of one rank, against that of the one process."""
 
     kind: Kind
     tensor: str
@@ -61,7 +64,7 @@ class Difference:
 
     @property
     def subject(self) -> str:
-        """What differs: `loss`, `gradient of head.weight`."""
+        """The name of what differs: `loss`, `gradient of head.weight`."""
         return self.kind if self.tensor == self.kind else f"{self.kind} of {self.tensor}"
 
     def __str__(self) -> str:
@@ -71,7 +74,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case compares with one process. Errors are relative; None where there are none."""
+    """The result of comparing a case with one process. Errors are relative; None for no numbers."""
 
     case: Case
     seconds: float
@@ -90,12 +93,12 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether the layout gave all numbers, and all of them the one process's."""
+        """True if the layout gave all numbers, and all of them equal the one process's."""
         return self.failure is None and self.first is None
 
     @property
     def problem(self) -> str | None:
-        """What is wrong, in a sentence without a full stop; None where nothing is."""
+        """The fault, in a sentence without a full stop; None where there is none."""
         return self.failure or (None if self.first is None else str(self.first))
 
     def to_json(self) -> dict[str, Any]:
@@ -183,11 +186,11 @@ def _compute(
     prepare: str | None = None,
 ) -> list[list[StepNumbers]]:
     """The numbers of each step, by rank."""
-    meeting, n_processes = workers.new_file(), case.layout.world_size
+    file, n_processes = workers.new_file(), case.layout.world_size
     config = case_config(small, case)
     timeout_seconds *= max(1.0, n_processes / MOST_PROCESSES)  # they share this machine
     jobs = [
-        Job(config, n_steps, rank, n_processes, meeting, timeout_seconds, prepare)
+        Job(config, n_steps, rank, n_processes, file, timeout_seconds, prepare)
         for rank in range(n_processes)
     ]
     return workers.run(jobs, timeout_seconds=timeout_seconds)
@@ -231,10 +234,11 @@ def _difference_json(difference: Difference | None) -> dict[str, Any] | None:
 def differences(
     reference: Sequence[StepNumbers], ranks: Sequence[Sequence[StepNumbers]], plan: Plan
 ) -> Iterator[Difference]:
-    """Every number of every process against one process's, in the order in which a step computes
-    them: loss, gradients from the head to the embedding, their norm, weights, evaluation loss.
+    """The differences of every number of every rank from the one process's.
 
-    So the first that is off is where a fault shows first.
+    They come in the order in which a step computes the numbers, so that the first that is off is
+    where a fault shows first: loss, gradients from the head to the embedding, their norm, weights,
+    evaluation loss.
     """
     names = [spec.name for spec in plan.table]
     expected = [_names(plan, rank) for rank in range(len(ranks))]
@@ -254,7 +258,7 @@ def differences(
 
 
 def _names(plan: Plan, rank: int) -> set[str]:
-    """The parameters that a process has, a copy of a tied one included."""
+    """Names of the parameters that a rank has, a copy of a tied one included."""
     stages = plan.layout.stages_of(plan.layout.coordinates(rank)["pipeline"])
     ranges = [plan.stages[number] for number in stages]
     return {

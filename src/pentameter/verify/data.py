@@ -17,25 +17,25 @@ from pentameter.verify.cases import Case
 
 @dataclass(frozen=True)
 class DataOutcome:
-    """How what a layout reads compares with what one process reads."""
+    """The result of comparing the batches of a layout with those of one process."""
 
     layout: Layout
     seconds: float
     hash: str | None = None
     """sha256, in hex, of the batches of all steps."""
     problem: str | None = None
-    """What differs first; None where nothing does."""
+    """The first difference; None where there is none."""
     refused: str | None = None
     """Why no run can have this layout: then there is nothing to compare."""
 
     @property
     def name(self) -> str:
-        """As a table for people calls it."""
+        """Its name in a table for people."""
         return Case(self.layout).name
 
     @property
     def passed(self) -> bool | None:
-        """Whether every batch is one process's; None for a layout that no run can have."""
+        """True if every batch is one process's; None for a layout that no run can have."""
         return None if self.refused else self.problem is None
 
     def to_json(self) -> dict[str, Any]:
@@ -97,8 +97,10 @@ def verify_data(
 def _joined(
     batches: TrainingBatches, batch_size: int, layout: Layout, step: int
 ) -> tuple[Batch, str | None]:
-    """What the processes read of a step, in the order of the parts they compute; and, where two
-    that share a part read different rows for it, which."""
+    """The batch of a step, joined from what each rank reads, in the order of data-parallel indices.
+
+    With it comes a sentence about ranks of one index that read different rows, None for no such.
+    """
     parts: dict[int, Batch] = {}
     disagreement = None
     for rank in range(layout.world_size):

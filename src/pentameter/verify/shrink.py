@@ -117,13 +117,9 @@ def described_changes(config: Config, small: Config) -> Iterator[str]:
         section, _, key = path.rpartition(".")
         if section not in ("model", "optimizer") and path != "train.batch_size":
             continue
-        before, after = (_value(each, section, key) for each in (config, small))
+        before, after = (getattr(getattr(each, section), key) for each in (config, small))
         if before != after:
             yield f"{key} {_shown(before)} → {_shown(after)}"
-
-
-def _value(config: Config, section: str, key: str) -> Any:
-    return getattr(getattr(config, section), key)
 
 
 def _shown(value: Any) -> str:

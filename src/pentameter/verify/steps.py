@@ -20,7 +20,7 @@ from pentameter.optim.build import build_optimizer
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import Engine
 from pentameter.parallel.muon import ShardedMuon
-from pentameter.planning.architecture import Init, ParameterSpec
+from pentameter.planning.architecture import Init
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.failure import LostProcessError
 from pentameter.processes.join import joined_world
@@ -50,9 +50,8 @@ def perform(job: Job) -> list[StepNumbers]:
     if job.prepare is not None:
         module, _, function = job.prepare.partition(":")
         getattr(importlib.import_module(module), function)()
-    place = Place(
-        job.rank, job.world_size, job.rank, job.world_size, f"file://{job.meeting_file}", "verify"
-    )
+    size, where = job.world_size, f"file://{job.rendezvous_file}"
+    place = Place(job.rank, size, job.rank, size, where, "verify")
     with joined_world(
         "cpu",
         place,
@@ -65,7 +64,9 @@ def perform(job: Job) -> list[StepNumbers]:
 def compute_steps(config: Config, n_steps: int, world: World) -> Iterator[StepNumbers]:
     """Train on made-up batches from made-up weights. Collective over the world."""
     plan = make_plan(config, world_size=world.size)
-    noisy = replace(plan, table=tuple(_noisy(spec) for spec in plan.table))
+    # A bias that starts at zero would hide that it is added twice.
+    noise = Init("normal", INIT_STD)
+    noisy = replace(plan, table=tuple(replace(spec, init=noise) for spec in plan.table))
     engine = assemble(noisy, torch.device("cpu"), "fp64", compiled=False, world=world)
     _add_ones(engine, plan)
     rules = config.optimizer
@@ -101,11 +102,6 @@ def made_up_batch(plan: Plan, step: int) -> Batch:
 
 def _rows_of(batch: Batch, rows: np.ndarray) -> Batch:
     return Batch(batch.inputs[rows], batch.targets[rows], batch.rows[rows])
-
-
-def _noisy(spec: ParameterSpec) -> ParameterSpec:
-    """A bias that starts at zero would hide that it is added twice."""
-    return replace(spec, init=Init("normal", INIT_STD))
 
 
 def _add_ones(engine: Engine, plan: Plan) -> None:

@@ -29,7 +29,7 @@ class Job:
     n_steps: int
     rank: int
     world_size: int
-    meeting_file: str
+    rendezvous_file: str
     timeout_seconds: float
     prepare: str | None = None
     """`module:function`, called first, without arguments. Tests plant faults with it."""
@@ -43,7 +43,7 @@ class Failed:
     """The last line of the traceback."""
     traceback: str
     is_consequence: bool
-    """Whether it only says that another worker is gone."""
+    """True if it only says that another worker is gone."""
 
 
 class CaseFailedError(TrainingFailedError):
@@ -92,11 +92,11 @@ class Workers:
         self._stack.close()
 
     def new_file(self) -> str:
-        """A path that is not used yet, for the processes of a case to meet at."""
-        return str(self._folder / f"meeting-{next(self._numbers)}")
+        """A path that is not used yet, for the rendezvous of the processes of a case."""
+        return str(self._folder / f"rendezvous-{next(self._numbers)}")
 
     def run(self, jobs: Sequence[Job], *, timeout_seconds: float) -> list[Any]:
-        """What the jobs returned, each done by a process of its own at the same time.
+        """The answers to the jobs, each computed by a worker of its own at the same time.
 
         Processes of a job that has a `prepare` do no other job. Raises CaseFailedError where one
         fails, dies or has not answered in time; the processes are then replaced.
