@@ -48,8 +48,8 @@ from importlib.util import module_from_spec, spec_from_file_location
 spec = spec_from_file_location("pentameter", sys.argv[1])
 sys.modules["pentameter"] = module_from_spec(spec)
 spec.loader.exec_module(sys.modules["pentameter"])
-from pentameter.machine.child import run
-run(*sys.argv[2:])
+from pentameter.machine.child import serve
+serve(*sys.argv[2:])
 """
 
 
@@ -247,7 +247,7 @@ def end_with_parent(environ: MutableMapping[str, str] = os.environ) -> str:
     return folder
 
 
-def run(role: str, descriptor: str, path: str, *arguments: str) -> None:
+def serve(role: str, descriptor: str, path: str, *arguments: str) -> None:
     """Be a PythonChild or ForkServer, with the search path of the process that started it."""
     from multiprocessing.connection import Connection
 

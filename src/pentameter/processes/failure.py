@@ -97,22 +97,16 @@ class Failure:
 def lost_process(error: BaseException) -> Literal["gone", "late"] | None:
     """`gone` or `late` if `error` only says that another process closed its connection or did not
     answer; None if it is a failure of this process's own."""
-    for each in _chain(error):
+    each: BaseException | None = error
+    while each is not None:
         text = str(each)
         if isinstance(each, RuntimeError):
             if any(sign in text for sign in _GONE):
                 return "gone"
             if any(sign in text for sign in _LATE):
                 return "late"
+        each = each.__cause__ or each.__context__  # leaving a block may fail in a second way
     return None
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """`error`, and what it was raised after: leaving a block may fail in a second way."""
-    following: BaseException | None = error
-    while following is not None:
-        yield following
-        following = following.__cause__ or following.__context__
 
 
 def first_failure(failures: list[Failure]) -> Failure:

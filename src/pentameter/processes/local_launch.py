@@ -15,10 +15,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Self
 
 from pentameter.errors import InterruptedRunError, StorageError, TrainingFailedError
 from pentameter.machine.child import Child, exit_reason
@@ -56,12 +55,14 @@ def run_local(
     Raises WorkerFailedError with the first failure; its exit code is that of the process, 70 for
     one that was killed. Call it in the main thread.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix="pentameter-", ignore_cleanup_errors=True) as folder,
-        _Workers(Path(folder), grace_seconds) as workers,
-    ):
-        workers.start(command, n_processes)
-        failures = workers.wait()
+    with tempfile.TemporaryDirectory(prefix="pentameter-", ignore_cleanup_errors=True) as folder:
+        workers = _Workers(Path(folder), grace_seconds)
+        with _handlers(workers.on_signal, workers.on_suspend):
+            try:
+                workers.start(command, n_processes)
+                failures = workers.wait()
+            finally:
+                workers.end()
     if failures:
         failure = first_failure(failures)
         if failure.message:
@@ -96,7 +97,7 @@ def worker_environment(
 
 
 class _Workers:
-    """The worker processes of one launch; leaving the block ends those that still run."""
+    """The worker processes of one launch."""
 
     def __init__(self, folder: Path, grace_seconds: float) -> None:
         self._folder = folder
@@ -108,15 +109,6 @@ class _Workers:
         self._received_at = 0.0
         self._watchdog = Watchdog(folder)
         self._ended_by_us = False
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        self._stack.enter_context(_handlers(self._on_signal, self._on_suspend))
-        self._stack.callback(self._end)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
 
     def start(self, command: Sequence[str], n_processes: int) -> None:
         """Start them all, or none where the system cannot start one."""
@@ -252,13 +244,14 @@ class _Workers:
             return [Failure(rank, code, f"{exit_reason(code)} and no report", now)]
         return [] if self._ended_by_us else [_killed(rank, -code)]
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal that asks to stop on to all workers."""
         self._received_at = self._received_at or time.monotonic()
         self._received.append(signal.Signals(number))
         self._send(signal.Signals(number))
 
-    def _on_suspend(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-Z: in sessions of their own the workers would go on."""
+    def on_suspend(self, number: int, frame: FrameType | None) -> None:
+        """Suspend at Ctrl-Z with all workers: in sessions of their own they would go on."""
         self._send(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         self._send(signal.SIGCONT)
@@ -272,7 +265,8 @@ class _Workers:
         for child in self._children:
             child.kill()
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End those that still run."""
         self._kill()
         for child in self._children:
             child.close()
