@@ -14,8 +14,8 @@ from pentameter.checkpoint.state import model_state
 from pentameter.checkpoint.store import CheckpointStore
 from pentameter.cli.main import main
 from pentameter.cli.sample import run
-from pentameter.config.load import to_toml
 from pentameter.config.schema import Config, DataConfig, ModelConfig, TrainConfig
+from pentameter.config.write import to_toml
 from pentameter.data.tokenizers.tokenizer import CharTokenizer
 from pentameter.errors import ConfigError
 from pentameter.generation.loop import generate

@@ -129,7 +129,7 @@ def _multiple_choice(
 
 def _load(parsed: EvalArguments, overrides: list[str]) -> tuple[LoadedModel, Config, Engine]:
     """The model, its configuration with the overrides of the data section, and how it runs."""
-    from pentameter.config.parallel import ParallelConfig
+    from pentameter.config.schema import ParallelConfig
     from pentameter.machine.choices import choose_device, choose_precision
     from pentameter.parallel.assemble import engine_of
     from pentameter.parallel.precision import arithmetic, set_matmul_precision

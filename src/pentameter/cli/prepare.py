@@ -197,7 +197,7 @@ def _data_section(options: Options, corpus: str | None) -> DataConfig:
 
     from pydantic import ValidationError
 
-    from pentameter.config.problems import problems
+    from pentameter.config.messages import problems
     from pentameter.config.schema import Config
 
     section = {

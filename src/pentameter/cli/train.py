@@ -71,7 +71,8 @@ def run(arguments: list[str]) -> int:
     """Train; 0 when the run is complete."""
     watch_launcher()
     parsed, overrides = parse_arguments(TrainArguments, arguments, verb="train")
-    from pentameter.config.load import load_config, to_toml
+    from pentameter.config.load import load_config
+    from pentameter.config.write import to_toml
 
     place = find_place()
     is_main = place is None or place.rank == 0

@@ -8,9 +8,8 @@ from fractions import Fraction
 from typing import Any
 
 from pentameter.config.choices import DECAY_KEYS, look_up, refuse_unknown
-from pentameter.config.divisors import nearest_divisors
 from pentameter.config.schema import Config, ScheduleConfig
-from pentameter.errors import ConfigError
+from pentameter.errors import ConfigError, nearest_divisors
 from pentameter.planning.architecture import (
     ParameterSpec,
     embedding_dropout,
