@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -61,7 +59,9 @@ def run(arguments: list[str]) -> int:
         values, line = _multiple_choice(parsed, parsed.multiple_choice, overrides)
     else:
         values, line = _split(parsed, overrides)
-    print(_to_json(values) if parsed.json else line)
+    from pentameter.report.results import strict
+
+    print(json.dumps(strict(values)) if parsed.json else line)
     return 0
 
 
@@ -158,12 +158,3 @@ def _with_other_data(config: Config, overrides: list[str]) -> Config:
                 f"eval takes overrides of the data section only, not {path}: --data.path FILE"
             )
     return load_config(config, overrides)
-
-
-def _to_json(values: Mapping[str, Any]) -> str:
-    """One object; a number that is not finite becomes null, which every JSON reader accepts."""
-    finite = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
-    return json.dumps(finite)

@@ -281,7 +281,7 @@ def _plan(
 def _say_goodbye(trainer: Trainer) -> None:
     """Write the report and name the commands that make sense next, ready to paste: each works for
     this run, in this folder."""
-    from pentameter.report.report import write_report
+    from pentameter.report.page import write_report
 
     try:
         report = f"report: {write_report(trainer.run_dir)}"

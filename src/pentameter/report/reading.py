@@ -281,19 +281,23 @@ def _read_text(path: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return _table(_read_text(path), json.loads)
+    return _parsed(_read_text(path), json.loads)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
-    return _table(_read_text(path), tomllib.loads)
+    return _parsed(_read_text(path), tomllib.loads)
 
 
-def _table(text: str, parse: Callable[[str], Any]) -> dict[str, Any]:
+def _parsed(text: str, parse: Callable[[str], Any]) -> dict[str, Any]:
     """The text's top-level table, {} when it is not one. Both parsers' errors are ValueErrors."""
     try:
-        value = parse(text)
+        return as_table(parse(text))
     except ValueError:
         return {}
+
+
+def as_table(value: object) -> dict[str, Any]:
+    """`value` if it is a table, else an empty one: files may be damaged."""
     return value if isinstance(value, dict) else {}
 
 
