@@ -17,7 +17,6 @@ from pentameter.errors import printable
 if TYPE_CHECKING:
     from pentameter.report.comparison import Comparison
 
-HELP = "Compare runs: curves overlaid, the settings that differ, results."
 LONGEST_CELL = 32
 
 

@@ -18,7 +18,6 @@ from pentameter.errors import printable
 if TYPE_CHECKING:
     import torch
 
-HELP = "What this machine can do, and what training on it would choose."
 
 # extra of the package → module that shows it is installed
 EXTRAS = {

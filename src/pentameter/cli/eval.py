@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from pentameter.cli.arguments import parse_arguments
-from pentameter.cli.loading import load_for_verb
+from pentameter.cli.arguments import load_for_verb, parse_arguments
 from pentameter.config.overrides import parse_overrides
 from pentameter.errors import ConfigError
 
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from pentameter.checkpoint.model import LoadedModel
     from pentameter.config.schema import Config
     from pentameter.parallel.engine import Engine
-
-HELP = "Loss, perplexity and bits per byte of a model over a whole split; multiple choice."
 
 
 @dataclass(frozen=True)

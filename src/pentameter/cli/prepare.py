@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from pentameter.data.corpora.text import Text
     from pentameter.data.prepare.progress import Progress
 
-HELP = "Turn text into token shards."
-
 
 @dataclass(frozen=True)
 class GrammarOptions:

@@ -11,8 +11,6 @@ import tyro
 from pentameter.cli.arguments import parse
 from pentameter.errors import ConfigError
 
-HELP = "Write report.html for a run: curves, samples, configuration, environment."
-
 
 @dataclass(frozen=True)
 class ReportArguments:

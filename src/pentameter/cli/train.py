@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _LONG_EPOCH = 1 << 40  # rows: stands in the Plan for an epoch that nobody could count
 
-HELP = "Train a model, or continue a run."
 
 PRESET_FOR_TEXT = "quickstart"
 """The preset that `train novel.txt` trains."""

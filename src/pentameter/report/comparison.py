@@ -72,7 +72,7 @@ class Comparison:
     differing: dict[str, tuple[Any, ...]]
     """Setting → its value in each run; those that change the training first."""
     verdict: str
-    """Which run is best, where that can be said."""
+    """The sentence that names the best run; "" where none can be named."""
 
     def to_json(self) -> dict[str, Any]:
         """The shape of `compare --json`."""
@@ -202,7 +202,7 @@ def _of(found: Results) -> str:
 
 
 def _verdict(runs: Sequence[Run], differing: dict[str, Any]) -> str:
-    """Which run has the lowest validation loss, and by how much; or why that cannot be said.
+    """A sentence: the run of the lowest validation loss, and by how much; or why none is.
 
     Losses per token compare where the tokens are the same, bits per byte where the text is.
     """

@@ -185,7 +185,7 @@ def overlay_figure(
 
 
 def is_cut(runs: Sequence[tuple[str, RunRecord]]) -> bool:
-    """Whether a figure leaves the fall at the start above its axis."""
+    """True if a figure of these runs leaves the fall at the start above its axis."""
     return any(
         settled_limits(tuple(curve(record) for _, record in runs)) for curve in LOSSES.values()
     )

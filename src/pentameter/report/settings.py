@@ -1,4 +1,4 @@
-"""The settings of a run, and which of them somebody chose."""
+"""The settings of a run, and those of them that somebody chose."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def settings(config: Mapping[str, Any]) -> Settings:
 
 
 def choices(found: Settings, rows_per_epoch: int | None) -> Choices | None:
-    """How the settings of a run differ from those of the nearest preset; None without any.
+    """The settings of a run that differ from those of the nearest preset; None without settings.
 
     config.toml does not say what a run was made from. The nearest preset is the one that the
     fewest settings differ from; `rows_per_epoch`, from plan.json, resolves one that counts epochs.
