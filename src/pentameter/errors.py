@@ -106,4 +106,4 @@ class InterruptedRunError(PentameterError):
     def __init__(self, message: str, *, agreed: bool = True) -> None:
         super().__init__(message)
         self.agreed = agreed
-        """Whether all processes stop at this step; else this one left alone, before any."""
+        """True if all processes stop at this step; else this one left alone, before any."""

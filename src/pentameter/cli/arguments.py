@@ -46,7 +46,7 @@ def parse(kind: type[Arguments], arguments: Sequence[str], *, verb: str) -> Argu
 def parse_arguments(
     kind: type[Arguments], arguments: Sequence[str], *, verb: str
 ) -> tuple[Arguments, list[str]]:
-    """As `parse`, and the overrides of the configuration among the arguments."""
+    """`kind` filled as by `parse`, and the overrides of the configuration among the arguments."""
     fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(kind)  # type: ignore[arg-type]
     own, overrides = split_overrides(arguments, {field.name for field in fields} | {"help"})
     return parse(kind, own, verb=verb), overrides

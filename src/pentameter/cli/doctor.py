@@ -51,7 +51,7 @@ def run(arguments: list[str]) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """What `doctor --json` prints. Takes a second or two: it measures and tries the compiler."""
+    """The object of `doctor --json`. Takes a second or two: it measures and tries the compiler."""
     import torch
 
     from pentameter.machine.capabilities import find_compiler, machine_capabilities
@@ -86,7 +86,7 @@ def examine() -> dict[str, Any]:
 
 
 def _is_tested(version: str) -> bool:
-    """Whether a release of torch is one of TESTED_TORCH, whatever it was built for ("+cpu")."""
+    """True if a release of torch is one of TESTED_TORCH, whatever it was built for ("+cpu")."""
     return version.partition("+")[0] in TESTED_TORCH
 
 

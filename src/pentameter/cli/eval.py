@@ -63,7 +63,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any], str]:
-    """What `--json` prints of a split, and the line for people."""
+    """The object of `--json` for a split, and the line for people."""
     from pentameter.data.batches.dataset import open_dataset
     from pentameter.evaluate.split import evaluate
 
@@ -103,7 +103,7 @@ def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any],
 def _multiple_choice(
     parsed: EvalArguments, file: Path, overrides: list[str]
 ) -> tuple[dict[str, Any], str]:
-    """The same of a file of questions."""
+    """The object of `--json` for a file of questions, and the line for people."""
     from pentameter.evaluate.multiple_choice import evaluate_multiple_choice
     from pentameter.evaluate.questions import read_questions
 

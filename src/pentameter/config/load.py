@@ -192,7 +192,7 @@ def _read_chain(source: str | Path) -> Tree:
 
 
 def _read_source(source: str | Path, folder: Path, named_by: str) -> tuple[str, str, bytes]:
-    """Where `source` is, what messages call it, and its bytes. Files are relative to `folder`."""
+    """(place, label for messages, bytes) of `source`; a file is relative to `folder`."""
     name = str(source)
     if not name:
         raise ConfigError(f"{named_by}name a preset ({', '.join(preset_names())}) or a TOML file")
@@ -279,7 +279,7 @@ def _parse(text: bytes, label: str) -> Tree:
 
 
 def _is_deep(tree: Tree) -> bool:
-    """Whether tables and lists are nested deeper than DEEPEST, found without recursion."""
+    """True if tables and lists are nested deeper than DEEPEST; found without recursion."""
     level: list[Any] = [tree]
     for _ in range(DEEPEST):
         inner = [

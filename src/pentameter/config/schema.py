@@ -1,4 +1,4 @@
-"""What a run is asked to be: frozen sections of plain values, nothing derived.
+"""The schema of a configuration: every section, key, default and rule; nothing derived.
 
 Everything that follows from these values (accumulation, padded vocabulary, parameter counts)
 is computed once, in `pentameter.planning`. A rule that needs only this file is checked here; the
@@ -43,7 +43,7 @@ Factor = Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)]
 Switch = Annotated[bool, Field(strict=True)]
 
 ABSENT = "none"
-"""How TOML and the command line write an absent value; neither has a null."""
+"""The word for an absent value in TOML and on the command line, which have no null."""
 
 
 class Section(BaseModel):

@@ -86,7 +86,7 @@ class Layout:
         return tuple(range(pipeline_index, self.n_stages, self.pipeline))
 
     def to_json(self) -> dict[str, Any]:
-        """The degrees by name, as `plan --json` prints them."""
+        """The degrees by name, as `train --dry-run` prints them."""
         return asdict(self)
 
     def degrees(self) -> dict[str, int]:

@@ -102,7 +102,7 @@ class Plan:
         return step_traffic(self.config, self.layout, self.stages, rank, precision)
 
     def to_json(self) -> dict[str, Any]:
-        """The shape of `plan --json` and of a run folder's plan.json."""
+        """The Plan as `train --dry-run` prints it and a run folder's plan.json holds it."""
         return {
             "model": {
                 "parameters": self.n_parameters,

@@ -69,7 +69,7 @@ def render_page(record: RunRecord) -> str:
 
 
 def _header(record: RunRecord) -> str:
-    """What the run was, how it ended, and its figures."""
+    """The head of the page: model, data, outcome, and the figures of the run."""
     ended = outcome(record)
     model = as_table(record.config.get("model"))
     words = [str(record.start.get("model") or "GPT")]

@@ -66,13 +66,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What is known of a run; every field may be empty."""
+    """A run as its folder shows it; every field may be empty."""
 
     folder: Path
     start: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Series] = field(default_factory=dict)
-    """By the names in CURVES, and elapsed_seconds, the time spent in steps; a curve without values
-    is empty or absent."""
+    """Curve by name: those of CURVES, and elapsed_seconds, the time spent in steps. One without
+    values is empty or absent."""
     evaluations: tuple[Evaluation, ...] = ()
     marks: tuple[tuple[int, str, str], ...] = ()
     """(step, kind, reason) of each resume, skip and rollback."""
