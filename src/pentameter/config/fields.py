@@ -145,7 +145,7 @@ def _bounds(constraints: Iterable[Any]) -> Iterator[str]:
     yield from (phrases[name].format(bound) for name, bound in found.items())
 
 
-def read_text(leaf: Leaf, text: str) -> Any:
+def parse_value(leaf: Leaf, text: str) -> Any:
     """The value that `text`, from the command line, stands for; `text` itself where for none.
 
     The schema then refuses it with the dotted path: there is one place that judges values.

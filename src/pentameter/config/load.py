@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pentameter.config.fields import leaves, read_text, takes_whole_number, value_in, whole
+from pentameter.config.fields import leaves, parse_value, takes_whole_number, value_in, whole
 from pentameter.config.messages import Problems, shown
 from pentameter.config.overrides import parse_overrides
 from pentameter.config.schema import ABSENT, Config
@@ -313,7 +313,7 @@ def _override_tree(overrides: Sequence[str] | Mapping[str, Any], wrong: Problems
         place = tree
         for part in section:
             place = place.setdefault(part, {})
-        place[key] = read_text(leaf, value) if isinstance(value, str) else value
+        place[key] = parse_value(leaf, value) if isinstance(value, str) else value
     return tree
 
 

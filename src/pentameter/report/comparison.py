@@ -35,7 +35,7 @@ from pentameter.report.plots import (
     page_svg,
     useful_axes,
 )
-from pentameter.report.reading import RunRecord, read_run
+from pentameter.report.reading import RecordedRun, read_run
 from pentameter.report.results import Results, outcome, results, strict
 from pentameter.report.settings import Settings, settings
 
@@ -49,7 +49,7 @@ class Run:
     """One of the runs, under the name that it has on the page."""
 
     label: str
-    record: RunRecord
+    record: RecordedRun
     results: Results
     settings: Settings
 

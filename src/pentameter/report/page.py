@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pentameter.report import wording
+from pentameter.report.curves import Series
 from pentameter.report.markup import (
     badge,
     document,
@@ -31,7 +32,7 @@ from pentameter.report.plots import (
     page_svg,
     small_figures,
 )
-from pentameter.report.reading import NAN, RunRecord, Sample, Series, as_table, number, read_run
+from pentameter.report.reading import NAN, RecordedRun, Sample, as_table, number, read_run
 from pentameter.report.results import outcome, results
 from pentameter.report.settings import choices, settings
 
@@ -49,7 +50,7 @@ def write_report(run_dir: Path) -> Path:
     return write_page(run_dir / "report.html", render_page(read_run(run_dir)))
 
 
-def render_page(record: RunRecord) -> str:
+def render_page(record: RecordedRun) -> str:
     """The whole page as HTML."""
     return document(
         f"{record.name} – pentameter report",
@@ -68,7 +69,7 @@ def render_page(record: RunRecord) -> str:
     )
 
 
-def _header(record: RunRecord) -> str:
+def _header(record: RecordedRun) -> str:
     """The head of the page: model, data, outcome, and the figures of the run."""
     ended = outcome(record)
     model = as_table(record.config.get("model"))
@@ -96,7 +97,7 @@ def _header(record: RunRecord) -> str:
     )
 
 
-def _facts(record: RunRecord) -> Iterable[tuple[str, str, str]]:
+def _facts(record: RecordedRun) -> Iterable[tuple[str, str, str]]:
     """(name, value, detail) of each figure of the summary; what is unknown is left out."""
     best = record.best()
     if best is not None:
@@ -130,7 +131,7 @@ def _facts(record: RunRecord) -> Iterable[tuple[str, str, str]]:
         yield "Peak memory", wording.size(found.peak_memory_bytes), ""
 
 
-def _loss(record: RunRecord) -> str:
+def _loss(record: RecordedRun) -> str:
     views = [
         (label, drawn)
         for settled, label in ((True, "after the start"), (False, "whole run"))
@@ -150,7 +151,7 @@ def _loss(record: RunRecord) -> str:
     return section("Loss", figure + note(" ".join(notes)))
 
 
-def _loss_views(record: RunRecord, *, settled: bool) -> str:
+def _loss_views(record: RecordedRun, *, settled: bool) -> str:
     """The loss figure for wide and for narrow windows; "" where there is nothing to draw."""
     wide = loss_figure(record, palette=PAGE, settled=settled)
     narrow = loss_figure(record, palette=PAGE, size_inches=NARROW_INCHES, settled=settled)
@@ -167,7 +168,7 @@ def _loss_views(record: RunRecord, *, settled: bool) -> str:
     )
 
 
-def _small_plots(record: RunRecord) -> str:
+def _small_plots(record: RecordedRun) -> str:
     figures = small_figures(record, PAGE)
     if not figures:
         return ""
@@ -180,7 +181,7 @@ def _small_plots(record: RunRecord) -> str:
     return section("Optimisation and speed", plots + note(said))
 
 
-def _samples(record: RunRecord) -> str:
+def _samples(record: RecordedRun) -> str:
     if not record.samples:
         return ""
     shown = _spread(record.samples, MAX_SAMPLES)
@@ -207,7 +208,7 @@ def _spread(samples: tuple[Sample, ...], limit: int) -> list[Sample]:
     return [samples[round(i * (len(samples) - 1) / (limit - 1))] for i in range(limit)]
 
 
-def _checkpoints(record: RunRecord) -> str:
+def _checkpoints(record: RecordedRun) -> str:
     if not record.checkpoints:
         return ""
     kept = [c for c in record.checkpoints if c["kept"]]
@@ -230,7 +231,7 @@ def _checkpoints(record: RunRecord) -> str:
     return section("Checkpoints", table(heads, rows) + note(said))
 
 
-def _interruptions(record: RunRecord) -> str:
+def _interruptions(record: RecordedRun) -> str:
     if not record.marks:
         return ""
     heads = (head("step", "number"), head("event"), head("reason"))
@@ -244,7 +245,7 @@ def _interruptions(record: RunRecord) -> str:
     return section("Interruptions", table(heads, rows) + note(said))
 
 
-def _settings(record: RunRecord) -> str:
+def _settings(record: RecordedRun) -> str:
     """The chosen settings first, then all settings, folded away."""
     found = settings(record.config)
     if not found:
@@ -271,7 +272,7 @@ def _settings(record: RunRecord) -> str:
     )
 
 
-def _environment(record: RunRecord) -> str:
+def _environment(record: RecordedRun) -> str:
     latest = {key: v for key, v in record.environment.items() if key != "earlier_starts"}
     cards = _cards(latest, "machine")
     return section("Environment", cards) if cards else ""
@@ -310,7 +311,7 @@ def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[st
             yield prefix + str(key), wording.scalar(value)
 
 
-def _log(record: RunRecord) -> str:
+def _log(record: RecordedRun) -> str:
     if not record.log_tail.strip():
         return ""
     return (

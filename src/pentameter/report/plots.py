@@ -17,9 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter
 
 from pentameter.errors import ConfigError, StorageError
-from pentameter.report.curves import envelope, limits, settled_limits, smoothed, thinned
+from pentameter.report.curves import Series, envelope, limits, settled_limits, smoothed, thinned
 from pentameter.report.hover import hover_attribute
-from pentameter.report.reading import RunRecord, Series
+from pentameter.report.reading import RecordedRun
 
 WIDE_INCHES = (8.4, 3.5)
 NARROW_INCHES = (4.0, 3.2)
@@ -27,7 +27,7 @@ SMALL_INCHES = (4.2, 2.1)
 OVERLAY_INCHES = (5.2, 3.4)
 AXES = {"step": "step", "tokens": "tokens", "elapsed_seconds": "seconds of training"}
 """Horizontal axes that the losses of several runs can be drawn over, with their labels."""
-LOSSES: dict[str, Callable[[RunRecord], Series]] = {
+LOSSES: dict[str, Callable[[RecordedRun], Series]] = {
     "Validation loss": lambda record: record.split_losses("val"),
     "Training loss, smoothed": lambda record: record.train.get("loss", Series()),
 }
@@ -60,7 +60,7 @@ _PAGE_VARIABLES = {colour: f"var(--{role})" for role, colour in vars(PAGE).items
 
 
 def loss_figure(
-    record: RunRecord,
+    record: RecordedRun,
     *,
     size_inches: tuple[float, float] = WIDE_INCHES,
     palette: Palette = LIGHT,
@@ -109,7 +109,7 @@ def loss_figure(
     return figure
 
 
-def small_figures(record: RunRecord, palette: Palette = LIGHT) -> list[tuple[str, str, Figure]]:
+def small_figures(record: RecordedRun, palette: Palette = LIGHT) -> list[tuple[str, str, Figure]]:
     """(key, title, figure) of each of the other curves that the run has values for."""
     percent = PercentFormatter(xmax=1, decimals=None)
     engineering = EngFormatter(sep="")
@@ -147,7 +147,7 @@ def small_figures(record: RunRecord, palette: Palette = LIGHT) -> list[tuple[str
 
 def overlay_figure(
     loss: str,
-    runs: Sequence[tuple[str, RunRecord]],
+    runs: Sequence[tuple[str, RecordedRun]],
     *,
     axis: str = "step",
     settled: bool = True,
@@ -184,14 +184,14 @@ def overlay_figure(
     return figure
 
 
-def is_cut(runs: Sequence[tuple[str, RunRecord]]) -> bool:
+def is_cut(runs: Sequence[tuple[str, RecordedRun]]) -> bool:
     """True if a figure of these runs leaves the fall at the start above its axis."""
     return any(
         settled_limits(tuple(curve(record) for _, record in runs)) for curve in LOSSES.values()
     )
 
 
-def useful_axes(runs: Sequence[tuple[str, RunRecord]]) -> list[str]:
+def useful_axes(runs: Sequence[tuple[str, RecordedRun]]) -> list[str]:
     """The axes that show the runs differently: tokens where steps are of different length, time
     where it is known."""
     found = ["step"]
@@ -204,7 +204,7 @@ def useful_axes(runs: Sequence[tuple[str, RunRecord]]) -> list[str]:
     ]  # fmt: skip
 
 
-def _along(record: RunRecord, axis: str, steps: np.ndarray) -> np.ndarray:
+def _along(record: RecordedRun, axis: str, steps: np.ndarray) -> np.ndarray:
     """The place of each step on an axis, from the lines of metrics.jsonl around it."""
     if axis == "step":
         return steps
@@ -271,13 +271,13 @@ def _say_cut(axes: Axes, highest: float, palette: Palette) -> None:
     axes.set_title(words, loc="left", color=palette.muted, fontsize=8)
 
 
-def entropy_rate(record: RunRecord) -> float | None:
+def entropy_rate(record: RecordedRun) -> float | None:
     """The lowest loss possible, nats per token, where the run's start says it."""
     rate = record.start.get("entropy_rate")
     return float(rate) if isinstance(rate, int | float) and 0 < rate < float("inf") else None
 
 
-def _clip_norm(record: RunRecord) -> float | None:
+def _clip_norm(record: RecordedRun) -> float | None:
     section = record.config.get("optimizer")
     value = section.get("clip_norm", 0) if isinstance(section, dict) else 0
     return float(value) if isinstance(value, int | float) and value > 0 else None
@@ -316,7 +316,9 @@ def _draw_noisy(axes: Axes, series: Series, palette: Palette, label: str | None 
     axes.plot(*smoothed(series), color=palette.train, lw=1.8, label=label and f"{label}, smoothed")
 
 
-def _draw_marks(axes: Axes, record: RunRecord, palette: Palette, *, labelled: bool = False) -> None:
+def _draw_marks(
+    axes: Axes, record: RecordedRun, palette: Palette, *, labelled: bool = False
+) -> None:
     """A dotted line where the run was resumed or rolled back."""
     for kind, label in (("resume", "resumed"), ("rollback", "rolled back")):
         steps = [step for step, mark, _ in record.marks if mark == kind]

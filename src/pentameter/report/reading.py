@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import json
 import math
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pentameter.errors import StorageError
+from pentameter.report.curves import Series
 
 NAN = math.nan
 MAX_SAMPLE_CHARACTERS = 4000
@@ -24,24 +24,6 @@ CURVES = (
     "tokens", "eta_seconds",
 )  # fmt: skip
 BEATS_SECONDS = 60.0  # a run's lock is touched every few seconds; a dead run's is older
-
-
-@dataclass(frozen=True)
-class Series:
-    """One curve: steps and values of the same length, steps rising, values finite."""
-
-    steps: tuple[int, ...] = ()
-    values: tuple[float, ...] = ()
-    n_non_finite: int = 0
-    """Points that are NaN or infinite, and so not among the values."""
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def after(self, step: float) -> Series:
-        """The points from a step on."""
-        first = bisect.bisect_left(self.steps, step)
-        return Series(self.steps[first:], self.values[first:])
 
 
 @dataclass(frozen=True)
@@ -65,7 +47,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class RecordedRun:
     """A run as its folder shows it; every field may be empty."""
 
     folder: Path
@@ -105,7 +87,7 @@ class RunRecord:
         return min(finite, key=lambda e: e.loss, default=None)
 
 
-def read_run(folder: Path) -> RunRecord:
+def read_run(folder: Path) -> RecordedRun:
     """Everything the run folder holds.
 
     Raises:
@@ -130,7 +112,7 @@ def read_run(folder: Path) -> RunRecord:
         _integer((end or {}).get("step")),  # the lines of `train` may end before it
         0,
     )
-    return RunRecord(
+    return RecordedRun(
         folder=folder,
         start=start,
         train={

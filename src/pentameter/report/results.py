@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pentameter.report import wording
-from pentameter.report.reading import NAN, RunRecord, Series, as_table
+from pentameter.report.curves import Series
+from pentameter.report.reading import NAN, RecordedRun, as_table
 
 STILL_FALLING = 0.002
 """An evaluation this much below the one before, relatively, still falls."""
@@ -46,7 +47,7 @@ class Results:
     device: str
 
 
-def results(record: RunRecord) -> Results:
+def results(record: RecordedRun) -> Results:
     """The figures of a run, under way or ended."""
     best, validation = record.best(), record.split_losses("val")
     loss = record.train.get("loss", Series()).values
@@ -74,7 +75,7 @@ def results(record: RunRecord) -> Results:
     )
 
 
-def planned_steps(record: RunRecord) -> int | None:
+def planned_steps(record: RecordedRun) -> int | None:
     """The steps that the run was to make."""
     planned = record.start.get("steps") or record.plan.get("steps")
     return planned if isinstance(planned, int) else None
@@ -88,13 +89,13 @@ def strict(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _median(record: RunRecord, key: str) -> float:
+def _median(record: RecordedRun, key: str) -> float:
     values = record.train.get(key, Series()).values
     return statistics.median(values) if values else NAN
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """A word for a badge, its class in the style sheet (good, bad, live), and a sentence."""
 
     label: str
@@ -102,7 +103,7 @@ class Outcome:
     sentence: str
 
 
-def outcome(record: RunRecord) -> Outcome:
+def outcome(record: RecordedRun) -> RunOutcome:
     """The outcome of a run, so far as its folder tells."""
     planned = planned_steps(record)
     of = f" of {planned:,}" if planned else ""
@@ -116,32 +117,32 @@ def outcome(record: RunRecord) -> Outcome:
         took = wording.duration(record.training_seconds)
         done = f"Completed {record.last_step:,}{of} steps"
         done += f" in {took}" if math.isfinite(record.training_seconds) else ""
-        return Outcome("finished", "good", f"{done}{also}.")
+        return RunOutcome("finished", "good", f"{done}{also}.")
     if reason.startswith("error"):
         why = re.sub(r"^error:\s*(step \d+:\s*)?", "", reason).rstrip(".")
-        return Outcome("failed", "bad", f"Gave up at {at}: {why}.")
+        return RunOutcome("failed", "bad", f"Gave up at {at}: {why}.")
     if reason.startswith("SIG"):
         sentence = f"Stopped by {reason} after {at}{also}. The same command continues."
-        return Outcome("stopped", "bad", sentence)
+        return RunOutcome("stopped", "bad", sentence)
     if reason.startswith("no better"):  # patience
-        return Outcome("stopped early", "good", f"Stopped early after {at}: {reason}{also}.")
-    return Outcome("stopped", "bad", f"Ended after {at}: {reason}{also}.")  # a hook's word
+        return RunOutcome("stopped early", "good", f"Stopped early after {at}: {reason}{also}.")
+    return RunOutcome("stopped", "bad", f"Ended after {at}: {reason}{also}.")  # a hook's word
 
 
-def _unfinished(record: RunRecord, at: str) -> Outcome:
+def _unfinished(record: RecordedRun, at: str) -> RunOutcome:
     best = _best(record)
     also = f"; {best}" if best else ""
     if record.locked:
         if not record.last_step:
-            return Outcome("running", "live", "Running; no step has been logged yet.")
+            return RunOutcome("running", "live", "Running; no step has been logged yet.")
         left = record.train["eta_seconds"].values[-1:] if "eta_seconds" in record.train else ()
         to_go = f", about {wording.duration(left[0])} to go" if left else ""
-        return Outcome("running", "live", f"Running: {at}{to_go}{also}.")
+        return RunOutcome("running", "live", f"Running: {at}{to_go}{also}.")
     if not record.last_step:
-        return Outcome("not started", "", "No step has been logged yet.")
+        return RunOutcome("not started", "", "No step has been logged yet.")
     kept = [checkpoint["step"] for checkpoint in record.checkpoints if checkpoint["kept"]]
     then = f"continues from step {max(kept):,}" if kept else "starts it again"
-    return Outcome(
+    return RunOutcome(
         "interrupted",
         "bad",
         f"Broke off after {at} without a word: killed, or the machine went down{also}. "
@@ -149,7 +150,7 @@ def _unfinished(record: RunRecord, at: str) -> Outcome:
     )
 
 
-def _best(record: RunRecord) -> str:
+def _best(record: RecordedRun) -> str:
     """The best validation, and where the loss went after it."""
     best, losses = record.best(), record.split_losses("val")
     if best is None or (best.step == 0 and len(losses) == 1):  # not trained yet
