@@ -1,14 +1,21 @@
-"""One exception per exit code: what a verb raises decides how the process ends."""
+"""One exception per exit code, and what their messages are made of: printable text and the nearest
+word or divisor that the user may have meant."""
 
 from __future__ import annotations
 
+import difflib
+import math
 import re
+from collections.abc import Iterable
 
 LONGEST_WORD = 600
 """Characters without a space, as of a path, that a message shows whole."""
 
 LONGEST_MESSAGE = 6000
 """Characters of a message; more than the longest of ours has, a list of problems."""
+
+LONGEST_COMPARED = 80
+"""Characters of a word that is compared with the known ones, which takes the square of them."""
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -37,6 +44,22 @@ def terminal_message(message: str) -> str:
 def _without_middle(text: str, longest: int) -> str:
     half = longest // 2
     return text if len(text) <= longest else f"{text[:half]}…{text[-half + 1 :]}"
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The member of `known` that `word` was probably meant to be, if any."""
+    matches = difflib.get_close_matches(word[:LONGEST_COMPARED], list(known), n=1)
+    return matches[0] if matches else None
+
+
+def nearest_divisors(n: int, wanted: int, count: int = 4) -> list[int]:
+    """The `count` divisors of `n` nearest to `wanted`, ascending.
+
+    Takes √n divisions, so that a mistyped huge number is refused as fast as any other.
+    """
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    divisors = {*small, *(n // d for d in small)}
+    return sorted(sorted(divisors, key=lambda d: (abs(d - wanted), d))[:count])
 
 
 class PentameterError(Exception):
@@ -83,4 +106,4 @@ class InterruptedRunError(PentameterError):
     def __init__(self, message: str, *, agreed: bool = True) -> None:
         super().__init__(message)
         self.agreed = agreed
-        """Whether all processes stop at this step; else this one left alone, before any."""
+        """True if all processes stop at this step; else this one left alone, before any."""

@@ -17,9 +17,9 @@ from pentameter.checkpoint.pieces import Part
 from pentameter.checkpoint.state import load_model_state, model_state
 from pentameter.checkpoint.store import CheckpointStore
 from pentameter.checkpoint.stored_tensors import StoredTensors
-from pentameter.config.load import to_toml
 from pentameter.config.schema import Config
-from pentameter.data.tokenizers.tokenizer import CharTokenizer
+from pentameter.config.write import to_toml
+from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import StorageError
 from pentameter.model.gpt import build_model
 from pentameter.processes.world import World

@@ -8,14 +8,15 @@ import os
 import pytest
 import torch
 
-from pentameter.checkpoint.hugging_face import export_hf, read_hf
+from pentameter.checkpoint.hugging_face.export import export_hf
+from pentameter.checkpoint.hugging_face.reading import read_hf
 from pentameter.checkpoint.model import load_model, open_model
 from pentameter.checkpoint.state import model_state
 from pentameter.checkpoint.store import CheckpointStore
-from pentameter.config.load import to_toml
 from pentameter.config.schema import Config
+from pentameter.config.write import to_toml
 from pentameter.data.tokenizers.building import train_bpe
-from pentameter.data.tokenizers.tokenizer import CharTokenizer
+from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import ConfigError
 from pentameter.generation.loop import generate
 from pentameter.model.gpt import build_model

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pentameter.checkpoint.hugging_face import export_hf, read_hf
+from pentameter.checkpoint.hugging_face.export import export_hf
+from pentameter.checkpoint.hugging_face.reading import read_hf
 from pentameter.checkpoint.hugging_face.tokenizer_files import (
     read_tokenizer,
     tokenizer_files,
@@ -21,7 +22,7 @@ from pentameter.checkpoint.state import model_state
 from pentameter.checkpoint.stored import StoredModel
 from pentameter.config.schema import Config
 from pentameter.data.tokenizers.building import train_bpe
-from pentameter.data.tokenizers.tokenizer import CharTokenizer
+from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.model.gpt import build_model

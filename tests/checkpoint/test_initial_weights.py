@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from pentameter.checkpoint.hugging_face import export_hf
+from pentameter.checkpoint.hugging_face.export import export_hf
 from pentameter.checkpoint.initial_weights import (
     NOT_THE_ARCHITECTURE,
     check_origin,
@@ -15,7 +15,7 @@ from pentameter.checkpoint.state import model_state
 from pentameter.checkpoint.stored import StoredModel, save_model
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.data.tokenizers.building import train_bpe
-from pentameter.data.tokenizers.tokenizer import CharTokenizer
+from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.model.gpt import GPT, build_model
 

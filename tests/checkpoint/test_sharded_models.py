@@ -10,7 +10,7 @@ import torch
 from layout_worlds import run_world
 from sharded_worlds import count_reads, initialize_from, load_wrongly, save_model_of_two
 
-from pentameter.checkpoint.hugging_face import export_hf
+from pentameter.checkpoint.hugging_face.export import export_hf
 from pentameter.checkpoint.initial_weights import initial_weights
 from pentameter.checkpoint.model import load_model, open_model
 from pentameter.checkpoint.opening import open_checkpoint

@@ -6,7 +6,7 @@ import urllib.request
 
 import pytest
 
-from pentameter.checkpoint.hugging_face import export_hf
+from pentameter.checkpoint.hugging_face.export import export_hf
 from pentameter.checkpoint.hugging_face.tokenizer_files import read_tokenizer
 from pentameter.checkpoint.state import model_state
 from pentameter.checkpoint.stored import StoredModel

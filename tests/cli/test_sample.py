@@ -14,9 +14,9 @@ from pentameter.checkpoint.state import model_state
 from pentameter.checkpoint.store import CheckpointStore
 from pentameter.cli.main import main
 from pentameter.cli.sample import run
-from pentameter.config.load import to_toml
 from pentameter.config.schema import Config, DataConfig, ModelConfig, TrainConfig
-from pentameter.data.tokenizers.tokenizer import CharTokenizer
+from pentameter.config.write import to_toml
+from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import ConfigError
 from pentameter.generation.loop import generate
 from pentameter.model.gpt import GPT, build_model

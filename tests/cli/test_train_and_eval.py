@@ -46,12 +46,12 @@ def test_train_ends_with_a_report_and_what_to_do_next(run, capsys):
 
 
 def test_a_report_that_cannot_be_written_fails_no_run(run, capsys, monkeypatch):
-    from pentameter.report import report
+    from pentameter.report import page
 
     def full(run_dir):
         raise StorageError("report.html cannot be written: No space left on device")
 
-    monkeypatch.setattr(report, "write_report", full)
+    monkeypatch.setattr(page, "write_report", full)
     assert main(["train", "grammar", "--run-dir", str(run), *TINY]) == 0
     assert "warning: no report: report.html cannot be written" in capsys.readouterr().out
 

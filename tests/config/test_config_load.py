@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pentameter.config import problems
+from pentameter.config import messages
 from pentameter.config.fields import leaves, sections
 from pentameter.config.load import BOUND_TO_TEXT, load_config, preset_names
 from pentameter.errors import ConfigError
@@ -354,16 +354,16 @@ def test_a_file_too_large_for_a_configuration_is_not_read(toml, tmp_path, throug
 
 def test_of_many_problems_the_first_are_told_and_the_rest_counted(toml, monkeypatch):
     looked_up = []
-    nearest = problems.nearest
+    nearest = messages.nearest
     monkeypatch.setattr(
-        problems, "nearest", lambda word, known: looked_up.append(word) or nearest(word, known)
+        messages, "nearest", lambda word, known: looked_up.append(word) or nearest(word, known)
     )
     message = refusal(toml(MINIMAL + "".join(f"key_{number} = 1\n" for number in range(50_000))))
     first, *lines = message.splitlines()
     assert first.endswith("50,000 problems")
-    assert len(lines) == problems.MOST_PROBLEMS + 1
+    assert len(lines) == messages.MOST_PROBLEMS + 1
     assert lines[-1] == "  and 49,990 more"
-    assert len(looked_up) <= 3 * problems.MOST_PROBLEMS
+    assert len(looked_up) <= 3 * messages.MOST_PROBLEMS
 
 
 def test_problems_of_overrides_count_with_those_of_the_file(toml):

@@ -3,11 +3,13 @@
 import pytest
 
 from pentameter.config.load import load_config
-from pentameter.config.text_encoding import USUAL, encoding_problem
+from pentameter.config.schema import USUAL_ENCODINGS, encoding_problem
 from pentameter.errors import ConfigError
 
 
-@pytest.mark.parametrize("name", [*USUAL, "UTF8", "Latin1", "iso-8859-1", "windows_1252", "sjis"])
+@pytest.mark.parametrize(
+    "name", [*USUAL_ENCODINGS.split(", "), "UTF8", "Latin1", "iso-8859-1", "windows_1252", "sjis"]
+)
 def test_encodings_of_text_files_are_taken(name):
     assert encoding_problem(name) is None
     data = {"data": {"path": "a.txt", "encoding": name}}

@@ -19,7 +19,8 @@ from pentameter.data.tokenizers.building import (
     known_vocab_size,
     train_bpe,
 )
-from pentameter.data.tokenizers.tokenizer import CharTokenizer, WordTokenizer
+from pentameter.data.tokenizers.char import CharTokenizer
+from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.errors import ConfigError, StorageError
 
 DOCUMENTS = ["The cat sat on the mat.\n", "The cat's hat sat on the cat.\n" * 40, "", "é 12 12"]

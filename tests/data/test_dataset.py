@@ -12,7 +12,7 @@ from pentameter.data.batches import dataset as dataset_module
 from pentameter.data.batches.batches import TrainingBatches
 from pentameter.data.batches.dataset import open_dataset
 from pentameter.data.batches.windows import evaluation_batches
-from pentameter.data.tokenizers.tokenizer import CharTokenizer
+from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import ConfigError, CorruptError
 
 

@@ -15,7 +15,7 @@ from pentameter.data.prepare.documents import Cutter, Routes, divide, split_of
 from pentameter.data.prepare.prepare import prepare
 from pentameter.data.shards.shards import open_shards
 from pentameter.data.tokenizers.building import train_bpe
-from pentameter.data.tokenizers.tokenizer import CharTokenizer
+from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
 
 SPLITS = ("train", "val", "test")

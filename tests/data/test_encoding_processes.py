@@ -12,7 +12,7 @@ from pentameter.data.prepare.documents import Part
 from pentameter.data.prepare.encoding import batches, encoded, processes_for
 from pentameter.data.prepare.prepare import prepare
 from pentameter.data.tokenizers.building import train_bpe
-from pentameter.data.tokenizers.tokenizer import CharTokenizer, UnseenCharacterError
+from pentameter.data.tokenizers.char import CharTokenizer, UnseenCharacterError
 from pentameter.errors import ConfigError, StorageError
 
 TOKENIZER = train_bpe(["the quick brown fox jumps over the lazy dog"], 300)

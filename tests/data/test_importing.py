@@ -16,7 +16,7 @@ from pentameter.data.prepare.importing import (
 )
 from pentameter.data.shards.shards import find_header, open_shards
 from pentameter.data.tokenizers.building import train_bpe
-from pentameter.data.tokenizers.tokenizer import CharTokenizer
+from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import ConfigError, CorruptError
 
 SPLITS = ("train", "val", "test")

@@ -12,7 +12,7 @@ from pentameter.data.prepare.contents import Splitting, split_ends
 from pentameter.data.prepare.prepare import prepare
 from pentameter.data.shards.shards import find_header, header_hash, open_shards
 from pentameter.data.shards.writer import ShardWriter
-from pentameter.data.tokenizers.tokenizer import CharTokenizer
+from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 SPLITS = ("train", "val", "test")

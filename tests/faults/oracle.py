@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pentameter.checkpoint.store import open_checkpoint
+from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.config.load import load_config
 from pentameter.errors import PentameterError
 
@@ -43,7 +43,7 @@ _context.set_forkserver_preload(["pentameter.train.trainer"])
 
 def tiny_config(tmp_path: Path, **overrides: Any) -> Path:
     """A file of the tiny configuration, with dotted overrides applied."""
-    from pentameter.config.load import to_toml
+    from pentameter.config.write import to_toml
 
     path = tmp_path / "tiny.toml"
     base = tmp_path / "base.toml"

@@ -22,10 +22,10 @@ from pentameter.machine.choices import (
     choose_compile,
     choose_device,
     choose_precision,
-    peak_flops,
     tune_allocator,
 )
 from pentameter.machine.environment import device_name, environment, git_state
+from pentameter.machine.peaks import peak_flops
 
 CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda"), torch.device("mps")
 PLAIN_CPU = CpuCapabilities("Some CPU", 4, 4, amx_bf16=False, avx512_bf16=False, vector="AVX2")

@@ -9,12 +9,12 @@ from pages import check_page, text_of
 
 from pentameter.cli import compare
 from pentameter.cli.main import main
-from pentameter.config.load import load_config, to_toml
+from pentameter.config.load import load_config
+from pentameter.config.write import to_toml
 from pentameter.errors import ConfigError
 from pentameter.planning.plan import make_plan
-from pentameter.report.comparison import compare_runs
-from pentameter.report.comparison_page import render_comparison
-from pentameter.report.overlay import LOSSES, overlay_figure, useful_axes
+from pentameter.report.comparison import compare_runs, render_comparison
+from pentameter.report.plots import LOSSES, overlay_figure, useful_axes
 
 
 @pytest.fixture

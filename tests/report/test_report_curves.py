@@ -3,8 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from pentameter.report.curves import envelope, limits, smoothed, thinned
-from pentameter.report.reading import Series
+from pentameter.report.curves import Series, envelope, limits, smoothed, thinned
 
 
 def series(values):

@@ -3,9 +3,9 @@ import time
 
 import pytest
 
-from pentameter.report.outcome import outcome
 from pentameter.report.page import render_page
 from pentameter.report.reading import read_run
+from pentameter.report.results import outcome
 
 
 def evaluation(step, loss):

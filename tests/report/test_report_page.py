@@ -5,7 +5,7 @@ from pages import check_page, text_of
 
 from pentameter.errors import StorageError
 from pentameter.report import wording
-from pentameter.report.report import write_report
+from pentameter.report.page import write_report
 
 
 def checked(folder):
@@ -124,7 +124,7 @@ def test_a_folder_that_cannot_be_written(make_run, monkeypatch):
     def refuse(*_args, **_kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pentameter.report.report.os.replace", refuse)
+    monkeypatch.setattr("pentameter.disk.atomic.os.replace", refuse)
     with pytest.raises(StorageError, match="No space left"):
         write_report(folder)
     assert not list(folder.glob("*report*"))

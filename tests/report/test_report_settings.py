@@ -3,7 +3,8 @@ import tomllib
 
 import pytest
 
-from pentameter.config.load import load_config, preset_names, to_toml
+from pentameter.config.load import load_config, preset_names
+from pentameter.config.write import to_toml
 from pentameter.planning.plan import make_plan
 from pentameter.report.page import render_page
 from pentameter.report.reading import read_run

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pentameter.checkpoint.model import open_model
 from pentameter.checkpoint.state import model_state
 from pentameter.checkpoint.tensors import materialize
-from pentameter.config.problems import shown
+from pentameter.config.messages import shown
 from pentameter.config.schema import Config
 from pentameter.data.tokenizers.tokenizer import Tokenizer
 from pentameter.errors import ConfigError

@@ -64,7 +64,7 @@ def load_model(
 
 def open_model(path: Path | str, *, warnings: list[str] | None = None) -> StoredModel:
     """What `load_model` loads, still on disk: configuration, tokenizer and weights to be read."""
-    from pentameter.checkpoint.hugging_face import read_hf
+    from pentameter.checkpoint.hugging_face.reading import read_hf
 
     path = Path(path)
     if is_hugging_face(path):

@@ -12,8 +12,9 @@ from pentameter.checkpoint.manifest import MANIFEST_NAME, Manifest, encode_json
 from pentameter.checkpoint.opening import STATE_NAME, Checkpoint
 from pentameter.checkpoint.state import name_differences
 from pentameter.checkpoint.tensors import LazyTensor, plan_file
-from pentameter.config.load import config_hash, to_toml
+from pentameter.config.fingerprint import config_hash
 from pentameter.config.schema import Config
+from pentameter.config.write import to_toml
 from pentameter.data.tokenizers.tokenizer import Tokenizer
 from pentameter.disk.atomic import storage_errors, write_hashed
 from pentameter.disk.storage import building, refuse_existing

@@ -1,4 +1,4 @@
-"""How verbs that also take configuration read their arguments: tyro's share, and overrides."""
+"""The arguments of verbs: options that tyro reads, overrides of the configuration, and a MODEL."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import contextlib
 import dataclasses
 import io
 import sys
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tyro
 
 from pentameter.config.overrides import split_overrides
-from pentameter.errors import printable
+from pentameter.errors import printable, terminal_message
+
+if TYPE_CHECKING:
+    import torch
+
+    from pentameter.checkpoint.model import LoadedModel
 
 Arguments = TypeVar("Arguments")
 
@@ -40,7 +46,23 @@ def parse(kind: type[Arguments], arguments: Sequence[str], *, verb: str) -> Argu
 def parse_arguments(
     kind: type[Arguments], arguments: Sequence[str], *, verb: str
 ) -> tuple[Arguments, list[str]]:
-    """As `parse`, and the overrides of the configuration among the arguments."""
+    """`kind` filled as by `parse`, and the overrides of the configuration among the arguments."""
     fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(kind)  # type: ignore[arg-type]
     own, overrides = split_overrides(arguments, {field.name for field in fields} | {"help"})
     return parse(kind, own, verb=verb), overrides
+
+
+def load_for_verb(path: Path, device: torch.device) -> LoadedModel:
+    """The model that a MODEL names; what was passed over or left out goes to stderr."""
+    from pentameter.checkpoint.model import load_model
+
+    warnings: list[str] = []
+    loaded = load_model(path, device=device, warnings=warnings)
+    print_warnings(warnings)
+    return loaded
+
+
+def print_warnings(warnings: Iterable[str]) -> None:
+    """Print warnings on stderr, a line each."""
+    for warning in warnings:
+        print(f"pentameter: {terminal_message(warning)}", file=sys.stderr)

@@ -17,7 +17,6 @@ from pentameter.errors import printable
 if TYPE_CHECKING:
     from pentameter.report.comparison import Comparison
 
-HELP = "Compare runs: curves overlaid, the settings that differ, results."
 LONGEST_CELL = 32
 
 
@@ -39,9 +38,8 @@ class CompareArguments:
 def run(arguments: list[str]) -> int:
     """Compare; 0."""
     asked = parse(CompareArguments, arguments, verb="compare")
-    from pentameter.report.comparison import compare_runs
-    from pentameter.report.comparison_page import render_comparison
-    from pentameter.report.report import write_page
+    from pentameter.report.comparison import compare_runs, render_comparison
+    from pentameter.report.markup import write_page
 
     comparison = compare_runs(asked.runs)
     page = write_page(asked.out, render_comparison(comparison))

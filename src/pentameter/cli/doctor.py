@@ -18,7 +18,6 @@ from pentameter.errors import printable
 if TYPE_CHECKING:
     import torch
 
-HELP = "What this machine can do, and what training on it would choose."
 
 # extra of the package → module that shows it is installed
 EXTRAS = {
@@ -52,12 +51,13 @@ def run(arguments: list[str]) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """What `doctor --json` prints. Takes a second or two: it measures and tries the compiler."""
+    """The object of `doctor --json`. Takes a second or two: it measures and tries the compiler."""
     import torch
 
     from pentameter.machine.capabilities import find_compiler, machine_capabilities
-    from pentameter.machine.choices import choose_device, choose_precision, peak_flops
+    from pentameter.machine.choices import choose_device, choose_precision
     from pentameter.machine.environment import device_name, environment
+    from pentameter.machine.peaks import peak_flops
 
     capabilities = machine_capabilities()
     device = choose_device("auto", capabilities)
@@ -87,7 +87,7 @@ def examine() -> dict[str, Any]:
 
 
 def _is_tested(version: str) -> bool:
-    """Whether a release of torch is one of TESTED_TORCH, whatever it was built for ("+cpu")."""
+    """True if a release of torch is one of TESTED_TORCH, whatever it was built for ("+cpu")."""
     return version.partition("+")[0] in TESTED_TORCH
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from pentameter.cli.arguments import parse_arguments
-from pentameter.cli.loading import load_for_verb
+from pentameter.cli.arguments import load_for_verb, parse_arguments
 from pentameter.config.overrides import parse_overrides
 from pentameter.errors import ConfigError
 
@@ -20,8 +17,6 @@ if TYPE_CHECKING:
     from pentameter.checkpoint.model import LoadedModel
     from pentameter.config.schema import Config
     from pentameter.parallel.engine import Engine
-
-HELP = "Loss, perplexity and bits per byte of a model over a whole split; multiple choice."
 
 
 @dataclass(frozen=True)
@@ -61,12 +56,14 @@ def run(arguments: list[str]) -> int:
         values, line = _multiple_choice(parsed, parsed.multiple_choice, overrides)
     else:
         values, line = _split(parsed, overrides)
-    print(_to_json(values) if parsed.json else line)
+    from pentameter.report.results import strict
+
+    print(json.dumps(strict(values)) if parsed.json else line)
     return 0
 
 
 def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any], str]:
-    """What `--json` prints of a split, and the line for people."""
+    """The object of `--json` for a split, and the line for people."""
     from pentameter.data.batches.dataset import open_dataset
     from pentameter.evaluate.split import evaluate
 
@@ -106,7 +103,7 @@ def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any],
 def _multiple_choice(
     parsed: EvalArguments, file: Path, overrides: list[str]
 ) -> tuple[dict[str, Any], str]:
-    """The same of a file of questions."""
+    """The object of `--json` for a file of questions, and the line for people."""
     from pentameter.evaluate.multiple_choice import evaluate_multiple_choice
     from pentameter.evaluate.questions import read_questions
 
@@ -129,7 +126,7 @@ def _multiple_choice(
 
 def _load(parsed: EvalArguments, overrides: list[str]) -> tuple[LoadedModel, Config, Engine]:
     """The model, its configuration with the overrides of the data section, and how it runs."""
-    from pentameter.config.parallel import ParallelConfig
+    from pentameter.config.schema import ParallelConfig
     from pentameter.machine.choices import choose_device, choose_precision
     from pentameter.parallel.assemble import engine_of
     from pentameter.parallel.precision import arithmetic, set_matmul_precision
@@ -158,12 +155,3 @@ def _with_other_data(config: Config, overrides: list[str]) -> Config:
                 f"eval takes overrides of the data section only, not {path}: --data.path FILE"
             )
     return load_config(config, overrides)
-
-
-def _to_json(values: Mapping[str, Any]) -> str:
-    """One object; a number that is not finite becomes null, which every JSON reader accepts."""
-    finite = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
-    return json.dumps(finite)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from pentameter.cli.arguments import parse
-from pentameter.errors import terminal_message
-
-HELP = "Write a model as files that other programs open."
+from pentameter.cli.arguments import parse, print_warnings
 
 
 @dataclass(frozen=True)
@@ -32,12 +28,7 @@ class ExportArguments:
 def run(arguments: list[str]) -> int:
     """Export; 0."""
     asked = parse(ExportArguments, arguments, verb="export")
-    _export(asked)
-    return 0
-
-
-def _export(asked: ExportArguments) -> None:
-    from pentameter.checkpoint.hugging_face import export_hf
+    from pentameter.checkpoint.hugging_face.export import export_hf
     from pentameter.checkpoint.model import open_model
     from pentameter.checkpoint.stored import save_model
     from pentameter.disk.storage import refuse_existing
@@ -49,7 +40,7 @@ def _export(asked: ExportArguments) -> None:
         warnings += export_hf(stored, asked.out).notes
     else:
         save_model(stored, asked.out)
-    for warning in warnings:
-        print(f"pentameter: {terminal_message(warning)}", file=sys.stderr)
+    print_warnings(warnings)
     n_bytes = sum(file.stat().st_size for file in asked.out.iterdir())
     print(f"{asked.out}: step {stored.step}, {n_bytes:,} bytes")
+    return 0

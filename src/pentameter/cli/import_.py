@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import shlex
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from pentameter.cli.arguments import parse
-from pentameter.errors import ConfigError, terminal_message
+from pentameter.cli.arguments import parse, print_warnings
+from pentameter.errors import ConfigError
 
 if TYPE_CHECKING:
     from pentameter.checkpoint.stored import StoredModel
     from pentameter.config.schema import Config
 
-HELP = "Turn a Hugging Face GPT-2 folder into a MODEL."
+MADE_FROM_TEXT = ("char", "word", "bpe")
+"""Tokenizers that no imported weights can have been trained with."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,7 @@ class ImportArguments:
 def run(arguments: list[str]) -> int:
     """Import; 0."""
     asked = parse(ImportArguments, arguments, verb="import")
-    _import(asked)
-    return 0
-
-
-def _import(asked: ImportArguments) -> None:
-    from pentameter.checkpoint.hugging_face import read_hf
+    from pentameter.checkpoint.hugging_face.reading import read_hf
     from pentameter.checkpoint.resolve import is_hugging_face
     from pentameter.checkpoint.stored import save_model
     from pentameter.data.corpora.text import safe_name
@@ -57,17 +51,18 @@ def _import(asked: ImportArguments) -> None:
     refuse_existing(asked.out)
     if not is_hugging_face(asked.source):
         raise ConfigError(f"{asked.source} is not a Hugging Face folder: it has no config.json")
-    if asked.tokenizer is not None and asked.tokenizer.partition(":")[0] in _MADE_FROM_TEXT:
+    if asked.tokenizer is not None and asked.tokenizer.partition(":")[0] in MADE_FROM_TEXT:
         raise ConfigError(
             f"--tokenizer {asked.tokenizer}: weights go with the tokenizer that they were trained "
             "with; give gpt2 or a file"
         )
-    tokenizer = None if asked.tokenizer is None else build_tokenizer(asked.tokenizer, _no_text)
+    tokenizer = None
+    if asked.tokenizer is not None:
+        tokenizer = build_tokenizer(asked.tokenizer, lambda: iter(()))  # nothing is built of text
     warnings: list[str] = []
     stored = read_hf(asked.source, tokenizer=tokenizer, warnings=warnings)
     save_model(stored, asked.out, _with_tokenizer_of(stored, asked.out))
-    for warning in warnings:
-        print(f"pentameter: {terminal_message(warning)}", file=sys.stderr)
+    print_warnings(warnings)
     model = stored.config.model
     out, name = shlex.quote(str(asked.out)), f"{safe_name(asked.out.name)}-tuned"
     print(
@@ -77,13 +72,7 @@ def _import(asked: ImportArguments) -> None:
         f"fine-tune it: pentameter train {out}/config.toml --init-from {out} --name {name} "
         "--data.path FILE"
     )
-
-
-_MADE_FROM_TEXT = ("char", "word", "bpe")
-
-
-def _no_text() -> Iterator[str]:
-    return iter(())
+    return 0
 
 
 def _with_tokenizer_of(stored: StoredModel, out: Path) -> Config:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import io
 import keyword
@@ -12,7 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from pentameter.errors import ConfigError, printable, terminal_message
+from pentameter.errors import ConfigError, nearest, printable, terminal_message
 from pentameter.machine.load import choose_wait_policy
 from pentameter.processes.failure import EXPECTED, WorkerFailedError, explanation, tell_failure
 
@@ -55,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_verb(verb: str, arguments: list[str]) -> int:
     if verb not in VERBS:
-        near = difflib.get_close_matches(verb, VERBS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else "."
+        near = nearest(verb, VERBS)
+        hint = f"; did you mean {near}?" if near else "."
         raise ConfigError(f"unknown verb {verb!r}{hint} Known: {', '.join(VERBS)}")
     if not {"-h", "--help"} & set(arguments):
         choose_wait_policy()  # takes a twentieth of a second, and help loads no torch

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from pentameter.data.corpora.text import Text
     from pentameter.data.prepare.progress import Progress
 
-HELP = "Turn text into token shards."
-
 
 @dataclass(frozen=True)
 class GrammarOptions:
@@ -197,7 +195,7 @@ def _data_section(options: Options, corpus: str | None) -> DataConfig:
 
     from pydantic import ValidationError
 
-    from pentameter.config.problems import problems
+    from pentameter.config.messages import problems
     from pentameter.config.schema import Config
 
     section = {

@@ -11,8 +11,6 @@ import tyro
 from pentameter.cli.arguments import parse
 from pentameter.errors import ConfigError
 
-HELP = "Write report.html for a run: curves, samples, configuration, environment."
-
 
 @dataclass(frozen=True)
 class ReportArguments:
@@ -30,9 +28,9 @@ class ReportArguments:
 def run(arguments: list[str]) -> int:
     """Return the exit code of `pentameter report ARGUMENTS`."""
     asked = parse(ReportArguments, arguments, verb="report")
+    from pentameter.report.page import write_report
     from pentameter.report.plots import loss_figure, save_figure
     from pentameter.report.reading import read_run
-    from pentameter.report.report import write_report
 
     if asked.plot is not None:
         figure = loss_figure(read_run(asked.run_dir))

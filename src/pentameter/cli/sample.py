@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from pentameter.cli.arguments import parse
-from pentameter.cli.loading import load_for_verb
+from pentameter.cli.arguments import load_for_verb, parse
 from pentameter.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
@@ -22,11 +21,9 @@ if TYPE_CHECKING:
 
     from pentameter.generation.detokenize import TextPieces
 
-HELP = "Stream text from a trained model."
-
 
 @dataclass(frozen=True)
-class Arguments:
+class SampleArguments:
     """Continue a prompt with a trained model. The text is printed as it comes, after the prompt."""
 
     model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -57,12 +54,12 @@ class Arguments:
 
 def run(arguments: list[str]) -> int:
     """Return the exit code of `pentameter sample ARGUMENTS`."""
-    asked = parse(Arguments, arguments, verb="sample")
+    asked = parse(SampleArguments, arguments, verb="sample")
     _sample(asked, _prompt(asked))
     return 0
 
 
-def _prompt(asked: Arguments) -> str:
+def _prompt(asked: SampleArguments) -> str:
     if asked.prompt_file is None:
         return asked.prompt
     if asked.prompt:
@@ -82,7 +79,7 @@ def _prompt(asked: Arguments) -> str:
         ) from error
 
 
-def _sample(asked: Arguments, prompt: str) -> None:
+def _sample(asked: SampleArguments, prompt: str) -> None:
     from pentameter.generation.detokenize import TextPieces
     from pentameter.generation.loop import encode_prompt, stream_tokens
     from pentameter.generation.sampling import Sampling

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _LONG_EPOCH = 1 << 40  # rows: stands in the Plan for an epoch that nobody could count
 
-HELP = "Train a model, or continue a run."
 
 PRESET_FOR_TEXT = "quickstart"
 """The preset that `train novel.txt` trains."""
@@ -71,7 +70,8 @@ def run(arguments: list[str]) -> int:
     """Train; 0 when the run is complete."""
     watch_launcher()
     parsed, overrides = parse_arguments(TrainArguments, arguments, verb="train")
-    from pentameter.config.load import load_config, to_toml
+    from pentameter.config.load import load_config
+    from pentameter.config.write import to_toml
 
     place = find_place()
     is_main = place is None or place.rank == 0
@@ -280,7 +280,7 @@ def _plan(
 def _say_goodbye(trainer: Trainer) -> None:
     """Write the report and name the commands that make sense next, ready to paste: each works for
     this run, in this folder."""
-    from pentameter.report.report import write_report
+    from pentameter.report.page import write_report
 
     try:
         report = f"report: {write_report(trainer.run_dir)}"

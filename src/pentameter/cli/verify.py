@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from pentameter.verify.compare import Outcome
     from pentameter.verify.data import DataOutcome
 
-HELP = "Prove that a configuration trains the same on every layout as in one process."
 
 WIDTH = 140
 """Characters of a line where the output is no terminal."""

@@ -1,22 +1,23 @@
-"""The schema, walked: every key by its dotted path, what it accepts, how text becomes its value."""
+"""Every key of the schema by its dotted path: what it accepts, its value in a configuration, and
+the value that a text on the command line stands for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from pentameter.config.schema import Config
-from pentameter.config.section import ABSENT, Section
+from pentameter.config.schema import ABSENT, Config, Section
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A key that holds a value (not a section)."""
+    """One key that holds a value (not a section)."""
 
     path: str
     annotation: Any
@@ -24,44 +25,62 @@ class Leaf:
     description: str
 
     @property
+    def section(self) -> str:
+        """The dotted path of its section, "" at the top."""
+        return self.path.rpartition(".")[0]
+
+    @property
+    def key(self) -> str:
+        """Its name in its section."""
+        return self.path.rpartition(".")[2]
+
+    @property
     def expected(self) -> str:
-        """What the key accepts, in words: "a whole number, at least 1, or none"."""
+        """The values that the key accepts, in words: "a whole number of at least 1 or none"."""
         return _expected(self.annotation)
-
-
-@cache
-def leaves() -> dict[str, Leaf]:
-    """Every key of the configuration by dotted path, in the schema's order."""
-    return {leaf.path: leaf for leaf in _walk(Config, "")}
 
 
 @cache
 def sections() -> dict[str, type[Section]]:
     """Every section by dotted path, `""` being the top, in the schema's order."""
-    found: dict[str, type[Section]] = {"": Config}
-    _walk_sections(Config, "", found)
+    return dict(_sections_from("", Config))
+
+
+def _sections_from(path: str, section: type[Section]) -> Iterator[tuple[str, type[Section]]]:
+    yield path, section
+    for key, field in section.model_fields.items():
+        inner = _section_of(field)
+        if inner is not None:
+            yield from _sections_from(f"{path}.{key}".lstrip("."), inner)
+
+
+@cache
+def leaves() -> dict[str, Leaf]:
+    """Every key of the configuration by dotted path, section by section."""
+    found: dict[str, Leaf] = {}
+    for section, kind in sections().items():
+        for key, field in kind.model_fields.items():
+            if _section_of(field) is not None:
+                continue
+            path = f"{section}.{key}".lstrip(".")
+            annotation = field.annotation
+            if field.metadata:  # pydantic moves the outermost Annotated's constraints here
+                annotation = Annotated[(annotation, *field.metadata)]  # type: ignore[assignment]
+            default = None if field.is_required() else field.default
+            found[path] = Leaf(path, annotation, default, field.description or "")
     return found
 
 
-def _walk(section: type[Section], prefix: str) -> Iterator[Leaf]:
-    for key, field in section.model_fields.items():
-        inner = _section_of(field)
-        if inner is not None:
-            yield from _walk(inner, f"{prefix}{key}.")
-            continue
-        annotation = field.annotation
-        if field.metadata:  # pydantic moves the outermost Annotated's constraints here
-            annotation = Annotated[(annotation, *field.metadata)]  # type: ignore[assignment]
-        default = None if field.is_required() else field.default
-        yield Leaf(f"{prefix}{key}", annotation, default, field.description or "")
+def values_of(config: Config) -> dict[str, Any]:
+    """Dotted path → value of every key of `config`, in the order of `leaves`."""
+    return {path: attrgetter(path)(config) for path in leaves()}
 
 
-def _walk_sections(section: type[Section], prefix: str, found: dict[str, type[Section]]) -> None:
-    for key, field in section.model_fields.items():
-        inner = _section_of(field)
-        if inner is not None:
-            found[f"{prefix}{key}"] = inner
-            _walk_sections(inner, f"{prefix}{key}.", found)
+def value_in(tree: Any, path: str) -> Any:
+    """The value at a dotted path of tables within tables, as TOML has them; None without one."""
+    for part in path.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
 
 
 def _section_of(field: FieldInfo) -> type[Section] | None:
@@ -87,8 +106,7 @@ def _options(annotation: Any) -> tuple[Any, ...]:
 
 
 def _expected(annotation: Any) -> str:
-    options = _options(annotation)
-    words = [_expected_one(option) for option in options]
+    words = [_expected_one(option) for option in _options(annotation)]
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
@@ -127,8 +145,8 @@ def _bounds(constraints: Iterable[Any]) -> Iterator[str]:
     yield from (phrases[name].format(bound) for name, bound in found.items())
 
 
-def read_text(leaf: Leaf, text: str) -> Any:
-    """What `text`, from the command line, means for `leaf`; `text` itself where it means nothing.
+def parse_value(leaf: Leaf, text: str) -> Any:
+    """The value that `text`, from the command line, stands for; `text` itself where for none.
 
     The schema then refuses it with the dotted path: there is one place that judges values.
     """
@@ -173,5 +191,5 @@ def whole(value: Any) -> Any:
 
 
 def takes_whole_number(leaf: Leaf) -> bool:
-    """Whether `leaf` holds a whole number (or nothing)."""
+    """True if `leaf` holds a whole number (or nothing)."""
     return any(_strip(option)[0] is int for option in _options(leaf.annotation))

@@ -1,4 +1,5 @@
-"""Which configurations are the same training: a checkpoint's hash, and the differences."""
+"""The fingerprint of a training: a hash that is equal for configurations that train the same, and
+the differences between two that do not."""
 
 from __future__ import annotations
 
@@ -7,10 +8,9 @@ import json
 from typing import Any
 
 from pentameter.config.choices import DECAY_KEYS, MOMENTUM, look_up
-from pentameter.config.fields import leaves
-from pentameter.config.problems import shown
+from pentameter.config.fields import leaves, values_of
+from pentameter.config.messages import shown
 from pentameter.config.schema import Config
-from pentameter.config.write import value_at
 
 NOT_THE_TRAINING = {
     "name": "only names the run folder",
@@ -46,8 +46,8 @@ that `defining_values` makes: a decay without `decay_steps` ends at `train.steps
 def defining_values(config: Config) -> dict[str, Any]:
     """Dotted path → value of everything that the weights after a given step depend on."""
     values = {
-        path: value_at(config, leaf)
-        for path, leaf in leaves().items()
+        path: value
+        for path, value in values_of(config).items()
         if path not in NOT_THE_TRAINING and not path.startswith("parallel.")
     }
     schedule = config.schedule

@@ -1,4 +1,4 @@
-"""From a preset or a TOML file, what it extends, and overrides, to one validated `Config`.
+"""Loading: a preset or a TOML file, what it extends, and overrides become one validated `Config`.
 
 Layers are merged as plain dictionaries, oldest first, and validated once at the end.
 """
@@ -17,24 +17,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pentameter.config.fields import leaves, read_text, takes_whole_number, whole
-from pentameter.config.fingerprint import config_hash, diff_configs
-from pentameter.config.overrides import parse_overrides, split_overrides
-from pentameter.config.problems import Problems, nearest, shown
-from pentameter.config.schema import Config
-from pentameter.config.section import ABSENT
-from pentameter.config.write import to_toml
-from pentameter.errors import ConfigError, printable
-
-__all__ = [
-    "config_hash",
-    "diff_configs",
-    "load_config",
-    "parse_overrides",
-    "preset_names",
-    "split_overrides",
-    "to_toml",
-]
+from pentameter.config.fields import leaves, parse_value, takes_whole_number, value_in, whole
+from pentameter.config.messages import Problems, shown
+from pentameter.config.overrides import parse_overrides
+from pentameter.config.schema import ABSENT, Config
+from pentameter.errors import ConfigError, nearest, printable
 
 EXCLUSIVE = (
     ("data", "corpus", "path"),
@@ -88,8 +75,10 @@ def load_config(
     tree = merge(tree, _override_tree(overrides, wrong))
     for name in ("data", "train"):  # absent ones fail with the validator's advice, not "missing"
         tree.setdefault(name, {})
-    for path in leaves():
-        _normalize_number(tree, path)
+    for leaf in filter(takes_whole_number, leaves().values()):
+        place = value_in(tree, leaf.section) if leaf.section else tree
+        if isinstance(place, dict) and leaf.key in place:  # TOML writes 10000 as 1e4 too
+            place[leaf.key] = whole(place[leaf.key])
     config: Config | None = None
     try:
         config = Config.model_validate(tree)
@@ -203,7 +192,7 @@ def _read_chain(source: str | Path) -> Tree:
 
 
 def _read_source(source: str | Path, folder: Path, named_by: str) -> tuple[str, str, bytes]:
-    """Where `source` is, what messages call it, and its bytes. Files are relative to `folder`."""
+    """(place, label for messages, bytes) of `source`; a file is relative to `folder`."""
     name = str(source)
     if not name:
         raise ConfigError(f"{named_by}name a preset ({', '.join(preset_names())}) or a TOML file")
@@ -290,7 +279,7 @@ def _parse(text: bytes, label: str) -> Tree:
 
 
 def _is_deep(tree: Tree) -> bool:
-    """Whether tables and lists are nested deeper than DEEPEST, found without recursion."""
+    """True if tables and lists are nested deeper than DEEPEST; found without recursion."""
     level: list[Any] = [tree]
     for _ in range(DEEPEST):
         inner = [
@@ -324,7 +313,7 @@ def _override_tree(overrides: Sequence[str] | Mapping[str, Any], wrong: Problems
         place = tree
         for part in section:
             place = place.setdefault(part, {})
-        place[key] = read_text(leaf, value) if isinstance(value, str) else value
+        place[key] = parse_value(leaf, value) if isinstance(value, str) else value
     return tree
 
 
@@ -337,13 +326,3 @@ def _flat(overrides: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any
         else:
             pairs.append((path, value))
     return pairs
-
-
-def _normalize_number(tree: Tree, path: str) -> None:
-    """Read `1e4` as 10000 where a whole number is wanted: TOML has no other way to write it."""
-    *section, key = path.split(".")
-    place: Any = tree
-    for part in section:
-        place = place.get(part) if isinstance(place, dict) else None
-    if isinstance(place, dict) and key in place and takes_whole_number(leaves()[path]):
-        place[key] = whole(place[key])

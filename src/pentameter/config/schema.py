@@ -1,4 +1,4 @@
-"""What a run is asked to be: frozen sections of plain values, nothing derived.
+"""The schema of a configuration: every section, key, default and rule; nothing derived.
 
 Everything that follows from these values (accumulation, padded vocabulary, parameter counts)
 is computed once, in `pentameter.planning`. A rule that needs only this file is checked here; the
@@ -7,29 +7,59 @@ loader (`config/load.py`) turns a failed check into one sentence with the dotted
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+import codecs
+from encodings.aliases import aliases
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, model_validator
-
-from pentameter.config.choices import DECAY_KEYS, SPLITS_BACKWARD, look_up
-from pentameter.config.divisors import nearest_divisors
-from pentameter.config.parallel import ParallelConfig
-from pentameter.config.section import (
-    ABSENT,
-    ByteCount,
-    Depth,
-    Factor,
-    NonNegative,
-    NonNegativeFloat,
-    Positive,
-    PositiveFloat,
-    Rate,
-    Section,
-    Seed,
-    Switch,
-    Width,
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
 )
-from pentameter.config.text_encoding import encoding_problem
+
+from pentameter.config.choices import (
+    DECAY_KEYS,
+    SPLITS_BACKWARD,
+    TAKES_SEVERAL_STAGES,
+    look_up,
+)
+from pentameter.errors import nearest, nearest_divisors
+
+# Scalars are strict: `steps = true` or `steps = "8"` is a mistake, not 1 or 8.
+# 2**31 - 1 bounds every count: steps, rows and elements are indexed by 32-bit words in `keyed`.
+Positive = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
+NonNegative = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
+Width = Annotated[int, Field(strict=True, ge=1, le=2**20)]
+Depth = Annotated[int, Field(strict=True, ge=1, le=10_000)]
+ByteCount = Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)]
+Seed = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)]
+PositiveFloat = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
+Factor = Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)]
+Switch = Annotated[bool, Field(strict=True)]
+
+ABSENT = "none"
+"""The word for an absent value in TOML and on the command line, which have no null."""
+
+
+class Section(BaseModel):
+    """A frozen group of keys; an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_absent(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, str):
+            return value
+        value.encode()  # a lone surrogate could never be written to the run folder's config.toml
+        assert info.field_name is not None  # a field validator always has one
+        optional = type(None) in get_args(cls.model_fields[info.field_name].annotation)
+        return None if value == ABSENT and optional else value
 
 
 class ModelConfig(Section):
@@ -309,6 +339,66 @@ class TrainConfig(Section):
         return self
 
 
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+
+
+class ParallelConfig(Section):
+    """How the processes divide the work. The training is the same whatever stands here."""
+
+    data: Positive | None = None
+    """Parts the batch is divided into; when absent, the processes ÷ all other degrees."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What the data-parallel processes share out instead of each holding a copy: 1 the optimizer's
+    state, 2 also the gradients, 3 also the weights (Rajbhandari et al. 2020, "ZeRO")."""
+    replicate: Positive = 1
+    """Copies of what `zero` shares out (HSDP): it is shared among data ÷ replicate processes."""
+    tensor: Positive = 1
+    """Processes that share each matrix: attention by head, the feed-forward layer by column,
+    the vocabulary by row. They should be in one machine."""
+    sequence: Switch = False
+    """Between the shared matrices, the tensor-parallel processes also share out the tokens."""
+    pipeline: Positive = 1
+    """Processes that each hold some of the layers."""
+    schedule: ScheduleName = "1f1b"
+    """The order of a pipeline's forward and backward passes."""
+    virtual_stages: Positive = 1
+    """Stages that each process of an `interleaved` or `zero-bubble` pipeline holds."""
+    partition: Literal["uniform", "weighted"] = "uniform"
+    """How layers are dealt out to stages: evenly, or so that stages take the same time, counting
+    the embedding and the head as the work they are."""
+    timeout_seconds: Annotated[float, Field(strict=True, ge=1, le=2_592_000)] = 600.0
+    """Longest wait for another process; then the run ends with exit code 70 and names the rank that
+    did not answer. A first step may compile for minutes in one of them."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.replicate > 1 and self.zero == 0:
+            raise ValueError(
+                f"parallel.replicate={self.replicate} makes copies of what parallel.zero shares "
+                "out, and parallel.zero=0 shares nothing; set it to 1, 2 or 3"
+            )
+        if self.sequence and self.tensor == 1:
+            raise ValueError(
+                "parallel.sequence=true shares tokens among tensor-parallel processes, and "
+                "parallel.tensor=1; raise it, or leave sequence out"
+            )
+        several = look_up(TAKES_SEVERAL_STAGES, self.schedule, "parallel.schedule", "the schema")
+        if self.virtual_stages > 1 and not several:
+            possible = " or ".join(
+                f"'{name}'" for name, takes in TAKES_SEVERAL_STAGES.items() if takes
+            )
+            raise ValueError(
+                f"parallel.virtual_stages={self.virtual_stages} needs parallel.schedule "
+                f"{possible}, not '{self.schedule}'"
+            )
+        if self.schedule == "interleaved" and self.virtual_stages == 1:
+            raise ValueError(
+                "parallel.schedule='interleaved' alternates between stages of one process; set "
+                "parallel.virtual_stages to 2 or more, or use '1f1b'"
+            )
+        return self
+
+
 class CheckpointConfig(Section):
     """When to save and what to keep."""
 
@@ -387,3 +477,34 @@ class Config(Section):
                 "schedule"
             )
         return self
+
+
+USUAL_ENCODINGS = "utf-8, utf-16, gb18030, big5, shift_jis, euc-kr, cp1252, latin-1"
+NOT_OF_FILES = frozenset(("idna", "punycode", "unicode-escape", "raw-unicode-escape"))
+"""Encodings of names and of source code: text files have none of them."""
+
+
+def encoding_problem(name: str) -> str | None:
+    """The reason why `name` is no encoding of text files, with a near one; None where it is one.
+
+    Python's other codecs (`base64`, `zlib`, `rot13`) turn bytes into bytes or text into text.
+    """
+    if _is_text_encoding(name):
+        return None
+    try:
+        codecs.lookup(name)
+        reason = "is no encoding of text files"
+    except (LookupError, ValueError):  # a name with a NUL is a ValueError
+        known = filter(_is_text_encoding, sorted({*aliases, *aliases.values()}))
+        near = nearest(name.lower().replace("-", "_")[:40], known)
+        hint = f"; did you mean {near.replace('_', '-')}?" if near else ""
+        reason = f"is not known{hint}"
+    return f"{reason} (usual ones: {USUAL_ENCODINGS})"
+
+
+def _is_text_encoding(name: str) -> bool:
+    try:
+        "a".encode(name)  # which knows of each codec whether it is for text
+        return codecs.lookup(name).name not in NOT_OF_FILES
+    except (LookupError, ValueError):
+        return False

@@ -1,13 +1,12 @@
-"""A configuration as text: the TOML that `load_config` reads back, and the reference page."""
+"""Text made of a configuration: TOML that `load_config` reads back, and the reference page."""
 
 from __future__ import annotations
 
 import textwrap
 from typing import Any
 
-from pentameter.config.fields import Leaf, leaves, sections
-from pentameter.config.schema import Config
-from pentameter.config.section import ABSENT
+from pentameter.config.fields import leaves, sections, values_of
+from pentameter.config.schema import ABSENT, Config, Section
 
 LINE_LENGTH = 98
 
@@ -19,22 +18,17 @@ def to_toml(config: Config) -> str:
     same when a default changes.
     """
     lines = ["# Every setting of a run, resolved. `pentameter train THIS-FILE` runs it again."]
+    values = values_of(config)
     for section, kind in sections().items():
-        keys = [leaf for leaf in leaves().values() if leaf.path.rpartition(".")[0] == section]
         if section:
-            lines += ["", f"# {summary(kind.__doc__)}", f"[{section}]"]
-        for leaf in keys:
-            lines += _comment(leaf.description)
-            lines.append(f"{leaf.path.rpartition('.')[2]} = {toml_value(value_at(config, leaf))}")
+            lines += ["", f"# {_summary(kind)}", f"[{section}]"]
+        for leaf in leaves().values():
+            if leaf.section != section:
+                continue
+            meaning = " ".join(leaf.description.split())
+            lines += [f"# {line}" for line in textwrap.wrap(meaning, LINE_LENGTH - 2)]
+            lines.append(f"{leaf.key} = {toml_value(values[leaf.path])}")
     return "\n".join(lines) + "\n"
-
-
-def value_at(config: Config, leaf: Leaf) -> Any:
-    """The value that `config` has for `leaf`."""
-    value: Any = config
-    for part in leaf.path.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def toml_value(value: Any) -> str:
@@ -59,13 +53,9 @@ def _escape(character: str) -> str:
     return f"\\u{ord(character):04x}" if ord(character) < 0x20 or character == "\x7f" else character
 
 
-def _comment(text: str) -> list[str]:
-    return [f"# {line}" for line in textwrap.wrap(" ".join(text.split()), LINE_LENGTH - 2)]
-
-
-def summary(docstring: str | None) -> str:
-    """The first paragraph of a docstring, on one line."""
-    return " ".join((docstring or "").strip().split("\n\n")[0].split())
+def _summary(section: type[Section]) -> str:
+    """The first paragraph of a section's docstring, on one line."""
+    return " ".join((section.__doc__ or "").strip().split("\n\n")[0].split())
 
 
 def reference_page() -> str:
@@ -83,17 +73,13 @@ def reference_page() -> str:
     ]
     for section, kind in sections().items():
         title = f"`[{section}]`" if section else "Top level"
-        lines += ["", f"## {title}", "", summary(kind.__doc__), ""]
+        lines += ["", f"## {title}", "", _summary(kind), ""]
         lines += ["| key | default | takes | meaning |", "| --- | --- | --- | --- |"]
         for leaf in leaves().values():
-            if leaf.path.rpartition(".")[0] == section:
-                lines.append(_row(leaf))
+            if leaf.section != section:
+                continue
+            default = ABSENT if leaf.default is None else toml_value(leaf.default)
+            meaning = " ".join(leaf.description.split())
+            cells = (f"`{leaf.key}`", f"`{default}`", leaf.expected, meaning)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _row(leaf: Leaf) -> str:
-    key = leaf.path.rpartition(".")[2]
-    default = ABSENT if leaf.default is None else toml_value(leaf.default)
-    meaning = " ".join(leaf.description.split())
-    cells = (f"`{key}`", f"`{default}`", leaf.expected, meaning)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pentameter.config.problems import shown
+from pentameter.config.messages import shown
 from pentameter.config.schema import ModelConfig
 from pentameter.errors import ConfigError
 from pentameter.fused_cpu import amx

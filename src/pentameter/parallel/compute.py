@@ -21,10 +21,10 @@ from pentameter.machine.choices import (
     choose_compile,
     choose_device,
     choose_precision,
-    peak_flops,
     tune_allocator,
 )
 from pentameter.machine.environment import device_name, environment
+from pentameter.machine.peaks import peak_flops
 from pentameter.parallel.precision import arithmetic
 from pentameter.planning.layout import Layout
 from pentameter.planning.plan import Plan

@@ -12,10 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from pentameter.config.choices import refuse_unknown
-from pentameter.config.divisors import nearest_divisors
-from pentameter.config.parallel import ScheduleName
-from pentameter.config.schema import ModelConfig, ParallelConfig
-from pentameter.errors import ConfigError
+from pentameter.config.schema import ModelConfig, ParallelConfig, ScheduleName
+from pentameter.errors import ConfigError, nearest_divisors
 from pentameter.planning.architecture import feed_forward_width, padded_vocab_size
 
 MESH_DIMENSIONS = ("pipeline", "data", "shard", "context", "tensor")
@@ -88,7 +86,7 @@ class Layout:
         return tuple(range(pipeline_index, self.n_stages, self.pipeline))
 
     def to_json(self) -> dict[str, Any]:
-        """The degrees by name, as `plan --json` prints them."""
+        """The degrees by name, as `train --dry-run` prints them."""
         return asdict(self)
 
     def degrees(self) -> dict[str, int]:

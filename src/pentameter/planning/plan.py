@@ -8,9 +8,8 @@ from fractions import Fraction
 from typing import Any
 
 from pentameter.config.choices import DECAY_KEYS, look_up, refuse_unknown
-from pentameter.config.divisors import nearest_divisors
 from pentameter.config.schema import Config, ScheduleConfig
-from pentameter.errors import ConfigError
+from pentameter.errors import ConfigError, nearest_divisors
 from pentameter.planning.architecture import (
     ParameterSpec,
     embedding_dropout,
@@ -103,7 +102,7 @@ class Plan:
         return step_traffic(self.config, self.layout, self.stages, rank, precision)
 
     def to_json(self) -> dict[str, Any]:
-        """The shape of `plan --json` and of a run folder's plan.json."""
+        """The Plan as `train --dry-run` prints it and a run folder's plan.json holds it."""
         return {
             "model": {
                 "parameters": self.n_parameters,

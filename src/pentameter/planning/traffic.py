@@ -110,7 +110,7 @@ def busiest(config: Config, layout: Layout, stages: Sequence[range]) -> Ledger:
 
 
 def by_dimension(traffic: Ledger) -> dict[str, dict[str, dict[str, int]]]:
-    """Traffic as `plan --json` prints it: dimension → kind → calls and bytes."""
+    """Traffic as `train --dry-run` prints it: dimension → kind → calls and bytes."""
     nested: dict[str, dict[str, dict[str, int]]] = {}
     for (dimension, kind), counted in traffic.items():
         nested.setdefault(dimension, {})[kind] = {

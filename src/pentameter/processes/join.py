@@ -81,7 +81,7 @@ def joined_world(
         return
     import torch.distributed as dist
 
-    from pentameter.config.parallel import ParallelConfig
+    from pentameter.config.schema import ParallelConfig
 
     if timeout_seconds is None:
         timeout_seconds = ParallelConfig().timeout_seconds

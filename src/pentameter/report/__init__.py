@@ -1,1 +1,1 @@
-"""One HTML file that shows a run: `write_report(run_dir)`."""
+"""HTML pages: one run, and several compared."""

@@ -1,9 +1,9 @@
-"""Several runs side by side: what they came to, and the settings in which they differ."""
+"""Several runs side by side, as data and as a page: their results, and the settings that differ."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,31 @@ from pentameter.config.fields import leaves
 from pentameter.config.fingerprint import NOT_THE_TRAINING
 from pentameter.errors import ConfigError
 from pentameter.report import wording
-from pentameter.report.outcome import outcome
-from pentameter.report.reading import RunRecord, read_run
-from pentameter.report.results import Results, results, strict
+from pentameter.report.markup import (
+    badge,
+    document,
+    dotted,
+    head,
+    note,
+    nothing,
+    pair,
+    plot_card,
+    section,
+    table,
+    tabs,
+    text,
+)
+from pentameter.report.plots import (
+    AXES,
+    LOSSES,
+    RUN_COLOURS,
+    is_cut,
+    overlay_figure,
+    page_svg,
+    useful_axes,
+)
+from pentameter.report.reading import RecordedRun, read_run
+from pentameter.report.results import Results, outcome, results, strict
 from pentameter.report.settings import Settings, settings
 
 SAME_TEXT = ("data.tokenizer", "data.order", "data.packing")
@@ -27,7 +49,7 @@ class Run:
     """One of the runs, under the name that it has on the page."""
 
     label: str
-    record: RunRecord
+    record: RecordedRun
     results: Results
     settings: Settings
 
@@ -50,7 +72,7 @@ class Comparison:
     differing: dict[str, tuple[Any, ...]]
     """Setting → its value in each run; those that change the training first."""
     verdict: str
-    """Which run is best, where that can be said."""
+    """The sentence that names the best run; "" where none can be named."""
 
     def to_json(self) -> dict[str, Any]:
         """The shape of `compare --json`."""
@@ -180,7 +202,7 @@ def _of(found: Results) -> str:
 
 
 def _verdict(runs: Sequence[Run], differing: dict[str, Any]) -> str:
-    """Which run has the lowest validation loss, and by how much; or why that cannot be said.
+    """A sentence: the run of the lowest validation loss, and by how much; or why none is.
 
     Losses per token compare where the tokens are the same, bits per byte where the text is.
     """
@@ -207,3 +229,90 @@ def _verdict(runs: Sequence[Run], differing: dict[str, Any]) -> str:
     return (
         f"{best} has the lowest {what}{why}: {first:.4f}, {second - first:.4f} below {next_best}."
     )
+
+
+# The page
+
+
+def render_comparison(comparison: Comparison) -> str:
+    """The whole page as HTML."""
+    labels = [run.label for run in comparison.runs]
+    return document(
+        f"{', '.join(labels)} – pentameter compare",
+        (
+            _header(comparison),
+            _losses(comparison),
+            section("Results", _table(comparison, "", _result_rows(comparison))),
+            _settings(comparison),
+        ),
+        ", ".join(str(run.record.folder) for run in comparison.runs),
+    )
+
+
+def _header(comparison: Comparison) -> str:
+    runs = "".join(
+        f"<li>{_key(index)}<b>{text(run.label)}</b> {badge(ended.kind, ended.label)} "
+        f"<span>{text(ended.sentence)}</span></li>"
+        for index, run in enumerate(comparison.runs)
+        if (ended := outcome(run.record))
+    )
+    verdict = f'<p class="outcome">{text(comparison.verdict)}</p>' if comparison.verdict else ""
+    return (
+        f"<header><h1>{len(comparison.runs)} runs compared</h1>{verdict}"
+        f'<ul class="runs">{runs}</ul></header>'
+    )
+
+
+def _losses(comparison: Comparison) -> str:
+    runs = [(run.label, run.record) for run in comparison.runs]
+    labels = {"step": "by step", "tokens": "by tokens", "elapsed_seconds": "by time"}
+    asked = [(labels[axis], axis, True) for axis in useful_axes(runs)]
+    if is_cut(runs):
+        asked.append(("whole run", "step", False))
+    views = []
+    for label, axis, settled in asked:
+        figures = []
+        for loss in LOSSES:
+            figure = overlay_figure(loss, runs, axis=axis, settled=settled)
+            if figure is None:
+                continue
+            name = "-".join((loss.split()[0], axis.replace("_", "-"), str(settled))).lower()
+            svg = page_svg(figure, name, f"{loss} of {len(runs)} runs over {AXES[axis]}")
+            figures.append(plot_card(loss, svg))
+        if figures:
+            views.append((label, pair(figures)))
+    if not views:
+        return section("Loss", nothing("No step has been logged yet."))
+    return section("Loss", tabs("axis", views))
+
+
+def _result_rows(comparison: Comparison) -> Iterable[str]:
+    for row in comparison.rows:
+        cells = "".join(
+            f"<td{' class=best' if index in row.best else ''}>{text(cell)}</td>"
+            for index, cell in enumerate(row.cells)
+        )
+        yield f'<tr><th scope="row">{text(row.title)}</th>{cells}</tr>'
+
+
+def _settings(comparison: Comparison) -> str:
+    if not comparison.differing:
+        return section("Settings that differ", nothing("The runs have the same settings."))
+    rows = []
+    for path, values in comparison.differing.items():
+        cells = "".join(f"<td>{text(wording.scalar(value))}</td>" for value in values)
+        aside = " class=muted" if path in NOT_THE_TRAINING else ""
+        rows.append(f'<tr{aside}><th scope="row">{dotted(path)}</th>{cells}</tr>')
+    some_pale = comparison.differing.keys() & NOT_THE_TRAINING.keys()
+    said = "Pale: changes no weight of a step." if some_pale else ""
+    return section("Settings that differ", _table(comparison, "setting", rows) + note(said))
+
+
+def _table(comparison: Comparison, corner: str, rows: Iterable[str]) -> str:
+    """A table with a column for each run."""
+    runs = [head(_key(i) + text(run.label)) for i, run in enumerate(comparison.runs)]
+    return table([head(text(corner)), *runs], rows, "rows settings")
+
+
+def _key(index: int) -> str:
+    return f'<i class="key run-{index % len(RUN_COLOURS) + 1}"></i>'

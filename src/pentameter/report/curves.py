@@ -1,18 +1,36 @@
-"""Curves made fit to draw: fewer points, less noise, limits that an outlier does not set."""
+"""Curves, made fit to draw: fewer points, less noise, limits that an outlier does not set."""
 
 from __future__ import annotations
 
+import bisect
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
-
-from pentameter.report.reading import Series
 
 Curve = tuple[np.ndarray, np.ndarray]
 """Steps and values, float64, of the same length."""
 
 Limits = tuple[float, float]
 """The lowest and the highest value that an axis shows."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve: steps and values of the same length, steps rising, values finite."""
+
+    steps: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
+    n_non_finite: int = 0
+    """Points that are NaN or infinite, and so not among the values."""
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def after(self, step: float) -> Series:
+        """The points from a step on."""
+        first = bisect.bisect_left(self.steps, step)
+        return Series(self.steps[first:], self.values[first:])
 
 
 def envelope(series: Series, n_bins: int = 400) -> Curve:

@@ -1,4 +1,4 @@
-"""The values under the pointer: what a page's one script needs to know of a figure, and the script.
+"""Values under the pointer: the curves of a figure as data, and the script of a page that reads it.
 
 Without JavaScript a page is the same page, without values.
 """
@@ -128,4 +128,4 @@ for (const svg of document.querySelectorAll("svg[data-hover]")) {
 """
 
 SCRIPT_HASH = "sha256-" + base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-"""By which a page's policy lets this script run, and no other."""
+"""Hash of the script: a page's policy lets the browser run this one and no other."""

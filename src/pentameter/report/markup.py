@@ -1,11 +1,15 @@
-"""The parts of a page: a frame, sections, tabs, and text of unknown origin made harmless."""
+"""The HTML that all pages are made of: frame, sections, tabs, tables, notes; text of unknown origin
+made harmless; and the writing of a page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import metadata
+from pathlib import Path
 
+from pentameter.disk.atomic import write_atomic
+from pentameter.errors import StorageError
 from pentameter.report.hover import SCRIPT, SCRIPT_HASH
 from pentameter.report.stylesheet import STYLESHEET
 
@@ -33,6 +37,51 @@ def document(title: str, sections: Iterable[str], source: str) -> str:
 def section(title: str, body: str) -> str:
     """A part of a page under its heading."""
     return f"<section><h2>{text(title)}</h2>{body}</section>"
+
+
+def nothing(words: str) -> str:
+    """A pale card in the place of what there is none of."""
+    return f'<div class="card muted">{text(words)}</div>'
+
+
+def note(words: str) -> str:
+    """A small pale line under something; "" where there are no words."""
+    return f'<p class="note">{text(words)}</p>' if words else ""
+
+
+def badge(kind: str, label: str) -> str:
+    """A word in a frame, of a class in the style sheet (good, bad, live)."""
+    return f'<span class="badge {kind}">{text(label)}</span>'
+
+
+def pair(cards: Iterable[str]) -> str:
+    """Cards side by side where the window is wide enough."""
+    return f'<div class="pair">{"".join(cards)}</div>'
+
+
+def plot_card(title: str, svg: str) -> str:
+    """A figure in a card under its title."""
+    return f'<figure class="card plot"><h3>{text(title)}</h3>{svg}</figure>'
+
+
+def table(heads: Iterable[str], rows: Iterable[str], kind: str = "rows") -> str:
+    """A table in a card that scrolls sideways.
+
+    Args:
+        heads: HTML of the cells above the columns, made by `head`.
+        rows: HTML of each row.
+        kind: classes in the style sheet.
+    """
+    return (
+        f'<div class="card scroll"><table class="{kind}"><thead><tr>{"".join(heads)}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def head(label: str, kind: str = "") -> str:
+    """The cell above a column; `label` is HTML."""
+    of_kind = f' class="{kind}"' if kind else ""
+    return f'<th scope="col"{of_kind}>{label}</th>'
 
 
 def tabs(name: str, views: Sequence[tuple[str, str]]) -> str:
@@ -78,3 +127,18 @@ def _visible(character: str) -> str:
     if code < 32 and character not in "\n\t":
         return chr(0x2400 + code)
     return "\ufffd" if code == 127 or 0xD800 <= code < 0xE000 else character
+
+
+def write_page(path: Path, page: str) -> Path:
+    """`path`, which holds the page now; who reloads it during a run never sees half of it.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    try:
+        write_atomic(path, page.encode())
+    except StorageError as error:
+        cause = error.__cause__
+        assert isinstance(cause, OSError)  # nothing else is turned into a StorageError there
+        raise StorageError(f"{path} cannot be written: {cause.strerror or cause}") from cause
+    return path

@@ -1,35 +1,61 @@
-"""A run as one HTML page that asks nothing of the network."""
+"""The page of one run, report.html, which asks nothing of the network."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from pentameter.report import wording
-from pentameter.report.markup import document, dotted, section, tabs, text
+from pentameter.report.curves import Series
+from pentameter.report.markup import (
+    badge,
+    document,
+    dotted,
+    head,
+    note,
+    nothing,
+    pair,
+    plot_card,
+    section,
+    table,
+    tabs,
+    text,
+    write_page,
+)
 from pentameter.report.plots import (
     NARROW_INCHES,
     PAGE,
+    entropy_rate,
     loss_figure,
     page_svg,
     small_figures,
 )
-from pentameter.report.reading import NAN, RunRecord, Sample, Series, number
+from pentameter.report.reading import NAN, RecordedRun, Sample, as_table, number, read_run
+from pentameter.report.results import outcome, results
 from pentameter.report.settings import choices, settings
-from pentameter.report.summary import header
 
 MAX_SAMPLES = 8
 MAX_CHECKPOINTS = 40
 MAX_MARKS = 20
 
 
-def render_page(record: RunRecord) -> str:
+def write_report(run_dir: Path) -> Path:
+    """The path of `run_dir/report.html`, written anew from what the run folder holds.
+
+    Raises:
+        StorageError: the folder is not there, or cannot be read or written.
+    """
+    return write_page(run_dir / "report.html", render_page(read_run(run_dir)))
+
+
+def render_page(record: RecordedRun) -> str:
     """The whole page as HTML."""
     return document(
         f"{record.name} – pentameter report",
         (
-            header(record),
+            _header(record),
             _loss(record),
             _small_plots(record),
             _samples(record),
@@ -43,14 +69,76 @@ def render_page(record: RunRecord) -> str:
     )
 
 
-def _loss(record: RunRecord) -> str:
+def _header(record: RecordedRun) -> str:
+    """The head of the page: model, data, outcome, and the figures of the run."""
+    ended = outcome(record)
+    model = as_table(record.config.get("model"))
+    words = [str(record.start.get("model") or "GPT")]
+    if {"n_layers", "d_model", "n_heads"} <= model.keys():
+        words.append(f"{model['n_layers']} layers of width {model['d_model']}")
+        words.append(f"{model['n_heads']} heads")
+    if "context_length" in model:
+        words.append(f"context {model['context_length']}")
+    data = settings(record.config)
+    if data.get("data.corpus") or data.get("data.path"):
+        words.append(str(data.get("data.corpus") or Path(str(data["data.path"])).name))
+    words += [str(record.start[key]) for key in ("device", "precision") if record.start.get(key)]
+    facts = "".join(
+        f"<div{' class=best' if index == 0 and record.best() else ''}><dt>{text(name)}</dt>"
+        f"<dd>{text(value)}<small>{text(detail)}</small></dd></div>"
+        for index, (name, value, detail) in enumerate(_facts(record))
+    )
+    return (
+        f'<header><div class="title"><h1>{text(record.name)}</h1>'
+        f"{badge(ended.kind, ended.label)}</div>"
+        f'<p class="outcome">{text(ended.sentence)}</p>'
+        f'<p class="muted">{text(" · ".join(words))}</p>'
+        f'<dl class="facts">{facts}</dl></header>'
+    )
+
+
+def _facts(record: RecordedRun) -> Iterable[tuple[str, str, str]]:
+    """(name, value, detail) of each figure of the summary; what is unknown is left out."""
+    best = record.best()
+    if best is not None:
+        yield "Best validation loss", wording.fixed(best.loss), f"at step {best.step:,}"
+        if math.isfinite(best.perplexity):
+            yield "Perplexity", wording.fixed(best.perplexity, 3), "at the best step"
+        if math.isfinite(best.bits_per_byte):
+            yield "Bits per byte", wording.fixed(best.bits_per_byte), "at the best step"
+    floor = entropy_rate(record)
+    if best is not None and floor is not None:
+        yield "Above entropy rate", wording.fixed(best.loss - floor), f"the floor is {floor:.4f}"
+    found = results(record)
+    if math.isfinite(found.train_loss):
+        yield "Train loss", wording.fixed(found.train_loss), "recent mean"
+    yield "Steps", f"{found.steps:,}", f"of {found.planned_steps:,}" if found.planned_steps else ""
+    if record.tokens:
+        per_step = record.start.get("tokens_per_step")
+        detail = f"{per_step:,} per step" if isinstance(per_step, int) else ""
+        yield "Tokens seen", wording.count(record.tokens), detail
+    if found.parameters is not None:
+        yield "Parameters", wording.count(found.parameters), f"{found.parameters:,}"
+    if math.isfinite(record.training_seconds):
+        yield "Time", wording.duration(record.training_seconds), ""
+    if math.isfinite(found.tokens_per_second):
+        yield "Tokens per second", wording.count(found.tokens_per_second), "median"
+    if math.isfinite(found.mfu):
+        ceiling = record.start.get("ceiling_flops")
+        of = f" of {wording.flops(ceiling)}" if isinstance(ceiling, int | float) else ""
+        yield "MFU", wording.percent(found.mfu), f"median{of}"
+    if math.isfinite(found.peak_memory_bytes):
+        yield "Peak memory", wording.size(found.peak_memory_bytes), ""
+
+
+def _loss(record: RecordedRun) -> str:
     views = [
         (label, drawn)
         for settled, label in ((True, "after the start"), (False, "whole run"))
         if (drawn := _loss_views(record, settled=settled))
     ]
     if not views:
-        return section("Loss", '<div class="card muted">No step has been logged yet.</div>')
+        return section("Loss", nothing("No step has been logged yet."))
     notes = []
     losses = record.train.get("loss", Series())
     n_bad = losses.n_non_finite + record.split_losses("val").n_non_finite
@@ -59,14 +147,11 @@ def _loss(record: RunRecord) -> str:
     if record.unreadable_lines:
         s = "s" if record.unreadable_lines > 1 else ""
         notes.append(f"{record.unreadable_lines:,} unreadable line{s} of metrics.jsonl skipped.")
-    return section(
-        "Loss",
-        f'<figure class="card plot">{tabs("loss", views)}</figure>'
-        + (f'<p class="note">{text(" ".join(notes))}</p>' if notes else ""),
-    )
+    figure = f'<figure class="card plot">{tabs("loss", views)}</figure>'
+    return section("Loss", figure + note(" ".join(notes)))
 
 
-def _loss_views(record: RunRecord, *, settled: bool) -> str:
+def _loss_views(record: RecordedRun, *, settled: bool) -> str:
     """The loss figure for wide and for narrow windows; "" where there is nothing to draw."""
     wide = loss_figure(record, palette=PAGE, settled=settled)
     narrow = loss_figure(record, palette=PAGE, size_inches=NARROW_INCHES, settled=settled)
@@ -83,24 +168,20 @@ def _loss_views(record: RunRecord, *, settled: bool) -> str:
     )
 
 
-def _small_plots(record: RunRecord) -> str:
+def _small_plots(record: RecordedRun) -> str:
     figures = small_figures(record, PAGE)
     if not figures:
         return ""
-    body = "".join(
-        f'<figure class="card plot"><h3>{text(title)}</h3>'
-        f"{page_svg(figure, key.replace('_', '-'), f'{title} over steps')}</figure>"
+    plots = pair(
+        plot_card(title, page_svg(figure, key.replace("_", "-"), f"{title} over steps"))
         for key, title, figure in figures
     )
-    note = ""
-    model = record.plan.get("model")
-    if "mfu" in record.train and isinstance(model, dict) and model.get("flops_convention"):
-        words = f"Utilisation counts {model['flops_convention']}."
-        note = f'<p class="note">{text(words)}</p>'
-    return section("Optimisation and speed", f'<div class="pair">{body}</div>{note}')
+    counted = as_table(record.plan.get("model")).get("flops_convention")
+    said = f"Utilisation counts {counted}." if "mfu" in record.train and counted else ""
+    return section("Optimisation and speed", plots + note(said))
 
 
-def _samples(record: RunRecord) -> str:
+def _samples(record: RecordedRun) -> str:
     if not record.samples:
         return ""
     shown = _spread(record.samples, MAX_SAMPLES)
@@ -109,19 +190,15 @@ def _samples(record: RunRecord) -> str:
     for sample in shown:
         loss = losses.get(sample.step, NAN)
         detail = f"<span>validation {loss:.3f}</span>" if math.isfinite(loss) else ""
-        cut = (
-            f'<p class="note">… {sample.omitted_characters:,} more characters</p>'
-            if sample.omitted_characters
-            else ""
-        )
+        omitted = sample.omitted_characters
         cards.append(
             f'<article class="card sample"><h3>Step {sample.step:,}{detail}</h3>'
-            f"<pre>{text(sample.text)}</pre>{cut}</article>"
+            f"<pre>{text(sample.text)}</pre>"
+            f"{note(f'… {omitted:,} more characters' if omitted else '')}</article>"
         )
-    note = ""
-    if len(shown) < len(record.samples):
-        note = f'<p class="note">{len(shown)} of {len(record.samples)} samples.</p>'
-    return section("Samples over time", f'<div class="pair">{"".join(cards)}</div>{note}')
+    some = len(shown) < len(record.samples)
+    said = f"{len(shown)} of {len(record.samples)} samples." if some else ""
+    return section("Samples over time", pair(cards) + note(said))
 
 
 def _spread(samples: tuple[Sample, ...], limit: int) -> list[Sample]:
@@ -131,7 +208,7 @@ def _spread(samples: tuple[Sample, ...], limit: int) -> list[Sample]:
     return [samples[round(i * (len(samples) - 1) / (limit - 1))] for i in range(limit)]
 
 
-def _checkpoints(record: RunRecord) -> str:
+def _checkpoints(record: RecordedRun) -> str:
     if not record.checkpoints:
         return ""
     kept = [c for c in record.checkpoints if c["kept"]]
@@ -147,45 +224,28 @@ def _checkpoints(record: RunRecord) -> str:
             f'<td class="number">{wording.size(size)}</td>'
             f'<td class="number">{wording.duration(seconds)}</td></tr>'
         )
-    header = (
-        '<thead><tr><th scope="col">folder</th><th scope="col" class="number">size</th>'
-        '<th scope="col" class="number">written in</th>'
-        "</tr></thead>"
-    )
-    n_all = len(record.checkpoints)
-    note = f"{n_all:,} written, {len(kept):,} kept."
+    heads = (head("folder"), head("size", "number"), head("written in", "number"))
+    said = f"{len(record.checkpoints):,} written, {len(kept):,} kept."
     if len(shown) < len(kept):
-        note += f" The last {len(shown)} are listed."
-    return section(
-        "Checkpoints",
-        f'<div class="card scroll"><table class="rows">{header}<tbody>{"".join(rows)}</tbody>'
-        f'</table></div><p class="note">{note}</p>',
-    )
+        said += f" The last {len(shown)} are listed."
+    return section("Checkpoints", table(heads, rows) + note(said))
 
 
-def _interruptions(record: RunRecord) -> str:
+def _interruptions(record: RecordedRun) -> str:
     if not record.marks:
         return ""
-    rows = "".join(
+    heads = (head("step", "number"), head("event"), head("reason"))
+    rows = (
         f'<tr><th scope="row" class="number">{step:,}</th><td>{text(kind)}</td>'
         f'<td class="text">{text(reason)}</td></tr>'
         for step, kind, reason in record.marks[-MAX_MARKS:]
     )
-    note = ""
-    if len(record.marks) > MAX_MARKS:
-        note = f'<p class="note">The last {MAX_MARKS} of {len(record.marks):,}.</p>'
-    header = (
-        '<thead><tr><th scope="col" class="number">step</th><th scope="col">event</th>'
-        '<th scope="col">reason</th></tr></thead>'
-    )
-    return section(
-        "Interruptions",
-        f'<div class="card scroll"><table class="rows">{header}<tbody>{rows}</tbody></table>'
-        f"</div>{note}",
-    )
+    n_marks = len(record.marks)
+    said = f"The last {MAX_MARKS} of {n_marks:,}." if n_marks > MAX_MARKS else ""
+    return section("Interruptions", table(heads, rows) + note(said))
 
 
-def _settings(record: RunRecord) -> str:
+def _settings(record: RecordedRun) -> str:
     """The chosen settings first, then all settings, folded away."""
     found = settings(record.config)
     if not found:
@@ -194,24 +254,17 @@ def _settings(record: RunRecord) -> str:
     chosen = choices(found, rows_per_epoch if isinstance(rows_per_epoch, int) else None)
     first = ""
     if chosen is not None and chosen.before:
-        rows = "".join(
+        heads = (head("setting"), head("this run"), head(f"preset {text(chosen.preset)}"))
+        rows = (
             f'<tr><th scope="row">{dotted(path)}</th><td>{text(wording.scalar(found[path]))}</td>'
             f"<td>{text(wording.scalar(before))}</td></tr>"
             for path, before in chosen.before.items()
         )
-        first = (
-            '<div class="card scroll"><table class="rows settings"><thead><tr>'
-            f'<th scope="col">setting</th><th scope="col">this run</th>'
-            f'<th scope="col">preset {text(chosen.preset)}</th></tr></thead>'
-            f"<tbody>{rows}</tbody></table></div>"
-        )
+        first = table(heads, rows, "rows settings")
     if chosen is not None:
         n = len(chosen.before)
         said = f"{n} of {len(found)} settings differ" if n else "No setting differs"
-        first += (
-            f'<p class="note">{said} from the preset {text(chosen.preset)}, '
-            "the nearest to this run.</p>"
-        )
+        first += note(f"{said} from the preset {chosen.preset}, the nearest to this run.")
     everything = _cards(record.config, "run")
     return section(
         "Settings",
@@ -219,7 +272,7 @@ def _settings(record: RunRecord) -> str:
     )
 
 
-def _environment(record: RunRecord) -> str:
+def _environment(record: RecordedRun) -> str:
     latest = {key: v for key, v in record.environment.items() if key != "earlier_starts"}
     cards = _cards(latest, "machine")
     return section("Environment", cards) if cards else ""
@@ -258,7 +311,7 @@ def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[st
             yield prefix + str(key), wording.scalar(value)
 
 
-def _log(record: RunRecord) -> str:
+def _log(record: RecordedRun) -> str:
     if not record.log_tail.strip():
         return ""
     return (

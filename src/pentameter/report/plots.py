@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter
 
 from pentameter.errors import ConfigError, StorageError
-from pentameter.report.curves import envelope, limits, settled_limits, smoothed, thinned
+from pentameter.report.curves import Series, envelope, limits, settled_limits, smoothed, thinned
 from pentameter.report.hover import hover_attribute
-from pentameter.report.reading import RunRecord, Series
+from pentameter.report.reading import RecordedRun
 
 WIDE_INCHES = (8.4, 3.5)
 NARROW_INCHES = (4.0, 3.2)
 SMALL_INCHES = (4.2, 2.1)
+OVERLAY_INCHES = (5.2, 3.4)
+AXES = {"step": "step", "tokens": "tokens", "elapsed_seconds": "seconds of training"}
+"""Horizontal axes that the losses of several runs can be drawn over, with their labels."""
+LOSSES: dict[str, Callable[[RecordedRun], Series]] = {
+    "Validation loss": lambda record: record.split_losses("val"),
+    "Training loss, smoothed": lambda record: record.train.get("loss", Series()),
+}
+"""Losses of which those of several runs can be drawn in one figure."""
+DASHES = ((0, ()), (0, (4, 1.5)), (0, (1, 1)))
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,7 @@ _PAGE_VARIABLES = {colour: f"var(--{role})" for role, colour in vars(PAGE).items
 
 
 def loss_figure(
-    record: RunRecord,
+    record: RecordedRun,
     *,
     size_inches: tuple[float, float] = WIDE_INCHES,
     palette: Palette = LIGHT,
@@ -71,7 +81,7 @@ def loss_figure(
     span = settled_limits((train, validation), extra) if settled else whole
     if whole is None or span is None or not (len(train) or len(validation)):
         return None
-    figure, axes = plain_axes(size_inches, palette)
+    figure, axes = _plain_axes(size_inches, palette)
     _draw_noisy(axes, train, palette, label="train")
     if len(validation):
         x, y = thinned(validation)
@@ -89,9 +99,9 @@ def loss_figure(
             floor, color=palette.floor, lw=1.4, ls=(0, (5, 3)), label=f"entropy rate {floor:.4f}"
         )
     _draw_marks(axes, record, palette, labelled=True)
-    limit_axes(axes, span)
+    _limit_axes(axes, span)
     if settled:
-        say_cut(axes, whole[1], palette)
+        _say_cut(axes, whole[1], palette)
     axes.set_ylabel("loss, nats per token", color=palette.muted, fontsize=9)
     axes.legend(
         loc="upper right", frameon=False, fontsize=9, labelcolor=palette.ink, handlelength=1.6
@@ -99,7 +109,7 @@ def loss_figure(
     return figure
 
 
-def small_figures(record: RunRecord, palette: Palette = LIGHT) -> list[tuple[str, str, Figure]]:
+def small_figures(record: RecordedRun, palette: Palette = LIGHT) -> list[tuple[str, str, Figure]]:
     """(key, title, figure) of each of the other curves that the run has values for."""
     percent = PercentFormatter(xmax=1, decimals=None)
     engineering = EngFormatter(sep="")
@@ -115,7 +125,7 @@ def small_figures(record: RunRecord, palette: Palette = LIGHT) -> list[tuple[str
         series = record.train.get(key, Series())
         if not len(series):
             continue
-        figure, axes = plain_axes(SMALL_INCHES, palette)
+        figure, axes = _plain_axes(SMALL_INCHES, palette)
         level = _clip_norm(record) if key == "grad_norm" else None
         span = limits((series,), () if level is None else (level,))
         if noisy:
@@ -128,11 +138,78 @@ def small_figures(record: RunRecord, palette: Palette = LIGHT) -> list[tuple[str
         _draw_marks(axes, record, palette)
         if span is not None:
             from_zero = key in ("tokens_per_second", "mfu", "learning_rate")
-            limit_axes(axes, (0.0, span[1]) if from_zero else span)
+            _limit_axes(axes, (0.0, span[1]) if from_zero else span)
         if axes.get_yscale() == "linear":
             axes.yaxis.set_major_formatter(formatter)
         figures.append((key, title, figure))
     return figures
+
+
+def overlay_figure(
+    loss: str,
+    runs: Sequence[tuple[str, RecordedRun]],
+    *,
+    axis: str = "step",
+    settled: bool = True,
+) -> Figure | None:
+    """A loss of all runs, each in its colour; None where no run has values.
+
+    Args:
+        loss: a key of LOSSES.
+        runs: label and record of each, in the order that gives them their colours.
+        axis: a key of AXES.
+        settled: leave the fall at the start above the axis where there is one, and say so.
+    """
+    curves = [LOSSES[loss](record) for _, record in runs]
+    whole = limits(tuple(curves))
+    if whole is None:
+        return None
+    figure, axes = _plain_axes(OVERLAY_INCHES, PAGE)
+    for index, ((label, record), series) in enumerate(zip(runs, curves, strict=True)):
+        if not len(series):
+            continue
+        few = len(series) <= 40
+        steps, values = thinned(series) if loss == "Validation loss" or few else smoothed(series)
+        axes.plot(
+            _along(record, axis, steps), values, color=RUN_COLOURS[index % len(RUN_COLOURS)],
+            ls=DASHES[index // len(RUN_COLOURS) % len(DASHES)], lw=1.7, label=label,
+            marker="o" if few else "", ms=2.6,
+        )  # fmt: skip
+    cut = settled_limits(tuple(curves)) if settled else None
+    _limit_axes(axes, cut or whole)
+    if cut is not None:
+        _say_cut(axes, whole[1], PAGE)
+    axes.set_xlabel(AXES[axis], color=PAGE.muted, fontsize=9)
+    axes.legend(loc="upper right", frameon=False, fontsize=8.5, labelcolor=PAGE.ink)
+    return figure
+
+
+def is_cut(runs: Sequence[tuple[str, RecordedRun]]) -> bool:
+    """True if a figure of these runs leaves the fall at the start above its axis."""
+    return any(
+        settled_limits(tuple(curve(record) for _, record in runs)) for curve in LOSSES.values()
+    )
+
+
+def useful_axes(runs: Sequence[tuple[str, RecordedRun]]) -> list[str]:
+    """The axes that show the runs differently: tokens where steps are of different length, time
+    where it is known."""
+    found = ["step"]
+    if len({record.start.get("tokens_per_step") for _, record in runs}) > 1:
+        found.append("tokens")
+    found.append("elapsed_seconds")
+    return [
+        axis for axis in found
+        if axis == "step" or all(len(record.train.get(axis, Series())) for _, record in runs)
+    ]  # fmt: skip
+
+
+def _along(record: RecordedRun, axis: str, steps: np.ndarray) -> np.ndarray:
+    """The place of each step on an axis, from the lines of metrics.jsonl around it."""
+    if axis == "step":
+        return steps
+    series = record.train[axis]
+    return np.interp(steps, (0, *series.steps), (0.0, *series.values))
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
@@ -188,25 +265,25 @@ def page_svg(figure: Figure, name: str, description: str) -> str:
     return svg
 
 
-def say_cut(axes: Axes, highest: float, palette: Palette) -> None:
+def _say_cut(axes: Axes, highest: float, palette: Palette) -> None:
     """A word over an axis whose top curves cross: they begin higher."""
     words = f"↑ begins at {highest:.2f}, above this axis"
     axes.set_title(words, loc="left", color=palette.muted, fontsize=8)
 
 
-def entropy_rate(record: RunRecord) -> float | None:
+def entropy_rate(record: RecordedRun) -> float | None:
     """The lowest loss possible, nats per token, where the run's start says it."""
     rate = record.start.get("entropy_rate")
     return float(rate) if isinstance(rate, int | float) and 0 < rate < float("inf") else None
 
 
-def _clip_norm(record: RunRecord) -> float | None:
+def _clip_norm(record: RecordedRun) -> float | None:
     section = record.config.get("optimizer")
     value = section.get("clip_norm", 0) if isinstance(section, dict) else 0
     return float(value) if isinstance(value, int | float) and value > 0 else None
 
 
-def plain_axes(size_inches: tuple[float, float], palette: Palette) -> tuple[Figure, Axes]:
+def _plain_axes(size_inches: tuple[float, float], palette: Palette) -> tuple[Figure, Axes]:
     """A figure and its one plot over steps, as all of a page look."""
     figure = Figure(figsize=size_inches, layout="constrained", facecolor=palette.surface)
     FigureCanvasAgg(figure)
@@ -239,7 +316,9 @@ def _draw_noisy(axes: Axes, series: Series, palette: Palette, label: str | None 
     axes.plot(*smoothed(series), color=palette.train, lw=1.8, label=label and f"{label}, smoothed")
 
 
-def _draw_marks(axes: Axes, record: RunRecord, palette: Palette, *, labelled: bool = False) -> None:
+def _draw_marks(
+    axes: Axes, record: RecordedRun, palette: Palette, *, labelled: bool = False
+) -> None:
     """A dotted line where the run was resumed or rolled back."""
     for kind, label in (("resume", "resumed"), ("rollback", "rolled back")):
         steps = [step for step, mark, _ in record.marks if mark == kind]
@@ -250,7 +329,7 @@ def _draw_marks(axes: Axes, record: RunRecord, palette: Palette, *, labelled: bo
             )  # fmt: skip
 
 
-def limit_axes(axes: Axes, span: tuple[float, float]) -> None:
+def _limit_axes(axes: Axes, span: tuple[float, float]) -> None:
     """Sets the y axis to a span, logarithmic where that is wider than a factor of 30.
 
     The x axis starts at 0 unless the run begins far from it.

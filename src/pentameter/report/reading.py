@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import json
 import math
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pentameter.errors import StorageError
+from pentameter.report.curves import Series
 
 NAN = math.nan
 MAX_SAMPLE_CHARACTERS = 4000
@@ -24,24 +24,6 @@ CURVES = (
     "tokens", "eta_seconds",
 )  # fmt: skip
 BEATS_SECONDS = 60.0  # a run's lock is touched every few seconds; a dead run's is older
-
-
-@dataclass(frozen=True)
-class Series:
-    """One curve: steps and values of the same length, steps rising, values finite."""
-
-    steps: tuple[int, ...] = ()
-    values: tuple[float, ...] = ()
-    n_non_finite: int = 0
-    """Points that are NaN or infinite, and so not among the values."""
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def after(self, step: float) -> Series:
-        """The points from a step on."""
-        first = bisect.bisect_left(self.steps, step)
-        return Series(self.steps[first:], self.values[first:])
 
 
 @dataclass(frozen=True)
@@ -65,14 +47,14 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class RunRecord:
-    """What is known of a run; every field may be empty."""
+class RecordedRun:
+    """A run as its folder shows it; every field may be empty."""
 
     folder: Path
     start: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Series] = field(default_factory=dict)
-    """By the names in CURVES, and elapsed_seconds, the time spent in steps; a curve without values
-    is empty or absent."""
+    """Curve by name: those of CURVES, and elapsed_seconds, the time spent in steps. One without
+    values is empty or absent."""
     evaluations: tuple[Evaluation, ...] = ()
     marks: tuple[tuple[int, str, str], ...] = ()
     """(step, kind, reason) of each resume, skip and rollback."""
@@ -105,7 +87,7 @@ class RunRecord:
         return min(finite, key=lambda e: e.loss, default=None)
 
 
-def read_run(folder: Path) -> RunRecord:
+def read_run(folder: Path) -> RecordedRun:
     """Everything the run folder holds.
 
     Raises:
@@ -130,7 +112,7 @@ def read_run(folder: Path) -> RunRecord:
         _integer((end or {}).get("step")),  # the lines of `train` may end before it
         0,
     )
-    return RunRecord(
+    return RecordedRun(
         folder=folder,
         start=start,
         train={
@@ -281,19 +263,23 @@ def _read_text(path: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return _table(_read_text(path), json.loads)
+    return _parsed(_read_text(path), json.loads)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
-    return _table(_read_text(path), tomllib.loads)
+    return _parsed(_read_text(path), tomllib.loads)
 
 
-def _table(text: str, parse: Callable[[str], Any]) -> dict[str, Any]:
+def _parsed(text: str, parse: Callable[[str], Any]) -> dict[str, Any]:
     """The text's top-level table, {} when it is not one. Both parsers' errors are ValueErrors."""
     try:
-        value = parse(text)
+        return as_table(parse(text))
     except ValueError:
         return {}
+
+
+def as_table(value: object) -> dict[str, Any]:
+    """`value` if it is a table, else an empty one: files may be damaged."""
     return value if isinstance(value, dict) else {}
 
 

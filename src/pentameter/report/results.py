@@ -1,15 +1,20 @@
-"""The results of a run, in numbers."""
+"""The results of a run: its figures, and its outcome in one word and one sentence."""
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pentameter.report.outcome import planned_steps
-from pentameter.report.reading import NAN, RunRecord, Series
+from pentameter.report import wording
+from pentameter.report.curves import Series
+from pentameter.report.reading import NAN, RecordedRun, as_table
+
+STILL_FALLING = 0.002
+"""An evaluation this much below the one before, relatively, still falls."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +47,13 @@ class Results:
     device: str
 
 
-def results(record: RunRecord) -> Results:
+def results(record: RecordedRun) -> Results:
     """The figures of a run, under way or ended."""
     best, validation = record.best(), record.split_losses("val")
     loss = record.train.get("loss", Series()).values
     memory = record.train.get("peak_memory_bytes", Series()).values
-    parameters = record.start.get("parameters") or table(record.plan.get("model")).get("parameters")
+    planned_model = as_table(record.plan.get("model"))
+    parameters = record.start.get("parameters") or planned_model.get("parameters")
     return Results(
         best_loss=NAN if best is None else best.loss,
         best_step=None if best is None else best.step,
@@ -69,19 +75,93 @@ def results(record: RunRecord) -> Results:
     )
 
 
+def planned_steps(record: RecordedRun) -> int | None:
+    """The steps that the run was to make."""
+    planned = record.start.get("steps") or record.plan.get("steps")
+    return planned if isinstance(planned, int) else None
+
+
 def strict(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values as strict JSON has them: NaN and infinity are null."""
+    """`values` as strict JSON has them, which every reader accepts: NaN and infinity are null."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in values.items()
     }
 
 
-def table(value: object) -> dict[str, Any]:
-    """The value if it is a table, else an empty one: files may be damaged."""
-    return value if isinstance(value, dict) else {}
-
-
-def _median(record: RunRecord, key: str) -> float:
+def _median(record: RecordedRun, key: str) -> float:
     values = record.train.get(key, Series()).values
     return statistics.median(values) if values else NAN
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """A word for a badge, its class in the style sheet (good, bad, live), and a sentence."""
+
+    label: str
+    kind: str
+    sentence: str
+
+
+def outcome(record: RecordedRun) -> RunOutcome:
+    """The outcome of a run, so far as its folder tells."""
+    planned = planned_steps(record)
+    of = f" of {planned:,}" if planned else ""
+    at = f"step {record.last_step:,}{of}"
+    if record.end is None:
+        return _unfinished(record, at)
+    reason = " ".join(str(record.end.get("reason") or "completed").split())
+    best = _best(record)
+    also = f"; {best}" if best else ""
+    if reason == "completed":
+        took = wording.duration(record.training_seconds)
+        done = f"Completed {record.last_step:,}{of} steps"
+        done += f" in {took}" if math.isfinite(record.training_seconds) else ""
+        return RunOutcome("finished", "good", f"{done}{also}.")
+    if reason.startswith("error"):
+        why = re.sub(r"^error:\s*(step \d+:\s*)?", "", reason).rstrip(".")
+        return RunOutcome("failed", "bad", f"Gave up at {at}: {why}.")
+    if reason.startswith("SIG"):
+        sentence = f"Stopped by {reason} after {at}{also}. The same command continues."
+        return RunOutcome("stopped", "bad", sentence)
+    if reason.startswith("no better"):  # patience
+        return RunOutcome("stopped early", "good", f"Stopped early after {at}: {reason}{also}.")
+    return RunOutcome("stopped", "bad", f"Ended after {at}: {reason}{also}.")  # a hook's word
+
+
+def _unfinished(record: RecordedRun, at: str) -> RunOutcome:
+    best = _best(record)
+    also = f"; {best}" if best else ""
+    if record.locked:
+        if not record.last_step:
+            return RunOutcome("running", "live", "Running; no step has been logged yet.")
+        left = record.train["eta_seconds"].values[-1:] if "eta_seconds" in record.train else ()
+        to_go = f", about {wording.duration(left[0])} to go" if left else ""
+        return RunOutcome("running", "live", f"Running: {at}{to_go}{also}.")
+    if not record.last_step:
+        return RunOutcome("not started", "", "No step has been logged yet.")
+    kept = [checkpoint["step"] for checkpoint in record.checkpoints if checkpoint["kept"]]
+    then = f"continues from step {max(kept):,}" if kept else "starts it again"
+    return RunOutcome(
+        "interrupted",
+        "bad",
+        f"Broke off after {at} without a word: killed, or the machine went down{also}. "
+        f"The same command {then}.",
+    )
+
+
+def _best(record: RecordedRun) -> str:
+    """The best validation, and where the loss went after it."""
+    best, losses = record.best(), record.split_losses("val")
+    if best is None or (best.step == 0 and len(losses) == 1):  # not trained yet
+        return ""
+    said = f"the best validation loss is {best.loss:.4f} at step {best.step:,}"
+    if len(losses) < 3:
+        return said
+    previous, last = losses.values[-2:]
+    if best.step == losses.steps[-1]:
+        falls = previous - last > STILL_FALLING * abs(previous)
+        return said + (", and still falling" if falls else ", and hardly falling any more")
+    if last - best.loss > STILL_FALLING * abs(best.loss):
+        return f"{said}; it has risen to {last:.4f} since"
+    return f"{said}, and has not improved since"

@@ -1,4 +1,4 @@
-"""The settings of a run, and which of them somebody chose."""
+"""The settings of a run, and those of them that somebody chose."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pentameter.config.fields import leaves
+from pentameter.config.fields import leaves, values_of
 from pentameter.config.load import load_config, preset_names
-from pentameter.config.schema import Config
-from pentameter.config.section import ABSENT
-from pentameter.config.write import value_at
+from pentameter.config.schema import ABSENT, Config
 from pentameter.errors import ConfigError
 from pentameter.planning.plan import make_plan
 
@@ -41,7 +39,7 @@ def settings(config: Mapping[str, Any]) -> Settings:
 
 
 def choices(found: Settings, rows_per_epoch: int | None) -> Choices | None:
-    """How the settings of a run differ from those of the nearest preset; None without any.
+    """The settings of a run that differ from those of the nearest preset; None without settings.
 
     config.toml does not say what a run was made from. The nearest preset is the one that the
     fewest settings differ from; `rows_per_epoch`, from plan.json, resolves one that counts epochs.
@@ -60,11 +58,8 @@ def choices(found: Settings, rows_per_epoch: int | None) -> Choices | None:
     ]
     # A value that the preset leaves open may follow from others that were chosen. The Plan fills
     # in nothing of [data].
-    is_open = {
-        path
-        for path in differs
-        if value_at(preset, leaves()[path]) is None and not path.startswith("data.")
-    }
+    stated = values_of(preset)
+    is_open = {path for path in differs if stated[path] is None and not path.startswith("data.")}
     chosen = {path: found[path] for path in differs if path not in is_open}
     try:
         implied = _resolved(load_config(preset, chosen), found, rows_per_epoch)
@@ -95,8 +90,8 @@ def _known(found: Settings) -> list[str]:
 
 def _stated_differences(preset: Config, found: Settings) -> list[str]:
     """The settings that differ from what a preset states."""
-    stated = {path: _plain(value_at(preset, leaves()[path])) for path in _known(found)}
-    return [path for path, value in stated.items() if value not in (None, found[path])]
+    stated = values_of(preset)
+    return [path for path in _known(found) if _plain(stated[path]) not in (None, found[path])]
 
 
 def _resolved(config: Config, found: Settings, rows_per_epoch: int | None) -> Settings:
@@ -104,7 +99,7 @@ def _resolved(config: Config, found: Settings, rows_per_epoch: int | None) -> Se
     vocab_size = found.get("model.vocab_size")
     with contextlib.suppress(ConfigError, TypeError):  # it does not divide, or is damaged
         config = make_plan(config, vocab_size, rows_per_epoch).portable_config
-    return {path: _plain(value_at(config, leaf)) for path, leaf in leaves().items()}
+    return {path: _plain(value) for path, value in values_of(config).items()}
 
 
 def _plain(value: Any) -> Any:

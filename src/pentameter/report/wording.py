@@ -53,7 +53,7 @@ def duration(seconds: float) -> str:
 
 
 def fixed(value: float, digits: int = 4) -> str:
-    """With so many decimals, "–" for what is no number."""
+    """`value` with so many decimals; "–" for what is no number."""
     return f"{value:,.{digits}f}" if math.isfinite(value) else "–"
 
 

@@ -22,7 +22,8 @@ from pentameter.checkpoint.opening import (
     read_own_manifest,
 )
 from pentameter.config.choices import DECAY_KEYS, look_up
-from pentameter.config.load import config_hash, diff_configs, load_config
+from pentameter.config.fingerprint import config_hash, diff_configs
+from pentameter.config.load import load_config
 from pentameter.config.schema import Config, ScheduleConfig
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.optim.schedule import learning_rate

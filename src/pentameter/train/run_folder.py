@@ -16,10 +16,11 @@ from typing import Any
 
 from pentameter.checkpoint.initial_weights import InitialWeights, check_origin, initial_weights
 from pentameter.checkpoint.manifest import MAX_JSON_BYTES, decode_json
-from pentameter.checkpoint.opening import Checkpoint, open_checkpoint
-from pentameter.checkpoint.store import CheckpointStore, step_folder_name
-from pentameter.config.load import config_hash, to_toml
+from pentameter.checkpoint.opening import Checkpoint, open_checkpoint, step_folder_name
+from pentameter.checkpoint.store import CheckpointStore
+from pentameter.config.fingerprint import config_hash
 from pentameter.config.schema import Config
+from pentameter.config.write import to_toml
 from pentameter.data.batches.dataset import Dataset
 from pentameter.disk.atomic import (
     is_temporary,

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from pentameter.config.load import to_toml
 from pentameter.config.schema import LogConfig
+from pentameter.config.write import to_toml
 from pentameter.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from pentameter.config.parallel import ParallelConfig
-from pentameter.config.schema import Config
+from pentameter.config.schema import Config, ParallelConfig
 from pentameter.errors import ConfigError
 from pentameter.planning.layout import Layout, check_layout, make_layout, parse_layout
 

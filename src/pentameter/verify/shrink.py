@@ -13,8 +13,7 @@ from typing import Any
 
 from pentameter.config.fields import leaves
 from pentameter.config.load import load_config
-from pentameter.config.parallel import ParallelConfig
-from pentameter.config.schema import Config
+from pentameter.config.schema import Config, ParallelConfig
 from pentameter.planning.layout import part_size
 from pentameter.verify.cases import Case
 

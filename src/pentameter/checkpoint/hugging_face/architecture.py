@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pentameter.config.choices import look_up
-from pentameter.config.problems import shown
+from pentameter.config.messages import shown
 from pentameter.config.schema import ModelConfig
 from pentameter.errors import ConfigError
 from pentameter.planning.architecture import embedding_dropout, feed_forward_width

@@ -16,7 +16,7 @@ from pentameter.checkpoint.manifest import is_plain_name
 from pentameter.checkpoint.state import few
 from pentameter.checkpoint.stored import StoredModel
 from pentameter.checkpoint.tensors import LazyTensor, read_tensors
-from pentameter.config.problems import problems, shown
+from pentameter.config.messages import problems, shown
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.data.corpora.registry import UNKNOWN_CORPUS
 from pentameter.data.tokenizers.building import is_gpt2

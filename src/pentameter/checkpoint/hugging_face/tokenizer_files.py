@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from pentameter.checkpoint.hugging_face.json_files import read_json, read_text
-from pentameter.config.problems import printable
 from pentameter.data.tokenizers.bpe import (
     BYTE_CHARACTERS,
     END_OF_TEXT,
@@ -19,7 +18,7 @@ from pentameter.data.tokenizers.bpe import (
 from pentameter.data.tokenizers.building import GPT2, is_gpt2
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from pentameter.errors import ConfigError, CorruptError, PentameterError
+from pentameter.errors import ConfigError, CorruptError, PentameterError, printable
 
 VOCABULARY, MERGES, WHOLE = "vocab.json", "merges.txt", "tokenizer.json"
 SETTINGS, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"

@@ -24,7 +24,8 @@ from pentameter.data.tokenizers.building import (
     is_gpt2,
     is_made_from_text,
 )
-from pentameter.data.tokenizers.tokenizer import CharTokenizer, Tokenizer, load_tokenizer
+from pentameter.data.tokenizers.char import CharTokenizer
+from pentameter.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pentameter.disk.storage import cache_folder
 from pentameter.errors import ConfigError, CorruptError
 

@@ -41,7 +41,7 @@ class FileContents:
     """How files hold their text."""
 
     encoding: str = FILE_DEFAULTS["encoding"]
-    """One that `pentameter.config.text_encoding` takes."""
+    """One that `encoding_problem` of the schema takes."""
     text_field: str = FILE_DEFAULTS["text_field"]
     """The field of a JSONL record that holds its text."""
 

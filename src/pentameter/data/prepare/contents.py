@@ -12,7 +12,7 @@ import numpy as np
 from pentameter.data.corpora.text import Documents, Text
 from pentameter.data.prepare.documents import Routes, document_hasher, split_of
 from pentameter.data.prepare.progress import READING, Progress
-from pentameter.data.tokenizers.tokenizer import N_CODE_POINTS, code_points
+from pentameter.data.tokenizers.char import N_CODE_POINTS, code_points
 from pentameter.errors import ConfigError
 
 

@@ -32,7 +32,9 @@ from pentameter.data.prepare.contents import Splitting, split_ends
 from pentameter.data.prepare.progress import IMPORTING, Progress
 from pentameter.data.shards.shards import SPLITS, find_header
 from pentameter.data.shards.writer import SHARD_TOKENS, ShardWriter
-from pentameter.data.tokenizers.tokenizer import BpeTokenizer, CharTokenizer, Tokenizer
+from pentameter.data.tokenizers.bpe import BpeTokenizer
+from pentameter.data.tokenizers.char import CharTokenizer
+from pentameter.data.tokenizers.tokenizer import Tokenizer
 from pentameter.disk.storage import building, refuse_existing
 from pentameter.errors import ConfigError, CorruptError, StorageError
 

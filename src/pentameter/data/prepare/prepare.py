@@ -32,12 +32,8 @@ from pentameter.data.tokenizers.building import (
     check_tokenizer_setting,
     is_made_from_text,
 )
-from pentameter.data.tokenizers.tokenizer import (
-    CharTokenizer,
-    Tokenizer,
-    UnseenCharacterError,
-    load_tokenizer,
-)
+from pentameter.data.tokenizers.char import CharTokenizer, UnseenCharacterError
+from pentameter.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pentameter.disk.storage import continuing, refuse_existing
 from pentameter.errors import ConfigError, CorruptError, StorageError
 

@@ -1,18 +1,20 @@
-"""What is wrong with a configuration, one sentence per problem: path, value, reason, way out."""
+"""The messages that refuse a configuration, one sentence per problem: path, value, rule, way out.
+
+pydantic finds the problems; the words are these, as its own name no path, value or near key.
+"""
 
 from __future__ import annotations
 
-import difflib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
 
-from pentameter.config.fields import leaves, sections
-from pentameter.config.section import ABSENT
-from pentameter.errors import printable
+from pentameter.config.fields import leaves, sections, value_in
+from pentameter.config.schema import ABSENT
+from pentameter.errors import nearest, printable
 
 FAMILIAR = {
     "n_embd": "model.d_model",
@@ -43,7 +45,7 @@ nearest known one takes a while for each."""
 
 
 class Problems:
-    """The problems of a configuration: each place once, in the order found, said when asked."""
+    """The problems of a configuration, each path once, in the order found; worded on demand."""
 
     def __init__(self) -> None:
         self._sayings: dict[str, Callable[[], str]] = {}
@@ -53,7 +55,7 @@ class Problems:
 
     def add_unknown(self, path: str) -> None:
         """Note a dotted path that the schema does not have."""
-        self._sayings.setdefault(path, lambda: unknown_key(path))
+        self._sayings.setdefault(path, lambda: _unknown_key(path))
 
     def add_refused(self, error: ValidationError, asked: dict[str, Any]) -> None:
         """Note each thing that pydantic refused in `asked`."""
@@ -80,15 +82,12 @@ def problems(error: ValidationError, asked: dict[str, Any]) -> list[str]:
 
 
 def _problem(detail: Any, path: str, asked: dict[str, Any]) -> str:
-    if path in leaves():
-        return refused(path, _at(asked, path))
-    if detail["type"] == "value_error":  # our own validators name their paths
-        return str(detail["ctx"]["error"])
-    return f"{path}={shown(_at(asked, path))} must be a section: {_keys(path)}"
-
-
-def refused(path: str, value: Any) -> str:
-    """The sentence for a leaf whose value is of the wrong kind or out of bounds."""
+    """The sentence for what pydantic refused at `path`: a leaf, a section, or several keys."""
+    if path not in leaves() and detail["type"] == "value_error":
+        return str(detail["ctx"]["error"])  # our own validators name their paths
+    value = value_in(asked, path)
+    if path not in leaves():
+        return f"{path}={shown(value)} must be a section: {_keys(path)}"
     leaf = leaves()[path]
     sentence = f"{path}={shown(value)} must be {leaf.expected}"
     if isinstance(value, str) and leaf.expected.startswith("one of "):
@@ -99,7 +98,7 @@ def refused(path: str, value: Any) -> str:
     return sentence
 
 
-def unknown_key(path: str) -> str:
+def _unknown_key(path: str) -> str:
     """The sentence for a path that the schema does not have, with the nearest that it has."""
     path = shortened(printable(path))
     section = path.rpartition(".")[0]
@@ -128,12 +127,6 @@ def _nearest_path(path: str) -> str | None:
     return nearest(path, leaves())
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The member of `known` that `word` was probably meant to be, if any."""
-    matches = difflib.get_close_matches(word[:LONGEST_VALUE_SHOWN], list(known), n=1, cutoff=0.6)
-    return matches[0] if matches else None
-
-
 def shown(value: Any) -> str:
     """`value` as an error shows it: TOML-like, printable, short."""
     if value is None:
@@ -160,13 +153,6 @@ def _known_path(location: tuple[int | str, ...]) -> str:
         if path in leaves() or path in sections():
             return path
     return ""
-
-
-def _at(asked: dict[str, Any], path: str) -> Any:
-    value: Any = asked
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
 
 
 def _keys(section: str) -> str:

@@ -1,4 +1,4 @@
-"""The divisors that an error offers."""
+"""What errors offer: the nearest divisors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.config.divisors import nearest_divisors
+from pentameter.errors import nearest_divisors
 
 
 @given(st.integers(1, 2_000), st.integers(1, 3_000))

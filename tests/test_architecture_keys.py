@@ -1,0 +1,176 @@
+"""Every key that shapes the model is known wherever an architecture is read, compared or rewritten.
+
+The keys of `[model]` are walked through each of these places. A key that a place does not tell
+apart fails here, until the place knows it or its list says why it need not. No other section shapes
+the model: the seed draws its weights, and the tokenizer fills in `vocab_size`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from pentameter.checkpoint import initial_weights
+from pentameter.checkpoint.hugging_face import architecture as hugging_face
+from pentameter.config.fields import leaves
+from pentameter.config.schema import Config, ModelConfig
+from pentameter.errors import ConfigError
+from pentameter.fused_cpu.step import FUSES, architecture_obstacle
+from pentameter.model.dropout import dropout_keys
+from pentameter.model.gpt import build_model
+from pentameter.planning.architecture import parameter_table
+from pentameter.planning.plan import make_plan
+from pentameter.verify.cases import chosen_cases
+from pentameter.verify.shrink import shrink
+
+KEYS = tuple(ModelConfig.model_fields)
+BASE = Config.model_validate(
+    {
+        "model": {
+            "vocab_size": 19,
+            "context_length": 10,
+            "n_layers": 2,
+            "n_heads": 2,
+            "d_model": 16,
+            "bias": True,
+            "dropout": 0.2,
+            "attention_dropout": 0.2,
+            "init_std": 0.5,
+        },
+        "data": {"corpus": "grammar"},
+        "train": {"batch_size": 4, "steps": 100, "precision": "fp32"},
+    }
+)
+
+NOT_PLANNED = {
+    "embedding_scale": "one product per element of what is kept and counted anyway",
+}
+"""Keys that change neither a parameter nor a number of the plan, and why."""
+
+KEPT_BY_SHRINKING = {
+    "activation": "decides how a step is computed",
+    "norm": "as above",
+    "norm_position": "as above",
+    "positions": "as above",
+    "tied_head": "as above",
+    "head_bias": "as above",
+    "qkv_bias": "as above",
+    "bias": "as above",
+    "embedding_scale": "as above",
+    "init": "decides how weights begin, which costs no time",
+    "init_std": "as above",
+    "residual_init_scale": "as above",
+}
+"""Keys that `verify` leaves as they are, and why; it sets every other to a size or a rate of its
+own. A key that must fit a shrunk one, as heads fit a width, cannot stand here."""
+
+
+def other_value(key: str) -> Any:
+    """Another value of a key than BASE has, which suits BASE."""
+    value = getattr(BASE.model, key)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, str):
+        options = get_args(leaves()[f"model.{key}"].annotation)
+        return next(option for option in options if option != value)
+    if key.endswith("dropout"):
+        return 0.0
+    if value is None:
+        return 24
+    return value / 2 if isinstance(value, float) else 2 * value
+
+
+def with_other(key: str) -> Config:
+    model = {**BASE.model.model_dump(), key: other_value(key)}
+    return BASE.model_copy(update={"model": ModelConfig.model_validate(model)})
+
+
+def planned(config: Config) -> Any:
+    """The parameter table, and all the numbers of a plan: operations, memory, traffic, stages."""
+    return parameter_table(config.model), make_plan(config, rows_per_epoch=100).to_json()
+
+
+def computed(config: Config) -> dict[str, torch.Tensor]:
+    """The initial weights and the logits of a training step."""
+    model = build_model(config.model, config.seed, dtype=torch.float64).train()
+    keys = dropout_keys(config.model, config.seed, 3, range(4))
+    logits = model(torch.arange(40).view(4, 10) % 19, dropout_keys=keys)
+    return {**model.state_dict(), "logits": logits}
+
+
+def differ(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() != other.keys() or any(
+        one[name].shape != other[name].shape or not torch.equal(one[name], other[name])
+        for name in one
+    )
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_there_is_another_value(key):
+    assert getattr(with_other(key).model, key) != getattr(BASE.model, key)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_the_table_and_the_plan_know_a_key(key):
+    assert (planned(with_other(key)) == planned(BASE)) == (key in NOT_PLANNED)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_the_model_knows_a_key(key):
+    assert differ(computed(with_other(key)), computed(BASE))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_fine_tuned_model_shares_a_key(monkeypatch, key):
+    tokenizer = SimpleNamespace(hash="of both")
+    theirs = SimpleNamespace(config=BASE, tokenizer=tokenizer, path=Path("m"), checkpoint=1)
+    monkeypatch.setattr(initial_weights, "open_model", lambda *_args, **_options: theirs)
+    refusal = None
+    try:
+        initial_weights.initial_weights("m", with_other(key), tokenizer)
+    except ConfigError as error:
+        refusal = str(error)
+    # A longer context than was learned is refused, a shorter one is not: a check of its own.
+    may_differ = key in initial_weights.NOT_THE_ARCHITECTURE and key != "context_length"
+    assert (refusal is None) == may_differ
+    assert may_differ or f"model.{key}: " in refusal
+
+
+def test_hugging_faces_maps_know_every_key():
+    known = [*hugging_face.WRITTEN, *hugging_face.NOT_GPT2, *hugging_face.NOT_NEEDED]
+    assert sorted(known) == sorted(KEYS)  # each once
+    read = hugging_face.from_gpt2_config({"model_type": "gpt2"}, Path("config.json"))
+    assert hugging_face.WRITTEN <= read.keys() <= set(KEYS)
+
+
+def test_the_fused_step_knows_every_key():
+    assert set(FUSES) == set(KEYS)
+
+
+def test_shrinking_sets_a_key_or_keeps_it_for_a_reason():
+    cases = chosen_cases(BASE, "all")
+    kept = {
+        key
+        for key in KEYS
+        if getattr(shrink(with_other(key), cases).model, key) == other_value(key)
+        and getattr(shrink(BASE, cases).model, key) == getattr(BASE.model, key)
+    }
+    assert kept == set(KEPT_BY_SHRINKING)
+
+
+class WithANewKey(ModelConfig):
+    """An architecture that the schema may have tomorrow."""
+
+    made_up: bool = False
+    """Changes what a model computes."""
+
+
+def test_a_key_that_a_place_does_not_know_is_refused_there():
+    new = WithANewKey(**BASE.model.model_dump())
+    assert architecture_obstacle(new) == "model.made_up=false"
+    with pytest.raises(ConfigError, match=r"model\.made_up=false"):
+        hugging_face.to_gpt2_config(new, vocab_size=19, end_of_text=None, dtype="float32")
