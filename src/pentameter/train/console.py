@@ -34,7 +34,7 @@ from pentameter.train.hooks import (
     StepMetrics,
     is_logged,
 )
-from pentameter.train.log_file import LogFile
+from pentameter.train.log_files import LogFile
 
 if TYPE_CHECKING:
     from pentameter.train.trainer import Trainer

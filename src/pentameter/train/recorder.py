@@ -22,7 +22,7 @@ from pentameter.train.hooks import (
     StepMetrics,
     is_logged,
 )
-from pentameter.train.metrics import MetricsLog, checkpoint_event
+from pentameter.train.log_files import MetricsLog, checkpoint_event
 from pentameter.train.trackers import Trackers
 
 if TYPE_CHECKING:

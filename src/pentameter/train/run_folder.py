@@ -39,7 +39,7 @@ from pentameter.train.continuing import (
     refuse_foreign,
     step_folders,
 )
-from pentameter.train.metrics import checkpoint_event, rewind_metrics
+from pentameter.train.log_files import checkpoint_event, rewind_metrics
 from pentameter.train.state import RunRecord, saved_state
 
 RESUME_WORDS = ("auto", "never", "must", "extend")

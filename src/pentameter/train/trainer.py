@@ -42,7 +42,7 @@ from pentameter.train.hooks import (
     StepMetrics,
     check_hook,
 )
-from pentameter.train.metrics import MetricsLog
+from pentameter.train.log_files import MetricsLog
 from pentameter.train.precheck import check_run
 from pentameter.train.recorder import Recorder, describe
 from pentameter.train.restore import restore
