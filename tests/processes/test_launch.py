@@ -23,7 +23,7 @@ from pentameter.processes.lost import LostProcessError, lost_process
 from pentameter.processes.place import Place, find_place
 from pentameter.processes.slurm import expand_counts, expand_nodes, rendezvous_port
 from pentameter.processes.world import World
-from pentameter.train.trainer import Trainer
+from pentameter.train.loop import Trainer
 
 LAUNCHED = Path(__file__).with_name("launched.py")
 EACH_THREADS = max(1, len(usable_cores()) // 2)

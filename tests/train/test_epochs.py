@@ -11,8 +11,8 @@ from pentameter.checkpoint.opening import Checkpoint
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
 from pentameter.planning.plan import make_plan, needs_data
+from pentameter.train.loop import Trainer
 from pentameter.train.state import RunRecord, TrainState, saved_state
-from pentameter.train.trainer import Trainer
 
 
 def config(**sections) -> Config:

@@ -23,8 +23,8 @@ from pentameter.processes.worker import watch_launcher
 
 if TYPE_CHECKING:
     from pentameter.config.schema import Config
+    from pentameter.train.loop import Trainer
     from pentameter.train.profile import Profile
-    from pentameter.train.trainer import Trainer
 
 _LONG_EPOCH = 1 << 40  # rows: stands in the Plan for an epoch that nobody could count
 
@@ -183,7 +183,7 @@ def _train(
 ) -> None:
     """Train in this process, together with those it meets at `place`."""
     from pentameter.machine.choices import choose_device
-    from pentameter.train.trainer import Trainer
+    from pentameter.train.loop import Trainer
 
     device = choose_device(config.train.device)
     with joined_world(

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from traceback import format_exception
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 from unicodedata import category
 
 from rich.console import Console as RichConsole
@@ -29,15 +29,13 @@ from pentameter.processes.world import World
 from pentameter.train.hooks import (
     CheckpointMetrics,
     EpochMetrics,
+    Run,
     RunEnd,
     SkippedStep,
     StepMetrics,
     is_logged,
 )
 from pentameter.train.log_files import LogFile
-
-if TYPE_CHECKING:
-    from pentameter.train.trainer import Trainer
 
 REFRESH_SECONDS = 0.1
 
@@ -125,41 +123,41 @@ class Console:
         share = f" · {100 * done / total:.0f}%" if total else ""
         self.status(f"{pass_in_words(what)} · {size(done)} of {size(total)}{share}")
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, run: Run) -> None:
         """Which processes are here; the main one has introduced the run."""
         world = self._world
         if not world.is_main:
             first = world.rank - world.local_rank
             self.say(
-                f"{trainer.config.name} · {trainer.run_dir} · rank {world.rank} of {world.size}; "
+                f"{run.config.name} · {run.run_dir} · rank {world.rank} of {world.size}; "
                 f"ranks {first}-{first + world.local_size - 1} are on {socket.gethostname()} · "
-                f"{trainer.compute.device_name} · from step {trainer.state.step}",
+                f"{run.compute.device_name} · from step {run.state.step}",
                 of_machine=True,
             )
 
-    def on_step(self, trainer: Trainer, step: StepMetrics) -> None:
+    def on_step(self, run: Run, step: StepMetrics) -> None:
         """A line where the step is one to log, the live line at every step."""
         self._n_steps += 1
-        line = _step_line(step, trainer.plan.steps, is_first=self._n_steps == 1)
-        if is_logged(step.step, trainer.config):
+        line = _step_line(step, run.plan.steps, is_first=self._n_steps == 1)
+        if is_logged(step.step, run.config):
             self.say(line, of_machine=True)
         self.status(line)
 
-    def on_skip(self, trainer: Trainer, skip: SkippedStep) -> None:
+    def on_skip(self, run: Run, skip: SkippedStep) -> None:
         """A skipped update is always worth a line."""
         self.say(f"step {skip.step:>6} skipped: {skip.reason}")
 
-    def on_epoch(self, trainer: Trainer, metrics: EpochMetrics) -> None:
+    def on_epoch(self, run: Run, metrics: EpochMetrics) -> None:
         """The epoch's mean loss, and what a step cost; of a shorter one than the step lines are
         apart only metrics.jsonl tells, or a small text would leave nothing else to see."""
-        if metrics.steps < trainer.config.log.interval:
+        if metrics.steps < run.config.log.interval:
             return
         self.say(
             f"epoch {metrics.epoch:>5} │ train loss {metrics.loss:.4f} │ perplexity "
             f"{metrics.perplexity:.4g} │ {1000 * metrics.seconds / metrics.steps:,.1f} ms/step"
         )
 
-    def on_eval(self, trainer: Trainer, metrics: EvalMetrics) -> None:
+    def on_eval(self, run: Run, metrics: EvalMetrics) -> None:
         """The validation figures, and whether they are the best yet."""
         best = "  ← best" if metrics.best else ""
         self.say(
@@ -168,11 +166,11 @@ class Console:
             f"{metrics.seconds:.1f} s{best}"
         )
 
-    def on_checkpoint(self, trainer: Trainer, metrics: CheckpointMetrics) -> None:
+    def on_checkpoint(self, run: Run, metrics: CheckpointMetrics) -> None:
         """Saving is routine: it only passes over the live line."""
         self.status(f"saved {metrics.path.name}, {size(metrics.bytes)}, {metrics.seconds:.2f} s")
 
-    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
+    def on_end(self, run: Run, end: RunEnd) -> None:
         """How it ended."""
         self.say(f"ended at step {end.step}: {end.reason}, {duration(end.seconds)} of training")
 

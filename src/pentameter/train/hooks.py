@@ -5,8 +5,8 @@
 
     Trainer(config, hooks=[PrintLoss()]).fit()
 
-A hook may read anything of the trainer and call `trainer.stop(reason)`; an exception in a hook
-ends the run like any other error.
+A hook may read what `Run` names and call `stop(reason)`; an exception in a hook ends the run like
+any other error.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pentameter.config.schema import Config
 
 if TYPE_CHECKING:
-    from pentameter.train.trainer import Trainer
+    from pentameter.data.batches.dataset import Dataset
+    from pentameter.optim.build import AnyOptimizer
+    from pentameter.parallel.compute import Compute
+    from pentameter.parallel.engine import Engine
+    from pentameter.planning.plan import Plan
+    from pentameter.processes.world import World
+    from pentameter.train.run_folder import RunFolder
+    from pentameter.train.state import TrainState
 
 HOOK_METHODS = (
     "on_start",
@@ -33,6 +40,39 @@ HOOK_METHODS = (
     "on_end",
     "on_error",
 )
+
+
+class Speaker(Protocol):
+    """The part of the console that hooks use."""
+
+    def say(self, text: str) -> None:
+        """Print a line in the main process, and write it into this process's log."""
+
+
+class Run(Protocol):
+    """The running run that a hook is given, to read and to call; `Trainer` is one."""
+
+    config: Config
+    """The configuration with every value that the Plan derived."""
+    plan: Plan
+    dataset: Dataset
+    compute: Compute
+    run_dir: Path
+    folder: RunFolder
+    engine: Engine
+    optimizer: AnyOptimizer
+    state: TrainState
+    world: World
+
+    @property
+    def console(self) -> Speaker:
+        """The console and log.txt."""
+
+    def stop(self, reason: str) -> None:
+        """End the run after the current step, as if it were complete."""
+
+    def record(self, event: str, **values: float | str | None) -> None:
+        """Add a line to metrics.jsonl, and tell the trackers; `values` hold its step."""
 
 
 @dataclass(frozen=True)
@@ -130,17 +170,17 @@ class Hooks:
         self._hooks = tuple(hooks)
 
     def call(self, method: str, *arguments: Any) -> None:
-        """`hook.method(*arguments)` for each hook that defines it, in order."""
+        """Call `hook.method(*arguments)` for each hook that defines it, in order."""
         for hook in self._hooks:
             function = getattr(hook, method, None)
             if function is not None:
                 function(*arguments)
 
-    def tell_error(self, trainer: Trainer, error: Exception) -> None:
-        """`hook.on_error(trainer, error)` for each hook that defines it. One that raises only gets
-        a warning: the run ends with the first error, and the other hooks hear of it too."""
+    def tell_error(self, run: Run, error: Exception) -> None:
+        """Call `hook.on_error(run, error)` for each hook that defines it. One that raises only
+        gets a warning: the run ends with the first error, and the other hooks hear of it too."""
         for hook in self._hooks:
             try:
-                Hooks((hook,)).call("on_error", trainer, error)
+                Hooks((hook,)).call("on_error", run, error)
             except Exception as another:
-                trainer.console.say(f"warning: on_error of {type(hook).__name__}: {another!r}")
+                run.console.say(f"warning: on_error of {type(hook).__name__}: {another!r}")

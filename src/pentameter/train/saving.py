@@ -114,6 +114,11 @@ class RunCheckpoints:
         except StorageError as error:  # the new checkpoint stands; only the old ones stay too
             self.say(f"warning: an old checkpoint could not be removed: {error}")
 
+    def say_warnings(self) -> None:
+        """Say what the store has passed over since the last time."""
+        while self.store.warnings:
+            self.say(f"warning: {self.store.warnings.pop(0)}")
+
     def give_up(self, why: str) -> NoReturn:
         """Raise TrainingFailedError, with the checkpoints gone that the run could not go on from
         either."""

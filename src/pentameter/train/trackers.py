@@ -14,14 +14,12 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pentameter.config.load import to_toml
-from pentameter.config.schema import LogConfig
+from pentameter.config.schema import Config, LogConfig
 from pentameter.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pentameter.train.trainer import Trainer
+from pentameter.train.run_folder import RunFolder
 
 T = TypeVar("T")
 
@@ -170,32 +168,34 @@ def require_trackers(log: LogConfig) -> None:
             )
 
 
-def open_trackers(trainer: Trainer) -> Trackers:
-    """The trackers that the run's configuration asks for; those that cannot start are warned of."""
-    log, folder = trainer.config.log, trainer.folder
+def open_trackers(
+    config: Config, folder: RunFolder, step: int, say: Callable[[str], None]
+) -> Trackers:
+    """The trackers that the configuration asks for, of a run that goes on after `step` steps;
+    those that cannot start are warned of."""
+    log = config.log
     openers: dict[str, Callable[[], Tracker]] = {}
     if log.tensorboard:
-        first_step = 0 if folder.checkpoint is None else trainer.state.step + 1
-        toml = to_toml(trainer.config)
+        first_step = 0 if folder.checkpoint is None else step + 1
         openers["tensorboard"] = lambda: TensorBoardTracker(
-            folder.path / "tensorboard", toml, first_step
+            folder.path / "tensorboard", to_toml(config), first_step
         )
     if log.wandb is not None:
-        openers["wandb"] = lambda: _wandb(trainer, str(log.wandb))
+        openers["wandb"] = partial(_open_wandb, log.wandb, config, folder)
     if log.trackio is not None:
-        openers["trackio"] = lambda: _trackio(trainer, str(log.trackio))
-    return Trackers(openers, trainer.console.say)
+        openers["trackio"] = partial(_open_trackio, log.trackio, config, folder)
+    return Trackers(openers, say)
 
 
-def _wandb(trainer: Trainer, project: str) -> Tracker:
+def _open_wandb(project: str, config: Config, folder: RunFolder) -> Tracker:
     wandb = importlib.import_module("wandb")
     run = wandb.init(
         project=project,
-        id=trainer.folder.run_id,
-        name=trainer.config.name,
+        id=folder.run_id,
+        name=config.name,
         resume="allow",
-        dir=str(trainer.run_dir),
-        config=trainer.config.model_dump(mode="json"),
+        dir=str(folder.path),
+        config=config.model_dump(mode="json"),
         settings=wandb.Settings(
             console="off",  # the live line would fill its log; log.txt has what was said
             finish_timeout=FINISH_SECONDS,
@@ -205,13 +205,13 @@ def _wandb(trainer: Trainer, project: str) -> Tracker:
     return ProjectTracker(wandb, run)
 
 
-def _trackio(trainer: Trainer, project: str) -> Tracker:
+def _open_trackio(project: str, config: Config, folder: RunFolder) -> Tracker:
     trackio = importlib.import_module("trackio")
     run = trackio.init(
         project=project,
-        name=f"{trainer.config.name}-{trainer.folder.run_id[:8]}",  # it resumes by name
+        name=f"{config.name}-{folder.run_id[:8]}",  # it resumes by name
         resume="allow",
-        config=trainer.config.model_dump(mode="json"),
+        config=config.model_dump(mode="json"),
         embed=False,
     )
     return ProjectTracker(trackio, run)
