@@ -1,4 +1,4 @@
-"""May the run in a folder go on as it is asked for, and with which schedule?
+"""The checks whether a run may go on as it is asked for, and the choice of its schedule.
 
 Everything here reads. Step N is a function of (configuration, seed, N), so a run goes on only where
 the steps it has made are those that the configuration asked for would have made. A schedule may
@@ -104,7 +104,7 @@ def refuse_foreign(path: Path, identity: Mapping[str, Any] | None) -> None:
 
 
 def no_checkpoint(path: Path, resume: str) -> ConfigError:
-    """The error of a run that must go on and cannot."""
+    """The error for a run that must go on and has no checkpoint."""
     return ConfigError(
         f"--resume {resume}: there is no checkpoint in {path}; use --resume auto to start"
     )
@@ -147,7 +147,7 @@ def check_start_step(path: Path, plan: Plan, checkpoint: Checkpoint | None) -> N
 
 
 def _check_layout(checkpoint: Checkpoint) -> None:
-    """Raise CorruptError for a layout that cannot be told."""
+    """Raise CorruptError where the manifest names no layout that is known here."""
     try:
         Layout(**checkpoint.manifest.layout)  # type: ignore[arg-type]
     except TypeError as error:
@@ -157,7 +157,7 @@ def _check_layout(checkpoint: Checkpoint) -> None:
 
 
 def _made_the_same(found: Config, asked: Config, n_steps: int) -> bool:
-    """Whether the first `n_steps` steps are the same under both."""
+    """True if both configurations make the same first `n_steps` steps."""
     if not all(change.startswith("schedule.") for change in diff_configs(found, asked)):
         return False
     if config_hash(found) == config_hash(asked):
@@ -172,7 +172,7 @@ def _made_the_same(found: Config, asked: Config, n_steps: int) -> bool:
 
 
 def _is_resolved(schedule: ScheduleConfig) -> bool:
-    """Whether every rate follows from it alone, as in what a run writes down."""
+    """True if every learning rate follows from the section alone, as in a run's config.toml."""
     used = look_up(DECAY_KEYS, schedule.name, "schedule.name", "the trainer")
     return all(getattr(schedule, key) is not None for key in used)
 
@@ -180,7 +180,7 @@ def _is_resolved(schedule: ScheduleConfig) -> bool:
 def _refusal(
     path: Path, source: Path, found: Config, plan: Plan, asked: Config, n_steps: int
 ) -> str:
-    """The error text: the differences, in the keys that the user sets, and the way out."""
+    """The error's text: the differences, in the keys that the user sets, and the way out."""
     differences = _in_user_keys(found, plan.config, asked)
     where = "" if source.parent == path else f" ({source.parent.name} says so)"
     remedy = ""
@@ -200,7 +200,7 @@ def _refusal(
 
 
 def _in_user_keys(found: Config, planned: Config, asked: Config) -> list[str]:
-    """The differences, a schedule's length told by the key that it was derived from."""
+    """The differences, with derived keys of the schedule told by the key that the user set."""
     derived = {"schedule.start_step"} if asked.schedule.start_step == 0 else set()
     if found.train.steps != planned.train.steps:
         derived |= _from_length(found) & _from_length(planned)
@@ -218,7 +218,7 @@ def _in_user_keys(found: Config, planned: Config, asked: Config) -> list[str]:
 
 
 def _from_length(config: Config) -> set[str]:
-    """Keys of the schedule that are as the Plan derives them from the run's length."""
+    """The keys of the schedule whose values the Plan derived from the run's length."""
     steps, schedule = config.train.steps, config.schedule
     if steps is None or schedule.decay_steps != steps - schedule.start_step:
         return set()
@@ -233,8 +233,8 @@ def _from_length(config: Config) -> set[str]:
 def plan_run(
     path: Path, config: Config, resume: str, plan_of: Callable[[Config], Plan], world: World
 ) -> Plan:
-    """The Plan of `config` for the folder `path`: its schedule begins where the run there was
-    extended, or, for `--resume extend`, at its last checkpoint. Collective.
+    """The Plan of `config` in the folder `path`: its schedule begins where the run there was
+    extended, or, for `--resume extend`, at the run's last checkpoint. Collective.
 
     An extension that was interrupted is recognised by the folder's configuration, and not made
     again. Raises ConfigError where there is nothing to extend, and what `plan_of` raises.

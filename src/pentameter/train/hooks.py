@@ -101,8 +101,8 @@ class SkippedStep:
 
 @dataclass(frozen=True)
 class EpochMetrics:
-    """A pass over the training split, just completed; `loss` is the mean of its target tokens,
-    each as it was when it was trained on. `epoch` counts completed passes."""
+    """A pass over the training split, just completed. `epoch` counts completed passes; `loss` is
+    the mean over its target tokens, each as it was when it was trained on."""
 
     epoch: int
     step: int
@@ -115,8 +115,8 @@ class EpochMetrics:
 
 @dataclass(frozen=True)
 class SampledText:
-    """A prompt and what the model made of it after `step` steps. Only the main process has it, and
-    only its hooks are called."""
+    """A prompt and its continuation by the model after `step` steps. Only the main process has it,
+    and only its hooks are called."""
 
     step: int
     text: str
@@ -144,7 +144,7 @@ class RunEnd:
 
 
 def is_logged(step: int, config: Config) -> bool:
-    """Whether a step gets a line: every `log.interval` steps, and the first and the last."""
+    """True if a step is logged: every `log.interval` steps, and the first and the last."""
     return step == 1 or step % config.log.interval == 0 or step == config.train.steps
 
 
@@ -164,7 +164,7 @@ def check_hook(hook: object) -> None:
 
 
 class Hooks:
-    """Calls one method on every hook that has it."""
+    """The hooks of a run, in order; calls one method on every hook that has it."""
 
     def __init__(self, hooks: Sequence[object]) -> None:
         self._hooks = tuple(hooks)

@@ -44,7 +44,7 @@ class LogFile:
         self._attempt(self._write)
 
     def sync(self) -> int:
-        """Bytes of whole lines in the file, on disk where the disk allows it."""
+        """Write and sync what is left, and return the bytes of whole lines in the file."""
         self._attempt(self._write_and_sync)
         with suppress(OSError):
             return self._size()
@@ -98,7 +98,7 @@ class LogFile:
             raise
 
     def _at_path(self) -> int:
-        """The open file that `path` names now."""
+        """The descriptor of the file that `path` names now, opened anew or put back if need be."""
         if self._fd is not None:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.stat(self.path), os.fstat(self._fd)):
@@ -119,7 +119,7 @@ class LogFile:
 
 
 class MetricsLog:
-    """Appends events to a file; what the disk refuses is kept and written later, with a warning."""
+    """metrics.jsonl, to which events are appended; what the disk refuses is written later."""
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         self._file = LogFile(path, warn)
@@ -129,8 +129,8 @@ class MetricsLog:
         self._file.append(_line(event, values))
 
     def sync(self) -> dict[str, Any]:
-        """The record of the log in a checkpoint, for `rewind_metrics`: `metrics_bytes` of whole
-        lines in the file, and `metrics_unwritten`, the lines that still wait for the disk."""
+        """Sync the file, and return a checkpoint's record of it, for `rewind_metrics`:
+        `metrics_bytes` of whole lines, and `metrics_unwritten`, lines that wait for the disk."""
         n_bytes = self._file.sync()
         unwritten = [line.decode().rstrip("\n") for line in self._file.unwritten]
         return {"metrics_bytes": n_bytes, "metrics_unwritten": unwritten}
@@ -178,7 +178,7 @@ def checkpoint_event(step: int, path: Path, n_bytes: int, seconds: float | None)
 
 
 def _find_checkpoint(lines: bytes, step: int) -> bytes | None:
-    """The complete line that says `step` was saved."""
+    """The complete line of the `checkpoint` event of `step`; None without one."""
     for line in lines.splitlines(keepends=True):
         with suppress(ValueError):
             record = json.loads(line)

@@ -126,13 +126,13 @@ class Trainer:
         self._stop_word = reason
 
     def record(self, event: str, **values: float | str | None) -> None:
-        """Record an event of one's own, in metrics.jsonl and trackers: what a hook of the main
-        process measured; `values` hold its step."""
+        """Record an event in metrics.jsonl and trackers, for a hook that measures something; its
+        step is among `values`. Does nothing in other processes than the main one."""
         if self._recorder is not None:
             self._recorder.write(event, **values)
 
     def _interruption(self, end: RunEnd) -> str:
-        """The message for a run that a signal stopped: where it goes on."""
+        """The message for a run that a signal stopped: after which step, and where it goes on."""
         what = f"stopped by {end.reason} after step {end.step}"
         if self._checkpoints.last_step == end.step:
             return f"{what}, which is saved; the same command continues"
@@ -198,7 +198,7 @@ class Trainer:
         self._end_epoch_if_due()
 
     def _end_epoch_if_due(self) -> None:
-        """Report a pass over the training split when the step just made completed it."""
+        """Report the pass over the training split that the latest step completed, if it did."""
         step, sums = self.state.step, self.state.epoch
         epoch = self.plan.epoch(step)
         if epoch == self.plan.epoch(step - 1):
@@ -227,7 +227,7 @@ class Trainer:
         )
 
     def _skip(self, loss: float, norm: float) -> None:
-        """Note an update that was not made; give up after a few in a row.
+        """Count and report an update that was not made; give up after a few in a row.
 
         Under fp16 an overflow is how the loss scale finds its level, so those skips count only
         once the scale can fall no further.

@@ -39,7 +39,7 @@ MEMORY_EVENTS = 100_000
 
 
 class Stopwatch:
-    """Times steps: `with stopwatch: step()`. Uses the monotonic clock, so no rate is negative."""
+    """Times steps: `with stopwatch: step()`; by the monotonic clock, so no rate is negative."""
 
     def __init__(self, plan: Plan, compute: Compute) -> None:
         self._tokens_per_step = plan.tokens_per_step
@@ -104,7 +104,7 @@ class Profile:
             )
 
     def on_start(self, run: Run) -> None:
-        """Begin at once where the window does; a run that continues may be past it."""
+        """Begin to record where the window begins with the next step, or a run continues in it."""
         self.check(run.plan.steps)
         done = run.state.step
         if done >= self.last:
@@ -121,22 +121,22 @@ class Profile:
             self._start(run, done + 1)
 
     def on_step(self, run: Run, step: StepMetrics) -> None:
-        """A step has ended, and the next begins."""
+        """End the span of the step, and begin that of the next."""
         self._turn(run, step.step)
 
     def on_skip(self, run: Run, skip: SkippedStep) -> None:
-        """A step without an update is one too."""
+        """As `on_step`: a step without an update is one too."""
         self._turn(run, skip.step)
 
     def on_end(self, run: Run, end: RunEnd) -> None:
-        """Write what there is of a window that the run ended in."""
+        """Write what was recorded of a window in which the run ended."""
         if self._recording is not None:
             self._finish(run, end.step)
         elif end.step < self.first:
             run.console.say(f"profile: nothing recorded, the run ended before step {self.first}")
 
     def on_error(self, run: Run, error: Exception) -> None:
-        """Stop recording; the run failed, and nothing is written."""
+        """Stop recording, and write nothing of a run that failed."""
         if self._recording is not None:
             self._stop()
             _forget_memory(run)
@@ -176,7 +176,7 @@ class Profile:
             self._span = None
 
     def _stop(self) -> profile:
-        """The recording, ended. The memory's history goes on."""
+        """End the recording and return it; the memory's history goes on."""
         self._end_span()
         recording, self._recording = self._recording, None
         assert recording is not None
@@ -184,7 +184,7 @@ class Profile:
         return recording
 
     def _finish(self, run: Run, last: int) -> None:
-        """Write the files and the table; a disk that refuses them does not end the run."""
+        """Write the trace, the snapshot and the table; a disk that refuses them ends no run."""
         import torch
 
         if _is_on_gpu(run):
@@ -219,7 +219,7 @@ def parse_window(text: str) -> Profile:
 
 
 def longest_operations(averages: Iterable[Any], *, on_gpu: bool) -> list[str]:
-    """A line for each of the operations that took longest in all, without what they called."""
+    """Lines for the N_LONGEST operations by total time, without the time of what they called."""
     key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     rows = [
         (getattr(row, key), row.count, row.key)
@@ -235,12 +235,12 @@ def longest_operations(averages: Iterable[Any], *, on_gpu: bool) -> list[str]:
 
 
 def memory_path(trace: Path) -> Path:
-    """Where the snapshot of the memory lies beside a trace."""
+    """The path of the memory snapshot that belongs to a trace."""
     return trace.with_name(trace.name.replace(".json.gz", "-memory.pickle"))
 
 
 def _forget_memory(run: Run) -> None:
-    """Record allocations no longer."""
+    """Stop recording allocations."""
     if _is_on_gpu(run):
         import torch
 

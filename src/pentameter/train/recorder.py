@@ -22,18 +22,18 @@ from pentameter.train.trackers import Trackers
 
 
 class Recorder:
-    """Turns what the hooks report into events: lines of metrics.jsonl, and what trackers show."""
+    """The hook that turns what happens into events of metrics.jsonl and of trackers."""
 
     def __init__(self, log: MetricsLog, trackers: Trackers) -> None:
         self._log, self._trackers = log, trackers
 
     def write(self, event: str, **values: Any) -> None:
-        """Record one event everywhere."""
+        """Record one event, in the log and in every tracker."""
         self._log.write(event, **values)
         self._trackers.write(event, **values)
 
     def on_start(self, run: Run) -> None:
-        """`start` for a new run, `resume` for one that continues."""
+        """Record `start` for a new run, `resume` for one that continues."""
         plan, compute, data = run.plan, run.compute, run.config.data
         # The lowest loss that any model can reach, known of one corpus alone.
         entropy_rate = grammar_entropy_rate(data.grammar) if data.corpus == "grammar" else None
@@ -56,24 +56,24 @@ class Recorder:
         )
 
     def on_step(self, run: Run, step: StepMetrics) -> None:
-        """A `train` line, where the step is one to log."""
+        """Record `train`, for a step that is to be logged."""
         if is_logged(step.step, run.config):
             self.write("train", **asdict(step))
 
     def on_skip(self, run: Run, skip: SkippedStep) -> None:
-        """A `skip` line."""
+        """Record `skip`."""
         self.write("skip", **asdict(skip))
 
     def on_epoch(self, run: Run, metrics: EpochMetrics) -> None:
-        """An `epoch` line."""
+        """Record `epoch`."""
         self.write("epoch", **asdict(metrics))
 
     def on_eval(self, run: Run, metrics: EvalMetrics) -> None:
-        """An `eval` line."""
+        """Record `eval`."""
         self.write("eval", **asdict(metrics))
 
     def on_checkpoint(self, run: Run, metrics: CheckpointMetrics) -> None:
-        """A `checkpoint` line, one for a step."""
+        """Record `checkpoint`, once for a step."""
         if metrics.again:
             return
         self.write(
@@ -82,15 +82,15 @@ class Recorder:
         )
 
     def on_sample(self, run: Run, sample: SampledText) -> None:
-        """For the trackers alone: the run folder has samples in files of their own."""
+        """Show the text in the trackers alone: the run folder has files of its own for samples."""
         self._trackers.text("sample", sample.text, sample.step)
 
     def on_end(self, run: Run, end: RunEnd) -> None:
-        """An `end` line."""
+        """Record `end`, and finish the trackers."""
         self.write("end", **asdict(end))
         self._trackers.finish(failed=False)
 
     def on_error(self, run: Run, error: Exception) -> None:
-        """An `end` line that says what went wrong."""
+        """Record `end` with what went wrong, and finish the trackers as failed."""
         self.write("end", step=run.state.step, reason=f"error: {error}", seconds=None)
         self._trackers.finish(failed=True)

@@ -1,4 +1,4 @@
-"""The run folder: who may write it, what it holds at the start, and where a run continues."""
+"""The run folder: opening it for a new run, or rewound to where a run continues."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from pentameter.train.continuing import (
     step_folders,
 )
 from pentameter.train.log_files import checkpoint_event, rewind_metrics
-from pentameter.train.state import RunRecord, saved_state
+from pentameter.train.state import SavedRun, saved_state
 
 RESUME_WORDS = ("auto", "never", "must", "extend")
 VISIBLE_SECONDS = 30.0  # until a network file system shows what another machine has written
@@ -56,30 +56,30 @@ class RunFolder:
     store: CheckpointStore
     checkpoint: Checkpoint | None
     initial_weights: InitialWeights | None = None
-    """Those of another model that the run begins with, where there is no checkpoint yet."""
+    """The weights of another model, for a run that begins with them and has no checkpoint yet."""
 
     def log_path_of(self, rank: int) -> Path:
-        """log.txt; of another process than the main one logs/rank-00001.txt, a log of its own."""
+        """The log of the process `rank`: log.txt of the main one, else logs/rank-00001.txt."""
         return self.path / RANK_LOGS / f"rank-{rank:05d}.txt" if rank else self.log_path
 
     @property
     def metrics_path(self) -> Path:
-        """metrics.jsonl."""
+        """The path of metrics.jsonl."""
         return self.path / "metrics.jsonl"
 
     @property
     def log_path(self) -> Path:
-        """log.txt, what the console said."""
+        """The path of log.txt, which holds what the console said."""
         return self.path / "log.txt"
 
     def write_sample(self, step: int, text: str) -> None:
-        """Keep the text sampled at `step`. Raises StorageError."""
+        """Write the text sampled at `step` into samples/. Raises StorageError."""
         path = self.path / "samples" / f"{step_folder_name(step)}.txt"
         make_folder(path.parent)
         write_atomic(path, text.encode("utf-8"))
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
-        """Record versions and devices of this start; earlier starts are kept beside it.
+        """Write environment.json: versions and devices of this start, and of those before it.
 
         Raises StorageError.
         """
@@ -89,7 +89,7 @@ class RunFolder:
 
 
 def _earlier_starts(path: Path) -> list[Any]:
-    """The content of environment.json; nothing where it is damaged: it is a record for humans."""
+    """The starts that environment.json holds; none where it is damaged: people alone read it."""
     with suppress(CorruptError, StorageError, RecursionError):
         before = decode_json(read_regular(path, max_bytes=MAX_JSON_BYTES), path)
         if isinstance(before, dict):
@@ -109,7 +109,7 @@ def open_run_folder(
     world: World | None = None,
     asked: Config | None = None,
 ) -> RunFolder:
-    """The folder of `plan`'s run, created, or rewound to the checkpoint it continues from.
+    """Open the folder of `plan`'s run: create it, or rewind it to the checkpoint to continue from.
 
     Collective: the main process of `world` does it, and tells the others.
 
@@ -138,7 +138,7 @@ def open_run_folder(
 
 
 def _check_shared(folder: RunFolder, world: World) -> None:
-    """Refuse a folder that lies on one of several machines alone, now and not at the first save."""
+    """Raise ConfigError where a process does not see the folder, and so could not save into it."""
     deadline = time.monotonic() + VISIBLE_SECONDS
     while not (is_there := _holds(folder.path, folder.run_id)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -163,7 +163,7 @@ def _holds(path: Path, run_id: str) -> bool:
 def _open(
     path: Path, plan: Plan, dataset: Dataset, resume: str, init_from: Path | None, asked: Config
 ) -> RunFolder:
-    """As `open_run_folder`, in the main process. First all that may be refused, then changes."""
+    """Open the folder in the main process: first everything that may be refused, then changes."""
     given = None if resume in RESUME_WORDS else _open_given(resume, init_from)
     weights = None
     identity = read_identity(path)
@@ -224,7 +224,7 @@ def _check_continues(
 
 
 def _open_given(resume: str, init_from: Path | None) -> Checkpoint:
-    """The checkpoint that the user named, or what else could have been meant."""
+    """The checkpoint that the user named; ConfigError, with what may be meant, where it is none."""
     if init_from is not None:
         raise ConfigError(
             f"--resume {resume} and --init-from {init_from} both say where the weights come from; "
@@ -255,7 +255,7 @@ def _parent(given: Checkpoint | None) -> dict[str, Any] | None:
 
 
 def _check_data(path: Path, checkpoint: Checkpoint, data_hash: str) -> None:
-    """Refuse to go on with other text than the run began with."""
+    """Raise ConfigError where the run began with other data."""
     saved = saved_state(checkpoint)[1].data_hash
     if saved not in (None, data_hash):
         raise ConfigError(
@@ -268,7 +268,7 @@ def _check_data(path: Path, checkpoint: Checkpoint, data_hash: str) -> None:
 def _write_identity(
     path: Path, plan: Plan, identity: Mapping[str, Any], warnings: list[str], *, is_new: bool
 ) -> None:
-    """Write plan.json and config.toml; the latter last, since its presence makes it a run.
+    """Write plan.json, then config.toml, whose presence makes the folder a run.
 
     A run may go on while its disk is full: a file that says the same already stays, and so does,
     with a line in `warnings`, the Plan of an earlier start, which names the same run.
@@ -292,7 +292,7 @@ def _write_identity(
 
 
 def _remove_unfinished(path: Path) -> None:
-    """Remove what a kill left of files that were being replaced."""
+    """Remove the temporary files that a kill left."""
     for folder in (path, path / "samples"):
         for left in folder.glob("*.tmp-*"):
             if is_temporary(left.name) and (left.is_file() or left.is_symlink()):
@@ -300,8 +300,8 @@ def _remove_unfinished(path: Path) -> None:
                     left.unlink()
 
 
-def _rewind(folder: RunFolder, record: RunRecord | None) -> None:
-    """Make the logs end where the checkpoint was saved; without one of its own they start again."""
+def _rewind(folder: RunFolder, record: SavedRun | None) -> None:
+    """Cut the logs back to where the checkpoint was saved, or empty them for a run without one."""
     checkpoint = folder.checkpoint
     if checkpoint is None or not checkpoint.path.is_relative_to(folder.path.resolve()):
         last_step, record, event = -1, None, None
@@ -310,7 +310,7 @@ def _rewind(folder: RunFolder, record: RunRecord | None) -> None:
         event = checkpoint_event(
             checkpoint.step, checkpoint.path, checkpoint.manifest.n_bytes, None
         )
-    record = record or RunRecord(metrics_bytes=0, log_bytes=0)
+    record = record or SavedRun(metrics_bytes=0, log_bytes=0)
     rewind_metrics(
         folder.metrics_path,
         n_bytes=record.metrics_bytes,

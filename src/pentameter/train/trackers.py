@@ -25,17 +25,17 @@ T = TypeVar("T")
 
 FINISH_SECONDS = 8.0  # a signal's promise is to be gone within ten
 UNTOLD = ("start", "resume", "end")
-"""Events that say how the run goes, not what it measured; a tracker has its own words for them."""
+"""Events without measurements, for which a tracker has its own words."""
 
 
 class Tracker(Protocol):
     """The calls a run makes to a service that shows it; any of them may raise anything."""
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Numbers by "group/name", measured after `step` optimizer steps."""
+        """Show numbers by "group/name", measured after `step` optimizer steps."""
 
     def text(self, name: str, text: str, step: int) -> None:
-        """A text sample, or why a step was skipped."""
+        """Show a text sample, or why a step was skipped."""
 
     def finish(self, *, failed: bool) -> None:
         """Send what is left; the run has ended."""
@@ -54,14 +54,14 @@ class TensorBoardTracker:
             self.text("config", configuration, 0)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """One point of each curve."""
+        """Add a point to each curve."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         # what a checkpoint follows is on disk before it: a killed run does not make it again
         self._writer.flush()
 
     def text(self, name: str, text: str, step: int) -> None:
-        """As a block of code: TensorBoard would read it as Markdown."""
+        """Show a text as a block of code: TensorBoard would read it as Markdown."""
         block = "".join(f"    {line}\n" for line in text.split("\n"))
         self._writer.add_text(name, block, step)
 
@@ -80,11 +80,11 @@ class ProjectTracker:
         self._first_step: int = getattr(run, "starting_step", getattr(run, "_next_step", 0))
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """One row of the run's history."""
+        """Add a row to the run's history."""
         self._log(dict(values), step)
 
     def text(self, name: str, text: str, step: int) -> None:
-        """As HTML, which both can show."""
+        """Show a text as HTML, which both services can."""
         self._log({name: self._module.Html(f"<pre>{html.escape(text)}</pre>")}, step)
 
     def finish(self, *, failed: bool) -> None:
@@ -113,7 +113,7 @@ class Trackers:
                 self._trackers[name] = tracker
 
     def write(self, event: str, step: int = 0, **values: Any) -> None:
-        """One event of metrics.jsonl: its numbers as EVENT/KEY, an evaluation's as SPLIT/KEY.
+        """Show an event of metrics.jsonl: its numbers as EVENT/KEY, an evaluation's as SPLIT/KEY.
 
         Texts go the same way (why a step was skipped), but for a checkpoint's path.
         """
@@ -132,11 +132,11 @@ class Trackers:
                 self._each("text", f"{group}/{key}", value, step)
 
     def text(self, name: str, text: str, step: int) -> None:
-        """A text of the run."""
+        """Show a text of the run."""
         self._each("text", name, text, step)
 
     def finish(self, *, failed: bool) -> None:
-        """Nothing is told afterwards."""
+        """Finish every tracker; nothing is told to them afterwards."""
         self._each("finish", failed=failed)
         self._trackers.clear()
 
