@@ -269,7 +269,7 @@ def failed_to_save(config: Config) -> None:
     settings = config.checkpoint.model_copy(update={"interval": 1})
     plan = SimpleNamespace(config=config.model_copy(update={"checkpoint": settings}))
     run = MagicMock(
-        stage=SimpleNamespace(plan=plan), state=SimpleNamespace(step=1, consecutive_skips=0)
+        engine=SimpleNamespace(plan=plan), state=SimpleNamespace(step=1, consecutive_skips=0)
     )
     run._is_owed, run.last_step = False, 0
     run._save.side_effect = StorageError("the disk is full")
