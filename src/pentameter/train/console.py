@@ -29,10 +29,10 @@ from pentameter.processes.world import World
 from pentameter.train.hooks import (
     CheckpointMetrics,
     EpochMetrics,
-    Run,
     RunEnd,
     SkippedStep,
     StepMetrics,
+    TrainingRun,
     is_logged,
 )
 from pentameter.train.log_files import LogFile
@@ -123,7 +123,7 @@ class Console:
         share = f" · {100 * done / total:.0f}%" if total else ""
         self.status(f"{pass_in_words(what)} · {size(done)} of {size(total)}{share}")
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: TrainingRun) -> None:
         """Say which process this is; the main one has introduced the run."""
         world = self._world
         if not world.is_main:
@@ -135,7 +135,7 @@ class Console:
                 of_machine=True,
             )
 
-    def on_step(self, run: Run, step: StepMetrics) -> None:
+    def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
         """Print a line for a step that is to be logged, and the live line for every step."""
         self._n_steps += 1
         line = _step_line(step, run.plan.steps, is_first=self._n_steps == 1)
@@ -143,11 +143,11 @@ class Console:
             self.say(line, of_machine=True)
         self.status(line)
 
-    def on_skip(self, run: Run, skip: SkippedStep) -> None:
+    def on_skip(self, run: TrainingRun, skip: SkippedStep) -> None:
         """Print a line for every skipped update."""
         self.say(f"step {skip.step:>6} skipped: {skip.reason}")
 
-    def on_epoch(self, run: Run, metrics: EpochMetrics) -> None:
+    def on_epoch(self, run: TrainingRun, metrics: EpochMetrics) -> None:
         """Print the epoch's mean loss and the time of a step.
 
         Epochs shorter than `log.interval` are left out, or a small text would leave nothing else
@@ -160,7 +160,7 @@ class Console:
             f"{metrics.perplexity:.4g} │ {1000 * metrics.seconds / metrics.steps:,.1f} ms/step"
         )
 
-    def on_eval(self, run: Run, metrics: EvalMetrics) -> None:
+    def on_eval(self, run: TrainingRun, metrics: EvalMetrics) -> None:
         """Print the validation figures, and whether they are the best yet."""
         best = "  ← best" if metrics.best else ""
         self.say(
@@ -169,11 +169,11 @@ class Console:
             f"{metrics.seconds:.1f} s{best}"
         )
 
-    def on_checkpoint(self, run: Run, metrics: CheckpointMetrics) -> None:
+    def on_checkpoint(self, run: TrainingRun, metrics: CheckpointMetrics) -> None:
         """Show the save on the live line alone: it is routine."""
         self.status(f"saved {metrics.path.name}, {size(metrics.bytes)}, {metrics.seconds:.2f} s")
 
-    def on_end(self, run: Run, end: RunEnd) -> None:
+    def on_end(self, run: TrainingRun, end: RunEnd) -> None:
         """Print why the run ended, and how long it trained."""
         self.say(f"ended at step {end.step}: {end.reason}, {_duration(end.seconds)} of training")
 

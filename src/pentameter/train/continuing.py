@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,22 @@ from pentameter.planning.plan import Plan, default_cooldown
 from pentameter.processes.world import World
 
 NEW_FOLDER = "another --run-dir or --name to start anew"
+
+
+@dataclass(frozen=True)
+class Request:
+    """The run that is asked for: the arguments of `Trainer` that say which, and by whom."""
+
+    config: Config
+    """The configuration as the user has it, before the Plan."""
+    run_dir: Path
+    resume: str
+    """`auto` (continue a run of the same configuration, else start), `never` (only start), `must`
+    (only continue), `extend` (only continue, with the schedule begun anew) or the path of a
+    checkpoint to branch off from."""
+    init_from: Path | None
+    """The model with whose weights a run begins that has no checkpoint yet."""
+    world: World
 
 
 # -- whose folder it is -------------------------------------------------------------------------
@@ -103,10 +120,11 @@ def refuse_foreign(path: Path, identity: Mapping[str, Any] | None) -> None:
         )
 
 
-def no_checkpoint(path: Path, resume: str) -> ConfigError:
+def no_checkpoint(request: Request) -> ConfigError:
     """The error for a run that must go on and has no checkpoint."""
     return ConfigError(
-        f"--resume {resume}: there is no checkpoint in {path}; use --resume auto to start"
+        f"--resume {request.resume}: there is no checkpoint in {request.run_dir}; use --resume "
+        "auto to start"
     )
 
 
@@ -230,32 +248,32 @@ def _from_length(config: Config) -> set[str]:
 # -- which schedule -----------------------------------------------------------------------------
 
 
-def plan_run(
-    path: Path, config: Config, resume: str, plan_of: Callable[[Config], Plan], world: World
-) -> Plan:
-    """The Plan of `config` in the folder `path`: its schedule begins where the run there was
-    extended, or, for `--resume extend`, at the run's last checkpoint. Collective.
+def plan_run(request: Request, plan_of: Callable[[Config], Plan]) -> Plan:
+    """The Plan of the run that is asked for: its schedule begins where the run in the folder was
+    extended, or, for `--resume extend`, at that run's last checkpoint. Collective.
 
     An extension that was interrupted is recognised by the folder's configuration, and not made
     again. Raises ConfigError where there is nothing to extend, and what `plan_of` raises.
     """
+    path, config, world = request.run_dir, request.config, request.world
+    extends = request.resume == "extend"
     plan = plan_of(config)
-    if resume not in ("auto", "must", "extend"):
+    if request.resume not in ("auto", "must", "extend"):
         return plan
     found = world.on_main(lambda: _recorded(path))
     if found is None:
-        if resume == "extend":
-            raise no_checkpoint(path, resume)
+        if extends:
+            raise no_checkpoint(request)
         return plan
     begun = found.schedule.start_step
     if config.schedule.start_step == 0 and 0 < begun < plan.steps:
         plan = plan_of(_beginning_at(config, begun))
     same = config_hash(found) == config_hash(plan.config) and found.train.steps == plan.steps
-    if resume != "extend" or same:
+    if not extends or same:
         return plan
     start = world.on_main(lambda: _last_step(path))
     if start is None:
-        raise no_checkpoint(path, resume)
+        raise no_checkpoint(request)
     if plan.steps <= start:
         raise ConfigError(
             f"--resume extend: the run in {path} has made {start} steps already, and "

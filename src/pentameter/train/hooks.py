@@ -5,8 +5,8 @@
 
     Trainer(config, hooks=[PrintLoss()]).fit()
 
-A hook may read what `Run` names and call `stop(reason)`; an exception in a hook ends the run like
-any other error.
+A hook may read what `TrainingRun` names and call `stop(reason)`; an exception in a hook ends the
+run like any other error.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Speaker(Protocol):
         """Print a line in the main process, and write it into this process's log."""
 
 
-class Run(Protocol):
+class TrainingRun(Protocol):
     """The running run that a hook is given, to read and to call; `Trainer` is one."""
 
     config: Config
@@ -176,7 +176,7 @@ class Hooks:
             if function is not None:
                 function(*arguments)
 
-    def tell_error(self, run: Run, error: Exception) -> None:
+    def tell_error(self, run: TrainingRun, error: Exception) -> None:
         """Call `hook.on_error(run, error)` for each hook that defines it. One that raises only
         gets a warning: the run ends with the first error, and the other hooks hear of it too."""
         for hook in self._hooks:

@@ -23,6 +23,7 @@ from pentameter.parallel.engine import LossSum
 from pentameter.processes.join import lone_world, loss_behind
 from pentameter.processes.world import World
 from pentameter.train.console import Console
+from pentameter.train.continuing import Request
 from pentameter.train.hooks import (
     EpochMetrics,
     Hooks,
@@ -35,7 +36,7 @@ from pentameter.train.hooks import (
 from pentameter.train.profile import Stopwatch
 from pentameter.train.recorder import Recorder
 from pentameter.train.signals import StopSignals
-from pentameter.train.start import Request, start_run
+from pentameter.train.start import start_run
 from pentameter.train.state import TrainState
 from pentameter.train.update import update_weights
 

@@ -19,7 +19,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Self
 
 from pentameter.errors import ConfigError
-from pentameter.train.hooks import Run, RunEnd, SkippedStep, StepMetrics
+from pentameter.train.hooks import RunEnd, SkippedStep, StepMetrics, TrainingRun
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -103,7 +103,7 @@ class Profile:
                 f"{n_steps}; take an earlier window"
             )
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: TrainingRun) -> None:
         """Begin to record where the window begins with the next step, or a run continues in it."""
         self.check(run.plan.steps)
         done = run.state.step
@@ -120,28 +120,28 @@ class Profile:
         if done + 1 >= self.first:
             self._start(run, done + 1)
 
-    def on_step(self, run: Run, step: StepMetrics) -> None:
+    def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
         """End the span of the step, and begin that of the next."""
         self._turn(run, step.step)
 
-    def on_skip(self, run: Run, skip: SkippedStep) -> None:
+    def on_skip(self, run: TrainingRun, skip: SkippedStep) -> None:
         """As `on_step`: a step without an update is one too."""
         self._turn(run, skip.step)
 
-    def on_end(self, run: Run, end: RunEnd) -> None:
+    def on_end(self, run: TrainingRun, end: RunEnd) -> None:
         """Write what was recorded of a window in which the run ended."""
         if self._recording is not None:
             self._finish(run, end.step)
         elif end.step < self.first:
             run.console.say(f"profile: nothing recorded, the run ended before step {self.first}")
 
-    def on_error(self, run: Run, error: Exception) -> None:
+    def on_error(self, run: TrainingRun, error: Exception) -> None:
         """Stop recording, and write nothing of a run that failed."""
         if self._recording is not None:
             self._stop()
             _forget_memory(run)
 
-    def _turn(self, run: Run, done: int) -> None:
+    def _turn(self, run: TrainingRun, done: int) -> None:
         if self._recording is None:
             if done + 1 == self.first:
                 self._start(run, self.first)
@@ -150,7 +150,7 @@ class Profile:
         else:
             self._begin_span(done + 1)
 
-    def _start(self, run: Run, step: int) -> None:
+    def _start(self, run: TrainingRun, step: int) -> None:
         import torch
         from torch.profiler import ProfilerActivity, profile
 
@@ -183,7 +183,7 @@ class Profile:
         recording.stop()
         return recording
 
-    def _finish(self, run: Run, last: int) -> None:
+    def _finish(self, run: TrainingRun, last: int) -> None:
         """Write the trace, the snapshot and the table; a disk that refuses them ends no run."""
         import torch
 
@@ -239,7 +239,7 @@ def memory_path(trace: Path) -> Path:
     return trace.with_name(trace.name.replace(".json.gz", "-memory.pickle"))
 
 
-def _forget_memory(run: Run) -> None:
+def _forget_memory(run: TrainingRun) -> None:
     """Stop recording allocations."""
     if _is_on_gpu(run):
         import torch
@@ -247,5 +247,5 @@ def _forget_memory(run: Run) -> None:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def _is_on_gpu(run: Run) -> bool:
+def _is_on_gpu(run: TrainingRun) -> bool:
     return run.compute.device.type == "cuda"

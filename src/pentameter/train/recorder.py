@@ -10,11 +10,11 @@ from pentameter.evaluate.split import EvalMetrics
 from pentameter.train.hooks import (
     CheckpointMetrics,
     EpochMetrics,
-    Run,
     RunEnd,
     SampledText,
     SkippedStep,
     StepMetrics,
+    TrainingRun,
     is_logged,
 )
 from pentameter.train.log_files import MetricsLog, checkpoint_event
@@ -32,7 +32,7 @@ class Recorder:
         self._log.write(event, **values)
         self._trackers.write(event, **values)
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: TrainingRun) -> None:
         """Record `start` for a new run, `resume` for one that continues."""
         plan, compute, data = run.plan, run.compute, run.config.data
         # The lowest loss that any model can reach, known of one corpus alone.
@@ -55,24 +55,24 @@ class Recorder:
             entropy_rate=entropy_rate,
         )
 
-    def on_step(self, run: Run, step: StepMetrics) -> None:
+    def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
         """Record `train`, for a step that is to be logged."""
         if is_logged(step.step, run.config):
             self.write("train", **asdict(step))
 
-    def on_skip(self, run: Run, skip: SkippedStep) -> None:
+    def on_skip(self, run: TrainingRun, skip: SkippedStep) -> None:
         """Record `skip`."""
         self.write("skip", **asdict(skip))
 
-    def on_epoch(self, run: Run, metrics: EpochMetrics) -> None:
+    def on_epoch(self, run: TrainingRun, metrics: EpochMetrics) -> None:
         """Record `epoch`."""
         self.write("epoch", **asdict(metrics))
 
-    def on_eval(self, run: Run, metrics: EvalMetrics) -> None:
+    def on_eval(self, run: TrainingRun, metrics: EvalMetrics) -> None:
         """Record `eval`."""
         self.write("eval", **asdict(metrics))
 
-    def on_checkpoint(self, run: Run, metrics: CheckpointMetrics) -> None:
+    def on_checkpoint(self, run: TrainingRun, metrics: CheckpointMetrics) -> None:
         """Record `checkpoint`, once for a step."""
         if metrics.again:
             return
@@ -81,16 +81,16 @@ class Recorder:
             **checkpoint_event(metrics.step, metrics.path, metrics.bytes, metrics.seconds),
         )
 
-    def on_sample(self, run: Run, sample: SampledText) -> None:
+    def on_sample(self, run: TrainingRun, sample: SampledText) -> None:
         """Show the text in the trackers alone: the run folder has files of its own for samples."""
         self._trackers.text("sample", sample.text, sample.step)
 
-    def on_end(self, run: Run, end: RunEnd) -> None:
+    def on_end(self, run: TrainingRun, end: RunEnd) -> None:
         """Record `end`, and finish the trackers."""
         self.write("end", **asdict(end))
         self._trackers.finish(failed=False)
 
-    def on_error(self, run: Run, error: Exception) -> None:
+    def on_error(self, run: TrainingRun, error: Exception) -> None:
         """Record `end` with what went wrong, and finish the trackers as failed."""
         self.write("end", step=run.state.step, reason=f"error: {error}", seconds=None)
         self._trackers.finish(failed=True)

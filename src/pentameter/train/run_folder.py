@@ -19,7 +19,6 @@ from pentameter.checkpoint.manifest import MAX_JSON_BYTES, decode_json
 from pentameter.checkpoint.opening import Checkpoint, open_checkpoint
 from pentameter.checkpoint.store import CheckpointStore, step_folder_name
 from pentameter.config.load import config_hash, to_toml
-from pentameter.config.schema import Config
 from pentameter.data.batches.dataset import Dataset
 from pentameter.disk.atomic import (
     is_temporary,
@@ -32,6 +31,7 @@ from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
 from pentameter.train.continuing import (
+    Request,
     check_same_run,
     check_start_step,
     no_checkpoint,
@@ -99,41 +99,25 @@ def _earlier_starts(path: Path) -> list[Any]:
     return []
 
 
-def open_run_folder(
-    path: Path,
-    plan: Plan,
-    dataset: Dataset,
-    *,
-    resume: str = "auto",
-    init_from: Path | None = None,
-    world: World | None = None,
-    asked: Config | None = None,
-) -> RunFolder:
+def open_run_folder(request: Request, plan: Plan, dataset: Dataset) -> RunFolder:
     """Open the folder of `plan`'s run: create it, or rewind it to the checkpoint to continue from.
 
-    Collective: the main process of `world` does it, and tells the others.
-
-    `resume` is `auto` (continue a run of the same configuration, else start), `never` (only
-    start), `must` (only continue), `extend` (only continue, with the schedule that `plan_run` has
-    begun anew) or the path of a checkpoint to branch off from. A run that starts begins with the
-    weights of the model `init_from`. `asked` is the configuration as the user has it, for messages.
-    The caller holds the folder's lock.
+    Collective: the main process does it, and tells the others. The caller holds the folder's lock.
     Raises ConfigError when the folder holds another run, or one on other data, saying what
     differs; nothing has been touched then. And when a process does not see the folder, since each
     is to write its part of the checkpoints there.
     """
-    world = world or World()
 
     def open_it() -> tuple[RunFolder, bool]:
-        folder = _open(path, plan, dataset, resume, init_from, asked or plan.config)
+        folder = _open(request, plan, dataset)
         return replace(folder, initial_weights=None), folder.initial_weights is not None
 
-    folder, is_begun_from_weights = world.on_main(open_it)
-    _check_shared(folder, world)
+    folder, is_begun_from_weights = request.world.on_main(open_it)
+    _check_shared(folder, request.world)
     if not is_begun_from_weights:
         return folder
-    assert init_from is not None  # where they came from
-    weights = initial_weights(init_from, plan.config, dataset.tokenizer)
+    assert request.init_from is not None  # where they came from
+    weights = initial_weights(request.init_from, plan.config, dataset.tokenizer)
     return replace(folder, initial_weights=weights)
 
 
@@ -160,22 +144,22 @@ def _holds(path: Path, run_id: str) -> bool:
     return identity is not None and identity["run_id"] == run_id
 
 
-def _open(
-    path: Path, plan: Plan, dataset: Dataset, resume: str, init_from: Path | None, asked: Config
-) -> RunFolder:
+def _open(request: Request, plan: Plan, dataset: Dataset) -> RunFolder:
     """Open the folder in the main process: first everything that may be refused, then changes."""
+    path, resume, init_from = request.run_dir, request.resume, request.init_from
     given = None if resume in RESUME_WORDS else _open_given(resume, init_from)
     weights = None
     identity = read_identity(path)
     refuse_foreign(path, identity)
     if identity is not None and not step_folders(path) and resume == "auto":
         identity = None  # it failed before its first checkpoint: there is nothing to continue
+    parent = None if given is None else {"run_id": given.run_id, "step": given.step}
     if identity is None:
         if resume in ("must", "extend"):
-            raise no_checkpoint(path, resume)
-        identity = {"run_id": uuid.uuid4().hex, "parent": _parent(given), "init_from": None}
+            raise no_checkpoint(request)
+        identity = {"run_id": uuid.uuid4().hex, "parent": parent, "init_from": None}
     else:
-        _check_continues(path, identity, resume, _parent(given), init_from)
+        _check_continues(request, identity, parent)
     run_id = str(identity["run_id"])
     store = CheckpointStore(
         path / "checkpoints", run_id=run_id, config_hash=config_hash(plan.config)
@@ -183,14 +167,14 @@ def _open(
     checkpoint = store.latest()
     if checkpoint is None:
         if resume in ("must", "extend"):
-            raise no_checkpoint(path, resume)
+            raise no_checkpoint(request)
         checkpoint = given
         if init_from is not None:  # also for a run that died in its first save
             weights = initial_weights(init_from, plan.config, dataset.tokenizer)
             identity["init_from"] = weights.origin
     else:
         _check_data(path, checkpoint, dataset.hash)
-        check_same_run(path, checkpoint, plan, asked)
+        check_same_run(path, checkpoint, plan, request.config)
     check_start_step(path, plan, checkpoint)
     record = None if checkpoint is None else saved_state(checkpoint)[1]
     store.clean()
@@ -203,24 +187,21 @@ def _open(
 
 
 def _check_continues(
-    path: Path,
-    identity: Mapping[str, Any],
-    resume: str,
-    parent: Mapping[str, Any] | None,
-    init_from: Path | None,
+    request: Request, identity: Mapping[str, Any], parent: Mapping[str, Any] | None
 ) -> None:
-    """Raise ConfigError unless the run in `path` is to go on, and began as it is asked for."""
-    if resume == "never":
+    """Raise ConfigError unless the run in the folder is to go on, and began as it is asked for."""
+    path = request.run_dir
+    if request.resume == "never":
         raise ConfigError(
             f"--resume never: {path} already holds a run; give another --run-dir or --name, "
             "or remove the folder"
         )
     if parent is not None and identity.get("parent") != parent:
         raise ConfigError(
-            f"--resume {resume}: {path} already holds a run that did not start from that "
+            f"--resume {request.resume}: {path} already holds a run that did not start from that "
             "checkpoint; give another --run-dir to branch off from it"
         )
-    check_origin(identity["init_from"], init_from, path)
+    check_origin(identity["init_from"], request.init_from, path)
 
 
 def _open_given(resume: str, init_from: Path | None) -> Checkpoint:
@@ -248,10 +229,6 @@ def _open_given(resume: str, init_from: Path | None) -> Checkpoint:
             f"its weights: --init-from {resume}"
         )
     return checkpoint
-
-
-def _parent(given: Checkpoint | None) -> dict[str, Any] | None:
-    return None if given is None else {"run_id": given.run_id, "step": given.step}
 
 
 def _check_data(path: Path, checkpoint: Checkpoint, data_hash: str) -> None:

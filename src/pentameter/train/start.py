@@ -9,11 +9,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from pentameter.checkpoint.hugging_face.tokenizer_files import gpt2_beside
 from pentameter.checkpoint.state import load_model_state, load_optimizer_state
-from pentameter.config.schema import Config, DataConfig
+from pentameter.config.schema import DataConfig
 from pentameter.data.batches.batches import TrainingBatches, training_batches
 from pentameter.data.batches.dataset import Dataset, open_dataset
 from pentameter.data.corpora.registry import corpus_text
@@ -28,7 +27,7 @@ from pentameter.planning.layout import Layout
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.world import World
 from pentameter.train.console import Console, size
-from pentameter.train.continuing import plan_run
+from pentameter.train.continuing import Request, plan_run
 from pentameter.train.log_files import MetricsLog
 from pentameter.train.precheck import check_run
 from pentameter.train.recorder import Recorder
@@ -36,17 +35,6 @@ from pentameter.train.run_folder import RunFolder, open_run_folder
 from pentameter.train.saving import RunCheckpoints
 from pentameter.train.state import TrainState, saved_state
 from pentameter.train.trackers import open_trackers, require_trackers
-
-
-@dataclass(frozen=True)
-class Request:
-    """The arguments of `Trainer` that say which run is to be trained, and by which processes."""
-
-    config: Config
-    run_dir: Path
-    resume: str
-    init_from: Path | None
-    world: World
 
 
 @dataclass(frozen=True)
@@ -73,18 +61,10 @@ def start_run(request: Request, console: Console, stack: ExitStack) -> Start:
     The main process holds the run folder's lock until `stack` is closed. Collective. Raises the
     errors of `pentameter.errors` for a configuration, data, a machine or a folder that cannot be.
     """
-    world, config = request.world, request.config
+    world = request.world
     plan, dataset, batches, sample_prompt, compute = _prepare(request, console)
     world.on_main(lambda: _lock(request, stack))
-    folder = open_run_folder(
-        request.run_dir,
-        plan,
-        dataset,
-        resume=request.resume,
-        init_from=request.init_from,
-        world=world,
-        asked=config,
-    )
+    folder = open_run_folder(request, plan, dataset)
     engine, optimizer, state = _build(plan, compute, folder, world)
     metrics = MetricsLog(folder.metrics_path, console.say)
     stack.callback(metrics.close)
@@ -151,7 +131,7 @@ def _prepare(
         world_size=world.size,
         local_size=world.local_size,
     )
-    plan = plan_run(request.run_dir, config, request.resume, plan_of, world)
+    plan = plan_run(request, plan_of)
     sample_prompt = config.train.sample_prompt
     try:
         dataset.tokenizer.encode(sample_prompt)
