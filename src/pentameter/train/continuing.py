@@ -134,7 +134,7 @@ def no_checkpoint(request: Request) -> ConfigError:
 def check_same_run(path: Path, checkpoint: Checkpoint, plan: Plan, asked: Config) -> None:
     """Raise ConfigError, listing what differs, unless the configuration of the folder and that of
     its checkpoint made the steps that `plan` would have made."""
-    _check_layout(checkpoint)
+    saved_layout(checkpoint)  # that it is known
     checkpoint.read("config.toml")  # that it is there, and whole
     for source in (path / "config.toml", checkpoint.path / "config.toml"):
         found = load_config(source)
@@ -164,10 +164,10 @@ def check_start_step(path: Path, plan: Plan, checkpoint: Checkpoint | None) -> N
         )
 
 
-def _check_layout(checkpoint: Checkpoint) -> None:
-    """Raise CorruptError where the manifest names no layout that is known here."""
+def saved_layout(checkpoint: Checkpoint) -> Layout:
+    """The layout that wrote a checkpoint. Raises CorruptError for one that is not known here."""
     try:
-        Layout(**checkpoint.manifest.layout)  # type: ignore[arg-type]
+        return Layout(**checkpoint.manifest.layout)  # type: ignore[arg-type]
     except TypeError as error:
         raise CorruptError(
             f"{checkpoint.path}/manifest.json is malformed: layout: {error}"

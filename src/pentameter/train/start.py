@@ -23,11 +23,10 @@ from pentameter.parallel.assemble import assemble
 from pentameter.parallel.compute import Compute, choose_compute
 from pentameter.parallel.engine import Engine
 from pentameter.parallel.muon import ShardedMuon
-from pentameter.planning.layout import Layout
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.world import World
 from pentameter.train.console import Console, size
-from pentameter.train.continuing import Request, plan_run
+from pentameter.train.continuing import Request, plan_run, saved_layout
 from pentameter.train.log_files import MetricsLog
 from pentameter.train.precheck import check_run
 from pentameter.train.recorder import Recorder
@@ -214,7 +213,10 @@ def _describe(run: Start) -> list[str]:
     if run.folder.initial_weights is not None:
         lines.append(f"init    the weights of {run.folder.initial_weights.path}")
     if run.state.step:
-        lines.append(f"resume  from step {run.state.step}{_other_layout(run)}")
+        assert run.folder.checkpoint is not None  # which the state was read from
+        saved = saved_layout(run.folder.checkpoint)
+        other = "" if saved.degrees() == plan.layout.degrees() else f", saved by {saved}"
+        lines.append(f"resume  from step {run.state.step}{other}")
     start = config.schedule.start_step
     if start:
         lines.append(f"extend  the schedule begins anew at step {start}, up to step {plan.steps}")
@@ -260,20 +262,6 @@ def _stages(plan: Plan) -> list[str]:
             for rank in range(layout.world_size)
             if layout.coordinates(rank)["pipeline"] == index
         ]
-        lines.append(f"        rank {_span(ranks)}: layers {layers}")
+        span = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
+        lines.append(f"        rank {span}: layers {layers}")
     return lines
-
-
-def _other_layout(run: Start) -> str:
-    """The layout that wrote the checkpoint from which the run continues, in words; empty where it
-    is the run's own."""
-    checkpoint = run.folder.checkpoint
-    if checkpoint is None:
-        return ""
-    saved = Layout(**checkpoint.manifest.layout)  # type: ignore[arg-type]
-    same = saved.degrees() == run.plan.layout.degrees()
-    return "" if same else f", saved by {saved}"
-
-
-def _span(ranks: list[int]) -> str:
-    return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
