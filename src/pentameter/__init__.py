@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from pentameter.generation.loop import generate as generate
     from pentameter.generation.loop import stream as stream
     from pentameter.planning.plan import make_plan as plan
-    from pentameter.train.trainer import Trainer as Trainer
+    from pentameter.train.loop import Trainer as Trainer
 
 _HOMES = {
-    "Trainer": ("pentameter.train.trainer", "Trainer"),
+    "Trainer": ("pentameter.train.loop", "Trainer"),
     "generate": ("pentameter.generation.loop", "generate"),
     "load_config": ("pentameter.config.load", "load_config"),
     "load_model": ("pentameter.checkpoint.model", "load_model"),

@@ -189,7 +189,7 @@ def save(folder: Path, held: Held, world: World, step: int = 1) -> Path:
 
 _context = multiprocessing.get_context("forkserver")
 PRELOAD = [
-    "pentameter.train.trainer",  # what the fault tests' children need: the server is shared
+    "pentameter.train.loop",  # what the fault tests' children need: the server is shared
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",

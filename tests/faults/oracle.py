@@ -38,7 +38,7 @@ TINY = {
 # A fork server that has imported torch starts a child in a tenth of the time of a new process,
 # and has not computed anything yet, so no thread pool is lost in the fork.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pentameter.train.trainer"])
+_context.set_forkserver_preload(["pentameter.train.loop"])
 
 
 def tiny_config(tmp_path: Path, **overrides: Any) -> Path:
@@ -70,7 +70,7 @@ def train_in_child(config_path: Path, run_dir: Path, **arguments: Any) -> Any:
 
 
 def _train(config_path: Path, run_dir: Path, arguments: dict[str, Any]) -> None:
-    from pentameter.train.trainer import Trainer
+    from pentameter.train.loop import Trainer
 
     torch.set_num_threads(1)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - the child ends with it

@@ -7,7 +7,7 @@ import torch
 
 from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.config.schema import Config
-from pentameter.train.trainer import Trainer
+from pentameter.train.loop import Trainer
 
 OPTIMIZERS = {
     "adamw": {"weight_decay": 0.1},

@@ -9,7 +9,6 @@ import torch
 from pentameter.checkpoint.state import model_state
 from pentameter.config.schema import Config
 from pentameter.data.batches.batches import Batch
-from pentameter.optim.clip import unscale_gradients
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import LossSum
 from pentameter.planning.plan import make_plan
@@ -140,12 +139,24 @@ def test_fp16_scaled_gradients_come_near_fp32_over_micro_batches():
     for precision, scale in (("fp32", 1.0), ("fp16", 2.0**10)):
         stage = assemble(plan_for(4), CPU, precision, compiled=False)
         stage.forward_backward(padded_batch(), 0, loss_scale=scale)
-        unscale_gradients(stage.parameters(), scale)
+        stage.unscale_gradients(scale)
         answers[precision] = {name: p.grad for name, p in stage.named_parameters()}
     for name, expected in answers["fp32"].items():
         # fp16 keeps 11 bits; a gradient passes through some ten products of 16 terms.
         error = (answers["fp16"][name] - expected).norm() / expected.norm()
         assert error < 10 * 2**-10, name
+
+
+def test_gradients_are_clipped_together_and_given_up():
+    stage = assemble(plan_for(12), CPU, "fp64", compiled=False)
+    stage.forward_backward(padded_batch(), 0)
+    norm = stage.gradient_norm()
+    stage.clip_gradients(norm, 0.0)
+    assert stage.gradient_norm() == norm
+    stage.clip_gradients(norm, norm.item() / 2)
+    assert stage.gradient_norm().item() == pytest.approx(norm.item() / 2, rel=1e-5)
+    stage.zero_gradients()
+    assert all(p.grad is None for p in stage.parameters())
 
 
 def test_bf16_comes_near_fp32():

@@ -30,7 +30,7 @@ from pentameter.processes.world import World
 
 _context = multiprocessing.get_context("forkserver")
 PRELOAD = [
-    "pentameter.train.trainer",
+    "pentameter.train.loop",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
@@ -216,7 +216,7 @@ def train_here(
     **options: Any,
 ) -> Ended:
     """Train in this process, one of the world's; `hook(world)` makes a hook of the trainer."""
-    from pentameter.train.trainer import Trainer
+    from pentameter.train.loop import Trainer
 
     hooks = () if hook is None else (hook(world),)
     trainer = Trainer(config, run_dir=folder, quiet=True, world=world, hooks=hooks, **options)

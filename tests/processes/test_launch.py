@@ -32,7 +32,7 @@ from pentameter.processes.place import (
     rendezvous_port,
 )
 from pentameter.processes.world import World
-from pentameter.train.trainer import Trainer
+from pentameter.train.loop import Trainer
 
 LAUNCHED = Path(__file__).with_name("launched.py")
 EACH_THREADS = max(1, len(usable_cores()) // 2)

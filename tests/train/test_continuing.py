@@ -14,7 +14,7 @@ from pentameter.checkpoint.manifest import read_manifest
 from pentameter.config.load import load_config
 from pentameter.disk.atomic import FileRecord
 from pentameter.errors import ConfigError, CorruptError, InterruptedRunError, StorageError
-from pentameter.train.trainer import Trainer
+from pentameter.train.loop import Trainer
 
 COSINE = {"schedule": {"name": "cosine", "warmup_steps": 2}}
 

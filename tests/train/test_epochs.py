@@ -11,8 +11,8 @@ from pentameter.checkpoint.opening import Checkpoint
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
 from pentameter.planning.plan import make_plan, needs_data
-from pentameter.train.state import RunRecord, TrainState, saved_state
-from pentameter.train.trainer import Trainer
+from pentameter.train.loop import Trainer
+from pentameter.train.state import SavedRun, TrainState, saved_state
 
 
 def config(**sections) -> Config:
@@ -114,5 +114,5 @@ def test_a_state_of_before_epochs_were_counted_still_loads(tmp_path):
     record = {**TrainState(step=7).to_json(), "metrics_bytes": 5, "log_bytes": 6}
     del record["epoch"]
     manifest = Manifest("run", 7, "hash", {}, {}, ())
-    expected = TrainState(step=7), RunRecord(metrics_bytes=5, log_bytes=6)
+    expected = TrainState(step=7), SavedRun(metrics_bytes=5, log_bytes=6)
     assert saved_state(Checkpoint(tmp_path, manifest, record)) == expected

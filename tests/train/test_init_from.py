@@ -9,7 +9,7 @@ from pentameter.checkpoint.model import load_model
 from pentameter.cli.main import main
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
-from pentameter.train.trainer import Trainer
+from pentameter.train.loop import Trainer
 
 
 @pytest.fixture(autouse=True, scope="module")

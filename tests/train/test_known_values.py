@@ -8,7 +8,7 @@ import pytest
 from pentameter.config.load import load_config
 from pentameter.data.batches.dataset import open_dataset
 from pentameter.data.corpora.grammar import grammar_source
-from pentameter.train.trainer import Trainer
+from pentameter.train.loop import Trainer
 
 TINY = {
     "model.n_layers": 2,

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 from tiny_runs import events, fit
 
-from pentameter.train.log_file import LogFile
+from pentameter.train.log_files import LogFile
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -2,7 +2,7 @@
 
 import json
 
-from pentameter.train.metrics import MetricsLog, rewind_metrics
+from pentameter.train.log_files import MetricsLog, rewind_metrics
 
 
 def read(path):

@@ -11,7 +11,7 @@ from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
 from pentameter.planning.plan import make_plan
 from pentameter.train import precheck
-from pentameter.train.trainer import Trainer
+from pentameter.train.loop import Trainer
 
 
 @pytest.fixture(autouse=True, scope="module")

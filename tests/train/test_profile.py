@@ -15,8 +15,8 @@ from pentameter.cli.main import main
 from pentameter.config.load import load_config
 from pentameter.errors import ConfigError
 from pentameter.train import profile
+from pentameter.train.loop import Trainer
 from pentameter.train.profile import Profile, longest_operations, parse_window
-from pentameter.train.trainer import Trainer
 
 TINY = [
     "grammar", "--data.grammar.n-characters=3000", "--model.n-layers=1", "--model.d-model=16",

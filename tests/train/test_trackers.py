@@ -13,8 +13,8 @@ from pentameter.config.fingerprint import config_hash
 from pentameter.config.load import load_config
 from pentameter.errors import ConfigError, TrainingFailedError
 from pentameter.parallel.engine import Engine, LossSum
+from pentameter.train.loop import Trainer
 from pentameter.train.trackers import require_trackers
-from pentameter.train.trainer import Trainer
 
 
 @pytest.fixture(autouse=True, scope="module")

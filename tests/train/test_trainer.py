@@ -14,7 +14,7 @@ from pentameter.config.load import load_config
 from pentameter.errors import ConfigError, StorageError, TrainingFailedError
 from pentameter.parallel.engine import Engine, LossSum
 from pentameter.processes.world import World
-from pentameter.train.trainer import Trainer
+from pentameter.train.loop import Trainer
 
 
 def test_a_run_folder_holds_what_the_interface_promises(tmp_path):
@@ -344,7 +344,7 @@ def test_a_non_finite_validation_loss_ends_with_70(tmp_path):
 
 
 def test_an_evaluation_that_a_signal_cut_off_still_finds_the_best(tmp_path, monkeypatch):
-    from pentameter.train import trainer as module
+    from pentameter.train import loop as module
 
     whole, run = tmp_path / "whole", tmp_path / "run"
     eight = {"train": {"steps": 8}}
@@ -386,7 +386,7 @@ def test_one_process_of_each_machine_verifies_the_data(tmp_path, monkeypatch, lo
         asked.update(arguments)
         raise StorageError("seen enough")
 
-    monkeypatch.setattr("pentameter.train.trainer.open_dataset", opened)
+    monkeypatch.setattr("pentameter.train.start.open_dataset", opened)
     world = World(rank=2 + local_rank, size=4, local_rank=local_rank, local_size=2)
     with pytest.raises(StorageError, match="seen enough"):
         Trainer(config(), run_dir=tmp_path / "run", world=world).fit()

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from pentameter.config.schema import Config
-from pentameter.train.trainer import Trainer
+from pentameter.train.loop import Trainer
 
 
 def config(**sections) -> Config:

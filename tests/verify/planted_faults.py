@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from pentameter.data.batches.batches import IGNORED
 from pentameter.parallel import assemble, data_parallel, gradients, tied
 from pentameter.parallel import engine as stage
-from pentameter.train import update
 from pentameter.verify import steps
 
 
@@ -78,13 +77,13 @@ def norm_of_every_copy() -> None:
 
 def clip_by_own_norm() -> None:
     """Each process clips by the norm of what it holds."""
-    clip = update.clip_gradients
+    clip = stage.clip_gradients
 
     def clip_alone(parameters, norm, clip_norm):
         own = [gradients.local(p.grad) for p in parameters]
         clip(parameters, torch.nn.utils.get_total_norm(own), clip_norm)
 
-    update.clip_gradients = clip_alone
+    stage.clip_gradients = clip_alone
 
 
 def mean_of_means() -> None:

@@ -23,8 +23,8 @@ from pentameter.processes.worker import watch_launcher
 
 if TYPE_CHECKING:
     from pentameter.config.schema import Config
+    from pentameter.train.loop import Trainer
     from pentameter.train.profile import Profile
-    from pentameter.train.trainer import Trainer
 
 _LONG_EPOCH = 1 << 40  # rows: stands in the Plan for an epoch that nobody could count
 
@@ -114,8 +114,8 @@ def _hooks(parsed: TrainArguments, config: Config) -> list[Profile]:
 def configuration_of(
     source: str, overrides: list[str], init_from: Path | None = None
 ) -> tuple[str, list[str]]:
-    """`source` and `overrides`; where `source` is a text, what is trained on it, and its path among
-    the overrides: the model `init_from` by its own configuration, else the quickstart.
+    """The configuration's source and overrides: those given, or, where `source` is a text, the
+    configuration beside the model `init_from`, else the quickstart's, with the text as data.path.
 
     Raises ConfigError where the overrides name a text too.
     """
@@ -136,7 +136,7 @@ def configuration_of(
 
 
 def _warn_of_random_weights(source: Path) -> None:
-    """Say so where the configuration of a model is trained without the model's weights."""
+    """Warn where the configuration beside a model is trained without that model's weights."""
     folder = source.parent
     if source.name == "config.toml" and (folder / "manifest.json").is_file():
         print(
@@ -147,8 +147,8 @@ def _warn_of_random_weights(source: Path) -> None:
 
 
 def is_text(path: Path) -> bool:
-    """Whether `path` is something to train on: a file that is no configuration, or a folder that
-    holds none, as those of runs and models do."""
+    """True if `path` can be trained on: a file that is no configuration, or a folder that holds
+    none (the folders of runs and models do)."""
     try:
         is_folder = path.is_dir()
         if is_folder and any(path.glob("*.safetensors")):
@@ -165,7 +165,7 @@ def is_text(path: Path) -> bool:
 
 
 def _n_processes(nproc: int | None, place: Place | None) -> int | None:
-    """How many processes train together; None where nobody says."""
+    """The number of processes that train together; None where neither option nor launcher says."""
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc {nproc} must be at least 1")
     if place is None:
@@ -183,7 +183,7 @@ def _train(
 ) -> None:
     """Train in this process, together with those it meets at `place`."""
     from pentameter.machine.choices import choose_device
-    from pentameter.train.trainer import Trainer
+    from pentameter.train.loop import Trainer
 
     device = choose_device(config.train.device)
     with joined_world(
@@ -206,8 +206,8 @@ def _train(
 
 
 def _check_layout(config: Config, n_processes: int, place: Place | None) -> None:
-    """Raise ConfigError where the layout does not fit the processes: all in one machine, or those
-    that were started at `place`."""
+    """Raise ConfigError where the layout does not fit the processes: those started at `place`, or
+    `n_processes` on this machine."""
     from pentameter.planning.layout import check_layout, make_layout
     from pentameter.planning.plan import make_plan, needs_data
 

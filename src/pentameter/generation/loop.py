@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from pentameter.generation.detokenize import TextPieces
 from pentameter.generation.sampling import Floats, Sampling, Tokens, choose, uniform_numbers
 from pentameter.model.cache import KVCache
 from pentameter.model.gpt import GPT
+
+if TYPE_CHECKING:
+    from pentameter.parallel.engine import Engine
 
 _PREFILL_LOGITS = 2**25
 """At most this many logits (B · T · V) in one pass over a prompt: 128 MiB in fp32."""
@@ -62,33 +65,6 @@ def generate(
     ):
         texts[sample].append(piece)
     return ["".join(pieces) for pieces in texts]
-
-
-def generate_by(
-    next_logits: Callable[[Tokens], Floats],
-    tokenizer: Tokenizer,
-    prompt: str = "",
-    *,
-    context_length: int,
-    max_new_tokens: int,
-    seed: int = 0,
-) -> str:
-    """Return the text after the prompt, as `generate` draws it, of a model that is a function.
-
-    `next_logits` gives the logits (B, V) of the token after text (B, n), n ≤ context_length,
-    tokens that only pad left out or not.
-    """
-    ids = encode_prompt(tokenizer, prompt)
-    text = np.empty((1, len(ids) + max_new_tokens), dtype=np.int64)
-    text[:, : len(ids)] = ids
-
-    def of_tokenizer(seen: Tokens) -> Floats:
-        window = seen[:, -window_tokens(seen.shape[1], context_length) :]
-        return next_logits(window)[:, : tokenizer.vocab_size]
-
-    steps = _chosen(of_tokenizer, text, len(ids), Sampling(), seed)
-    prompt_ids = ids.tolist() if prompt else []
-    return "".join(piece for _, piece in _pieces(steps, tokenizer, 1, prompt_ids))
 
 
 def stream(
@@ -153,6 +129,37 @@ def stream_tokens(
     text = np.empty((num_samples, n_prompt + max_new_tokens), dtype=np.int64)
     text[:, :n_prompt] = prompt
     return _tokens(model, text, n_prompt, vocab_size=vocab_size, sampling=sampling, seed=seed)
+
+
+def sample_text(
+    engine: Engine, tokenizer: Tokenizer, prompt: str, *, max_new_tokens: int, seed: int
+) -> str | None:
+    """Return the prompt and its continuation by a model in training, whatever its layout: the text
+    of `generate`, in the main process; None in the others. Collective.
+
+    Where each process has the whole model the main one samples alone, with a cache; else all
+    compute each token together, without one.
+    """
+    if engine.is_whole:
+        if not engine.world.is_main:
+            return None
+        return (
+            prompt
+            + generate(engine.model, tokenizer, prompt, max_new_tokens=max_new_tokens, seed=seed)[0]
+        )
+    ids = encode_prompt(tokenizer, prompt)
+    text = np.empty((1, len(ids) + max_new_tokens), dtype=np.int64)
+    text[:, : len(ids)] = ids
+    context_length = engine.plan.config.model.context_length
+
+    def next_logits(seen: Tokens) -> Floats:
+        window = seen[:, -window_tokens(seen.shape[1], context_length) :]
+        return engine.next_logits(window)[:, : tokenizer.vocab_size]
+
+    steps = _chosen(next_logits, text, len(ids), Sampling(), seed)
+    pieces = _pieces(steps, tokenizer, 1, ids.tolist() if prompt else [])
+    continuation = "".join(piece for _, piece in pieces)
+    return prompt + continuation if engine.world.is_main else None
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Tokens:

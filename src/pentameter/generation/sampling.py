@@ -23,7 +23,7 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen from its distribution; checked when made."""
+    """The settings by which a token is chosen from its distribution; checked when made."""
 
     temperature: float = 1.0
     """Logits are divided by it; 0 takes the likeliest token (the lowest id among equals)."""

@@ -19,7 +19,7 @@ from pentameter.data.batches.batches import IGNORED, Batch
 from pentameter.errors import ConfigError
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import GPT
-from pentameter.optim.clip import gradient_norm
+from pentameter.optim.clip import clip_gradients, gradient_norm, unscale_gradients
 from pentameter.parallel import gradients
 from pentameter.parallel.data_parallel import micro_batch
 from pentameter.parallel.pipeline import Pipeline
@@ -201,6 +201,30 @@ class Engine:
             return gradient_norm(self.parameters())
         owned = [parameter for _, parameter in self.owned_parameters()]
         return gradients.global_norm(owned, self._mesh)
+
+    def unscale_gradients(self, scale: float) -> None:
+        """Divide every gradient by the loss scale, in place."""
+        unscale_gradients(self.parameters(), scale)
+
+    def clip_gradients(self, norm: Tensor, limit: float) -> None:
+        """Shrink all gradients together so that their norm, now `norm`, is at most `limit`; a
+        limit of 0 does not clip. Parameters that lie on different meshes cannot be scaled by one
+        operation, so each mesh takes its turn."""
+        by_mesh: dict[object, list[Parameter]] = {}
+        for parameter in self.parameters():
+            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        for parameters in by_mesh.values():
+            clip_gradients(parameters, norm, limit)
+
+    def zero_gradients(self) -> None:
+        """Give every gradient up, or set it to zero where it is a view of one of DDP's buckets,
+        which would otherwise be held beside new gradients."""
+        held = [p.grad for p in self.parameters() if p.grad is not None]
+        if self.adds_up_in_place and held:
+            torch._foreach_zero_(held)
+            return
+        for parameter in self.parameters():
+            parameter.grad = None
 
     # -- without gradients ----------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from traceback import format_exception
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 from unicodedata import category
 
 from rich.console import Console as RichConsole
@@ -32,18 +32,16 @@ from pentameter.train.hooks import (
     RunEnd,
     SkippedStep,
     StepMetrics,
+    TrainingRun,
     is_logged,
 )
-from pentameter.train.log_file import LogFile
-
-if TYPE_CHECKING:
-    from pentameter.train.trainer import Trainer
+from pentameter.train.log_files import LogFile
 
 REFRESH_SECONDS = 0.1
 
 
 class Console:
-    """A hook that prints the run; also the only way anything of the trainer reaches the screen."""
+    """The hook that prints the run; all that the trainer prints goes through it."""
 
     def __init__(self, world: World | None = None, *, quiet: bool = False) -> None:
         self._world = world or World()
@@ -75,7 +73,7 @@ class Console:
             self._log.close()
 
     def open_log(self, path: Path) -> None:
-        """Copy everything said from now on, and so far, into `path`."""
+        """Write all that has been said, and all that will be, into the file `path`."""
         with suppress(OSError):  # LogFile says so, once
             path.parent.mkdir(exist_ok=True)
         self._log = LogFile(path, self.say)
@@ -93,8 +91,8 @@ class Console:
         self._to_log(text)
 
     def warn(self, warnings: Sequence[str]) -> None:
-        """Say each of `warnings`; another process than the main one, those that are its own.
-        Collective."""
+        """Say each of `warnings`; every process but the main one prints only those that the main
+        one does not have. Collective."""
         told = self._world.share(list(warnings))
         for warning in warnings:
             self.say(f"warning: {warning}")
@@ -110,57 +108,60 @@ class Console:
         return 0 if self._log is None else self._log.sync()
 
     def status(self, text: str) -> None:
-        """Replace the live line, on a terminal."""
+        """Replace the live line, where there is a terminal."""
         now = time.monotonic()
         if self._live is not None and now - self._last_refresh >= REFRESH_SECONDS:
             self._last_refresh = now
             self._live.update(Text(text, style="bold"), refresh=True)
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """The live line of preparing data: pass, bytes done, bytes in all; without a terminal a
-        line now and then."""
+        """Show how far the preparation of data is: pass, bytes done, bytes in all; on the live
+        line, or without a terminal in a line now and then."""
         if self._live is None:
             self._progress_lines(what, done, total)
             return
         share = f" · {100 * done / total:.0f}%" if total else ""
         self.status(f"{pass_in_words(what)} · {size(done)} of {size(total)}{share}")
 
-    def on_start(self, trainer: Trainer) -> None:
-        """Which processes are here; the main one has introduced the run."""
+    def on_start(self, run: TrainingRun) -> None:
+        """Say which process this is; the main one has introduced the run."""
         world = self._world
         if not world.is_main:
             first = world.rank - world.local_rank
             self.say(
-                f"{trainer.config.name} · {trainer.run_dir} · rank {world.rank} of {world.size}; "
+                f"{run.config.name} · {run.run_dir} · rank {world.rank} of {world.size}; "
                 f"ranks {first}-{first + world.local_size - 1} are on {socket.gethostname()} · "
-                f"{trainer.compute.device_name} · from step {trainer.state.step}",
+                f"{run.compute.device_name} · from step {run.state.step}",
                 of_machine=True,
             )
 
-    def on_step(self, trainer: Trainer, step: StepMetrics) -> None:
-        """A line where the step is one to log, the live line at every step."""
+    def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
+        """Print a line for a step that is to be logged, and the live line for every step."""
         self._n_steps += 1
-        line = _step_line(step, trainer.plan.steps, is_first=self._n_steps == 1)
-        if is_logged(step.step, trainer.config):
+        line = _step_line(step, run.plan.steps, is_first=self._n_steps == 1)
+        if is_logged(step.step, run.config):
             self.say(line, of_machine=True)
         self.status(line)
 
-    def on_skip(self, trainer: Trainer, skip: SkippedStep) -> None:
-        """A skipped update is always worth a line."""
+    def on_skip(self, run: TrainingRun, skip: SkippedStep) -> None:
+        """Print a line for every skipped update."""
         self.say(f"step {skip.step:>6} skipped: {skip.reason}")
 
-    def on_epoch(self, trainer: Trainer, metrics: EpochMetrics) -> None:
-        """The epoch's mean loss, and what a step cost; of a shorter one than the step lines are
-        apart only metrics.jsonl tells, or a small text would leave nothing else to see."""
-        if metrics.steps < trainer.config.log.interval:
+    def on_epoch(self, run: TrainingRun, metrics: EpochMetrics) -> None:
+        """Print the epoch's mean loss and the time of a step.
+
+        Epochs shorter than `log.interval` are left out, or a small text would leave nothing else
+        to see; metrics.jsonl has them all.
+        """
+        if metrics.steps < run.config.log.interval:
             return
         self.say(
             f"epoch {metrics.epoch:>5} │ train loss {metrics.loss:.4f} │ perplexity "
             f"{metrics.perplexity:.4g} │ {1000 * metrics.seconds / metrics.steps:,.1f} ms/step"
         )
 
-    def on_eval(self, trainer: Trainer, metrics: EvalMetrics) -> None:
-        """The validation figures, and whether they are the best yet."""
+    def on_eval(self, run: TrainingRun, metrics: EvalMetrics) -> None:
+        """Print the validation figures, and whether they are the best yet."""
         best = "  ← best" if metrics.best else ""
         self.say(
             f"eval {metrics.step:>6} │ {metrics.split} loss {metrics.loss:.4f} │ perplexity "
@@ -168,13 +169,13 @@ class Console:
             f"{metrics.seconds:.1f} s{best}"
         )
 
-    def on_checkpoint(self, trainer: Trainer, metrics: CheckpointMetrics) -> None:
-        """Saving is routine: it only passes over the live line."""
+    def on_checkpoint(self, run: TrainingRun, metrics: CheckpointMetrics) -> None:
+        """Show the save on the live line alone: it is routine."""
         self.status(f"saved {metrics.path.name}, {size(metrics.bytes)}, {metrics.seconds:.2f} s")
 
-    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
-        """How it ended."""
-        self.say(f"ended at step {end.step}: {end.reason}, {duration(end.seconds)} of training")
+    def on_end(self, run: TrainingRun, end: RunEnd) -> None:
+        """Print why the run ended, and how long it trained."""
+        self.say(f"ended at step {end.step}: {end.reason}, {_duration(end.seconds)} of training")
 
     def _to_log(self, text: str) -> None:
         text = _shown(text)
@@ -185,7 +186,7 @@ class Console:
 
 
 def _shown(text: str) -> str:
-    """`text` with what a terminal would act on (a sample may hold it) shown as U+FFFD."""
+    """`text` with control characters, which a sample may hold, shown as U+FFFD."""
     if text.isprintable():
         return text
     # Category Z is spaces of all kinds, which are no danger; Cf marks the direction of writing.
@@ -196,7 +197,8 @@ def _shown(text: str) -> str:
 
 
 def _step_line(step: StepMetrics, total_steps: int, *, is_first: bool) -> str:
-    """`is_first` of this start: it may have compiled, and says nothing about the time left."""
+    """The line of a step. The first step of a start (`is_first`) may have compiled: it says nothing
+    about the time left."""
     mfu = "" if step.mfu is None else f" │ mfu {100 * step.mfu:.0f}%"
     left = "" if is_first else f" · {_rough_duration(step.eta_seconds):>6} left"
     return (
@@ -208,14 +210,14 @@ def _step_line(step: StepMetrics, total_steps: int, *, is_first: bool) -> str:
 
 
 def _rough_duration(seconds: float) -> str:
-    """`seconds` in one unit: 42 s, 3 min, 2.1 h."""
+    """`seconds` in words, in one unit: 42 s, 3 min, 2.1 h."""
     if seconds < 59.5:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 59.5 * 60 else f"{seconds / 3600:.1f} h"
 
 
-def duration(seconds: float) -> str:
-    """`seconds` as people say it: 42 s, 3 min 20 s, 2 h 05 min."""
+def _duration(seconds: float) -> str:
+    """`seconds` in words: 42 s, 3 min 20 s, 2 h 05 min."""
     total = max(0, round(seconds))
     if total < 60:
         return f"{total} s"
@@ -225,7 +227,7 @@ def duration(seconds: float) -> str:
 
 
 def size(n_bytes: float) -> str:
-    """`n_bytes` in the largest unit that keeps it above one."""
+    """`n_bytes` in words, in the largest unit that keeps it above one: 1.5 MB."""
     for unit in ("B", "KB", "MB"):
         if n_bytes < 1000:
             return f"{n_bytes:.3g} {unit}"

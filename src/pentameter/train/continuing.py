@@ -1,4 +1,4 @@
-"""May the run in a folder go on as it is asked for, and with which schedule?
+"""The checks whether a run may go on as it is asked for, and the choice of its schedule.
 
 Everything here reads. Step N is a function of (configuration, seed, N), so a run goes on only where
 the steps it has made are those that the configuration asked for would have made. A schedule may
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,22 @@ from pentameter.planning.plan import Plan, default_cooldown
 from pentameter.processes.world import World
 
 NEW_FOLDER = "another --run-dir or --name to start anew"
+
+
+@dataclass(frozen=True)
+class Request:
+    """The run that is asked for: the arguments of `Trainer` that say which, and by whom."""
+
+    config: Config
+    """The configuration as the user has it, before the Plan."""
+    run_dir: Path
+    resume: str
+    """`auto` (continue a run of the same configuration, else start), `never` (only start), `must`
+    (only continue), `extend` (only continue, with the schedule begun anew) or the path of a
+    checkpoint to branch off from."""
+    init_from: Path | None
+    """The model with whose weights a run begins that has no checkpoint yet."""
+    world: World
 
 
 # -- whose folder it is -------------------------------------------------------------------------
@@ -104,10 +121,11 @@ def refuse_foreign(path: Path, identity: Mapping[str, Any] | None) -> None:
         )
 
 
-def no_checkpoint(path: Path, resume: str) -> ConfigError:
-    """The error of a run that must go on and cannot."""
+def no_checkpoint(request: Request) -> ConfigError:
+    """The error for a run that must go on and has no checkpoint."""
     return ConfigError(
-        f"--resume {resume}: there is no checkpoint in {path}; use --resume auto to start"
+        f"--resume {request.resume}: there is no checkpoint in {request.run_dir}; use --resume "
+        "auto to start"
     )
 
 
@@ -117,7 +135,7 @@ def no_checkpoint(path: Path, resume: str) -> ConfigError:
 def check_same_run(path: Path, checkpoint: Checkpoint, plan: Plan, asked: Config) -> None:
     """Raise ConfigError, listing what differs, unless the configuration of the folder and that of
     its checkpoint made the steps that `plan` would have made."""
-    _check_layout(checkpoint)
+    saved_layout(checkpoint)  # that it is known
     checkpoint.read("config.toml")  # that it is there, and whole
     for source in (path / "config.toml", checkpoint.path / "config.toml"):
         found = load_config(source)
@@ -147,10 +165,10 @@ def check_start_step(path: Path, plan: Plan, checkpoint: Checkpoint | None) -> N
         )
 
 
-def _check_layout(checkpoint: Checkpoint) -> None:
-    """Raise CorruptError for a layout that cannot be told."""
+def saved_layout(checkpoint: Checkpoint) -> Layout:
+    """The layout that wrote a checkpoint. Raises CorruptError for one that is not known here."""
     try:
-        Layout(**checkpoint.manifest.layout)  # type: ignore[arg-type]
+        return Layout(**checkpoint.manifest.layout)  # type: ignore[arg-type]
     except TypeError as error:
         raise CorruptError(
             f"{checkpoint.path}/manifest.json is malformed: layout: {error}"
@@ -158,7 +176,7 @@ def _check_layout(checkpoint: Checkpoint) -> None:
 
 
 def _made_the_same(found: Config, asked: Config, n_steps: int) -> bool:
-    """Whether the first `n_steps` steps are the same under both."""
+    """True if both configurations make the same first `n_steps` steps."""
     if not all(change.startswith("schedule.") for change in diff_configs(found, asked)):
         return False
     if config_hash(found) == config_hash(asked):
@@ -173,7 +191,7 @@ def _made_the_same(found: Config, asked: Config, n_steps: int) -> bool:
 
 
 def _is_resolved(schedule: ScheduleConfig) -> bool:
-    """Whether every rate follows from it alone, as in what a run writes down."""
+    """True if every learning rate follows from the section alone, as in a run's config.toml."""
     used = look_up(DECAY_KEYS, schedule.name, "schedule.name", "the trainer")
     return all(getattr(schedule, key) is not None for key in used)
 
@@ -181,7 +199,7 @@ def _is_resolved(schedule: ScheduleConfig) -> bool:
 def _refusal(
     path: Path, source: Path, found: Config, plan: Plan, asked: Config, n_steps: int
 ) -> str:
-    """The error text: the differences, in the keys that the user sets, and the way out."""
+    """The error's text: the differences, in the keys that the user sets, and the way out."""
     differences = _in_user_keys(found, plan.config, asked)
     where = "" if source.parent == path else f" ({source.parent.name} says so)"
     remedy = ""
@@ -201,7 +219,7 @@ def _refusal(
 
 
 def _in_user_keys(found: Config, planned: Config, asked: Config) -> list[str]:
-    """The differences, a schedule's length told by the key that it was derived from."""
+    """The differences, with derived keys of the schedule told by the key that the user set."""
     derived = {"schedule.start_step"} if asked.schedule.start_step == 0 else set()
     if found.train.steps != planned.train.steps:
         derived |= _from_length(found) & _from_length(planned)
@@ -219,7 +237,7 @@ def _in_user_keys(found: Config, planned: Config, asked: Config) -> list[str]:
 
 
 def _from_length(config: Config) -> set[str]:
-    """Keys of the schedule that are as the Plan derives them from the run's length."""
+    """The keys of the schedule whose values the Plan derived from the run's length."""
     steps, schedule = config.train.steps, config.schedule
     if steps is None or schedule.decay_steps != steps - schedule.start_step:
         return set()
@@ -231,32 +249,32 @@ def _from_length(config: Config) -> set[str]:
 # -- which schedule -----------------------------------------------------------------------------
 
 
-def plan_run(
-    path: Path, config: Config, resume: str, plan_of: Callable[[Config], Plan], world: World
-) -> Plan:
-    """The Plan of `config` for the folder `path`: its schedule begins where the run there was
-    extended, or, for `--resume extend`, at its last checkpoint. Collective.
+def plan_run(request: Request, plan_of: Callable[[Config], Plan]) -> Plan:
+    """The Plan of the run that is asked for: its schedule begins where the run in the folder was
+    extended, or, for `--resume extend`, at that run's last checkpoint. Collective.
 
     An extension that was interrupted is recognised by the folder's configuration, and not made
     again. Raises ConfigError where there is nothing to extend, and what `plan_of` raises.
     """
+    path, config, world = request.run_dir, request.config, request.world
+    extends = request.resume == "extend"
     plan = plan_of(config)
-    if resume not in ("auto", "must", "extend"):
+    if request.resume not in ("auto", "must", "extend"):
         return plan
     found = world.on_main(lambda: _recorded(path))
     if found is None:
-        if resume == "extend":
-            raise no_checkpoint(path, resume)
+        if extends:
+            raise no_checkpoint(request)
         return plan
     begun = found.schedule.start_step
     if config.schedule.start_step == 0 and 0 < begun < plan.steps:
         plan = plan_of(_beginning_at(config, begun))
     same = config_hash(found) == config_hash(plan.config) and found.train.steps == plan.steps
-    if resume != "extend" or same:
+    if not extends or same:
         return plan
     start = world.on_main(lambda: _last_step(path))
     if start is None:
-        raise no_checkpoint(path, resume)
+        raise no_checkpoint(request)
     if plan.steps <= start:
         raise ConfigError(
             f"--resume extend: the run in {path} has made {start} steps already, and "

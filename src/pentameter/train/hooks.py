@@ -5,8 +5,8 @@
 
     Trainer(config, hooks=[PrintLoss()]).fit()
 
-A hook may read anything of the trainer and call `trainer.stop(reason)`; an exception in a hook
-ends the run like any other error.
+A hook may read what `TrainingRun` names and call `stop(reason)`; an exception in a hook ends the
+run like any other error.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pentameter.config.schema import Config
 
 if TYPE_CHECKING:
-    from pentameter.train.trainer import Trainer
+    from pentameter.data.batches.dataset import Dataset
+    from pentameter.optim.build import AnyOptimizer
+    from pentameter.parallel.compute import Compute
+    from pentameter.parallel.engine import Engine
+    from pentameter.planning.plan import Plan
+    from pentameter.processes.world import World
+    from pentameter.train.run_folder import RunFolder
+    from pentameter.train.state import TrainState
 
 HOOK_METHODS = (
     "on_start",
@@ -33,6 +40,39 @@ HOOK_METHODS = (
     "on_end",
     "on_error",
 )
+
+
+class Speaker(Protocol):
+    """The part of the console that hooks use."""
+
+    def say(self, text: str) -> None:
+        """Print a line in the main process, and write it into this process's log."""
+
+
+class TrainingRun(Protocol):
+    """The running run that a hook is given, to read and to call; `Trainer` is one."""
+
+    config: Config
+    """The configuration with every value that the Plan derived."""
+    plan: Plan
+    dataset: Dataset
+    compute: Compute
+    run_dir: Path
+    folder: RunFolder
+    engine: Engine
+    optimizer: AnyOptimizer
+    state: TrainState
+    world: World
+
+    @property
+    def console(self) -> Speaker:
+        """The console and log.txt."""
+
+    def stop(self, reason: str) -> None:
+        """End the run after the current step, as if it were complete."""
+
+    def record(self, event: str, **values: float | str | None) -> None:
+        """Add a line to metrics.jsonl, and tell the trackers; `values` hold its step."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +101,8 @@ class SkippedStep:
 
 @dataclass(frozen=True)
 class EpochMetrics:
-    """A pass over the training split, just completed; `loss` is the mean of its target tokens,
-    each as it was when it was trained on. `epoch` counts completed passes."""
+    """A pass over the training split, just completed. `epoch` counts completed passes; `loss` is
+    the mean over its target tokens, each as it was when it was trained on."""
 
     epoch: int
     step: int
@@ -75,8 +115,8 @@ class EpochMetrics:
 
 @dataclass(frozen=True)
 class SampledText:
-    """A prompt and what the model made of it after `step` steps. Only the main process has it, and
-    only its hooks are called."""
+    """A prompt and its continuation by the model after `step` steps. Only the main process has it,
+    and only its hooks are called."""
 
     step: int
     text: str
@@ -104,7 +144,7 @@ class RunEnd:
 
 
 def is_logged(step: int, config: Config) -> bool:
-    """Whether a step gets a line: every `log.interval` steps, and the first and the last."""
+    """True if a step is logged: every `log.interval` steps, and the first and the last."""
     return step == 1 or step % config.log.interval == 0 or step == config.train.steps
 
 
@@ -124,23 +164,23 @@ def check_hook(hook: object) -> None:
 
 
 class Hooks:
-    """Calls one method on every hook that has it."""
+    """The hooks of a run, in order; calls one method on every hook that has it."""
 
     def __init__(self, hooks: Sequence[object]) -> None:
         self._hooks = tuple(hooks)
 
     def call(self, method: str, *arguments: Any) -> None:
-        """`hook.method(*arguments)` for each hook that defines it, in order."""
+        """Call `hook.method(*arguments)` for each hook that defines it, in order."""
         for hook in self._hooks:
             function = getattr(hook, method, None)
             if function is not None:
                 function(*arguments)
 
-    def tell_error(self, trainer: Trainer, error: Exception) -> None:
-        """`hook.on_error(trainer, error)` for each hook that defines it. One that raises only gets
-        a warning: the run ends with the first error, and the other hooks hear of it too."""
+    def tell_error(self, run: TrainingRun, error: Exception) -> None:
+        """Call `hook.on_error(run, error)` for each hook that defines it. One that raises only
+        gets a warning: the run ends with the first error, and the other hooks hear of it too."""
         for hook in self._hooks:
             try:
-                Hooks((hook,)).call("on_error", trainer, error)
+                Hooks((hook,)).call("on_error", run, error)
             except Exception as another:
-                trainer.console.say(f"warning: on_error of {type(hook).__name__}: {another!r}")
+                run.console.say(f"warning: on_error of {type(hook).__name__}: {another!r}")

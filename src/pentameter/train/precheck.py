@@ -1,4 +1,4 @@
-"""What can be known of a run before its first step: that it cannot be, or is not what it seems."""
+"""Checks of a run before its first step: refusals of what cannot be, warnings of what misleads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FEW_WINDOWS = 8
 """Contexts (model.context_length tokens) that a validation split should have to be relied on."""
 
 MANY_PASSES = 10
-"""Over the text: so often a small model without dropout reads it to its cost."""
+"""Passes over the text from which on a small model without dropout may overfit."""
 
 
 def check_run(
@@ -24,7 +24,7 @@ def check_run(
     device: torch.device,
     local_size: int = 1,
 ) -> list[str]:
-    """What the user should know, a line each. `local_size` processes share the machine.
+    """Warnings for the user, a line each; `local_size` processes share the machine.
 
     Raises ConfigError when the run's state does not fit the device's memory, or when it waits for
     evaluations and nothing is held out.
@@ -83,7 +83,7 @@ def _does_not_fit(plan: Plan, n_val: int) -> list[str]:
 
 
 def _check_memory(plan: Plan, device: torch.device, local_size: int) -> None:
-    """Refuse what would end with the system killing this process, or another."""
+    """Raise ConfigError where weights, gradients and optimizer exceed the memory of the device."""
     needed = plan.weights_bytes + plan.gradients_bytes + plan.optimizer_bytes
     offload = plan.config.train.offload
     where = torch.device("cpu") if offload else device

@@ -1,8 +1,8 @@
-"""A hook that records what the steps of a window spend their time and memory on.
+"""The time that steps take: a stopwatch for every step, a profiler for a window of them.
 
     Trainer(config, hooks=[Profile(10, 13)]).fit()
 
-Each process writes `profile/rank-00000.json.gz` into the run folder, a trace that
+Each process then writes `profile/rank-00000.json.gz` into the run folder, a trace that
 https://ui.perfetto.dev and chrome://tracing open, and on a GPU `rank-00000-memory.pickle`, a
 snapshot for https://pytorch.org/memory_viz. The longest operations stand in the log. Recording
 reads clocks and sizes and changes no number of the training.
@@ -11,17 +11,24 @@ reads clocks and sizes and changes no number of the training.
 from __future__ import annotations
 
 import re
+import time
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import TYPE_CHECKING, Any, Self
 
 from pentameter.errors import ConfigError
-from pentameter.train.hooks import RunEnd, SkippedStep, StepMetrics
+from pentameter.train.hooks import RunEnd, SkippedStep, StepMetrics, TrainingRun
 
 if TYPE_CHECKING:
     from torch.profiler import profile
 
-    from pentameter.train.trainer import Trainer
+    from pentameter.parallel.compute import Compute
+    from pentameter.planning.plan import Plan
+
+WINDOW_STEPS = 20
+"""Latest steps whose median tells how long the remaining ones will take."""
 
 FOLDER = "profile"
 _RULE = "the numbers of two steps, counted from 1 as the log counts them"
@@ -29,6 +36,45 @@ N_LONGEST = 10
 LEAST_TRACE_BYTES = 100  # a gzipped trace of nothing has 27
 MEMORY_EVENTS = 100_000
 """Allocations and frees that the snapshot can hold, of some KB each; older ones are dropped."""
+
+
+class Stopwatch:
+    """Times steps: `with stopwatch: step()`; by the monotonic clock, so no rate is negative."""
+
+    def __init__(self, plan: Plan, compute: Compute) -> None:
+        self._tokens_per_step = plan.tokens_per_step
+        self._flops_per_token = plan.flops_per_token
+        self._ceiling_flops = compute.ceiling_flops * plan.layout.world_size
+        self._recent: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._n_steps = 0
+        self._start = 0.0
+        self.step_seconds = 0.0
+
+    def __enter__(self) -> Self:
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.step_seconds = time.perf_counter() - self._start
+        self._n_steps += 1
+        if self._n_steps == 2:
+            self._recent.clear()  # the first step compiled, and says nothing about the rest
+        self._recent.append(self.step_seconds)
+
+    def tokens_per_second(self, n_targets: int) -> float:
+        """Target tokens per second of the latest step, which had `n_targets` without padding."""
+        return n_targets / self.step_seconds
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation of the latest step: its FLOPs per second, padding included, ÷ the
+        ceiling of all devices; None if that is unknown."""
+        flops = self._tokens_per_step * self._flops_per_token
+        return flops / self.step_seconds / self._ceiling_flops if self._ceiling_flops else None
+
+    def eta_seconds(self, steps_left: int) -> float:
+        """Seconds that `steps_left` steps will take at the median pace of the latest ones."""
+        return steps_left * median(self._recent)
 
 
 class Profile:
@@ -57,61 +103,59 @@ class Profile:
                 f"{n_steps}; take an earlier window"
             )
 
-    def on_start(self, trainer: Trainer) -> None:
-        """Begin at once where the window does; a run that continues may be past it."""
-        self.check(trainer.plan.steps)
-        done = trainer.state.step
+    def on_start(self, run: TrainingRun) -> None:
+        """Begin to record where the window begins with the next step, or a run continues in it."""
+        self.check(run.plan.steps)
+        done = run.state.step
         if done >= self.last:
-            trainer.console.say(
+            run.console.say(
                 f"profile: nothing to record, steps {self.first} to {self.last} are done and the "
                 f"run continues after step {done}; take a later window"
             )
             return
         if done >= self.first:
-            trainer.console.say(
+            run.console.say(
                 f"profile: recording from step {done + 1} only, the run continues after step {done}"
             )
         if done + 1 >= self.first:
-            self._start(trainer, done + 1)
+            self._start(run, done + 1)
 
-    def on_step(self, trainer: Trainer, step: StepMetrics) -> None:
-        """A step has ended, and the next begins."""
-        self._turn(trainer, step.step)
+    def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
+        """End the span of the step, and begin that of the next."""
+        self._turn(run, step.step)
 
-    def on_skip(self, trainer: Trainer, skip: SkippedStep) -> None:
-        """A step without an update is one too."""
-        self._turn(trainer, skip.step)
+    def on_skip(self, run: TrainingRun, skip: SkippedStep) -> None:
+        """As `on_step`: a step without an update is one too."""
+        self._turn(run, skip.step)
 
-    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
-        """Write what there is of a window that the run ended in."""
+    def on_end(self, run: TrainingRun, end: RunEnd) -> None:
+        """Write what was recorded of a window in which the run ended."""
         if self._recording is not None:
-            self._finish(trainer, end.step)
+            self._finish(run, end.step)
         elif end.step < self.first:
-            trainer.console.say(
-                f"profile: nothing recorded, the run ended before step {self.first}"
-            )
+            run.console.say(f"profile: nothing recorded, the run ended before step {self.first}")
 
-    def on_error(self, trainer: Trainer, error: Exception) -> None:
-        """Stop recording; the run failed, and nothing is written."""
+    def on_error(self, run: TrainingRun, error: Exception) -> None:
+        """Stop recording, and write nothing of a run that failed."""
         if self._recording is not None:
             self._stop()
-            _forget_memory(trainer)
+            _forget_memory(run)
 
-    def _turn(self, trainer: Trainer, done: int) -> None:
+    def _turn(self, run: TrainingRun, done: int) -> None:
         if self._recording is None:
             if done + 1 == self.first:
-                self._start(trainer, self.first)
+                self._start(run, self.first)
         elif done == self.last:
-            self._finish(trainer, done)
+            self._finish(run, done)
         else:
             self._begin_span(done + 1)
 
-    def _start(self, trainer: Trainer, step: int) -> None:
+    def _start(self, run: TrainingRun, step: int) -> None:
         import torch
         from torch.profiler import ProfilerActivity, profile
 
         activities = [ProfilerActivity.CPU]
-        if _is_on_gpu(trainer):
+        if _is_on_gpu(run):
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=MEMORY_EVENTS)
         self._begun = step
@@ -132,38 +176,38 @@ class Profile:
             self._span = None
 
     def _stop(self) -> profile:
-        """The recording, ended. The memory's history goes on."""
+        """End the recording and return it; the memory's history goes on."""
         self._end_span()
         recording, self._recording = self._recording, None
         assert recording is not None
         recording.stop()
         return recording
 
-    def _finish(self, trainer: Trainer, last: int) -> None:
-        """Write the files and the table; a disk that refuses them does not end the run."""
+    def _finish(self, run: TrainingRun, last: int) -> None:
+        """Write the trace, the snapshot and the table; a disk that refuses them ends no run."""
         import torch
 
-        if _is_on_gpu(trainer):
+        if _is_on_gpu(run):
             torch.cuda.synchronize()  # kernels of the last step would be missing
         recording = self._stop()
-        path = trainer.run_dir / FOLDER / f"rank-{trainer.world.rank:05d}.json.gz"
+        path = run.run_dir / FOLDER / f"rank-{run.world.rank:05d}.json.gz"
         try:
             path.parent.mkdir(exist_ok=True)
-            if _is_on_gpu(trainer):
+            if _is_on_gpu(run):
                 torch.cuda.memory._dump_snapshot(str(memory_path(path)))
             recording.export_chrome_trace(str(path))
             if path.stat().st_size < LEAST_TRACE_BYTES:  # a full disk is not told otherwise
                 raise OSError(f"{path} is empty; is the disk full?")
         except (OSError, RuntimeError) as error:
-            trainer.console.say(f"warning: the profile is not written: {error}")
+            run.console.say(f"warning: the profile is not written: {error}")
             return
         finally:
-            _forget_memory(trainer)
-        trainer.console.say(
+            _forget_memory(run)
+        run.console.say(
             f"profile of steps {self._begun} to {last}: {path}, for https://ui.perfetto.dev"
         )
-        for line in longest_operations(recording.key_averages(), on_gpu=_is_on_gpu(trainer)):
-            trainer.console.say(line)
+        for line in longest_operations(recording.key_averages(), on_gpu=_is_on_gpu(run)):
+            run.console.say(line)
 
 
 def parse_window(text: str) -> Profile:
@@ -175,7 +219,7 @@ def parse_window(text: str) -> Profile:
 
 
 def longest_operations(averages: Iterable[Any], *, on_gpu: bool) -> list[str]:
-    """A line for each of the operations that took longest in all, without what they called."""
+    """Lines for the N_LONGEST operations by total time, without the time of what they called."""
     key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     rows = [
         (getattr(row, key), row.count, row.key)
@@ -191,17 +235,17 @@ def longest_operations(averages: Iterable[Any], *, on_gpu: bool) -> list[str]:
 
 
 def memory_path(trace: Path) -> Path:
-    """Where the snapshot of the memory lies beside a trace."""
+    """The path of the memory snapshot that belongs to a trace."""
     return trace.with_name(trace.name.replace(".json.gz", "-memory.pickle"))
 
 
-def _forget_memory(trainer: Trainer) -> None:
-    """Record allocations no longer."""
-    if _is_on_gpu(trainer):
+def _forget_memory(run: TrainingRun) -> None:
+    """Stop recording allocations."""
+    if _is_on_gpu(run):
         import torch
 
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def _is_on_gpu(trainer: Trainer) -> bool:
-    return trainer.compute.device.type == "cuda"
+def _is_on_gpu(run: TrainingRun) -> bool:
+    return run.compute.device.type == "cuda"

@@ -1,4 +1,4 @@
-"""The run folder: who may write it, what it holds at the start, and where a run continues."""
+"""The run folder: opening it for a new run, or rewound to where a run continues."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from pentameter.checkpoint.manifest import MAX_JSON_BYTES, decode_json
 from pentameter.checkpoint.opening import Checkpoint, open_checkpoint, step_folder_name
 from pentameter.checkpoint.store import CheckpointStore
 from pentameter.config.fingerprint import config_hash
-from pentameter.config.schema import Config
 from pentameter.config.write import to_toml
 from pentameter.data.batches.dataset import Dataset
 from pentameter.disk.atomic import (
@@ -33,6 +32,7 @@ from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
 from pentameter.train.continuing import (
+    Request,
     check_same_run,
     check_start_step,
     no_checkpoint,
@@ -40,8 +40,8 @@ from pentameter.train.continuing import (
     refuse_foreign,
     step_folders,
 )
-from pentameter.train.metrics import checkpoint_event, rewind_metrics
-from pentameter.train.state import RunRecord, saved_state
+from pentameter.train.log_files import checkpoint_event, rewind_metrics
+from pentameter.train.state import SavedRun, saved_state
 
 RESUME_WORDS = ("auto", "never", "must", "extend")
 VISIBLE_SECONDS = 30.0  # until a network file system shows what another machine has written
@@ -57,30 +57,30 @@ class RunFolder:
     store: CheckpointStore
     checkpoint: Checkpoint | None
     initial_weights: InitialWeights | None = None
-    """Those of another model that the run begins with, where there is no checkpoint yet."""
+    """The weights of another model, for a run that begins with them and has no checkpoint yet."""
 
     def log_path_of(self, rank: int) -> Path:
-        """log.txt; of another process than the main one logs/rank-00001.txt, a log of its own."""
+        """The log of the process `rank`: log.txt of the main one, else logs/rank-00001.txt."""
         return self.path / RANK_LOGS / f"rank-{rank:05d}.txt" if rank else self.log_path
 
     @property
     def metrics_path(self) -> Path:
-        """metrics.jsonl."""
+        """The path of metrics.jsonl."""
         return self.path / "metrics.jsonl"
 
     @property
     def log_path(self) -> Path:
-        """log.txt, what the console said."""
+        """The path of log.txt, which holds what the console said."""
         return self.path / "log.txt"
 
     def write_sample(self, step: int, text: str) -> None:
-        """Keep the text sampled at `step`. Raises StorageError."""
+        """Write the text sampled at `step` into samples/. Raises StorageError."""
         path = self.path / "samples" / f"{step_folder_name(step)}.txt"
         make_folder(path.parent)
         write_atomic(path, text.encode("utf-8"))
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
-        """Record versions and devices of this start; earlier starts are kept beside it.
+        """Write environment.json: versions and devices of this start, and of those before it.
 
         Raises StorageError.
         """
@@ -90,7 +90,7 @@ class RunFolder:
 
 
 def _earlier_starts(path: Path) -> list[Any]:
-    """The content of environment.json; nothing where it is damaged: it is a record for humans."""
+    """The starts that environment.json holds; none where it is damaged: people alone read it."""
     with suppress(CorruptError, StorageError, RecursionError):
         before = decode_json(read_regular(path, max_bytes=MAX_JSON_BYTES), path)
         if isinstance(before, dict):
@@ -100,46 +100,30 @@ def _earlier_starts(path: Path) -> list[Any]:
     return []
 
 
-def open_run_folder(
-    path: Path,
-    plan: Plan,
-    dataset: Dataset,
-    *,
-    resume: str = "auto",
-    init_from: Path | None = None,
-    world: World | None = None,
-    asked: Config | None = None,
-) -> RunFolder:
-    """The folder of `plan`'s run, created, or rewound to the checkpoint it continues from.
+def open_run_folder(request: Request, plan: Plan, dataset: Dataset) -> RunFolder:
+    """Open the folder of `plan`'s run: create it, or rewind it to the checkpoint to continue from.
 
-    Collective: the main process of `world` does it, and tells the others.
-
-    `resume` is `auto` (continue a run of the same configuration, else start), `never` (only
-    start), `must` (only continue), `extend` (only continue, with the schedule that `plan_run` has
-    begun anew) or the path of a checkpoint to branch off from. A run that starts begins with the
-    weights of the model `init_from`. `asked` is the configuration as the user has it, for messages.
-    The caller holds the folder's lock.
+    Collective: the main process does it, and tells the others. The caller holds the folder's lock.
     Raises ConfigError when the folder holds another run, or one on other data, saying what
     differs; nothing has been touched then. And when a process does not see the folder, since each
     is to write its part of the checkpoints there.
     """
-    world = world or World()
 
     def open_it() -> tuple[RunFolder, bool]:
-        folder = _open(path, plan, dataset, resume, init_from, asked or plan.config)
+        folder = _open(request, plan, dataset)
         return replace(folder, initial_weights=None), folder.initial_weights is not None
 
-    folder, is_begun_from_weights = world.on_main(open_it)
-    _check_shared(folder, world)
+    folder, is_begun_from_weights = request.world.on_main(open_it)
+    _check_shared(folder, request.world)
     if not is_begun_from_weights:
         return folder
-    assert init_from is not None  # where they came from
-    weights = initial_weights(init_from, plan.config, dataset.tokenizer)
+    assert request.init_from is not None  # where they came from
+    weights = initial_weights(request.init_from, plan.config, dataset.tokenizer)
     return replace(folder, initial_weights=weights)
 
 
 def _check_shared(folder: RunFolder, world: World) -> None:
-    """Refuse a folder that lies on one of several machines alone, now and not at the first save."""
+    """Raise ConfigError where a process does not see the folder, and so could not save into it."""
     deadline = time.monotonic() + VISIBLE_SECONDS
     while not (is_there := _holds(folder.path, folder.run_id)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -161,22 +145,22 @@ def _holds(path: Path, run_id: str) -> bool:
     return identity is not None and identity["run_id"] == run_id
 
 
-def _open(
-    path: Path, plan: Plan, dataset: Dataset, resume: str, init_from: Path | None, asked: Config
-) -> RunFolder:
-    """As `open_run_folder`, in the main process. First all that may be refused, then changes."""
+def _open(request: Request, plan: Plan, dataset: Dataset) -> RunFolder:
+    """Open the folder in the main process: first everything that may be refused, then changes."""
+    path, resume, init_from = request.run_dir, request.resume, request.init_from
     given = None if resume in RESUME_WORDS else _open_given(resume, init_from)
     weights = None
     identity = read_identity(path)
     refuse_foreign(path, identity)
     if identity is not None and not step_folders(path) and resume == "auto":
         identity = None  # it failed before its first checkpoint: there is nothing to continue
+    parent = None if given is None else {"run_id": given.run_id, "step": given.step}
     if identity is None:
         if resume in ("must", "extend"):
-            raise no_checkpoint(path, resume)
-        identity = {"run_id": uuid.uuid4().hex, "parent": _parent(given), "init_from": None}
+            raise no_checkpoint(request)
+        identity = {"run_id": uuid.uuid4().hex, "parent": parent, "init_from": None}
     else:
-        _check_continues(path, identity, resume, _parent(given), init_from)
+        _check_continues(request, identity, parent)
     run_id = str(identity["run_id"])
     store = CheckpointStore(
         path / "checkpoints", run_id=run_id, config_hash=config_hash(plan.config)
@@ -184,14 +168,14 @@ def _open(
     checkpoint = store.latest()
     if checkpoint is None:
         if resume in ("must", "extend"):
-            raise no_checkpoint(path, resume)
+            raise no_checkpoint(request)
         checkpoint = given
         if init_from is not None:  # also for a run that died in its first save
             weights = initial_weights(init_from, plan.config, dataset.tokenizer)
             identity["init_from"] = weights.origin
     else:
         _check_data(path, checkpoint, dataset.hash)
-        check_same_run(path, checkpoint, plan, asked)
+        check_same_run(path, checkpoint, plan, request.config)
     check_start_step(path, plan, checkpoint)
     record = None if checkpoint is None else saved_state(checkpoint)[1]
     store.clean()
@@ -204,28 +188,25 @@ def _open(
 
 
 def _check_continues(
-    path: Path,
-    identity: Mapping[str, Any],
-    resume: str,
-    parent: Mapping[str, Any] | None,
-    init_from: Path | None,
+    request: Request, identity: Mapping[str, Any], parent: Mapping[str, Any] | None
 ) -> None:
-    """Raise ConfigError unless the run in `path` is to go on, and began as it is asked for."""
-    if resume == "never":
+    """Raise ConfigError unless the run in the folder is to go on, and began as it is asked for."""
+    path = request.run_dir
+    if request.resume == "never":
         raise ConfigError(
             f"--resume never: {path} already holds a run; give another --run-dir or --name, "
             "or remove the folder"
         )
     if parent is not None and identity.get("parent") != parent:
         raise ConfigError(
-            f"--resume {resume}: {path} already holds a run that did not start from that "
+            f"--resume {request.resume}: {path} already holds a run that did not start from that "
             "checkpoint; give another --run-dir to branch off from it"
         )
-    check_origin(identity["init_from"], init_from, path)
+    check_origin(identity["init_from"], request.init_from, path)
 
 
 def _open_given(resume: str, init_from: Path | None) -> Checkpoint:
-    """The checkpoint that the user named, or what else could have been meant."""
+    """The checkpoint that the user named; ConfigError, with what may be meant, where it is none."""
     if init_from is not None:
         raise ConfigError(
             f"--resume {resume} and --init-from {init_from} both say where the weights come from; "
@@ -251,12 +232,8 @@ def _open_given(resume: str, init_from: Path | None) -> Checkpoint:
     return checkpoint
 
 
-def _parent(given: Checkpoint | None) -> dict[str, Any] | None:
-    return None if given is None else {"run_id": given.run_id, "step": given.step}
-
-
 def _check_data(path: Path, checkpoint: Checkpoint, data_hash: str) -> None:
-    """Refuse to go on with other text than the run began with."""
+    """Raise ConfigError where the run began with other data."""
     saved = saved_state(checkpoint)[1].data_hash
     if saved not in (None, data_hash):
         raise ConfigError(
@@ -269,7 +246,7 @@ def _check_data(path: Path, checkpoint: Checkpoint, data_hash: str) -> None:
 def _write_identity(
     path: Path, plan: Plan, identity: Mapping[str, Any], warnings: list[str], *, is_new: bool
 ) -> None:
-    """Write plan.json and config.toml; the latter last, since its presence makes it a run.
+    """Write plan.json, then config.toml, whose presence makes the folder a run.
 
     A run may go on while its disk is full: a file that says the same already stays, and so does,
     with a line in `warnings`, the Plan of an earlier start, which names the same run.
@@ -293,7 +270,7 @@ def _write_identity(
 
 
 def _remove_unfinished(path: Path) -> None:
-    """Remove what a kill left of files that were being replaced."""
+    """Remove the temporary files that a kill left."""
     for folder in (path, path / "samples"):
         for left in folder.glob("*.tmp-*"):
             if is_temporary(left.name) and (left.is_file() or left.is_symlink()):
@@ -301,8 +278,8 @@ def _remove_unfinished(path: Path) -> None:
                     left.unlink()
 
 
-def _rewind(folder: RunFolder, record: RunRecord | None) -> None:
-    """Make the logs end where the checkpoint was saved; without one of its own they start again."""
+def _rewind(folder: RunFolder, record: SavedRun | None) -> None:
+    """Cut the logs back to where the checkpoint was saved, or empty them for a run without one."""
     checkpoint = folder.checkpoint
     if checkpoint is None or not checkpoint.path.is_relative_to(folder.path.resolve()):
         last_step, record, event = -1, None, None
@@ -311,7 +288,7 @@ def _rewind(folder: RunFolder, record: RunRecord | None) -> None:
         event = checkpoint_event(
             checkpoint.step, checkpoint.path, checkpoint.manifest.n_bytes, None
         )
-    record = record or RunRecord(metrics_bytes=0, log_bytes=0)
+    record = record or SavedRun(metrics_bytes=0, log_bytes=0)
     rewind_metrics(
         folder.metrics_path,
         n_bytes=record.metrics_bytes,

@@ -1,4 +1,4 @@
-"""When a run is saved, and which of its checkpoints stay.
+"""The rules by which a run is saved, and by which its checkpoints stay.
 
 1. Nothing non-finite is saved. Every process looks at its part of the weights and the optimizer's
    state first; where one finds NaN or an infinity, all raise TrainingFailedError and nothing is
@@ -50,14 +50,14 @@ class RunCheckpoints:
     state: TrainState
     dataset: Dataset
     log_ends: Callable[[], Mapping[str, Any]]
-    """Where the logs end now, in the main process; a resumed run cuts them back to there."""
+    """Syncs the logs, in the main process, and returns where a resumed run cuts them back to."""
     say: Callable[[str], None]
     last_step: int
     """Step of the newest checkpoint, 0 without one."""
     _is_owed: bool = False
 
     def __str__(self) -> str:
-        """Where the run would go on from."""
+        """The step from which the run would go on, in words."""
         if self.last_step == 0:
             return "there is no checkpoint, so the same command starts again"
         return f"the last checkpoint is step {self.last_step}, where the same command goes on"
@@ -65,7 +65,7 @@ class RunCheckpoints:
     def save_if_due(
         self, *, complete: bool, interrupted: bool, new_best: bool
     ) -> CheckpointMetrics | None:
-        """Save at the boundary between two steps where that is due; what was saved, or None.
+        """Save at the boundary between two steps where that is due, and return what was saved.
 
         `complete` and `interrupted` say that the run ends here. Raises TrainingFailedError for
         weights or optimizer state that are not finite, StorageError where the save fails and must
@@ -114,9 +114,14 @@ class RunCheckpoints:
         except StorageError as error:  # the new checkpoint stands; only the old ones stay too
             self.say(f"warning: an old checkpoint could not be removed: {error}")
 
+    def say_warnings(self) -> None:
+        """Say what the store has passed over since the last time."""
+        while self.store.warnings:
+            self.say(f"warning: {self.store.warnings.pop(0)}")
+
     def give_up(self, why: str) -> NoReturn:
-        """Raise TrainingFailedError, with the checkpoints gone that the run could not go on from
-        either."""
+        """Remove the checkpoints from which the run could not go on either, and raise
+        TrainingFailedError."""
         proved, settings = self.state.proved_step, self.engine.plan.config.optimizer
         if proved is not None and proved < self.last_step:
             with suppress(StorageError):
@@ -167,8 +172,8 @@ class RunCheckpoints:
 def first_non_finite(
     groups: Mapping[str, Mapping[str, torch.Tensor]], world: World | None = None
 ) -> str | None:
-    """Group, name and process of a tensor with a NaN or an infinity, the same in every process;
-    None where all are finite. Each process looks at its own part. Collective."""
+    """Group, name and rank of a tensor with a NaN or an infinity, the same in every process; None
+    where all are finite. Each process looks at its own shards. Collective."""
     world = World() if world is None else world
     own = next(
         (
@@ -185,7 +190,7 @@ def first_non_finite(
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinite; both show in the extremes, which need no copy."""
+    """True if no element is NaN or infinite; both show in the extremes, which need no copy."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     low, high = torch.aminmax(tensor)

@@ -1,4 +1,4 @@
-"""Signals become a request the loop honours between two steps; a second one leaves at once."""
+"""Stop signals: the first ends a run between two steps, once it is saved; a second one at once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _HAS_WORD, _SIGNALS_FROM = 1, 2  # what processes tell each other: nothing, a wo
 
 
 class _StopNow(BaseException):
-    """Raised from a handler, with the signal's name; not an Exception, so that no library's
-    catch-all swallows it. What all processes do together may raise it in the others too."""
+    """The error that a signal's handler raises, with the signal's name; not an Exception, so that
+    no library's catch-all swallows it. A collective call may raise it in the other processes."""
 
 
 class StopSignals:
-    """While active, turns the first of STOP_SIGNALS into a stop; the next exits 75.
+    """The handler of STOP_SIGNALS while entered: the first is a request to stop, the next exits 75.
 
     While `nothing_to_lose` is true (preparing data, loading, compiling) the stop is immediate and
     leaves the block as InterruptedRunError. Afterwards the signal's name is in `received`, and
@@ -59,7 +59,7 @@ class StopSignals:
             ) from None
 
     def agree(self, world: World, word: str | None = None) -> str | None:
-        """Why to stop, the same in every process of the world; None for going on.
+        """The reason to stop, the same in every process of the world; None to go on.
 
         A signal that any process received is in `agreed` afterwards, and comes before any
         process's own `word`. Collective.

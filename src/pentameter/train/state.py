@@ -1,4 +1,4 @@
-"""What a run remembers between steps, beside weights and optimizer: small, plain, saved as JSON."""
+"""The state of a run beside weights and optimizer, which checkpoints keep as state.json."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ StepIfAny = Annotated[int, Field(ge=-1, le=2**31 - 1)]  # -1 for never
 
 @dataclass
 class EpochSums:
-    """What the running epoch has added up, step by step; skipped updates count nowhere."""
+    """Sums over the steps of the current epoch, without skipped updates."""
 
     loss: Finite = 0.0
     n_targets: Count = 0
@@ -45,7 +45,7 @@ class EpochSums:
 
 @dataclass
 class TrainState:
-    """Mutable, and complete: what is not here or in the tensors does not survive a resume."""
+    """All that a run remembers from step to step but tensors: nothing else survives a resume."""
 
     step: NonNegative = 0
     """Optimizer steps completed."""
@@ -57,7 +57,7 @@ class TrainState:
     last_sample_step: StepIfAny = -1
     best_step: NonNegative | None = None
     saved_best_step: NonNegative | None = None
-    """The best step of which there is a checkpoint."""
+    """The step of the newest checkpoint that was the best so far."""
     best_loss: Finite | None = None
     evals_without_best: NonNegative = 0
     consecutive_skips: NonNegative = 0
@@ -75,16 +75,16 @@ class TrainState:
         return record
 
     def is_due(self, interval: int | None, last_step: int, n_steps: int) -> bool:
-        """Whether what is done every `interval` steps, and at the end of the run's `n_steps`, is
-        still to do now; it was last done at `last_step`."""
+        """True if something is still to do at this step that is done every `interval` steps and at
+        the end of the run's `n_steps`; it was last done at `last_step`."""
         if interval is None or last_step == self.step:
             return False
         return self.step % interval == 0 or self.step == n_steps
 
     def record_eval(self, loss: float, *, trained: bool) -> bool:
-        """Count an evaluation; whether its loss is the best so far.
+        """Count an evaluation, and return True if its loss is the best so far.
 
-        That of a model not yet `trained` is never the best: there is nothing worth keeping.
+        The loss of a model not yet `trained` is never the best: there is nothing worth keeping.
         """
         self.last_eval_step = self.step
         if not trained or not math.isfinite(loss):
@@ -97,8 +97,8 @@ class TrainState:
 
 
 @dataclass(frozen=True)
-class RunRecord:
-    """The run around a checkpoint: its data, and where its logs ended."""
+class SavedRun:
+    """A checkpoint's record of the run around it: its data, and where its logs ended."""
 
     metrics_bytes: Count
     log_bytes: Count
@@ -106,12 +106,12 @@ class RunRecord:
     data_hash: str | None = None
 
 
-Kind = TypeVar("Kind", TrainState, RunRecord)
+Kind = TypeVar("Kind", TrainState, SavedRun)
 _LATER = ("epoch", "proved_step", "saved_best_step", "metrics_unwritten", "data_hash")
 """Keys that checkpoints of earlier versions lack; they are then as at the start."""
 
 
-def saved_state(checkpoint: Checkpoint) -> tuple[TrainState, RunRecord]:
+def saved_state(checkpoint: Checkpoint) -> tuple[TrainState, SavedRun]:
     """The content of state.json of a run's checkpoint.
 
     Raises CorruptError naming the file and the key where one is missing, of another type or out of
@@ -124,7 +124,7 @@ def saved_state(checkpoint: Checkpoint) -> tuple[TrainState, RunRecord]:
             f"{path} is malformed: step={state.step}, and the manifest beside it says "
             f"{checkpoint.step}"
         )
-    return state, _read(RunRecord, checkpoint.state, path)
+    return state, _read(SavedRun, checkpoint.state, path)
 
 
 def _read(kind: type[Kind], record: Mapping[str, Any], path: Path) -> Kind:

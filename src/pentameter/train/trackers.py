@@ -14,30 +14,28 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from pentameter.config.schema import LogConfig
+from pentameter.config.schema import Config, LogConfig
 from pentameter.config.write import to_toml
 from pentameter.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pentameter.train.trainer import Trainer
+from pentameter.train.run_folder import RunFolder
 
 T = TypeVar("T")
 
 FINISH_SECONDS = 8.0  # a signal's promise is to be gone within ten
 UNTOLD = ("start", "resume", "end")
-"""Events that say how the run goes, not what it measured; a tracker has its own words for them."""
+"""Events without measurements, for which a tracker has its own words."""
 
 
 class Tracker(Protocol):
     """The calls a run makes to a service that shows it; any of them may raise anything."""
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Numbers by "group/name", measured after `step` optimizer steps."""
+        """Show numbers by "group/name", measured after `step` optimizer steps."""
 
     def text(self, name: str, text: str, step: int) -> None:
-        """A text sample, or why a step was skipped."""
+        """Show a text sample, or why a step was skipped."""
 
     def finish(self, *, failed: bool) -> None:
         """Send what is left; the run has ended."""
@@ -56,14 +54,14 @@ class TensorBoardTracker:
             self.text("config", configuration, 0)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """One point of each curve."""
+        """Add a point to each curve."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         # what a checkpoint follows is on disk before it: a killed run does not make it again
         self._writer.flush()
 
     def text(self, name: str, text: str, step: int) -> None:
-        """As a block of code: TensorBoard would read it as Markdown."""
+        """Show a text as a block of code: TensorBoard would read it as Markdown."""
         block = "".join(f"    {line}\n" for line in text.split("\n"))
         self._writer.add_text(name, block, step)
 
@@ -82,11 +80,11 @@ class ProjectTracker:
         self._first_step: int = getattr(run, "starting_step", getattr(run, "_next_step", 0))
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """One row of the run's history."""
+        """Add a row to the run's history."""
         self._log(dict(values), step)
 
     def text(self, name: str, text: str, step: int) -> None:
-        """As HTML, which both can show."""
+        """Show a text as HTML, which both services can."""
         self._log({name: self._module.Html(f"<pre>{html.escape(text)}</pre>")}, step)
 
     def finish(self, *, failed: bool) -> None:
@@ -115,7 +113,7 @@ class Trackers:
                 self._trackers[name] = tracker
 
     def write(self, event: str, step: int = 0, **values: Any) -> None:
-        """One event of metrics.jsonl: its numbers as EVENT/KEY, an evaluation's as SPLIT/KEY.
+        """Show an event of metrics.jsonl: its numbers as EVENT/KEY, an evaluation's as SPLIT/KEY.
 
         Texts go the same way (why a step was skipped), but for a checkpoint's path.
         """
@@ -134,11 +132,11 @@ class Trackers:
                 self._each("text", f"{group}/{key}", value, step)
 
     def text(self, name: str, text: str, step: int) -> None:
-        """A text of the run."""
+        """Show a text of the run."""
         self._each("text", name, text, step)
 
     def finish(self, *, failed: bool) -> None:
-        """Nothing is told afterwards."""
+        """Finish every tracker; nothing is told to them afterwards."""
         self._each("finish", failed=failed)
         self._trackers.clear()
 
@@ -170,32 +168,34 @@ def require_trackers(log: LogConfig) -> None:
             )
 
 
-def open_trackers(trainer: Trainer) -> Trackers:
-    """The trackers that the run's configuration asks for; those that cannot start are warned of."""
-    log, folder = trainer.config.log, trainer.folder
+def open_trackers(
+    config: Config, folder: RunFolder, step: int, say: Callable[[str], None]
+) -> Trackers:
+    """The trackers that the configuration asks for, of a run that goes on after `step` steps;
+    those that cannot start are warned of."""
+    log = config.log
     openers: dict[str, Callable[[], Tracker]] = {}
     if log.tensorboard:
-        first_step = 0 if folder.checkpoint is None else trainer.state.step + 1
-        toml = to_toml(trainer.config)
+        first_step = 0 if folder.checkpoint is None else step + 1
         openers["tensorboard"] = lambda: TensorBoardTracker(
-            folder.path / "tensorboard", toml, first_step
+            folder.path / "tensorboard", to_toml(config), first_step
         )
     if log.wandb is not None:
-        openers["wandb"] = lambda: _wandb(trainer, str(log.wandb))
+        openers["wandb"] = partial(_open_wandb, log.wandb, config, folder)
     if log.trackio is not None:
-        openers["trackio"] = lambda: _trackio(trainer, str(log.trackio))
-    return Trackers(openers, trainer.console.say)
+        openers["trackio"] = partial(_open_trackio, log.trackio, config, folder)
+    return Trackers(openers, say)
 
 
-def _wandb(trainer: Trainer, project: str) -> Tracker:
+def _open_wandb(project: str, config: Config, folder: RunFolder) -> Tracker:
     wandb = importlib.import_module("wandb")
     run = wandb.init(
         project=project,
-        id=trainer.folder.run_id,
-        name=trainer.config.name,
+        id=folder.run_id,
+        name=config.name,
         resume="allow",
-        dir=str(trainer.run_dir),
-        config=trainer.config.model_dump(mode="json"),
+        dir=str(folder.path),
+        config=config.model_dump(mode="json"),
         settings=wandb.Settings(
             console="off",  # the live line would fill its log; log.txt has what was said
             finish_timeout=FINISH_SECONDS,
@@ -205,13 +205,13 @@ def _wandb(trainer: Trainer, project: str) -> Tracker:
     return ProjectTracker(wandb, run)
 
 
-def _trackio(trainer: Trainer, project: str) -> Tracker:
+def _open_trackio(project: str, config: Config, folder: RunFolder) -> Tracker:
     trackio = importlib.import_module("trackio")
     run = trackio.init(
         project=project,
-        name=f"{trainer.config.name}-{trainer.folder.run_id[:8]}",  # it resumes by name
+        name=f"{config.name}-{folder.run_id[:8]}",  # it resumes by name
         resume="allow",
-        config=trainer.config.model_dump(mode="json"),
+        config=config.model_dump(mode="json"),
         embed=False,
     )
     return ProjectTracker(trackio, run)

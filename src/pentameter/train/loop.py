@@ -12,27 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from pentameter.checkpoint.hugging_face.tokenizer_files import gpt2_beside
 from pentameter.config.schema import Config
-from pentameter.data.batches.batches import training_batches
-from pentameter.data.batches.dataset import open_dataset
-from pentameter.disk.lock import RunLock
 from pentameter.errors import ConfigError, InterruptedRunError, StorageError
 from pentameter.evaluate.split import evaluate, evaluation_batch_size, perplexity
+from pentameter.generation.loop import sample_text
 from pentameter.machine.load import OtherPrograms
-from pentameter.optim.build import build_optimizer
 from pentameter.optim.schedule import learning_rate
-from pentameter.parallel.assemble import assemble
-from pentameter.parallel.compute import Compute, choose_compute
 from pentameter.parallel.engine import LossSum
-from pentameter.parallel.muon import ShardedMuon
-from pentameter.planning.plan import make_plan
 from pentameter.processes.join import lone_world, loss_behind
 from pentameter.processes.world import World
 from pentameter.train.console import Console
-from pentameter.train.continuing import plan_run
+from pentameter.train.continuing import Request
 from pentameter.train.hooks import (
     EpochMetrics,
     Hooks,
@@ -42,17 +33,11 @@ from pentameter.train.hooks import (
     StepMetrics,
     check_hook,
 )
-from pentameter.train.metrics import MetricsLog
-from pentameter.train.precheck import check_run
-from pentameter.train.recorder import Recorder, describe
-from pentameter.train.restore import restore
-from pentameter.train.run_folder import open_run_folder
-from pentameter.train.sampling import encodable_prompt, sample_text
-from pentameter.train.saving import RunCheckpoints
+from pentameter.train.profile import Stopwatch
+from pentameter.train.recorder import Recorder
 from pentameter.train.signals import StopSignals
+from pentameter.train.start import start_run
 from pentameter.train.state import TrainState
-from pentameter.train.stopwatch import Stopwatch
-from pentameter.train.trackers import open_trackers, require_trackers
 from pentameter.train.update import update_weights
 
 MAX_CONSECUTIVE_SKIPS = 3
@@ -90,23 +75,23 @@ class Trainer:
             )
         for hook in hooks:
             check_hook(hook)
-        self.config = self._asked = config
+        self.config = config
         self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / config.name
         if "\0" in str(self.run_dir):
             raise ConfigError(f"run_dir={str(self.run_dir)!r} holds a NUL, which no path can")
         self.world = world or lone_world()
         self.console = Console(self.world, quiet=quiet)
         self.state = TrainState()
-        self._resume = resume
-        self._init_from = None if init_from is None else Path(init_from)
+        self._request = Request(
+            config, self.run_dir, resume, None if init_from is None else Path(init_from), self.world
+        )
         self._user_hooks = tuple(hooks)
         self._schedule = schedule
         self._signals = StopSignals()
         self._stop_word: str | None = None
         self._new_best = False
-        self._metrics: MetricsLog | None = None
+        self._has_lost_a_sample = False
         self._recorder: Recorder | None = None
-        self._unrecorded: set[str] = set()
 
     def fit(self) -> RunEnd:
         """Train to the end: all steps, patience, or a hook's stop.
@@ -120,9 +105,7 @@ class Trainer:
             stack.enter_context(self._signals)
             stack.enter_context(self.console)
             others = OtherPrograms()
-            self._prepare()
-            self.world.on_main(lambda: self._lock(stack))
-            self._open(stack)
+            self._start(stack)
             if (warning := others.warning(self.world.collect)) is not None:
                 self.console.say(f"warning: {warning}")
             try:
@@ -144,104 +127,32 @@ class Trainer:
         self._stop_word = reason
 
     def record(self, event: str, **values: float | str | None) -> None:
-        """Record an event of one's own, in metrics.jsonl and trackers: what a hook of the main
-        process measured; `values` hold its step."""
+        """Record an event in metrics.jsonl and trackers, for a hook that measures something; its
+        step is among `values`. Does nothing in other processes than the main one."""
         if self._recorder is not None:
             self._recorder.write(event, **values)
 
     def _interruption(self, end: RunEnd) -> str:
-        """The message for a run that a signal stopped: where it goes on."""
+        """The message for a run that a signal stopped: after which step, and where it goes on."""
         what = f"stopped by {end.reason} after step {end.step}"
         if self._checkpoints.last_step == end.step:
             return f"{what}, which is saved; the same command continues"
         return f"{what}, whose update was skipped; {self._checkpoints}"
 
-    # -- before the first step ------------------------------------------------------------------
-
-    def _prepare(self) -> None:
-        """Everything that needs no run folder: data, Plan, device."""
-        warnings: list[str] = []
-        self.dataset = open_dataset(
-            self.config.data,
-            tokenizer=gpt2_beside(self.config.data.tokenizer, self._init_from, self.run_dir),
-            verify=self.world.local_rank == 0,
-            progress=self.console.progress,
-            warnings=warnings,
-        )
-        self._batches = training_batches(self.config, self.dataset.split("train"))
-        plan_of = partial(
-            make_plan,
-            vocab_size=self.dataset.vocab_size,
-            rows_per_epoch=self._batches.rows_per_epoch,
-            world_size=self.world.size,
-            local_size=self.world.local_size,
-        )
-        self.plan = plan_run(self.run_dir, self._asked, self._resume, plan_of, self.world)
-        self.config = config = self.plan.config
-        scheduled = partial(learning_rate, optimizer=config.optimizer, schedule=config.schedule)
-        self._rate = self._schedule or scheduled
-        self.sample_prompt = encodable_prompt(
-            self.dataset.tokenizer, self.config.train.sample_prompt, warnings
-        )
-        self.compute: Compute = choose_compute(self.plan, self.world)
-        warnings += check_run(
-            self.plan, self.dataset, self._batches, self.compute.device, self.world.local_size
-        )
-        self.console.warn(warnings)
-
-    def _lock(self, stack: contextlib.ExitStack) -> None:
-        require_trackers(self.config.log)  # only the main process, which is here, has any
-        stack.enter_context(RunLock(self.run_dir / "run.lock"))
-
-    def _open(self, stack: contextlib.ExitStack) -> None:
-        """Build the model, and rewind folder and state to where the run continues."""
-        self.folder = folder = open_run_folder(
-            self.run_dir,
-            self.plan,
-            self.dataset,
-            resume=self._resume,
-            init_from=self._init_from,
-            world=self.world,
-            asked=self._asked,
-        )
-        self.engine = assemble(
-            self.plan,
-            self.compute.device,
-            self.compute.precision,
-            compiled=self.compute.compiled,
-            world=self.world,
-        )
-        self.optimizer = build_optimizer(
-            self.engine.named_parameters(), self.plan.table, self.config.optimizer, ShardedMuon
-        )
-        self.state = restore(self.folder, self.engine, self.optimizer)
-        self._checkpoints = RunCheckpoints(
-            store=self.folder.store,
-            engine=self.engine,
-            optimizer=self.optimizer,
-            state=self.state,
-            dataset=self.dataset,
-            log_ends=self._log_ends,
-            say=self.console.say,
-            last_step=self.state.step,
-        )
-        self._checkpoints.prune()  # what a kill between a save and its pruning left
-        if self.folder.initial_weights is not None:
-            for warning in self.folder.initial_weights.warnings:
-                self.console.say(f"warning: {warning}")
+    def _start(self, stack: contextlib.ExitStack) -> None:
+        """Set the run up, and keep what the loop and the hooks work with."""
+        start = start_run(self._request, self.console, stack)
+        self.plan, self.config = start.plan, start.plan.config
+        self.dataset, self._batches = start.dataset, start.batches
+        self.compute, self.folder = start.compute, start.folder
+        self.engine, self.optimizer, self.state = start.engine, start.optimizer, start.state
+        self.sample_prompt = start.sample_prompt
         self.stopwatch = Stopwatch(self.plan, self.compute)
-        self.console.open_log(self.folder.log_path_of(self.world.rank))
-        recorders: list[object] = []
-        if self.world.is_main:
-            self._metrics = MetricsLog(self.folder.metrics_path, self.console.say)
-            environment = self.compute.environment()
-            self._try_to_record("environment.json", partial(folder.write_environment, environment))
-            stack.callback(self._metrics.close)
-            self._recorder = Recorder(self._metrics, open_trackers(self))
-            recorders.append(self._recorder)
-        for line in describe(self):
-            self.console.say(line)
-        self._say_warnings()
+        self._checkpoints, self._recorder = start.checkpoints, start.recorder
+        self._rate = self._schedule or partial(
+            learning_rate, optimizer=self.config.optimizer, schedule=self.config.schedule
+        )
+        recorders = () if self._recorder is None else (self._recorder,)
         self._hooks = Hooks((*recorders, self.console, *self._user_hooks))
 
     # -- the loop -------------------------------------------------------------------------------
@@ -288,7 +199,7 @@ class Trainer:
         self._end_epoch_if_due()
 
     def _end_epoch_if_due(self) -> None:
-        """Report a pass over the training split when the step just made completed it."""
+        """Report the pass over the training split that the latest step completed, if it did."""
         step, sums = self.state.step, self.state.epoch
         epoch = self.plan.epoch(step)
         if epoch == self.plan.epoch(step - 1):
@@ -317,7 +228,7 @@ class Trainer:
         )
 
     def _skip(self, loss: float, norm: float) -> None:
-        """Note an update that was not made; give up after a few in a row.
+        """Count and report an update that was not made; give up after a few in a row.
 
         Under fp16 an overflow is how the loss scale finds its level, so those skips count only
         once the scale can fall no further.
@@ -375,7 +286,7 @@ class Trainer:
                 )
             if self._checkpoints.last_step == state.step:
                 self._checkpoints.prove()
-            trained = state.step > 0 or self._init_from is not None
+            trained = state.step > 0 or self._request.init_from is not None
             self._new_best = state.record_eval(metrics.loss, trained=trained)
             self._hooks.call("on_eval", self, replace(metrics, best=self._new_best))
 
@@ -395,7 +306,12 @@ class Trainer:
         )
         if text is None:  # the main process has it
             return
-        self._try_to_record("samples", partial(self.folder.write_sample, state.step, text))
+        try:
+            self.folder.write_sample(state.step, text)
+        except StorageError as error:  # no training depends on it: one warning is enough
+            if not self._has_lost_a_sample:
+                self.console.say(f"warning: {error}. Training goes on")
+            self._has_lost_a_sample = True
         self.console.say(f"sample at step {state.step}:")
         for line in text.strip("\n").splitlines():
             self.console.say(f"  │ {line}")
@@ -409,26 +325,6 @@ class Trainer:
             interrupted=interrupted,
             new_best=new_best,
         )
-        self._say_warnings()
+        self._checkpoints.say_warnings()
         if saved is not None:
             self._hooks.call("on_checkpoint", self, saved)
-
-    def _log_ends(self) -> dict[str, Any]:
-        """Where the logs of the main process end, on disk as far as it allows."""
-        assert self._metrics is not None
-        return {**self._metrics.sync(), "log_bytes": self.console.sync()}
-
-    def _try_to_record(self, what: str, write: Callable[[], None]) -> None:
-        """Write what no training depends on; its first failure is a warning."""
-        try:
-            write()
-        except StorageError as error:
-            if what not in self._unrecorded:
-                self.console.say(f"warning: {error}. Training goes on")
-            self._unrecorded.add(what)
-
-    def _say_warnings(self) -> None:
-        """Print what the checkpoint store passed over since the last time."""
-        warnings = self.folder.store.warnings
-        while warnings:
-            self.console.say(f"warning: {warnings.pop(0)}")
