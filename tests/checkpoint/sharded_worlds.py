@@ -19,7 +19,7 @@ from pentameter.checkpoint.store import CheckpointStore
 from pentameter.checkpoint.stored_tensors import StoredTensors
 from pentameter.config.load import to_toml
 from pentameter.config.schema import Config
-from pentameter.data.tokenizers.tokenizer import CharTokenizer
+from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import StorageError
 from pentameter.model.gpt import build_model
 from pentameter.processes.world import World

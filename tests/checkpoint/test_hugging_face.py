@@ -14,8 +14,8 @@ from pentameter.checkpoint.state import model_state
 from pentameter.checkpoint.store import CheckpointStore
 from pentameter.config.load import to_toml
 from pentameter.config.schema import Config
-from pentameter.data.tokenizers.building import train_bpe
-from pentameter.data.tokenizers.tokenizer import CharTokenizer
+from pentameter.data.tokenizers.bpe import train_bpe
+from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import ConfigError
 from pentameter.generation.loop import generate
 from pentameter.model.gpt import build_model

@@ -13,7 +13,7 @@ from pentameter.checkpoint.state import model_state
 from pentameter.checkpoint.store import CheckpointStore
 from pentameter.config.load import load_config, to_toml
 from pentameter.config.schema import Config
-from pentameter.data.tokenizers.tokenizer import CharTokenizer
+from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import CorruptError
 from pentameter.model.gpt import GPT
 from pentameter.model.initial import initialize

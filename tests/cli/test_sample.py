@@ -16,7 +16,7 @@ from pentameter.cli.main import main
 from pentameter.cli.sample import run
 from pentameter.config.load import to_toml
 from pentameter.config.schema import Config, DataConfig, ModelConfig, TrainConfig
-from pentameter.data.tokenizers.tokenizer import CharTokenizer
+from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import ConfigError
 from pentameter.generation.loop import generate
 from pentameter.model.gpt import GPT, build_model

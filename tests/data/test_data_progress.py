@@ -1,6 +1,6 @@
 """The plain lines of a long preparation."""
 
-from pentameter.data.prepare.progress import ProgressLines
+from pentameter.data.progress import ProgressLines
 
 
 class Clock:

@@ -7,12 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS, BpeTokenizer
-from pentameter.data.tokenizers.tokenizer import (
-    CharTokenizer,
-    UnseenCharacterError,
-    WordTokenizer,
-    load_tokenizer,
-)
+from pentameter.data.tokenizers.char import CharTokenizer, UnseenCharacterError
+from pentameter.data.tokenizers.load import load_tokenizer
+from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 any_text = st.text(st.characters(codec="utf-8"), min_size=1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pentameter.config.schema import Config
-from pentameter.data.tokenizers.tokenizer import CharTokenizer
+from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import CorruptError
 from pentameter.evaluate.multiple_choice import choice_scores, evaluate_multiple_choice
 from pentameter.evaluate.questions import Question, encode_questions

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from pentameter.data.tokenizers.building import train_bpe
-from pentameter.data.tokenizers.tokenizer import CharTokenizer, WordTokenizer
+from pentameter.data.tokenizers.bpe import train_bpe
+from pentameter.data.tokenizers.char import CharTokenizer
+from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.evaluate.questions import Question, encode_questions, read_questions
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pentameter.config.schema import ModelConfig
-from pentameter.data.tokenizers.tokenizer import CharTokenizer
+from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.generation.loop import (
     _Window,

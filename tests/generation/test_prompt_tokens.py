@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from pentameter.config.schema import ModelConfig
-from pentameter.data.tokenizers.building import train_bpe
-from pentameter.data.tokenizers.tokenizer import BpeTokenizer, CharTokenizer, WordTokenizer
+from pentameter.data.tokenizers.bpe import BpeTokenizer, train_bpe
+from pentameter.data.tokenizers.char import CharTokenizer
+from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.errors import ConfigError
 from pentameter.generation.loop import encode_prompt, generate
 from pentameter.model.gpt import GPT

@@ -14,7 +14,7 @@ from pentameter.checkpoint.state import name_differences
 from pentameter.checkpoint.tensors import LazyTensor, plan_file
 from pentameter.config.load import config_hash, to_toml
 from pentameter.config.schema import Config
-from pentameter.data.tokenizers.tokenizer import Tokenizer
+from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.disk.atomic import storage_errors, write_hashed
 from pentameter.disk.storage import building, refuse_existing
 from pentameter.errors import CorruptError

@@ -67,7 +67,7 @@ def run(arguments: list[str]) -> int:
 
 def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any], str]:
     """What `--json` prints of a split, and the line for people."""
-    from pentameter.data.batches.dataset import open_dataset
+    from pentameter.data.open_dataset import open_dataset
     from pentameter.evaluate.split import evaluate
 
     loaded, config, engine = _load(parsed, overrides)

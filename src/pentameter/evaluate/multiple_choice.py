@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pentameter.data.tokenizers.tokenizer import Tokenizer
+from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.errors import CorruptError
 from pentameter.evaluate.questions import ChoiceTokens, Question, encode_questions
 from pentameter.model.loss import loss_sum

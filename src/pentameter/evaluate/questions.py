@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pentameter.data.tokenizers.tokenizer import Ids, Tokenizer
+from pentameter.data.tokenizers.base import Ids, Tokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 FORMS = '"ctx", "endings", "label" (HellaSwag), or "context", "choices", "answer"'

@@ -20,7 +20,7 @@ from pentameter.checkpoint.opening import Checkpoint, open_checkpoint
 from pentameter.checkpoint.store import CheckpointStore, step_folder_name
 from pentameter.config.load import config_hash, to_toml
 from pentameter.config.schema import Config
-from pentameter.data.batches.dataset import Dataset
+from pentameter.data.shards.dataset import Dataset
 from pentameter.disk.atomic import (
     is_temporary,
     make_folder,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pentameter.data.tokenizers.tokenizer import Tokenizer
+from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.errors import ConfigError
 from pentameter.generation.loop import generate, generate_by
 from pentameter.parallel.engine import Engine

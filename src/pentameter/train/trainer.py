@@ -16,8 +16,8 @@ from typing import Any
 
 from pentameter.checkpoint.hugging_face.tokenizer_files import gpt2_beside
 from pentameter.config.schema import Config
-from pentameter.data.batches.batches import training_batches
-from pentameter.data.batches.dataset import open_dataset
+from pentameter.data.batches.step import training_batches
+from pentameter.data.open_dataset import open_dataset
 from pentameter.disk.lock import RunLock
 from pentameter.errors import ConfigError, InterruptedRunError, StorageError
 from pentameter.evaluate.split import evaluate, evaluation_batch_size, perplexity

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pentameter import keyed
-from pentameter.data.batches.dataset import TokenSplit
+from pentameter.data.shards.dataset import TokenSplit
 from pentameter.errors import ConfigError
 
 Int64 = npt.NDArray[np.int64]
@@ -22,7 +22,7 @@ Row = list[tuple[int, int]]
 
 
 def windows_per_epoch(n_tokens: int, context_length: int) -> int:
-    """How many windows can be cut out of n_tokens, side by side.
+    """Number of windows that can be cut out of n_tokens, side by side.
 
     Neighbours share one token: the last target of one is the first input of the next. Up to
     context_length - 1 tokens at the end, too few for a window, are left over.
@@ -31,7 +31,7 @@ def windows_per_epoch(n_tokens: int, context_length: int) -> int:
 
 
 class Order(ABC):
-    """How `split` is cut into rows of a batch of `batch_size` and read, step after step."""
+    """An order of reading: cuts `split` into the rows of each step's batch of `batch_size`."""
 
     def __init__(
         self, split: TokenSplit, *, seed: int, batch_size: int, context_length: int
@@ -42,11 +42,11 @@ class Order(ABC):
     @property
     @abstractmethod
     def rows_per_epoch(self) -> int:
-        """Rows in one pass over the split."""
+        """Number of rows in one pass over the split."""
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Tokens of the split that a pass reads, but for what is too short at its end."""
+        """Number of the split's tokens in a pass, also those at its end that fill no row."""
         return self.split.n_tokens
 
     @abstractmethod
@@ -76,7 +76,7 @@ def epoch_key(seed: int, epoch: int) -> keyed.Key:
 
 
 class Windows(Order):
-    """What the orders of full windows share: the split must be long enough for one."""
+    """An order of full windows: the split must be long enough for one."""
 
     def __init__(
         self, split: TokenSplit, *, seed: int, batch_size: int, context_length: int
@@ -93,7 +93,7 @@ class Windows(Order):
 
     @property
     def rows_per_epoch(self) -> int:
-        """Windows side by side."""
+        """Number of windows side by side."""
         return windows_per_epoch(self.split.n_tokens, self.context_length)
 
     @abstractmethod
@@ -134,7 +134,7 @@ class Shuffled(Windows):
     """Windows side by side, all of them once an epoch, in an order drawn anew for each epoch."""
 
     def starts(self, step: int, numbers: Int64) -> Int64:
-        """Permuted windows."""
+        """First tokens of permuted windows."""
         return self._permuted(step, numbers) * self.context_length
 
 
@@ -142,7 +142,7 @@ class Sequential(Windows):
     """The same windows in the order of the text, from the start again after the last."""
 
     def starts(self, step: int, numbers: Int64) -> Int64:
-        """Windows one after another."""
+        """First tokens of windows one after another."""
         return self._epochs(step, numbers)[1] * self.context_length
 
 
@@ -168,7 +168,7 @@ class Columns(Order):
 
     @property
     def rows_per_epoch(self) -> int:
-        """Windows of all columns."""
+        """Number of windows in all columns."""
         return self.batch_size * -(-(self._height - 1) // self.context_length)
 
     def rows(self, step: int, numbers: Int64) -> list[Row]:
@@ -179,7 +179,7 @@ class Columns(Order):
         return [[(first + top, first + bottom)] for first in firsts]
 
 
-class Documents(Order):
+class DocumentRows(Order):
     """A document a row, permuted anew each epoch: its first context_length + 1 tokens.
 
     A document of a single token predicts nothing, and is no row.
@@ -200,16 +200,19 @@ class Documents(Order):
 
     @property
     def rows_per_epoch(self) -> int:
-        """Documents."""
+        """Number of documents of two tokens or more."""
         return len(self._starts)
 
     @property
     def tokens_per_epoch(self) -> int:
-        """What is left of documents that are cut, and of those that are no row."""
+        """Number of tokens a pass trains on: documents are cut to context_length + 1 tokens.
+
+        Those of one token are skipped.
+        """
         return int(np.minimum(self._stops - self._starts, self.context_length + 1).sum())
 
     def rows(self, step: int, numbers: Int64) -> list[Row]:
-        """The beginning of a document each."""
+        """The first tokens of one document a row."""
         chosen = self._permuted(step, numbers)
         starts = self._starts[chosen]
         stops = np.minimum(self._stops[chosen], starts + self.context_length + 1)
@@ -257,7 +260,7 @@ class PackedDocuments(Windows):
         return [piece for piece in row if piece[0] < piece[1]]
 
     def _layout(self, epoch: int) -> tuple[Int64, Int64]:
-        """The documents in the epoch's order, and where each ends in the epoch's text."""
+        """The documents in the epoch's order, and the end of each in the epoch's text."""
         if self._laid_out is None or self._laid_out[0] != epoch:
             n_documents = len(self._bounds) - 1
             order = keyed.permute(
@@ -273,6 +276,6 @@ ORDERS: Mapping[str, type[Order]] = MappingProxyType(
         "shuffled": Shuffled,
         "sequential": Sequential,
         "columns": Columns,
-        "documents": Documents,
+        "documents": DocumentRows,
     }
 )

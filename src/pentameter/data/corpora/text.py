@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pentameter.data.corpora.reading import UTF8, FileContents, about_bytes, read_documents
+from pentameter.data.corpora.files import UTF8, FileContents, about_bytes, read_documents
 from pentameter.errors import ConfigError, StorageError
 
 Documents = Iterator[Iterator[str]]

@@ -1,4 +1,4 @@
-"""Parts of text into token ids: here, or in processes beside this one, in order either way.
+"""Passages of text into token ids: here, or in processes beside this one, in order either way.
 
 Processes rather than threads: words are found in Python, which has one lock, and what the
 `tokenizers` library returns becomes arrays in Python too.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,13 +18,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from pentameter.data.prepare.documents import Part
-from pentameter.data.tokenizers.tokenizer import Tokenizer
+from pentameter.data.prepare.splits import Passage
+from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.data.tokenizers.load import load_tokenizer
 from pentameter.errors import PentameterError, StorageError
 
 BATCH_CHARACTERS = 1 << 19
@@ -40,21 +42,23 @@ spec = spec_from_file_location("pentameter", sys.argv[1])
 sys.modules["pentameter"] = module_from_spec(spec)
 spec.loader.exec_module(sys.modules["pentameter"])
 sys.path.append(str(Path(sys.argv[1]).parents[1]))
-from pentameter.data.prepare.encoding_process import main
+from pentameter.data.prepare.encoders import main
 main(sys.argv[2])
 """
 
-Batch = list[Part]
-Encoded = tuple[Batch, list[npt.NDArray[Any]]]
+Passages = list[Passage]
+Encoded = tuple[Passages, list[npt.NDArray[Any]]]
 
 
-def batches(parts: Iterable[Part], n_characters: int = BATCH_CHARACTERS) -> Iterator[Batch]:
-    """The parts in lists of about `n_characters` characters."""
-    batch: Batch = []
+def batches(
+    passages: Iterable[Passage], n_characters: int = BATCH_CHARACTERS
+) -> Iterator[Passages]:
+    """The passages in lists of about `n_characters` characters."""
+    batch: Passages = []
     held = 0
-    for part in parts:
-        batch.append(part)
-        held += len(part.text) + 16  # many tiny documents make a batch too
+    for passage in passages:
+        batch.append(passage)
+        held += len(passage.text) + 16  # many tiny documents make a batch too
         if held >= n_characters:
             yield batch
             batch, held = [], 0
@@ -63,7 +67,7 @@ def batches(parts: Iterable[Part], n_characters: int = BATCH_CHARACTERS) -> Iter
 
 
 def processes_for(tokenizer: Tokenizer, n_bytes: int) -> int:
-    """How many processes a text of that size is worth; 0 to encode in this one."""
+    """The number of processes that a text of that size is worth; 0 to encode in this one."""
     # Characters are looked up in one NumPy call, faster than they would go through a pipe.
     if tokenizer.kind == "char" or n_bytes < WORTH_PROCESSES_BYTES:
         return 0
@@ -71,19 +75,21 @@ def processes_for(tokenizer: Tokenizer, n_bytes: int) -> int:
     return n_cores if n_cores and n_cores > 1 else 0
 
 
-def encoded(batches: Iterable[Batch], tokenizer: Tokenizer, n_processes: int) -> Iterator[Encoded]:
-    """Each batch with the ids of each of its parts, in order; bounded memory.
+def encoded(
+    batches: Iterable[Passages], tokenizer: Tokenizer, n_processes: int
+) -> Iterator[Encoded]:
+    """Each batch with the ids of each of its passages, in order; bounded memory.
 
     Raises what the tokenizer raises, StorageError when a process is lost.
     """
     if n_processes == 0:
         for batch in batches:
-            yield batch, list(tokenizer.encode_batch([part.text for part in batch]))
+            yield batch, list(tokenizer.encode_batch([passage.text for passage in batch]))
         return
     with _Pool(tokenizer, n_processes) as pool:
-        waiting: deque[tuple[Batch, Future[list[npt.NDArray[Any]]]]] = deque()
+        waiting: deque[tuple[Passages, Future[list[npt.NDArray[Any]]]]] = deque()
         for batch in batches:
-            waiting.append((batch, pool.submit([part.text for part in batch])))
+            waiting.append((batch, pool.submit([passage.text for passage in batch])))
             if len(waiting) >= BATCHES_AHEAD * n_processes:
                 first, future = waiting.popleft()
                 yield first, future.result()
@@ -145,7 +151,7 @@ class _Encoder:
         except OSError as error:
             raise StorageError(
                 f"cannot start {sys.executable} to encode text: {error.strerror}; start again "
-                "when fewer processes run, what was finished is kept"
+                "when fewer processes run"
             ) from error
 
     def encode(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
@@ -160,7 +166,7 @@ class _Encoder:
         except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
             raise StorageError(
                 f"a process that encoded text ended (exit code {self._process.wait()}; -9 is often "
-                "a lack of memory); start again, what was finished is kept"
+                "a lack of memory); start again"
             ) from error
         if isinstance(answer, PentameterError):
             raise answer
@@ -176,3 +182,35 @@ class _Encoder:
             if stream is not None:
                 with suppress(OSError):  # what it no longer read
                     stream.close()
+
+
+# -- in the process that encodes ------------------------------------------------------------------
+
+
+def serve(tokenizer: Tokenizer, requests: IO[bytes], answers: IO[bytes]) -> None:
+    """Answer each list of texts with (all their ids, their lengths), or with the error raised."""
+    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    while True:
+        try:
+            texts = pickle.load(requests)  # written by the process that started this one
+        except EOFError:
+            return
+        answer: object
+        try:
+            ids = tokenizer.encode_batch(texts)
+            answer = np.concatenate(ids).astype(dtype), [len(part) for part in ids]
+        except PentameterError as error:
+            answer = error
+        pickle.dump(answer, answers, protocol=5)
+        answers.flush()
+
+
+def main(tokenizer: str) -> None:
+    """Run one of the processes, until the one that started it closes the pipe; `tokenizer` is a
+    file in a temporary folder of its own."""
+    # Ctrl-C reaches the whole group of processes; the one that started this ends it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    serve(load_tokenizer(tokenizer), sys.stdin.buffer, sys.stdout.buffer)
+    with suppress(OSError):  # who started this process was killed, or it would have ended this one
+        Path(tokenizer).unlink(missing_ok=True)
+        Path(tokenizer).parent.rmdir()

@@ -28,11 +28,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pentameter.data.corpora.text import safe_name
-from pentameter.data.prepare.contents import Splitting, split_ends
-from pentameter.data.prepare.progress import IMPORTING, Progress
-from pentameter.data.shards.shards import SPLITS, find_header
+from pentameter.data.prepare.splits import Splitting, split_ends
+from pentameter.data.progress import IMPORTING, Progress
+from pentameter.data.shards.format import SPLITS, find_header
 from pentameter.data.shards.writer import SHARD_TOKENS, ShardWriter
-from pentameter.data.tokenizers.tokenizer import BpeTokenizer, CharTokenizer, Tokenizer
+from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.data.tokenizers.bpe import BpeTokenizer
+from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.disk.storage import building, refuse_existing
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
