@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 Progress = Callable[[str, int, int], None]
-"""Called with the pass (one of those below), bytes done, and about how many there are."""
+"""Called with the pass (one of those below), the bytes done, and about how many there are."""
 
 READING, TRAINING, ENCODING = "reading", "training", "encoding"
 IMPORTING, VERIFYING = "importing", "verifying"

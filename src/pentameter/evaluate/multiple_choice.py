@@ -1,4 +1,4 @@
-"""Multiple choice: which of several continuations a model finds likeliest."""
+"""Multiple choice: scores the continuations of each question, and the share answered right."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ChoiceMetrics:
-    """How often the likeliest choice is the right one, by three measures of likeliest."""
+    """Shares of questions whose likeliest choice is right, by three measures of likeliest."""
 
     examples: int
     """Questions."""

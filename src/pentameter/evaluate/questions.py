@@ -29,7 +29,7 @@ SHOWN_CHARACTERS = 60  # of a text, in a message
 
 @dataclass(frozen=True)
 class Question:
-    """A context, what may follow it, and which of these does."""
+    """A context, the choices that may follow it, and the right one of them."""
 
     place: str
     """FILE:LINE, for messages."""

@@ -22,7 +22,7 @@ EVALUATION_TOKENS = 4096  # at least so many at once: short rows alone leave a m
 
 @dataclass(frozen=True)
 class EvalMetrics:
-    """A pass over a whole split."""
+    """Results of a pass over a whole split."""
 
     step: int
     split: str
@@ -44,7 +44,7 @@ def evaluate(
     stride: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> EvalMetrics | None:
-    """Loss, perplexity and bits per byte of `split`; None if `should_stop` said so half-way.
+    """Loss, perplexity and bits per byte of `split`; None if `should_stop` ended it half-way.
 
     Every target token counts once, so the figures do not depend on `batch_size`. Windows lie side
     by side, or overlap where a `stride` is given (see `evaluation_batches`); where training reads a
@@ -79,8 +79,10 @@ def evaluate(
 
 
 def evaluation_batch_size(plan: Plan) -> int:
-    """Rows of an evaluation batch during training: as many for each part of the data as a step's
-    micro-batch has, or more where those are short."""
+    """Number of rows in an evaluation batch during training.
+
+    For each data-parallel part as many as a micro-batch has, or more where rows are short.
+    """
     own = max(plan.micro_batch_size, EVALUATION_TOKENS // plan.config.model.context_length)
     return plan.layout.data * own
 

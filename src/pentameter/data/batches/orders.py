@@ -1,4 +1,4 @@
-"""The orders in which a training split is read: which tokens make up a row of the global batch.
+"""Orders of reading a training split: the tokens that make up each row of the global batch.
 
 An order is a pure function of (seed, step, row). A row is a list of pieces (start, stop) of the
 split's tokens, together at most context_length + 1 of them; nearly always it is one piece.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
 
 import numpy as np
@@ -30,14 +31,18 @@ def windows_per_epoch(n_tokens: int, context_length: int) -> int:
     return max(n_tokens - 1, 0) // context_length
 
 
+@dataclass(eq=False)
 class Order(ABC):
     """An order of reading: cuts `split` into the rows of each step's batch of `batch_size`."""
 
-    def __init__(
-        self, split: TokenSplit, *, seed: int, batch_size: int, context_length: int
-    ) -> None:
-        self.split = split
-        self.seed, self.batch_size, self.context_length = seed, batch_size, context_length
+    split: TokenSplit
+    _: KW_ONLY
+    seed: int
+    batch_size: int
+    context_length: int
+
+    def __post_init__(self) -> None:  # noqa: B027 - some orders take any split
+        """Raise ConfigError where the split is too short for this order."""
 
     @property
     @abstractmethod
@@ -78,10 +83,8 @@ def epoch_key(seed: int, epoch: int) -> keyed.Key:
 class Windows(Order):
     """An order of full windows: the split must be long enough for one."""
 
-    def __init__(
-        self, split: TokenSplit, *, seed: int, batch_size: int, context_length: int
-    ) -> None:
-        super().__init__(split, seed=seed, batch_size=batch_size, context_length=context_length)
+    def __post_init__(self) -> None:
+        split, context_length = self.split, self.context_length
         if split.n_tokens <= context_length:
             longest = split.n_tokens - 1
             remedy = f", or model.context_length of at most {longest}" if longest > 0 else ""
@@ -154,15 +157,13 @@ class Columns(Order):
     at the end of the text belong to no column.
     """
 
-    def __init__(
-        self, split: TokenSplit, *, seed: int, batch_size: int, context_length: int
-    ) -> None:
-        super().__init__(split, seed=seed, batch_size=batch_size, context_length=context_length)
-        self._height = split.n_tokens // batch_size
+    def __post_init__(self) -> None:
+        n_tokens, n_columns = self.split.n_tokens, self.batch_size
+        self._height = n_tokens // n_columns
         if self._height < 2:
             raise ConfigError(
-                f"split {split.name!r} has {split.n_tokens} tokens; {batch_size} columns "
-                f"(train.batch_size) of at least 2 need {2 * batch_size}: use a longer text or a "
+                f"split {self.split.name!r} has {n_tokens} tokens; {n_columns} columns "
+                f"(train.batch_size) of at least 2 need {2 * n_columns}: use a longer text or a "
                 "smaller batch"
             )
 
@@ -185,11 +186,8 @@ class DocumentRows(Order):
     A document of a single token predicts nothing, and is no row.
     """
 
-    def __init__(
-        self, split: TokenSplit, *, seed: int, batch_size: int, context_length: int
-    ) -> None:
-        super().__init__(split, seed=seed, batch_size=batch_size, context_length=context_length)
-        bounds = np.append(np.asarray(split.document_starts, dtype=np.int64), split.n_tokens)
+    def __post_init__(self) -> None:
+        split, bounds = self.split, self.split.document_bounds
         long_enough = np.diff(bounds) >= 2
         self._starts, self._stops = bounds[:-1][long_enough], bounds[1:][long_enough]
         if not len(self._starts):
@@ -219,25 +217,19 @@ class DocumentRows(Order):
         return [[piece] for piece in zip(starts.tolist(), stops.tolist(), strict=True)]
 
 
-class PackedDocuments(Windows):
+class PackedDocuments(Sequential):
     """Rows filled with whole documents, one after another, permuted anew each epoch.
 
-    An epoch is one long text of all documents, cut into windows side by side.
+    An epoch is one long text of all documents, read in windows side by side.
     """
 
-    def __init__(
-        self, split: TokenSplit, *, seed: int, batch_size: int, context_length: int
-    ) -> None:
-        super().__init__(split, seed=seed, batch_size=batch_size, context_length=context_length)
-        self._bounds = np.append(np.asarray(split.document_starts, dtype=np.int64), split.n_tokens)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._bounds = self.split.document_bounds
         self._laid_out: tuple[int, Int64, Int64] | None = None  # of the epoch asked for last
 
-    def starts(self, step: int, numbers: Int64) -> Int64:
-        """Place of each row's window in its epoch's text."""
-        return self._epochs(step, numbers)[1] * self.context_length
-
     def rows(self, step: int, numbers: Int64) -> list[Row]:
-        """The pieces of documents that a window covers."""
+        """The pieces of documents that a window of the epoch's text covers."""
         epochs, _ = self._epochs(step, numbers)
         return [
             self._pieces(epoch, start)

@@ -52,8 +52,10 @@ class Batch:
 
 
 def filled_batch(tokens: Iterable[npt.NDArray[Any]], rows: Int64, context_length: int) -> Batch:
-    """The batch whose row i is the i-th of `tokens`, up to context_length + 1 ids; `rows` numbers
-    them. The rest of a row is padded: inputs 0, targets -1."""
+    """The batch of rows of token ids, each up to context_length + 1 long; `rows` has their numbers.
+
+    The rest of a row is padded: inputs 0, targets -1.
+    """
     inputs = np.zeros((len(rows), context_length), dtype=np.int64)
     targets = np.full((len(rows), context_length), IGNORED, dtype=np.int64)
     for row, ids in enumerate(tokens):

@@ -132,7 +132,7 @@ def first_bytes(text: Text, max_bytes: int) -> Text:
 
 
 def utf8_size(text: str) -> int:
-    """Bytes of a text in UTF-8."""
+    """Number of bytes of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())
 
 

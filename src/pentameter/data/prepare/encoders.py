@@ -27,6 +27,7 @@ from pentameter.data.prepare.splits import Passage
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.load import load_tokenizer
 from pentameter.errors import PentameterError, StorageError
+from pentameter.machine.threads import usable_cores
 
 BATCH_CHARACTERS = 1 << 19
 WORTH_PROCESSES_BYTES = 1 << 23  # they take about half a second to start
@@ -71,8 +72,8 @@ def processes_for(tokenizer: Tokenizer, n_bytes: int) -> int:
     # Characters are looked up in one NumPy call, faster than they would go through a pipe.
     if tokenizer.kind == "char" or n_bytes < WORTH_PROCESSES_BYTES:
         return 0
-    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return n_cores if n_cores and n_cores > 1 else 0
+    n_cores = len(usable_cores())
+    return n_cores if n_cores > 1 else 0
 
 
 def encoded(
@@ -122,7 +123,7 @@ class _Pool:
         self._stack.close()
 
     def submit(self, texts: Sequence[str]) -> Future[list[npt.NDArray[Any]]]:
-        """The ids to come."""
+        """The future ids of each text."""
         return self._threads.submit(self._encode, texts)
 
     def _encode(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:

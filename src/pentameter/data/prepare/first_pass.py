@@ -1,4 +1,4 @@
-"""The first pass over a text finds its hash, size and characters, and each document's split."""
+"""The first pass over a text: its hash, size and characters, and each document's split."""
 
 from __future__ import annotations
 

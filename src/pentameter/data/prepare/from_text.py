@@ -72,7 +72,7 @@ def prepare(
 
 
 class _SecondPass:
-    """A text, with what is held out beside it, as the first pass found them, on its way to ids."""
+    """The second pass over a text and the texts held out beside it: encodes and writes them."""
 
     def __init__(
         self,

@@ -133,7 +133,7 @@ def divide(documents: Documents, division: Division, cutter: Cutter) -> Iterator
 
 
 def _place(ends: tuple[int, int, int], position: int, n_characters: int) -> tuple[str, int]:
-    """The split at a position, and how many of the next characters belong to it."""
+    """The split at a position, and the number of the next characters that belong to it."""
     for split, end in zip(SPLITS, ends, strict=True):
         if position < end:
             return split, min(n_characters, end - position)

@@ -96,6 +96,11 @@ class TokenSplit:
         """Number of tokens in the split."""
         return len(self.tokens)
 
+    @property
+    def document_bounds(self) -> npt.NDArray[np.int64]:
+        """First token of each document, then the end of the last (n_documents + 1,)."""
+        return np.append(np.asarray(self.document_starts, dtype=np.int64), self.n_tokens)
+
 
 @dataclass(frozen=True)
 class Dataset:

@@ -97,7 +97,7 @@ class BpeTokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens: bytes, merges, and `<|endoftext|>`."""
+        """Number of tokens: bytes, merges, and `<|endoftext|>`."""
         return len(self.tokens)
 
     @property
