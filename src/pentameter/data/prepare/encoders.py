@@ -7,18 +7,15 @@ Processes rather than threads: words are found in Python, which has one lock, an
 from __future__ import annotations
 
 import os
-import pickle
-import signal
-import subprocess
 import sys
-import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO, Any, Self
+from tempfile import TemporaryDirectory
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,26 +23,13 @@ import numpy.typing as npt
 from pentameter.data.prepare.splits import Passage
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.load import load_tokenizer
-from pentameter.errors import PentameterError, StorageError
+from pentameter.errors import StorageError
+from pentameter.machine.child import ChildEndedError, PythonChild
 from pentameter.machine.threads import usable_cores
 
 BATCH_CHARACTERS = 1 << 19
 WORTH_PROCESSES_BYTES = 1 << 23  # they take about half a second to start
 BATCHES_AHEAD = 2  # per process: one at work, one waiting
-
-# The process loads this very package, whichever others could be found. Its folder comes last on the
-# path: what lies beside the package must not stand in for the standard library.
-_START = """
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-spec = spec_from_file_location("pentameter", sys.argv[1])
-sys.modules["pentameter"] = module_from_spec(spec)
-spec.loader.exec_module(sys.modules["pentameter"])
-sys.path.append(str(Path(sys.argv[1]).parents[1]))
-from pentameter.data.prepare.encoders import main
-main(sys.argv[2])
-"""
 
 Passages = list[Passage]
 Encoded = tuple[Passages, list[npt.NDArray[Any]]]
@@ -102,17 +86,19 @@ class _Pool:
     """Processes that encode, each fed by a thread of this one."""
 
     def __init__(self, tokenizer: Tokenizer, n_processes: int) -> None:
-        self._idle: SimpleQueue[_Encoder] = SimpleQueue()
+        self._idle: SimpleQueue[PythonChild] = SimpleQueue()
         self._threads = ThreadPoolExecutor(n_processes)
         with ExitStack() as stack:  # undone from its end, now if a process cannot be started
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pentameter-"))
-            path = Path(folder) / "tokenizer.json"
-            tokenizer.save(path)
-            stack.callback(self._threads.shutdown)
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="pentameter-")))
+            tokenizer.save(folder / "tokenizer.json")
+            children = []
             for _ in range(n_processes):
-                encoder = _Encoder(path)
-                stack.callback(encoder.stop)
-                self._idle.put(encoder)
+                children.append(_start_encoder(folder))
+                stack.callback(children[-1].close)
+                self._idle.put(children[-1])
+            stack.callback(self._threads.shutdown)  # which waits, so that nobody asks any more
+            for child in children:
+                stack.callback(child.kill)
             stack.callback(self._threads.shutdown, wait=False, cancel_futures=True)
             self._stack = stack.pop_all()
 
@@ -127,91 +113,43 @@ class _Pool:
         return self._threads.submit(self._encode, texts)
 
     def _encode(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
-        encoder = self._idle.get()
+        child = self._idle.get()
         try:
-            return encoder.encode(texts)
+            ids, lengths = child.ask(texts)
+        except ChildEndedError as error:
+            raise StorageError(
+                f"a process that encoded text ended (exit code {error.code}; -9 is often a lack of "
+                "memory); start again"
+            ) from error
         finally:
-            self._idle.put(encoder)
-
-
-class _Encoder:
-    """One process: texts go in through its pipe, ids come out."""
-
-    def __init__(self, tokenizer: Path) -> None:
-        # A fresh interpreter rather than `multiprocessing`: forking a process with threads is
-        # unsafe, and spawning would run the user's script again. -P: the folder that this process
-        # happens to be in may hold a `numpy.py` of somebody's.
-        package = Path(__file__).parents[2] / "__init__.py"
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START, str(package), str(tokenizer)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-            )
-        except OSError as error:
-            raise StorageError(
-                f"cannot start {sys.executable} to encode text: {error.strerror}; start again "
-                "when fewer processes run"
-            ) from error
-
-    def encode(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
-        """The ids of each text; raises what the process raised."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        try:
-            pickle.dump(texts, stdin, protocol=5)
-            stdin.flush()
-            answer = pickle.load(stdout)  # written by our own process
-        except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
-            raise StorageError(
-                f"a process that encoded text ended (exit code {self._process.wait()}; -9 is often "
-                "a lack of memory); start again"
-            ) from error
-        if isinstance(answer, PentameterError):
-            raise answer
-        ids, lengths = answer
+            self._idle.put(child)
         result: list[npt.NDArray[Any]] = np.split(ids, np.cumsum(lengths)[:-1])
         return result
 
-    def stop(self) -> None:
-        """End the process, whatever it does."""
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with suppress(OSError):  # what it no longer read
-                    stream.close()
+
+def _start_encoder(folder: Path) -> PythonChild:
+    """A process that encodes with the tokenizer saved in a temporary folder."""
+    try:
+        return PythonChild(
+            f"{__name__}:encoder",
+            str(folder / "tokenizer.json"),
+            environment={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+            folder=folder,
+        )
+    except OSError as error:
+        raise StorageError(
+            f"cannot start {sys.executable} to encode text: {error.strerror}; start again when "
+            "fewer processes run"
+        ) from error
 
 
-# -- in the process that encodes ------------------------------------------------------------------
-
-
-def serve(tokenizer: Tokenizer, requests: IO[bytes], answers: IO[bytes]) -> None:
-    """Answer each list of texts with (all their ids, their lengths), or with the error raised."""
+def encoder(tokenizer_file: str) -> Callable[[Sequence[str]], object]:
+    """The function with which a process of the pool answers: texts to (all their ids, lengths)."""
+    tokenizer = load_tokenizer(tokenizer_file)
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-    while True:
-        try:
-            texts = pickle.load(requests)  # written by the process that started this one
-        except EOFError:
-            return
-        answer: object
-        try:
-            ids = tokenizer.encode_batch(texts)
-            answer = np.concatenate(ids).astype(dtype), [len(part) for part in ids]
-        except PentameterError as error:
-            answer = error
-        pickle.dump(answer, answers, protocol=5)
-        answers.flush()
 
+    def encode(texts: Sequence[str]) -> object:
+        ids = tokenizer.encode_batch(texts)
+        return np.concatenate(ids).astype(dtype), [len(part) for part in ids]
 
-def main(tokenizer: str) -> None:
-    """Run one of the processes, until the one that started it closes the pipe; `tokenizer` is a
-    file in a temporary folder of its own."""
-    # Ctrl-C reaches the whole group of processes; the one that started this ends it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    serve(load_tokenizer(tokenizer), sys.stdin.buffer, sys.stdout.buffer)
-    with suppress(OSError):  # who started this process was killed, or it would have ended this one
-        Path(tokenizer).unlink(missing_ok=True)
-        Path(tokenizer).parent.rmdir()
+    return encode
