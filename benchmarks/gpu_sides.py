@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pentameter.data.batches.batches import TrainingBatches
-from pentameter.data.batches.dataset import TokenSplit
+from pentameter.data.batches.step import TrainingBatches
+from pentameter.data.shards.dataset import TokenSplit
 from pentameter.keyed import bits, make_key
 from pentameter.optim.build import build_optimizer, set_learning_rate
 from pentameter.optim.clip import (

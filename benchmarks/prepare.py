@@ -114,7 +114,7 @@ def main() -> None:
         print(f"{len(documents):,} files, {n_bytes / 1e6:.1f} MB, {os.cpu_count()} cores")
         tokenizer, library = options.tokenizer, None
         if tokenizer != "char":
-            from pentameter.data.tokenizers.building import build_tokenizer
+            from pentameter.data.tokenizers.setting import build_tokenizer
 
             made = build_tokenizer(tokenizer, lambda: iter(documents[:500]))
             made.save(folder / "made.json")

@@ -23,8 +23,8 @@ import torch
 
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
-from pentameter.data.batches.batches import training_batches
-from pentameter.data.batches.dataset import open_dataset
+from pentameter.data.batches.step import training_batches
+from pentameter.data.open_dataset import open_dataset
 from pentameter.machine.ceiling import product_ceiling
 from pentameter.optim.build import build_optimizer, set_learning_rate
 from pentameter.optim.clip import clip_gradients, gradient_norm

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from live_bytes import LiveBytes
 
 from pentameter.config.schema import Config
-from pentameter.data.batches.batches import Batch
+from pentameter.data.batches.step import Batch
 from pentameter.optim.build import build_optimizer
 from pentameter.parallel.assemble import assemble
 from pentameter.planning.plan import make_plan

@@ -21,10 +21,9 @@ from pentameter.checkpoint.hugging_face import architecture
 from pentameter.config.fields import leaves
 from pentameter.config.fingerprint import config_hash
 from pentameter.config.schema import Config
-from pentameter.data.batches.batches import training_batches
-from pentameter.data.batches.dataset import TokenSplit
-from pentameter.data.prepare.contents import Splitting
-from pentameter.data.shards.token_sequence import TokenSequence
+from pentameter.data.batches.step import training_batches
+from pentameter.data.prepare.splits import Splitting
+from pentameter.data.shards.dataset import TokenSequence, TokenSplit
 from pentameter.errors import ConfigError, StorageError
 from pentameter.evaluate import split as evaluation
 from pentameter.fused_cpu.step import architecture_obstacle, fused_loss_sum
@@ -261,7 +260,7 @@ def split() -> TokenSplit:
 
 def evaluated(config: Config) -> None:
     plan = SimpleNamespace(config=config)
-    list(evaluation._batches(SimpleNamespace(plan=plan), split(), 2, None))
+    evaluation.evaluate(SimpleNamespace(plan=plan), split(), name="val", step=0, batch_size=2)
 
 
 def failed_to_save(config: Config) -> None:

@@ -33,6 +33,16 @@ LAYER = {
 SIDEWAYS = {("config", "errors")}  # both layer 0
 """The only imports within a layer that cross packages."""
 
+DATA_ROOMS = {
+    "progress": 0,
+    "corpora": 1, "tokenizers": 1,
+    "shards": 2,
+    "prepare": 3, "batches": 3,
+    "open_dataset": 4,
+    "__init__": 5,
+}  # fmt: skip
+"""The rooms of `data/` and the files beside them, each with its layer within the package."""
+
 FREE_OF_TORCH = {"config", "errors", "keyed", "disk", "planning", "data"}
 FREE_OF_DISTRIBUTED = {"model", "fused_cpu", "evaluate", "train", "generation", "optim"}
 READS_ENVIRONMENT = {"config", "disk", "data", "machine", "processes", "fused_cpu"}
@@ -142,6 +152,23 @@ def test_imports_point_down():
             elif LAYER[target] >= LAYER[package] and (package, target) not in SIDEWAYS:
                 wrong.append((path, item.line, f"{package} must not import {item.module}"))
     assert not wrong, places(wrong)
+
+
+def test_rooms_of_data_import_from_those_below():
+    data = SOURCE / "data"
+    rooms, wrong = set(), []
+    for path in files():
+        if data not in path.parents:
+            continue
+        room = path.relative_to(data).with_suffix("").parts[0]
+        rooms.add(room)
+        for item in imports(path):
+            if is_or_inside(item.module, "pentameter.data"):
+                other = [*item.module.split("."), "__init__"][2]
+                if other != room and DATA_ROOMS[other] >= DATA_ROOMS[room]:
+                    wrong.append((path, item.line, f"{room} must not import {item.module}"))
+    assert not wrong, places(wrong)
+    assert rooms == set(DATA_ROOMS)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pentameter.checkpoint.state import model_state
 from pentameter.checkpoint.store import CheckpointStore
 from pentameter.config.schema import Config
 from pentameter.config.write import to_toml
-from pentameter.data.tokenizers.building import train_bpe
+from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import ConfigError
 from pentameter.generation.loop import generate

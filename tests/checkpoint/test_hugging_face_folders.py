@@ -21,7 +21,7 @@ from pentameter.checkpoint.model import load_model, open_model
 from pentameter.checkpoint.state import model_state
 from pentameter.checkpoint.stored import StoredModel
 from pentameter.config.schema import Config
-from pentameter.data.tokenizers.building import train_bpe
+from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError

@@ -14,7 +14,7 @@ from pentameter.checkpoint.initial_weights import (
 from pentameter.checkpoint.state import model_state
 from pentameter.checkpoint.stored import StoredModel, save_model
 from pentameter.config.schema import Config, ModelConfig
-from pentameter.data.tokenizers.building import train_bpe
+from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.model.gpt import GPT, build_model

@@ -13,7 +13,7 @@ from pentameter.checkpoint.stored import StoredModel, save_model
 from pentameter.cli.main import main
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
-from pentameter.data.tokenizers.building import train_bpe
+from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.model.gpt import build_model
 

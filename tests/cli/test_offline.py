@@ -12,7 +12,7 @@ from pentameter.checkpoint.state import model_state
 from pentameter.checkpoint.stored import StoredModel
 from pentameter.cli.main import main
 from pentameter.config.schema import Config
-from pentameter.data.tokenizers.building import gpt2_tokenizer
+from pentameter.data.tokenizers.setting import gpt2_tokenizer
 from pentameter.errors import StorageError
 from pentameter.model.gpt import build_model
 

@@ -6,7 +6,7 @@ import pytest
 
 from pentameter.cli.prepare import run
 from pentameter.config.schema import DataConfig
-from pentameter.data.batches.dataset import open_dataset
+from pentameter.data.open_dataset import open_dataset
 from pentameter.errors import ConfigError, CorruptError
 
 
@@ -114,14 +114,14 @@ def test_another_encoding_and_field(tmp_path, text_file, capsys):
 def test_without_a_terminal_progress_is_plain_lines_on_standard_error(
     tmp_path, text_file, monkeypatch, capsys
 ):
-    monkeypatch.setattr("pentameter.data.prepare.progress.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("pentameter.data.progress.LINE_SECONDS", 0.0)
     assert run([str(text_file), "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr()
     lines = said.err.splitlines()
     assert lines[0] == "reading the text: 100% · 0 of 0 MB"
     assert lines[-1].startswith("encoding the text: 100% · 0 of 0 MB")
     assert "the text" not in said.out
-    monkeypatch.setattr("pentameter.data.prepare.progress.LINE_SECONDS", 10.0)
+    monkeypatch.setattr("pentameter.data.progress.LINE_SECONDS", 10.0)
     assert run([str(text_file), "--out", str(tmp_path / "again")]) == 0
     assert capsys.readouterr().err == ""  # too short to be told of
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from pentameter.config.schema import DataConfig
-from pentameter.data.batches.dataset import open_dataset
 from pentameter.data.corpora import registry as corpora
 from pentameter.data.corpora.registry import corpus_text
+from pentameter.data.open_dataset import open_dataset
 from pentameter.disk.storage import PublicFile, cache_folder, public_file
 from pentameter.errors import ConfigError, CorruptError, StorageError
 

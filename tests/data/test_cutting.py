@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.data.prepare.cutting import cut, last_cut
-from pentameter.data.tokenizers.building import train_bpe
+from pentameter.data.tokenizers.bpe import train_bpe
+from pentameter.data.tokenizers.cutting import cut, last_cut
 from pentameter.data.tokenizers.word import normalized_words
 
 BPE = train_bpe(["the cat's hat  sat on\n\nthe mat <br /> and 12 12 hats ... \t\t  the cat"], 320)

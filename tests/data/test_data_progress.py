@@ -1,6 +1,6 @@
 """The plain lines of a long preparation."""
 
-from pentameter.data.prepare.progress import ProgressLines
+from pentameter.data.progress import ProgressLines
 
 
 class Clock:
@@ -29,14 +29,14 @@ def test_each_pass_has_its_own_rate_and_encoding_its_tokens():
     lines = ProgressLines(said.append, clock)
     lines("reading", 1, 2_000_000)
     clock.now += 11
-    lines("resuming", 500_000, 2_000_000)  # done by an earlier process: no rate yet
+    lines("training", 500_000, 2_000_000)  # its first sign: no rate yet
     clock.now += 5
     lines("encoding", 1_000_000, 2_000_000)
     lines.count_tokens(1234567)
     clock.now += 5
     lines("encoding", 1_500_000, 2_000_000)
     assert said == [
-        "resuming the text: 25% · 0 of 2 MB",
+        "training the tokenizer: 25% · 0 of 2 MB",
         "encoding the text: 75% · 2 of 2 MB · 0.1 MB/s · 1,234,567 tokens · 0:00:05 left",
     ]
 

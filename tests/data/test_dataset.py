@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from pentameter.config.schema import DataConfig, GrammarConfig
-from pentameter.data.batches import dataset as dataset_module
-from pentameter.data.batches.batches import TrainingBatches
-from pentameter.data.batches.dataset import open_dataset
-from pentameter.data.batches.windows import evaluation_batches
+from pentameter.data import open_dataset as open_dataset_module
+from pentameter.data.batches.step import TrainingBatches
+from pentameter.data.open_dataset import open_dataset
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import ConfigError, CorruptError
+from pentameter.evaluate.split import evaluation_batches
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,9 @@ def test_the_second_start_prepares_nothing(text_file, monkeypatch):
     stages = set()
     first = open_dataset(data, progress=lambda stage, done, total: stages.add(stage))
     assert stages == {"reading", "encoding", "verifying"}
-    monkeypatch.setattr(dataset_module, "prepare", lambda *_, **__: pytest.fail("prepared again"))
+    monkeypatch.setattr(
+        open_dataset_module, "prepare", lambda *_, **__: pytest.fail("prepared again")
+    )
     assert open_dataset(data).hash == first.hash
 
 
@@ -110,7 +112,7 @@ def test_damage_in_the_cache_is_found_and_says_what_to_delete(text_file, cache):
 PREPARE_WHEN_TOLD = """
 import sys
 from pentameter.config.schema import DataConfig
-from pentameter.data.batches.dataset import open_dataset
+from pentameter.data.open_dataset import open_dataset
 print("ready", flush=True)
 sys.stdin.readline()
 print(open_dataset(DataConfig(path=sys.argv[1])).hash)
@@ -143,15 +145,15 @@ def test_what_a_killed_process_left_is_removed(text_file, cache):
     script = (
         "import os, sys\n"
         "from pentameter.config.schema import DataConfig\n"
-        "from pentameter.data.batches.dataset import open_dataset\n"
+        "from pentameter.data.open_dataset import open_dataset\n"
         "def kill(stage, done, total):\n"
         "    if stage == 'encoding': os.kill(os.getpid(), 9)\n"
         "open_dataset(DataConfig(path=sys.argv[1]), progress=kill)\n"
     )
     subprocess.run([sys.executable, "-c", script, str(text_file)], check=False)
-    assert [folder.name for folder in cache.iterdir() if ".part-" in folder.name]
+    assert [folder.name for folder in cache.iterdir() if folder.name.endswith(".part")]
     open_dataset(data)
-    assert not [folder.name for folder in cache.iterdir() if ".part-" in folder.name]
+    assert not [folder.name for folder in cache.iterdir() if folder.name.endswith(".part")]
 
 
 def test_prepared_shards_are_opened_as_they_are(text_file, cache):
@@ -246,7 +248,7 @@ def test_the_grammar_is_prepared_without_reading_it_twice(cache):
 
 def test_data_needs_no_torch():
     code = "import sys, pentameter.data, pentameter.cli.prepare; assert 'torch' not in sys.modules"
-    source = Path(dataset_module.__file__).parents[2]
+    source = Path(open_dataset_module.__file__).parents[2]
     subprocess.run(
         [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(source)}
     )

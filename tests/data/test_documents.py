@@ -7,15 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.data.batches.dataset import Dataset
 from pentameter.data.corpora.text import Text
-from pentameter.data.prepare import documents as documents_module
-from pentameter.data.prepare.contents import Splitting
-from pentameter.data.prepare.documents import Cutter, Routes, divide, split_of
-from pentameter.data.prepare.prepare import prepare
-from pentameter.data.shards.shards import open_shards
-from pentameter.data.tokenizers.building import train_bpe
+from pentameter.data.prepare.from_text import prepare
+from pentameter.data.prepare.splits import Division, Splitting, divide, split_of
+from pentameter.data.shards.dataset import open_shards
+from pentameter.data.tokenizers import cutting
+from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
+from pentameter.data.tokenizers.cutting import Cutter
 from pentameter.data.tokenizers.word import WordTokenizer
 
 SPLITS = ("train", "val", "test")
@@ -41,7 +40,7 @@ def corpus(documents, name="text"):
 
 def prepared(folder, documents, **settings):
     prepare(corpus(documents), folder, **settings)
-    dataset = Dataset(open_shards(folder / "text.json"))
+    dataset = open_shards(folder / "text.json")
     return {name: dataset.split(name) for name in SPLITS}
 
 
@@ -58,12 +57,12 @@ def test_pieces_encode_as_the_whole(kind, text, cuts):
         text = text.replace("\u3000", "")
     places = [0, *sorted(cuts), len(text)]
     pieces = [text[a:b] for a, b in itertools.pairwise(places)]
-    old, documents_module.PIECE_CHARACTERS = documents_module.PIECE_CHARACTERS, 5
+    old, cutting.PIECE_CHARACTERS = cutting.PIECE_CHARACTERS, 5
     try:
         cutter = Cutter(kind)
         parts = [*map(cutter.feed, pieces), cutter.rest()]
     finally:
-        documents_module.PIECE_CHARACTERS = old
+        cutting.PIECE_CHARACTERS = old
     assert "".join(parts) == text
     ids = np.concatenate(tokenizer.encode_batch(parts))
     assert ids.tolist() == tokenizer.encode(text).tolist()
@@ -78,7 +77,7 @@ def test_text_without_a_place_to_cut_is_cut_where_it_grows_too_long():
 
 def test_long_documents_are_cut_into_bounded_pieces():
     text = SAMPLE * 2000
-    routes = Routes(only="train")
+    routes = Division(only="train")
     pieces = [text[i : i + 60_000] for i in range(0, len(text), 60_000)]
     parts = list(divide(iter([iter(pieces)]), routes, Cutter("bpe")))
     assert max(len(part.text) for part in parts) < 200_000

@@ -8,10 +8,10 @@ import time
 import pytest
 
 from pentameter.data.corpora.text import text_of_pieces
-from pentameter.data.prepare.documents import Part
-from pentameter.data.prepare.encoding import batches, encoded, processes_for
-from pentameter.data.prepare.prepare import prepare
-from pentameter.data.tokenizers.building import train_bpe
+from pentameter.data.prepare.encoders import batches, encoded, processes_for
+from pentameter.data.prepare.from_text import prepare
+from pentameter.data.prepare.splits import Passage
+from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer, UnseenCharacterError
 from pentameter.errors import ConfigError, StorageError
 
@@ -19,7 +19,7 @@ TOKENIZER = train_bpe(["the quick brown fox jumps over the lazy dog"], 300)
 
 
 def parts_of(texts):
-    return [Part(text, "train", True, True) for text in texts]
+    return [Passage(text, "train", True, True) for text in texts]
 
 
 @pytest.fixture
@@ -51,10 +51,10 @@ def test_they_stop_when_the_caller_stops(processes):
 def test_they_leave_nothing_behind_when_the_caller_is_killed(tmp_path):
     script = (
         "import os, signal\n"
-        "from pentameter.data.tokenizers.building import train_bpe\n"
-        "from pentameter.data.prepare.documents import Part\n"
-        "from pentameter.data.prepare.encoding import encoded\n"
-        "batch = [Part('some', 'train', True, True)]\n"
+        "from pentameter.data.tokenizers.bpe import train_bpe\n"
+        "from pentameter.data.prepare.splits import Passage\n"
+        "from pentameter.data.prepare.encoders import encoded\n"
+        "batch = [Passage('some', 'train', True, True)]\n"
         "results = encoded([batch] * 9, train_bpe(['some words'], 260), 2)\n"
         "next(results)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -100,11 +100,11 @@ def test_one_that_cannot_start_stops_the_others(processes, monkeypatch):
 def test_modules_in_the_current_folder_are_not_run(tmp_path, name):
     (tmp_path / f"{name}.py").write_text("raise SystemExit('the planted module ran')\n")
     script = (
-        "from pentameter.data.tokenizers.building import train_bpe\n"
-        "from pentameter.data.prepare.documents import Part\n"
-        "from pentameter.data.prepare.encoding import encoded\n"
+        "from pentameter.data.tokenizers.bpe import train_bpe\n"
+        "from pentameter.data.prepare.splits import Passage\n"
+        "from pentameter.data.prepare.encoders import encoded\n"
         "tokenizer = train_bpe(['some words'], 260)\n"
-        "(_, [ids]), = encoded([[Part('some', 'train', True, True)]], tokenizer, 1)\n"
+        "(_, [ids]), = encoded([[Passage('some', 'train', True, True)]], tokenizer, 1)\n"
         "assert tokenizer.decode(ids) == 'some'\n"
     )
     done = subprocess.run(

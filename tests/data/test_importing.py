@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from pentameter.cli.prepare import run
-from pentameter.data.batches.dataset import Dataset
 from pentameter.data.corpora.text import text_from_paths
-from pentameter.data.prepare.importing import (
+from pentameter.data.prepare.from_tokens import (
     import_tokens,
     open_token_file,
     token_files,
     with_neighbours,
 )
-from pentameter.data.shards.shards import find_header, open_shards
-from pentameter.data.tokenizers.building import train_bpe
+from pentameter.data.shards.dataset import open_shards
+from pentameter.data.shards.format import find_header
+from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import ConfigError, CorruptError
 
@@ -54,7 +54,7 @@ def megatron(path, sequences=IDS, bounds=(0, 1, 2, 3), code=8, dtype="<u2", mode
 def imported(tmp_path, files, tokenizer=TOKENIZER, **settings):
     opened = {split: list(map(open_token_file, files.get(split, ()))) for split in SPLITS}
     import_tokens(opened, tmp_path / "out", tokenizer, **settings)
-    return Dataset(open_shards(find_header(tmp_path / "out")))
+    return open_shards(find_header(tmp_path / "out"))
 
 
 def in_documents(split):
@@ -94,7 +94,7 @@ def test_megatron_documents_are_what_its_index_says(tmp_path):
 
 
 def test_several_files_and_splits_over_block_bounds(tmp_path, monkeypatch):
-    monkeypatch.setattr("pentameter.data.prepare.importing.BLOCK_TOKENS", 5)
+    monkeypatch.setattr("pentameter.data.prepare.from_tokens.BLOCK_TOKENS", 5)
     train = [nanogpt(tmp_path / "train.bin"), llmc(tmp_path / "b_train_1.bin", IDS[0])]
     files = {"train": train, "val": [nanogpt(tmp_path / "val.bin", IDS[1])]}
     dataset = imported(tmp_path, files, validation_fraction=0.5)
@@ -104,7 +104,7 @@ def test_several_files_and_splits_over_block_bounds(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("block", [3, 1000])
 def test_one_file_is_cut_by_fractions_like_text(tmp_path, monkeypatch, block):
-    monkeypatch.setattr("pentameter.data.prepare.importing.BLOCK_TOKENS", block)
+    monkeypatch.setattr("pentameter.data.prepare.from_tokens.BLOCK_TOKENS", block)
     file = nanogpt(tmp_path / "a.bin", [1, 2, END, 3, 4, 5, END, 6, 7, END])
     dataset = imported(tmp_path, {"train": [file]}, validation_fraction=0.3, test_fraction=0.2)
     assert in_documents(dataset.split("train")) == [[1, 2, END], [3, 4]]

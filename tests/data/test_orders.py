@@ -5,11 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.data.batches.batches import TrainingBatches
-from pentameter.data.batches.dataset import TokenSplit
-from pentameter.data.batches.windows import evaluation_batches
-from pentameter.data.shards.token_sequence import TokenSequence
+from pentameter.data.batches.step import TrainingBatches
+from pentameter.data.shards.dataset import TokenSequence, TokenSplit
 from pentameter.errors import ConfigError
+from pentameter.evaluate.split import evaluation_batches
 
 
 def documents_of(lengths):

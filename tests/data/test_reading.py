@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pentameter.config.schema import encoding_problem
-from pentameter.data.corpora.reading import UTF8, FileContents, read_documents
+from pentameter.data.corpora.files import UTF8, FileContents, read_documents
 from pentameter.data.corpora.text import text_from_paths
 from pentameter.errors import ConfigError, CorruptError
 
@@ -88,7 +88,7 @@ def test_a_wrong_record_is_named_with_file_and_line(tmp_path, line, message):
 def test_a_named_encoding_is_decoded_whatever_a_block_cuts(
     tmp_path, monkeypatch, encoding, piece_bytes
 ):
-    monkeypatch.setattr("pentameter.data.corpora.reading.PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("pentameter.data.corpora.files.PIECE_BYTES", piece_bytes)
     assert encoding_problem(encoding) is None
     text = CHARACTERS[encoding] * 3
     contents = FileContents(encoding)
@@ -128,7 +128,7 @@ def test_every_encoding_that_is_taken_can_be_read(tmp_path):
     ],
 )
 def test_what_does_not_decode_is_placed(tmp_path, monkeypatch, encoding, data, said, piece_bytes):
-    monkeypatch.setattr("pentameter.data.corpora.reading.PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("pentameter.data.corpora.files.PIECE_BYTES", piece_bytes)
     file = write(tmp_path / "a.txt", data)
     with pytest.raises(CorruptError, match=said) as error:
         documents(file, FileContents(encoding))
@@ -141,7 +141,7 @@ def test_any_bytes_are_the_text_python_makes_of_them_or_an_error(
 ):
     file = write(tmp_path_factory.mktemp("any") / "a.txt", data)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pentameter.data.corpora.reading.PIECE_BYTES", piece_bytes)
+        patch.setattr("pentameter.data.corpora.files.PIECE_BYTES", piece_bytes)
         try:
             (found,) = documents(file, FileContents(encoding))
         except CorruptError:
@@ -215,7 +215,7 @@ def test_reading_loads_no_decompressor_that_is_not_needed():
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_a_line_has_a_longest_length(tmp_path, monkeypatch, suffix):
-    monkeypatch.setattr("pentameter.data.corpora.reading.LONGEST_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("pentameter.data.corpora.files.LONGEST_LINE_BYTES", 1 << 20)
     longest = json.dumps({"text": "x" * ((1 << 20) - 13)}).encode() + b"\n"
     assert len(longest) == 1 << 20
     compress = gzip.compress if suffix else bytes

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.data.batches.dataset import Dataset
 from pentameter.data.corpora.text import text_of_pieces
-from pentameter.data.prepare.contents import Splitting, split_ends
-from pentameter.data.prepare.prepare import prepare
-from pentameter.data.shards.shards import find_header, header_hash, open_shards
+from pentameter.data.prepare.from_text import prepare
+from pentameter.data.prepare.splits import Splitting, split_ends
+from pentameter.data.shards.dataset import open_shards
+from pentameter.data.shards.format import find_header, header_hash
 from pentameter.data.shards.writer import ShardWriter
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError
@@ -45,7 +45,7 @@ def test_text_comes_back_from_shards(tmp_path_factory, content, pieces, shard_to
         splitting=Splitting(*held_out),
         shard_tokens=shard_tokens,
     )
-    dataset = Dataset(open_shards(out / "text.json"))
+    dataset = open_shards(out / "text.json")
     splits = [dataset.split(name) for name in SPLITS]
     texts = [dataset.tokenizer.decode(split.tokens[:]) for split in splits]
     assert "".join(texts) == content
@@ -62,9 +62,9 @@ def test_ids_take_two_bytes_while_they_fit(tmp_path, vocab_size):
         writer.start_document("train")
         writer.write("train", ids, 3)
         writer.finish({})
-    shards = open_shards(tmp_path / "big.json")
-    assert shards.dtype == ("<u2" if vocab_size <= 1 << 16 else "<u4")
-    assert shards.tokens()["train"][:].tolist() == ids.tolist()
+    tokens = open_shards(tmp_path / "big.json").split("train").tokens
+    assert tokens.dtype == ("<u2" if vocab_size <= 1 << 16 else "<u4")
+    assert tokens[:].tolist() == ids.tolist()
 
 
 def test_shards_of_the_same_text_are_the_same_bytes(tmp_path):
@@ -83,9 +83,8 @@ def test_shards_of_the_same_text_are_the_same_bytes(tmp_path):
 
 
 def test_tokens_read_like_an_array_over_file_borders(folder):
-    shards = open_shards(folder / "text.json")
-    assert len(shards.files) == 5
-    train = shards.tokens()["train"]
+    assert len(list(folder.glob("text-0000?.bin"))) == 5
+    train = open_shards(folder / "text.json").split("train").tokens
     whole = np.asarray(train)
     assert len(train) == whole.size == 144
     rng = np.random.default_rng(0)
@@ -226,7 +225,7 @@ def test_a_flipped_bit_inside_the_vocabulary_is_found_on_opening(folder, name):
     ids.tofile(path)
     with pytest.raises(CorruptError, match=rf"{name} was changed: sha256 .*prepare the data again"):
         open_shards(folder / "text.json")
-    assert open_shards(folder / "text.json", verify=False).files  # another process looks
+    open_shards(folder / "text.json", verify=False)  # another process looks
 
 
 def test_other_documents_are_found_on_opening(tmp_path):
@@ -241,7 +240,7 @@ def test_other_documents_are_found_on_opening(tmp_path):
 
 
 def test_the_first_damaged_file_is_named_and_progress_told(folder, monkeypatch):
-    monkeypatch.setattr("pentameter.data.shards.shards.CHECK_TOKENS", 7)
+    monkeypatch.setattr("pentameter.data.shards.dataset.CHECK_TOKENS", 7)
     told = []
     open_shards(folder / "text.json", progress=lambda *pass_: told.append(pass_))
     assert told == [("verifying", 2 * n, 360) for n in (50, 100, 144, 162, 180)]
@@ -278,7 +277,7 @@ def test_version_1_opens_with_a_document_per_split(folder):
 
     rewrite(folder, older)
     (folder / "text-documents.bin").unlink()
-    dataset = Dataset(open_shards(folder / "text.json"))
+    dataset = open_shards(folder / "text.json")
     assert [dataset.split(s).document_starts.tolist() for s in SPLITS] == [[0], [0], [0]]
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.data.corpora.reading import read_pieces
+from pentameter.data.corpora.files import read_pieces
 from pentameter.data.corpora.text import (
     files_below,
     first_bytes,

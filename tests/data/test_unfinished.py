@@ -1,120 +1,117 @@
-"""Unfinished folders: one process at a time works for a target, and damage begins anew."""
+"""A preparation that was killed leaves nothing that is taken for whole, and begins again cleanly;
+one process at a time works for a target."""
 
 import errno
 import fcntl
-import json
 import os
+import subprocess
+import sys
 import threading
 from contextlib import suppress
-from pathlib import Path
 
+import numpy as np
 import pytest
 
-from pentameter.data.batches.dataset import Dataset
 from pentameter.data.corpora.text import text_from_paths
-from pentameter.data.prepare.prepare import prepare
-from pentameter.data.shards import writer as shard_writer
-from pentameter.data.shards.shards import open_shards
-from pentameter.data.tokenizers.bpe import END_OF_TEXT
-from pentameter.disk.storage import continuing
-from pentameter.errors import ConfigError
+from pentameter.data.prepare.from_text import prepare
+from pentameter.data.prepare.splits import Splitting
+from pentameter.data.shards.dataset import open_shards
+from pentameter.disk.storage import building_alone
+from pentameter.errors import ConfigError, StorageError
 
-TEXT = "the quick brown fox jumps over the lazy dog. " * 20_000
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "rests"]
+SETTINGS = {"splitting": Splitting(0.2, 0.1, "document"), "shard_tokens": 150_000}
 
-
-class StoppedError(Exception):
-    pass
+SCRIPT = """
+import os, sys
+from pathlib import Path
+from pentameter.data.prepare.from_text import prepare
+from pentameter.data.prepare.splits import Splitting
+from pentameter.data.corpora.text import text_from_paths
+at, tokenizer = int(sys.argv[3]), sys.argv[4]
+calls = 0
+def kill(stage, done, total):
+    global calls
+    calls += stage == "encoding"
+    if calls == at:
+        os.kill(os.getpid(), 9)
+prepare(
+    text_from_paths([Path(sys.argv[1])]), Path(sys.argv[2]), tokenizer=tokenizer, progress=kill,
+    splitting=Splitting(0.2, 0.1, "document"), shard_tokens=150_000, n_processes=0,
+)
+"""
 
 
 @pytest.fixture
-def text(tmp_path):
-    (tmp_path / "text.txt").write_text(TEXT)
-    return text_from_paths([tmp_path / "text.txt"])
+def folder(tmp_path):
+    """About 5 batches of text in 24 files."""
+    rng = np.random.default_rng(0)
+    (tmp_path / "text").mkdir()
+    for number in range(24):
+        words = rng.choice(WORDS, 20_000)
+        (tmp_path / "text" / f"{number:02d}.txt").write_text(" ".join(words))
+    return tmp_path / "text"
 
 
-def stop(stage, done, total):
-    if stage == "encoding" and done > 600_000:
-        raise StoppedError
+@pytest.fixture
+def text(folder):
+    return text_from_paths([folder])
 
 
-def stopped(text, out, tokenizer="char"):
-    """The unfinished folder of a preparation that stopped half way."""
-    with pytest.raises(StoppedError):
-        prepare(
-            text, out, tokenizer=tokenizer, note_seconds=0, shard_tokens=300_000, progress=stop,
-            n_processes=0,
-        )  # fmt: skip
-    (folder,) = out.parent.glob(".out.part-*")
-    return folder
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def resumed(text, out, tokenizer="char"):
-    """Whether the preparation went on where it stopped; it must have given what it should."""
-    stages = set()
-    prepare(
-        text, out, tokenizer=tokenizer, shard_tokens=300_000, n_processes=0,
-        progress=lambda stage, done, total: stages.add(stage),
-    )  # fmt: skip
-    dataset = Dataset(open_shards(out / "text.json"))
-    tokens = [dataset.split(split).tokens[:] for split in ("train", "val")]
-    decoded = "".join(map(dataset.tokenizer.decode, tokens))
-    assert decoded.removesuffix(END_OF_TEXT) == TEXT
-    assert not list(out.parent.glob(".*"))
-    return "resuming" in stages
+def killed(folder, out, at, tokenizer):
+    arguments = [sys.executable, "-c", SCRIPT, str(folder), str(out), str(at), tokenizer]
+    done = subprocess.run(arguments, check=False, capture_output=True, text=True)
+    assert done.returncode == -9, done.stderr
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "word", "bpe:300"])
+def test_a_killed_preparation_begins_again_and_gives_the_same_bytes(folder, tmp_path, tokenizer):
+    whole = tmp_path / "whole"
+    prepare(text_from_paths([folder]), whole, tokenizer=tokenizer, n_processes=0, **SETTINGS)
+    out = tmp_path / "out"
+    for at in (3, 1):  # twice
+        killed(folder, out, at, tokenizer)
+        assert not out.exists()
+        assert [path.name for path in tmp_path.glob(".out.p*")] == [".out.part"]
+    prepare(text_from_paths([folder]), out, tokenizer=tokenizer, n_processes=0, **SETTINGS)
+    assert files(out) == files(whole)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_after_a_kill_other_text_or_settings_get_nothing_of_the_first(folder, tmp_path):
+    out, fresh = tmp_path / "out", tmp_path / "fresh"
+    killed(folder, out, 5, "char")
+    (folder / "00.txt").write_text("changed")
+    for target in (out, fresh):
+        prepare(text_from_paths([folder]), target, splitting=Splitting(0.0))
+    assert files(out) == files(fresh)
+    assert open_shards(out / "text.json").split("val").n_tokens == 0
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_full_disk_leaves_nothing_half_made(text, tmp_path):
+    def full(stage, done, total):
+        if stage == "encoding" and done > 1_000_000:
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(StorageError, match="No space left"):
+        prepare(text, tmp_path / "out", progress=full, **SETTINGS)
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+def test_processes_give_what_one_gives(text, tmp_path):
+    for n_processes in (0, 2):
+        out = tmp_path / str(n_processes)
+        prepare(text, out, tokenizer="bpe:300", n_processes=n_processes, **SETTINGS)
+    assert files(tmp_path / "0") == files(tmp_path / "2")
 
 
 def no_lock(descriptor, operation):
     raise OSError(errno.EBADF, "Bad file descriptor")
-
-
-def edited(**changes):
-    def edit(folder):
-        journal = folder / "journal.json"
-        journal.write_text(json.dumps({**json.loads(journal.read_text()), **changes}))
-
-    return edit
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda folder: (folder / "journal.json").write_text("{"),
-        lambda folder: (folder / "journal.json").write_bytes(b"\xff"),
-        lambda folder: (folder / "journal.json").write_text("[]"),
-        edited(splits={}),
-        edited(noted=None),
-        edited(tokenizer="another"),
-        lambda folder: (folder / "train-00000.tokens").unlink(),
-        lambda folder: (folder / "train-00001.tokens").unlink(),
-        lambda folder: os.truncate(folder / "train-00000.tokens", 8),
-        lambda folder: os.truncate(folder / "train-00001.tokens", 8),
-        lambda folder: (folder / "train.documents").unlink(),
-    ],
-)
-def test_a_damaged_unfinished_folder_is_begun_anew(text, tmp_path, damage):
-    folder = stopped(text, tmp_path / "out")
-    assert (folder / "train-00001.tokens").exists()
-    damage(folder)
-    assert not resumed(text, tmp_path / "out")
-
-
-def test_a_damaged_tokenizer_is_made_again(text, tmp_path):
-    folder = stopped(text, tmp_path / "out", "bpe:260")
-    (folder / "tokenizer.json").write_text("{")
-    assert resumed(text, tmp_path / "out", "bpe:260")
-
-
-def test_what_is_noted_reaches_the_disk_with_its_name(text, tmp_path, monkeypatch):
-    synced = []
-    real = shard_writer.sync
-
-    def sync(path):
-        synced.append((path, (path / "journal.json").exists()))
-        real(path)
-
-    monkeypatch.setattr(shard_writer, "sync", sync)
-    folder = stopped(text, tmp_path / "out")
-    assert (folder, True) in synced
 
 
 def prepared_by_two(text, tmp_path):
@@ -125,7 +122,7 @@ def prepared_by_two(text, tmp_path):
     def other():
         try:
             prepare(
-                text, out, keep_existing=True, note_seconds=0,
+                text, out, keep_existing=True,
                 progress=lambda stage, done, total: told.append(stage),
             )  # fmt: skip
         except Exception as error:
@@ -142,7 +139,7 @@ def prepared_by_two(text, tmp_path):
                 if not second.is_alive() or "awaiting" in told:
                     break
 
-    prepare(text, out, keep_existing=True, note_seconds=0, progress=begin_another)
+    prepare(text, out, keep_existing=True, progress=begin_another)
     second.join()
     open_shards(out / "text.json")
     assert not errors
@@ -171,8 +168,8 @@ def test_the_lock_is_of_a_file_that_is_open_for_writing(tmp_path, monkeypatch):
             raise OSError(errno.EBADF, "Bad file descriptor")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with continuing(tmp_path / "out", "key", "noted") as folder:
-        assert folder.name == ".out.part-key"
+    with building_alone(tmp_path / "out") as folder:
+        assert folder.name == ".out.part"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -181,9 +178,7 @@ def test_who_waited_finds_the_target(tmp_path):
 
     def other(keep_existing):
         try:
-            with continuing(
-                target, "other", "noted", keep_existing=keep_existing, waiting=waits.set
-            ) as folder:
+            with building_alone(target, keep_existing=keep_existing, waiting=waits.set) as folder:
                 found.append(folder)
         except ConfigError as error:
             found.append(str(error))
@@ -191,7 +186,7 @@ def test_who_waited_finds_the_target(tmp_path):
     for keep_existing, expected in ((True, "None"), (False, "exists and is not an empty folder")):
         waits.clear()
         thread = threading.Thread(target=other, args=(keep_existing,))
-        with continuing(target, "one", "noted") as folder:
+        with building_alone(target) as folder:
             (folder / "content").touch()
             thread.start()
             assert waits.wait(120)
@@ -202,28 +197,22 @@ def test_who_waited_finds_the_target(tmp_path):
         target.rmdir()
 
 
-def unfinished(target, key):
-    with suppress(StoppedError), continuing(target, key, "noted") as folder:
-        (folder / "noted").touch()
+class StoppedError(Exception):
+    pass
+
+
+def test_an_error_leaves_nothing(tmp_path):
+    with suppress(StoppedError), building_alone(tmp_path / "out") as folder:
+        (folder / "content").touch()
         raise StoppedError
-    return folder
+    assert not list(tmp_path.iterdir())
 
 
-def test_only_the_targets_own_unfinished_folders_are_removed(tmp_path):
-    other = unfinished(tmp_path / "out1", "key")
-    earlier = unfinished(tmp_path / "out[1]", "key")
-    with continuing(tmp_path / "out[1]", "changed", "noted"):
-        assert other.exists()
-        assert not earlier.exists()
-
-
-def test_an_unfinished_folder_that_vanishes_is_no_error(tmp_path, monkeypatch):
-    glob = Path.glob
-
-    def stale(self, pattern):
-        return [*glob(self, pattern), tmp_path / ".out.part-gone"]
-
-    monkeypatch.setattr(Path, "glob", stale)
-    with continuing(tmp_path / "out", "key", "noted"):
-        pass
-    assert (tmp_path / "out").is_dir()
+def test_only_the_targets_own_leftovers_are_removed(tmp_path):
+    for name in ("out1", "out[1]"):
+        (tmp_path / f".{name}.part").mkdir()
+        (tmp_path / f".{name}.part" / "content").touch()
+    with building_alone(tmp_path / "out[1]") as folder:
+        assert not list(folder.iterdir())
+    assert (tmp_path / ".out1.part" / "content").exists()
+    assert not list((tmp_path / "out[1]").iterdir())

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from pentameter.config.schema import Config
-from pentameter.data.batches.dataset import TokenSplit
-from pentameter.data.shards.token_sequence import TokenSequence
+from pentameter.data.shards.dataset import TokenSequence, TokenSplit
 from pentameter.evaluate.split import evaluate
 from pentameter.parallel.assemble import assemble
 from pentameter.planning.plan import make_plan

@@ -19,7 +19,7 @@ from ledger import Ledger
 from live_bytes import LiveBytes
 
 from pentameter.config.schema import Config
-from pentameter.data.batches.batches import Batch
+from pentameter.data.batches.step import Batch
 from pentameter.optim.build import build_optimizer
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import Engine

@@ -8,7 +8,7 @@ import torch
 
 from pentameter.checkpoint.state import model_state
 from pentameter.config.schema import Config
-from pentameter.data.batches.batches import Batch
+from pentameter.data.batches.step import Batch
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import LossSum
 from pentameter.planning.plan import make_plan

@@ -6,7 +6,7 @@ import torch
 from measured import configuration, engine_of, own_batch
 from torch.distributed.tensor import DTensor
 
-from pentameter.data.batches.batches import Batch
+from pentameter.data.batches.step import Batch
 from pentameter.errors import ConfigError
 from pentameter.processes.world import World
 

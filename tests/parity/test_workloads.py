@@ -266,7 +266,7 @@ def words_alone(runs, words_config):
 
 def loss_on_test(run: Run) -> float:
     """The loss of the best checkpoint, opened in one process, over the test split."""
-    from pentameter.data.batches.dataset import open_dataset
+    from pentameter.data.open_dataset import open_dataset
 
     loaded = load_model(run.folder, device="cpu")
     config = changed(loaded.config, ALONE)

@@ -59,7 +59,7 @@ def test_control_characters_of_a_sample_reach_no_terminal(tmp_path):
 
 
 def test_preparing_without_a_terminal_says_a_line_now_and_then(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("pentameter.data.prepare.progress.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("pentameter.data.progress.LINE_SECONDS", 0.0)
     with Console() as console:
         console.progress("reading", 1_000_000, 4_000_000)
         console.open_log(tmp_path / "log.txt")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pentameter.config.load import load_config
-from pentameter.data.batches.dataset import open_dataset
 from pentameter.data.corpora.grammar import grammar_source
+from pentameter.data.open_dataset import open_dataset
 from pentameter.train.loop import Trainer
 
 TINY = {

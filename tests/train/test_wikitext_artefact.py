@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from pentameter.config.schema import Config
-from pentameter.data.batches.batches import Batch, TrainingBatches
-from pentameter.data.batches.dataset import TokenSplit
-from pentameter.data.shards.token_sequence import TokenSequence
+from pentameter.data.batches.step import Batch, TrainingBatches
+from pentameter.data.shards.dataset import TokenSequence, TokenSplit
 from pentameter.evaluate.split import evaluate
 from pentameter.optim.build import build_optimizer
 from pentameter.parallel.assemble import assemble

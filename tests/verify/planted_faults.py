@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from pentameter.data.batches.batches import IGNORED
+from pentameter.data.batches.step import IGNORED
 from pentameter.parallel import assemble, data_parallel, gradients, tied
 from pentameter.parallel import engine as stage
 from pentameter.verify import steps

@@ -4,8 +4,8 @@ import pytest
 
 from pentameter.cli import verify as command
 from pentameter.config.load import load_config
-from pentameter.data.batches.batches import training_batches
-from pentameter.data.batches.dataset import open_dataset
+from pentameter.data.batches.step import training_batches
+from pentameter.data.open_dataset import open_dataset
 from pentameter.errors import ConfigError
 from pentameter.planning.layout import Layout, parse_layout
 from pentameter.planning.plan import global_batch_size

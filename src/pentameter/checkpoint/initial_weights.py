@@ -12,7 +12,7 @@ from pentameter.checkpoint.state import model_state
 from pentameter.checkpoint.tensors import materialize
 from pentameter.config.messages import shown
 from pentameter.config.schema import Config
-from pentameter.data.tokenizers.tokenizer import Tokenizer
+from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.errors import ConfigError
 from pentameter.parallel.local_parts import copy_part
 from pentameter.planning.architecture import feed_forward_width, has_position_table, parameter_table

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pentameter.checkpoint.stored import StoredModel
     from pentameter.config.schema import Config
-    from pentameter.data.tokenizers.tokenizer import Tokenizer
+    from pentameter.data.tokenizers.base import Tokenizer
     from pentameter.model.gpt import GPT
 
 _N_TRIES = 5
@@ -87,7 +87,7 @@ def _is_pruned(checkpoint: Checkpoint | None) -> bool:
 def _open(checkpoint: Checkpoint) -> StoredModel:
     from pentameter.checkpoint.stored import StoredModel, check_weights
     from pentameter.config.load import load_config
-    from pentameter.data.tokenizers.tokenizer import load_tokenizer
+    from pentameter.data.tokenizers.load import load_tokenizer
 
     path = checkpoint.path
     config = load_config(path / "config.toml")

@@ -15,7 +15,7 @@ from pentameter.checkpoint.tensors import LazyTensor, plan_file
 from pentameter.config.fingerprint import config_hash
 from pentameter.config.schema import Config
 from pentameter.config.write import to_toml
-from pentameter.data.tokenizers.tokenizer import Tokenizer
+from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.disk.atomic import storage_errors, write_hashed
 from pentameter.disk.storage import building, refuse_existing
 from pentameter.errors import CorruptError

@@ -64,7 +64,7 @@ def run(arguments: list[str]) -> int:
 
 def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any], str]:
     """The object of `--json` for a split, and the line for people."""
-    from pentameter.data.batches.dataset import open_dataset
+    from pentameter.data.open_dataset import open_dataset
     from pentameter.evaluate.split import evaluate
 
     loaded, config, engine = _load(parsed, overrides)

@@ -43,7 +43,7 @@ def run(arguments: list[str]) -> int:
     from pentameter.checkpoint.resolve import is_hugging_face
     from pentameter.checkpoint.stored import save_model
     from pentameter.data.corpora.text import safe_name
-    from pentameter.data.tokenizers.building import build_tokenizer
+    from pentameter.data.tokenizers.setting import build_tokenizer
     from pentameter.disk.storage import refuse_existing
 
     if asked.out.exists() and asked.source.exists() and asked.out.samefile(asked.source):

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from pentameter.config.schema import DataConfig
-    from pentameter.data.batches.dataset import Dataset
     from pentameter.data.corpora.text import Text
-    from pentameter.data.prepare.progress import Progress
+    from pentameter.data.progress import Progress
+    from pentameter.data.shards.dataset import Dataset
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Options:
     """Turn text into token shards.
 
     Writes NAME-00000.bin, …, NAME-documents.bin, NAME.json and tokenizer.json into a new folder,
-    which `data.path` of a configuration takes. The folder appears whole or not at all; the same
-    command after a kill goes on where it was.
+    which `data.path` of a configuration takes. The folder appears whole or not at all; after a kill
+    the same command begins again.
     """
 
     source: Annotated[
@@ -89,9 +89,9 @@ def run(arguments: list[str]) -> int:
 
 
 def _prepare(options: Options) -> int:
-    from pentameter.data.batches.dataset import Dataset
-    from pentameter.data.prepare.importing import token_files
-    from pentameter.data.shards.shards import find_header, open_shards
+    from pentameter.data.prepare.from_tokens import token_files
+    from pentameter.data.shards.dataset import open_shards
+    from pentameter.data.shards.format import find_header
 
     started = time.perf_counter()
     warnings: list[str] = []
@@ -104,13 +104,13 @@ def _prepare(options: Options) -> int:
     assert header is not None
     for warning in warnings:
         print(f"warning: {terminal_message(warning)}", file=sys.stderr)
-    _report(Dataset(open_shards(header)), options.out, seconds)
+    _report(open_shards(header), options.out, seconds)
     return 0
 
 
 def _encode(options: Options, warnings: list[str]) -> None:
-    from pentameter.data.prepare.contents import Splitting
-    from pentameter.data.prepare.prepare import prepare
+    from pentameter.data.prepare.from_text import prepare
+    from pentameter.data.prepare.splits import Splitting
 
     text = _text(options)
     with _progress() as (progress, count_tokens):
@@ -129,8 +129,8 @@ def _encode(options: Options, warnings: list[str]) -> None:
 
 def _import(options: Options, sources: Sequence[Path]) -> None:
     from pentameter.config.schema import FILE_DEFAULTS
-    from pentameter.data.prepare.importing import import_tokens, open_token_file, with_neighbours
-    from pentameter.data.prepare.prepare import chosen_tokenizer
+    from pentameter.data.prepare.from_tokens import import_tokens, open_token_file, with_neighbours
+    from pentameter.data.tokenizers.setting import chosen_tokenizer
 
     if options.max_bytes is not None:
         raise ConfigError("--max-bytes cannot shorten files of tokens; leave it out")
@@ -245,7 +245,7 @@ def _progress() -> Iterator[tuple[Progress, Callable[[int], None]]]:
     """
     from rich.console import Console
 
-    from pentameter.data.prepare.progress import ProgressLines
+    from pentameter.data.progress import ProgressLines
 
     console = Console(stderr=True)
     if console.is_terminal:
@@ -268,7 +268,7 @@ def _bars(console: Console) -> Iterator[tuple[Progress, Callable[[int], None]]]:
         TransferSpeedColumn,
     )
 
-    from pentameter.data.prepare.progress import AWAITING, pass_in_words
+    from pentameter.data.progress import AWAITING, pass_in_words
 
     columns = (
         TextColumn("{task.description:>8}"),

@@ -243,9 +243,9 @@ def _plan(
     and so is what follows from it.
     """
     from pentameter.checkpoint.hugging_face.tokenizer_files import gpt2_beside
-    from pentameter.data.batches.batches import training_batches
-    from pentameter.data.batches.dataset import is_at_hand, open_dataset
-    from pentameter.data.tokenizers.building import known_vocab_size
+    from pentameter.data.batches.step import training_batches
+    from pentameter.data.open_dataset import is_at_hand, open_dataset
+    from pentameter.data.tokenizers.setting import known_vocab_size
     from pentameter.planning.plan import make_plan, needs_data
 
     tokenizer = gpt2_beside(config.data.tokenizer, init_from)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import glob
 import hashlib
 import http.client
 import os
@@ -170,28 +169,16 @@ def building(target: Path, *, keep_existing: bool = False) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def continuing(
-    target: Path,
-    key: str,
-    worth_keeping: str,
-    *,
-    keep_existing: bool = False,
-    waiting: Callable[[], None] | None = None,
+def building_alone(
+    target: Path, *, keep_existing: bool = False, waiting: Callable[[], None] | None = None
 ) -> Iterator[Path | None]:
-    """A folder beside `target` that becomes `target` on leaving, and that outlives a kill.
+    """As `building`, one process at a time: others call `waiting` and wait for the first.
 
-    Its name tells `target` and `key` (letters and digits that stand for the work to be done), so
-    that the same work finds what an earlier process left. What has no file named `worth_keeping`
-    is not worth that: then the folder is empty on entering and removed after an error. Unfinished
-    folders of other keys are removed. One process at a time works for a target, others call
-    `waiting` and wait; None when `target` has appeared meanwhile and `keep_existing`, else
-    ConfigError. Where the file system has no locks, the folder is the process's own, as `building`
-    makes it, and does not outlive a kill. Raises StorageError when writing fails.
+    None when `target` has appeared meanwhile and `keep_existing`, else ConfigError. What a killed
+    process left, on whichever machine, is removed first. Where the file system has no locks, this
+    is `building`. Raises StorageError when writing fails.
     """
     try:
-        if keep_existing and target.exists():
-            yield None
-            return
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.with_name(f".{target.name}.lock"), waiting) as locked:
             if keep_existing and target.exists():
@@ -202,32 +189,19 @@ def continuing(
                 with building(target, keep_existing=keep_existing) as folder:
                     yield folder
                 return
-            with _unfinished(target, key, worth_keeping) as folder:
+            folder = target.with_name(f".{target.name}.part")  # of whoever has the lock
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            try:
                 yield folder
                 _finish(folder, target, keep_existing)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         raise StorageError(
             f"cannot write {error.filename or target}: {error.strerror}; "
             "free space or choose another folder"
         ) from error
-
-
-@contextlib.contextmanager
-def _unfinished(target: Path, key: str, worth_keeping: str) -> Iterator[Path]:
-    """The folder of `continuing`, for the process that has the target's lock."""
-    folder = target.with_name(f".{target.name}.part-{key}")
-    for other in target.parent.glob(f".{glob.escape(target.name)}.part-*"):
-        if other != folder:  # begun from other text or settings, and left
-            shutil.rmtree(other, ignore_errors=True)
-    try:
-        folder.mkdir(exist_ok=True)
-        if not (folder / worth_keeping).exists():
-            shutil.rmtree(folder)
-            folder.mkdir()
-        yield folder
-    finally:
-        if not (folder / worth_keeping).exists():
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Multiple choice: which of several continuations a model finds likeliest."""
+"""Multiple choice: scores the continuations of each question, and the share answered right."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pentameter.data.tokenizers.tokenizer import Tokenizer
+from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.errors import CorruptError
 from pentameter.evaluate.questions import ChoiceTokens, Question, encode_questions
 from pentameter.model.loss import loss_sum
@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ChoiceMetrics:
-    """How often the likeliest choice is the right one, by three measures of likeliest."""
+    """Shares of questions whose likeliest choice is right, by three measures of likeliest."""
 
     examples: int
     """Questions."""

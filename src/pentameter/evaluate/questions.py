@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pentameter.data.tokenizers.file import Ids
-from pentameter.data.tokenizers.tokenizer import Tokenizer
+from pentameter.data.tokenizers.base import Ids, Tokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 FORMS = '"ctx", "endings", "label" (HellaSwag), or "context", "choices", "answer"'
@@ -30,7 +29,7 @@ SHOWN_CHARACTERS = 60  # of a text, in a message
 
 @dataclass(frozen=True)
 class Question:
-    """A context, what may follow it, and which of these does."""
+    """A context, the choices that may follow it, and the right one of them."""
 
     place: str
     """FILE:LINE, for messages."""

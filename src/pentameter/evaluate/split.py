@@ -1,16 +1,19 @@
-"""Evaluation: one pass over a whole split, weighted by tokens."""
+"""Evaluation: the loss of one pass over a whole split, in windows side by side or overlapping."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from pentameter.config.choices import ROWS_ARE_DOCUMENTS, look_up
-from pentameter.data.batches.batches import Batch
-from pentameter.data.batches.dataset import TokenSplit
-from pentameter.data.batches.windows import evaluation_batches
+from pentameter.data.batches.step import IGNORED, Batch, Int64, filled_batch
+from pentameter.data.shards.dataset import TokenSplit
+from pentameter.errors import ConfigError
 from pentameter.parallel.engine import Engine, LossSum
 from pentameter.planning.plan import Plan
 
@@ -19,7 +22,7 @@ EVALUATION_TOKENS = 4096  # at least so many at once: short rows alone leave a m
 
 @dataclass(frozen=True)
 class EvalMetrics:
-    """A pass over a whole split."""
+    """Results of a pass over a whole split."""
 
     step: int
     split: str
@@ -41,7 +44,7 @@ def evaluate(
     stride: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> EvalMetrics | None:
-    """Loss, perplexity and bits per byte of `split`; None if `should_stop` said so half-way.
+    """Loss, perplexity and bits per byte of `split`; None if `should_stop` ended it half-way.
 
     Every target token counts once, so the figures do not depend on `batch_size`. Windows lie side
     by side, or overlap where a `stride` is given (see `evaluation_batches`); where training reads a
@@ -51,7 +54,16 @@ def evaluate(
     """
     start = time.perf_counter()
     loss = LossSum(0.0, 0)
-    for batch in _batches(engine, split, batch_size, stride):
+    config = engine.plan.config
+    are_documents = look_up(ROWS_ARE_DOCUMENTS, config.data.order, "data.order", "evaluation")
+    batches = evaluation_batches(
+        split,
+        context_length=config.model.context_length,
+        batch_size=batch_size,
+        stride=stride,
+        within_documents=are_documents and not config.data.packing,
+    )
+    for batch in batches:
         if should_stop():
             return None
         loss += engine.evaluate(batch)
@@ -67,25 +79,12 @@ def evaluate(
 
 
 def evaluation_batch_size(plan: Plan) -> int:
-    """Rows of an evaluation batch during training: as many for each part of the data as a step's
-    micro-batch has, or more where those are short."""
+    """Number of rows in an evaluation batch during training.
+
+    For each data-parallel part as many as a micro-batch has, or more where rows are short.
+    """
     own = max(plan.micro_batch_size, EVALUATION_TOKENS // plan.config.model.context_length)
     return plan.layout.data * own
-
-
-def _batches(
-    engine: Engine, split: TokenSplit, batch_size: int, stride: int | None
-) -> Iterator[Batch]:
-    config = engine.plan.config
-    are_documents = look_up(ROWS_ARE_DOCUMENTS, config.data.order, "data.order", "evaluation")
-    within_documents = are_documents and not config.data.packing
-    return evaluation_batches(
-        split,
-        context_length=config.model.context_length,
-        batch_size=batch_size,
-        stride=stride,
-        within_documents=within_documents,
-    )
 
 
 def perplexity(loss: float) -> float:
@@ -94,3 +93,77 @@ def perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
+
+
+Window = tuple[int, int, int]
+"""(first input, end of the last target, number of the last targets that count)"""
+
+
+def evaluation_batches(
+    split: TokenSplit,
+    *,
+    context_length: int,
+    batch_size: int,
+    stride: int | None = None,
+    within_documents: bool = False,
+) -> Iterator[Batch]:
+    """A pass over the whole split, each token but the first a target that counts exactly once.
+
+    Windows of context_length inputs begin every `stride` tokens, side by side when it is absent.
+    The first counts all its targets, each later one only those that the window before did not
+    reach, so that each of them has more than context_length - stride tokens of context. A stride
+    of 1 gives every token the whole context, at context_length times the work. `within_documents`
+    starts anew at every document, whose first token is then no target.
+
+    What does not count or is missing to a full row has target -1. All batches have batch_size rows
+    but the last, which may have fewer. After "Perplexity of fixed-length models" in the
+    documentation of Hugging Face's transformers, whose windows hold one target fewer: they begin
+    with a token that is input only, ours end with one that is target only.
+
+    Raises ConfigError, at once, for a stride outside 1 … context_length and a split that holds
+    nothing to predict: fewer than two tokens, or no document of two.
+    """
+    stride = context_length if stride is None else stride
+    if not 1 <= stride <= context_length:
+        raise ConfigError(
+            f"stride={stride} must be in 1 … {context_length}, the model's context_length: a "
+            "larger one would skip tokens"
+        )
+    if split.n_tokens < 2:
+        raise ConfigError(
+            f"split {split.name!r} has {split.n_tokens} tokens; evaluation needs at least 2. "
+            "Raise data.validation_fraction (test_fraction for test), or use a longer text"
+        )
+    starts = split.document_starts if within_documents else np.zeros(1, dtype=np.int64)
+    if np.diff(starts, append=split.n_tokens).max() < 2:
+        raise ConfigError(
+            f"split {split.name!r} has no document of two tokens; there is nothing to predict"
+        )
+    windows = _windows(starts, split.n_tokens, context_length, stride)
+    return _filled(split, windows, context_length, batch_size)
+
+
+def _windows(starts: Int64, n_tokens: int, context_length: int, stride: int) -> Iterator[Window]:
+    for number in range(len(starts)):
+        start = int(starts[number])
+        end = int(starts[number + 1]) if number + 1 < len(starts) else n_tokens
+        reached = start + 1  # the next token that is yet to be a target that counts
+        while reached < end:
+            stop = min(start + context_length + 1, end)
+            yield start, stop, stop - reached
+            start, reached = start + stride, stop
+
+
+def _filled(
+    split: TokenSplit, windows: Iterator[Window], context_length: int, batch_size: int
+) -> Iterator[Batch]:
+    """The windows as batches of `batch_size` rows, the last with what is left."""
+    n_done = 0
+    while rows := list(itertools.islice(windows, batch_size)):
+        tokens = (split.tokens[start:stop] for start, stop, _ in rows)
+        numbers = np.arange(n_done, n_done + len(rows), dtype=np.int64)
+        batch = filled_batch(tokens, numbers, context_length)
+        for row, (start, stop, n_counted) in enumerate(rows):
+            batch.targets[row, : stop - start - 1 - n_counted] = IGNORED
+        yield batch
+        n_done += len(rows)

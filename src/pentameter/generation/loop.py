@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pentameter.data.tokenizers.tokenizer import Tokenizer
+from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.errors import ConfigError
 from pentameter.generation.detokenize import TextPieces
 from pentameter.generation.sampling import Floats, Sampling, Tokens, choose, uniform_numbers

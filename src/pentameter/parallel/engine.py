@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from pentameter.data.batches.batches import IGNORED, Batch
+from pentameter.data.batches.step import IGNORED, Batch
 from pentameter.errors import ConfigError
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import GPT

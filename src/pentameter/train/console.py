@@ -22,7 +22,7 @@ from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.text import Text
 
-from pentameter.data.prepare.progress import ProgressLines, pass_in_words
+from pentameter.data.progress import ProgressLines, pass_in_words
 from pentameter.evaluate.split import EvalMetrics
 from pentameter.processes.failure import EXPECTED
 from pentameter.processes.world import World

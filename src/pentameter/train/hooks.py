@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pentameter.config.schema import Config
 
 if TYPE_CHECKING:
-    from pentameter.data.batches.dataset import Dataset
+    from pentameter.data.shards.dataset import Dataset
     from pentameter.optim.build import AnyOptimizer
     from pentameter.parallel.compute import Compute
     from pentameter.parallel.engine import Engine

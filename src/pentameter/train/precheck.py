@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pentameter.data.batches.batches import TrainingBatches
-from pentameter.data.batches.dataset import Dataset
+from pentameter.data.batches.step import TrainingBatches
+from pentameter.data.shards.dataset import Dataset
 from pentameter.errors import ConfigError
 from pentameter.machine.choices import memory_bytes
 from pentameter.planning.plan import Plan

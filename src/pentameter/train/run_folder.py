@@ -20,7 +20,7 @@ from pentameter.checkpoint.opening import Checkpoint, open_checkpoint, step_fold
 from pentameter.checkpoint.store import CheckpointStore
 from pentameter.config.fingerprint import config_hash
 from pentameter.config.write import to_toml
-from pentameter.data.batches.dataset import Dataset
+from pentameter.data.shards.dataset import Dataset
 from pentameter.disk.atomic import (
     is_temporary,
     make_folder,

@@ -30,7 +30,7 @@ from pentameter.checkpoint.state import model_state, optimizer_state
 from pentameter.checkpoint.store import CheckpointStore, Saved
 from pentameter.config.choices import ENDS_RUN, look_up
 from pentameter.config.write import to_toml
-from pentameter.data.batches.dataset import Dataset
+from pentameter.data.shards.dataset import Dataset
 from pentameter.errors import StorageError, TrainingFailedError
 from pentameter.optim.build import AnyOptimizer
 from pentameter.parallel.engine import Engine

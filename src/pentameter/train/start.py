@@ -13,9 +13,10 @@ from functools import partial
 from pentameter.checkpoint.hugging_face.tokenizer_files import gpt2_beside
 from pentameter.checkpoint.state import load_model_state, load_optimizer_state
 from pentameter.config.schema import DataConfig
-from pentameter.data.batches.batches import TrainingBatches, training_batches
-from pentameter.data.batches.dataset import Dataset, open_dataset
+from pentameter.data.batches.step import TrainingBatches, training_batches
 from pentameter.data.corpora.registry import corpus_text
+from pentameter.data.open_dataset import open_dataset
+from pentameter.data.shards.dataset import Dataset
 from pentameter.disk.lock import RunLock
 from pentameter.errors import ConfigError, StorageError
 from pentameter.optim.build import AnyOptimizer, build_optimizer

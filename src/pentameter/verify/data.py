@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pentameter.data.batches.batches import Batch, TrainingBatches
+from pentameter.data.batches.step import Batch, TrainingBatches
 from pentameter.planning.layout import Layout
 from pentameter.verify.cases import Case
 

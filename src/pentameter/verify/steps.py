@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pentameter.config.schema import Config
-from pentameter.data.batches.batches import IGNORED, Batch
+from pentameter.data.batches.step import IGNORED, Batch
 from pentameter.keyed import bits, make_key
 from pentameter.optim.build import build_optimizer
 from pentameter.parallel.assemble import assemble

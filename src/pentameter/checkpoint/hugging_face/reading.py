@@ -19,8 +19,8 @@ from pentameter.checkpoint.tensors import LazyTensor, read_tensors
 from pentameter.config.messages import problems, shown
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.data.corpora.registry import UNKNOWN_CORPUS
-from pentameter.data.tokenizers.building import is_gpt2
-from pentameter.data.tokenizers.tokenizer import Tokenizer
+from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.data.tokenizers.setting import is_gpt2
 from pentameter.errors import ConfigError, CorruptError
 
 if TYPE_CHECKING:

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from pentameter.checkpoint.hugging_face.json_files import read_json, read_text
+from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.bpe import (
     BYTE_CHARACTERS,
     END_OF_TEXT,
     BpeTokenizer,
     parse_merge,
 )
-from pentameter.data.tokenizers.building import GPT2, is_gpt2
 from pentameter.data.tokenizers.char import CharTokenizer
-from pentameter.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from pentameter.data.tokenizers.load import load_tokenizer
+from pentameter.data.tokenizers.setting import GPT2, is_gpt2
 from pentameter.errors import ConfigError, CorruptError, PentameterError, printable
 
 VOCABULARY, MERGES, WHOLE = "vocab.json", "merges.txt", "tokenizer.json"

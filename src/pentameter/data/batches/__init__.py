@@ -1,1 +1,1 @@
-"""The batch of each step, and the windows of an evaluation."""
+"""The batch of each step, and the orders of reading."""

@@ -1,4 +1,4 @@
-"""The orders in which a training split is read: which tokens make up a row of the global batch.
+"""Orders of reading a training split: the tokens that make up each row of the global batch.
 
 An order is a pure function of (seed, step, row). A row is a list of pieces (start, stop) of the
 split's tokens, together at most context_length + 1 of them; nearly always it is one piece.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from pentameter import keyed
-from pentameter.data.batches.dataset import TokenSplit
+from pentameter.data.shards.dataset import TokenSplit
 from pentameter.errors import ConfigError
 
 Int64 = npt.NDArray[np.int64]
@@ -22,7 +23,7 @@ Row = list[tuple[int, int]]
 
 
 def windows_per_epoch(n_tokens: int, context_length: int) -> int:
-    """How many windows can be cut out of n_tokens, side by side.
+    """Number of windows that can be cut out of n_tokens, side by side.
 
     Neighbours share one token: the last target of one is the first input of the next. Up to
     context_length - 1 tokens at the end, too few for a window, are left over.
@@ -30,23 +31,27 @@ def windows_per_epoch(n_tokens: int, context_length: int) -> int:
     return max(n_tokens - 1, 0) // context_length
 
 
+@dataclass(eq=False)
 class Order(ABC):
-    """How `split` is cut into rows of a batch of `batch_size` and read, step after step."""
+    """An order of reading: cuts `split` into the rows of each step's batch of `batch_size`."""
 
-    def __init__(
-        self, split: TokenSplit, *, seed: int, batch_size: int, context_length: int
-    ) -> None:
-        self.split = split
-        self.seed, self.batch_size, self.context_length = seed, batch_size, context_length
+    split: TokenSplit
+    _: KW_ONLY
+    seed: int
+    batch_size: int
+    context_length: int
+
+    def __post_init__(self) -> None:  # noqa: B027 - some orders take any split
+        """Raise ConfigError where the split is too short for this order."""
 
     @property
     @abstractmethod
     def rows_per_epoch(self) -> int:
-        """Rows in one pass over the split."""
+        """Number of rows in one pass over the split."""
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Tokens of the split that a pass reads, but for what is too short at its end."""
+        """Number of the split's tokens in a pass, also those at its end that fill no row."""
         return self.split.n_tokens
 
     @abstractmethod
@@ -76,12 +81,10 @@ def epoch_key(seed: int, epoch: int) -> keyed.Key:
 
 
 class Windows(Order):
-    """What the orders of full windows share: the split must be long enough for one."""
+    """An order of full windows: the split must be long enough for one."""
 
-    def __init__(
-        self, split: TokenSplit, *, seed: int, batch_size: int, context_length: int
-    ) -> None:
-        super().__init__(split, seed=seed, batch_size=batch_size, context_length=context_length)
+    def __post_init__(self) -> None:
+        split, context_length = self.split, self.context_length
         if split.n_tokens <= context_length:
             longest = split.n_tokens - 1
             remedy = f", or model.context_length of at most {longest}" if longest > 0 else ""
@@ -93,7 +96,7 @@ class Windows(Order):
 
     @property
     def rows_per_epoch(self) -> int:
-        """Windows side by side."""
+        """Number of windows side by side."""
         return windows_per_epoch(self.split.n_tokens, self.context_length)
 
     @abstractmethod
@@ -134,7 +137,7 @@ class Shuffled(Windows):
     """Windows side by side, all of them once an epoch, in an order drawn anew for each epoch."""
 
     def starts(self, step: int, numbers: Int64) -> Int64:
-        """Permuted windows."""
+        """First tokens of permuted windows."""
         return self._permuted(step, numbers) * self.context_length
 
 
@@ -142,7 +145,7 @@ class Sequential(Windows):
     """The same windows in the order of the text, from the start again after the last."""
 
     def starts(self, step: int, numbers: Int64) -> Int64:
-        """Windows one after another."""
+        """First tokens of windows one after another."""
         return self._epochs(step, numbers)[1] * self.context_length
 
 
@@ -154,21 +157,19 @@ class Columns(Order):
     at the end of the text belong to no column.
     """
 
-    def __init__(
-        self, split: TokenSplit, *, seed: int, batch_size: int, context_length: int
-    ) -> None:
-        super().__init__(split, seed=seed, batch_size=batch_size, context_length=context_length)
-        self._height = split.n_tokens // batch_size
+    def __post_init__(self) -> None:
+        n_tokens, n_columns = self.split.n_tokens, self.batch_size
+        self._height = n_tokens // n_columns
         if self._height < 2:
             raise ConfigError(
-                f"split {split.name!r} has {split.n_tokens} tokens; {batch_size} columns "
-                f"(train.batch_size) of at least 2 need {2 * batch_size}: use a longer text or a "
+                f"split {self.split.name!r} has {n_tokens} tokens; {n_columns} columns "
+                f"(train.batch_size) of at least 2 need {2 * n_columns}: use a longer text or a "
                 "smaller batch"
             )
 
     @property
     def rows_per_epoch(self) -> int:
-        """Windows of all columns."""
+        """Number of windows in all columns."""
         return self.batch_size * -(-(self._height - 1) // self.context_length)
 
     def rows(self, step: int, numbers: Int64) -> list[Row]:
@@ -179,17 +180,14 @@ class Columns(Order):
         return [[(first + top, first + bottom)] for first in firsts]
 
 
-class Documents(Order):
+class DocumentRows(Order):
     """A document a row, permuted anew each epoch: its first context_length + 1 tokens.
 
     A document of a single token predicts nothing, and is no row.
     """
 
-    def __init__(
-        self, split: TokenSplit, *, seed: int, batch_size: int, context_length: int
-    ) -> None:
-        super().__init__(split, seed=seed, batch_size=batch_size, context_length=context_length)
-        bounds = np.append(np.asarray(split.document_starts, dtype=np.int64), split.n_tokens)
+    def __post_init__(self) -> None:
+        split, bounds = self.split, self.split.document_bounds
         long_enough = np.diff(bounds) >= 2
         self._starts, self._stops = bounds[:-1][long_enough], bounds[1:][long_enough]
         if not len(self._starts):
@@ -200,41 +198,38 @@ class Documents(Order):
 
     @property
     def rows_per_epoch(self) -> int:
-        """Documents."""
+        """Number of documents of two tokens or more."""
         return len(self._starts)
 
     @property
     def tokens_per_epoch(self) -> int:
-        """What is left of documents that are cut, and of those that are no row."""
+        """Number of tokens a pass trains on: documents are cut to context_length + 1 tokens.
+
+        Those of one token are skipped.
+        """
         return int(np.minimum(self._stops - self._starts, self.context_length + 1).sum())
 
     def rows(self, step: int, numbers: Int64) -> list[Row]:
-        """The beginning of a document each."""
+        """The first tokens of one document a row."""
         chosen = self._permuted(step, numbers)
         starts = self._starts[chosen]
         stops = np.minimum(self._stops[chosen], starts + self.context_length + 1)
         return [[piece] for piece in zip(starts.tolist(), stops.tolist(), strict=True)]
 
 
-class PackedDocuments(Windows):
+class PackedDocuments(Sequential):
     """Rows filled with whole documents, one after another, permuted anew each epoch.
 
-    An epoch is one long text of all documents, cut into windows side by side.
+    An epoch is one long text of all documents, read in windows side by side.
     """
 
-    def __init__(
-        self, split: TokenSplit, *, seed: int, batch_size: int, context_length: int
-    ) -> None:
-        super().__init__(split, seed=seed, batch_size=batch_size, context_length=context_length)
-        self._bounds = np.append(np.asarray(split.document_starts, dtype=np.int64), split.n_tokens)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._bounds = self.split.document_bounds
         self._laid_out: tuple[int, Int64, Int64] | None = None  # of the epoch asked for last
 
-    def starts(self, step: int, numbers: Int64) -> Int64:
-        """Place of each row's window in its epoch's text."""
-        return self._epochs(step, numbers)[1] * self.context_length
-
     def rows(self, step: int, numbers: Int64) -> list[Row]:
-        """The pieces of documents that a window covers."""
+        """The pieces of documents that a window of the epoch's text covers."""
         epochs, _ = self._epochs(step, numbers)
         return [
             self._pieces(epoch, start)
@@ -257,7 +252,7 @@ class PackedDocuments(Windows):
         return [piece for piece in row if piece[0] < piece[1]]
 
     def _layout(self, epoch: int) -> tuple[Int64, Int64]:
-        """The documents in the epoch's order, and where each ends in the epoch's text."""
+        """The documents in the epoch's order, and the end of each in the epoch's text."""
         if self._laid_out is None or self._laid_out[0] != epoch:
             n_documents = len(self._bounds) - 1
             order = keyed.permute(
@@ -273,6 +268,6 @@ ORDERS: Mapping[str, type[Order]] = MappingProxyType(
         "shuffled": Shuffled,
         "sequential": Sequential,
         "columns": Columns,
-        "documents": Documents,
+        "documents": DocumentRows,
     }
 )

@@ -54,7 +54,7 @@ class Source:
 
     @property
     def n_states(self) -> int:
-        """Hidden states."""
+        """Number of hidden states."""
         return len(self.tickets)
 
     def probabilities(self) -> npt.NDArray[Any]:

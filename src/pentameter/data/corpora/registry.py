@@ -10,8 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from pentameter.config.schema import DataConfig
+from pentameter.data.corpora.files import FileContents
 from pentameter.data.corpora.grammar import grammar_source, grammar_text
-from pentameter.data.corpora.reading import FileContents
 from pentameter.data.corpora.text import (
     Text,
     files_below,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pentameter.data.corpora.reading import UTF8, FileContents, about_bytes, read_documents
+from pentameter.data.corpora.files import UTF8, FileContents, about_bytes, read_documents
 from pentameter.errors import ConfigError, StorageError
 
 Documents = Iterator[Iterator[str]]
@@ -132,7 +132,7 @@ def first_bytes(text: Text, max_bytes: int) -> Text:
 
 
 def utf8_size(text: str) -> int:
-    """Bytes of a text in UTF-8."""
+    """Number of bytes of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())
 
 

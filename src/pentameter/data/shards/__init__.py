@@ -1,1 +1,1 @@
-"""Token shards on disk: written, described, verified, read as one array."""
+"""Token shards on disk: their format, written, and opened as a data set."""

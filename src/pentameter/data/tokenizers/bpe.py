@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from pentameter.data.prepare.cutting import cut
-from pentameter.data.tokenizers.file import Ids, SavedTokenizer
+from pentameter.data.tokenizers.base import Ids, Tokenizer
+from pentameter.data.tokenizers.cutting import cut
 from pentameter.errors import ConfigError, CorruptError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -19,6 +21,12 @@ _PIECE_CHARACTERS = 2048
 """Pieces of a text for the library's threads; its time per token grows with their length."""
 _BATCH_CHARACTERS = 1 << 20
 """Text at once: the library's results take a few hundred bytes per token until they are read."""
+MIN_FREQUENCY = 2
+"""Least occurrences of a pair that becomes a token: one that occurs once teaches nothing."""
+_TRAINING_CHARACTERS = 1 << 13  # pieces of text for the library's threads
+# The library's training takes time quadratic in the length of a word: a genome on one line would
+# never end. No token worth having is longer than this; encoding cuts nothing.
+_LONG_RUN = re.compile(r"\S{1000}|\s{1000}")
 
 
 def _byte_characters() -> dict[str, int]:
@@ -36,7 +44,7 @@ def _byte_characters() -> dict[str, int]:
 BYTE_CHARACTERS: Mapping[str, int] = MappingProxyType(_byte_characters())
 
 
-class BpeTokenizer(SavedTokenizer):
+class BpeTokenizer(Tokenizer):
     """Byte-level BPE with GPT-2's rules for cutting text into words.
 
     Tokens are written in GPT-2's alphabet, one visible character per byte (`Ġ` is a space). Every
@@ -89,7 +97,7 @@ class BpeTokenizer(SavedTokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens: bytes, merges, and `<|endoftext|>`."""
+        """Number of tokens: bytes, merges, and `<|endoftext|>`."""
         return len(self.tokens)
 
     @property
@@ -152,6 +160,49 @@ class BpeTokenizer(SavedTokenizer):
                 )
         if len(set(self.merges)) < len(self.merges):
             raise ConfigError("a merge stands more than once among the merges")
+
+
+def train_bpe(documents: Iterable[str], vocab_size: int) -> BpeTokenizer:
+    """Byte-level BPE trained on documents: at most vocab_size tokens, in GPT-2's order.
+
+    That is the 256 bytes, the merges as they were made, `<|endoftext|>`. There are fewer than
+    vocab_size where the text has no more pairs that occur twice. The same documents give the
+    same tokenizer, whatever the number of threads. Raises ConfigError for an empty text.
+    """
+    import tokenizers
+
+    n_characters = 0
+
+    def pieces() -> Iterator[str]:
+        nonlocal n_characters
+        for document in documents:
+            n_characters += len(document)
+            for piece in cut(document, _TRAINING_CHARACTERS):
+                yield from _without_long_runs(piece)
+
+    library: Any = tokenizers.Tokenizer(tokenizers.models.BPE())
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,  # <|endoftext|> is added below
+        min_frequency=MIN_FREQUENCY,
+        initial_alphabet=list(BYTE_CHARACTERS),
+        show_progress=False,
+    )
+    library.train_from_iterator(pieces(), trainer)
+    if n_characters == 0:
+        raise ConfigError("a BPE tokenizer needs text to be trained on; this one is empty")
+    merges = [(left, right) for left, right in json.loads(library.to_str())["model"]["merges"]]
+    # Two merges may give the same token, from different parts.
+    tokens = dict.fromkeys([*BYTE_CHARACTERS, *map("".join, merges), END_OF_TEXT])
+    return BpeTokenizer(list(tokens), merges)
+
+
+def _without_long_runs(text: str) -> Iterator[str]:
+    start = 0
+    for run in _LONG_RUN.finditer(text):
+        yield text[start : run.end()]
+        start = run.end()
+    yield text[start:]
 
 
 def parse_merge(line: str) -> tuple[str, str]:

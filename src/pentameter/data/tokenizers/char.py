@@ -1,4 +1,4 @@
-"""One token per character."""
+"""The character tokenizer: one token per character."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from pentameter.data.tokenizers.file import Ids, SavedTokenizer
+from pentameter.data.tokenizers.base import Ids, Tokenizer
 from pentameter.errors import ConfigError, CorruptError
 
 N_CODE_POINTS = 0x110000
@@ -34,14 +34,13 @@ class UnseenCharacterError(ConfigError):
         return type(self), (self.character, self.position, self._where)
 
 
-class CharTokenizer(SavedTokenizer):
+class CharTokenizer(Tokenizer):
     """One token per character; ids are the ranks of the sorted characters.
 
     A character outside the vocabulary is an error, so that no text is changed in silence.
     """
 
     kind = "char"
-    end_of_text: int | None = None
 
     def __init__(self, characters: str | Sequence[str]) -> None:
         self.characters = tuple(sorted(set(characters)))
@@ -72,8 +71,13 @@ class CharTokenizer(SavedTokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Distinct characters."""
+        """Number of distinct characters."""
         return len(self.characters)
+
+    @property
+    def end_of_text(self) -> int | None:
+        """None: no id stands between documents."""
+        return None
 
     def encode(self, text: str) -> Ids:
         """Token ids (n_characters,), int64.
@@ -85,10 +89,6 @@ class CharTokenizer(SavedTokenizer):
             position = int(np.argmax(ids < 0))
             raise UnseenCharacterError(text[position], position)
         return ids.astype(np.int64)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """The token ids of each text; errors as `encode`."""
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """The text of token ids (n_tokens,); ConfigError for an id outside the vocabulary."""

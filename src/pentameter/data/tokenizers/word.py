@@ -1,4 +1,4 @@
-"""One token per word of lower-cased English, punctuation set apart."""
+"""The word tokenizer: one token per word of lower-cased English, punctuation set apart."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from pentameter.data.tokenizers.file import FILE_LIMIT_BYTES, Ids, SavedTokenizer
+from pentameter.data.tokenizers.base import FILE_LIMIT_BYTES, Ids, Tokenizer
 from pentameter.errors import ConfigError, CorruptError
 
 UNKNOWN = "<unk>"
@@ -19,7 +19,7 @@ _SPACES = ("<br />", ";", ":")
 _SET_APART = "'.,()!?"
 
 
-class WordTokenizer(SavedTokenizer):
+class WordTokenizer(Tokenizer):
     """One token per word; a word outside the vocabulary is `<unk>`, id 0.
 
     A text that itself says `<unk>`, as WikiText does, means the same token. Decoding joins words
@@ -27,7 +27,6 @@ class WordTokenizer(SavedTokenizer):
     """
 
     kind = "word"
-    end_of_text: int | None = None
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = tuple(words)
@@ -74,18 +73,19 @@ class WordTokenizer(SavedTokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Distinct words, `<unk>` among them."""
+        """Number of distinct words, `<unk>` among them."""
         return len(self.words)
+
+    @property
+    def end_of_text(self) -> int | None:
+        """None: no id stands between documents."""
+        return None
 
     def encode(self, text: str) -> Ids:
         """Token ids (n_words,), int64; none for a text without words."""
         words = normalized_words(text)
         get = self._ids.get
         return np.fromiter((get(word, 0) for word in words), dtype=np.int64, count=len(words))
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """The token ids of each text."""
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """The words of token ids, joined with spaces; ConfigError for an id that is no word's."""

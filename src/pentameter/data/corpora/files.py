@@ -38,16 +38,16 @@ USUAL_COMPRESSION = 3  # of English text by gzip; only the progress bar's total 
 
 @dataclass(frozen=True)
 class FileContents:
-    """How files hold their text."""
+    """Settings for reading the text in files."""
 
     encoding: str = FILE_DEFAULTS["encoding"]
-    """One that `encoding_problem` of the schema takes."""
+    """One that `pentameter.config.text_encoding` takes."""
     text_field: str = FILE_DEFAULTS["text_field"]
     """The field of a JSONL record that holds its text."""
 
     @property
     def is_utf8(self) -> bool:
-        """Whether the bytes are taken as they are; a byte order mark is dropped anyway."""
+        """True if the bytes are taken as they are; a byte order mark is dropped anyway."""
         return codecs.lookup(self.encoding).name in ("utf-8", "utf-8-sig")
 
 
@@ -55,7 +55,7 @@ UTF8 = FileContents()
 
 
 def about_bytes(file: Path) -> int:
-    """About how many bytes of text a file holds. Raises StorageError when it cannot be read."""
+    """The approximate bytes of text in a file. Raises StorageError when it cannot be read."""
     try:
         size = file.stat().st_size
     except OSError as error:
@@ -103,7 +103,7 @@ def read_pieces(
 
 
 def _decode(data: bytes, offset: int, file: Path, *, final: bool) -> tuple[str, int]:
-    """The characters that `data` completes, and how many bytes they take."""
+    """The characters that `data` completes, and the number of bytes they take."""
     try:
         text, used = codecs.utf_8_decode(data, "strict", final)
     except UnicodeDecodeError as error:

@@ -1,52 +1,37 @@
-"""The first pass over a text: its hash, its size, its characters, and its documents' splits."""
+"""The first pass over a text: its hash, size and characters, and each document's split."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from fractions import Fraction
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from pentameter.data.corpora.text import Documents, Text
-from pentameter.data.prepare.documents import Routes, document_hasher, split_of
-from pentameter.data.prepare.progress import READING, Progress
+from pentameter.data.prepare.splits import (
+    Division,
+    Splitting,
+    document_hasher,
+    split_ends,
+    split_of,
+)
+from pentameter.data.progress import READING, Progress
 from pentameter.data.tokenizers.char import N_CODE_POINTS, code_points
 from pentameter.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Splitting:
-    """How a text is divided into train, val and test; ConfigError where nothing trains."""
-
-    validation_fraction: float = 0.1
-    test_fraction: float = 0.0
-    by: str = "position"
-    """`position`: train, val, test follow one another; `document`: as each text's hash says."""
-
-    def __post_init__(self) -> None:
-        if self.by not in ("position", "document"):
-            raise ConfigError(f"split_by={self.by!r} must be 'position' or 'document'")
-        fractions = self.validation_fraction, self.test_fraction
-        if not (min(fractions) >= 0 and sum(fractions) < 1):  # NaN is refused too
-            raise ConfigError(
-                f"validation_fraction={fractions[0]} and test_fraction={fractions[1]}: both must "
-                "be at least 0, and their sum below 1"
-            )
-
-
-@dataclass(frozen=True)
 class Contents:
-    """What one pass over a text found."""
+    """A text's hash, size, characters and splits, as one pass over it found them."""
 
     sha256: str
-    """Of the text and of the documents' bounds in it."""
+    """sha256, in hex, of the text and of the documents' bounds in it."""
     n_characters: int
     n_bytes: int
     characters: str
     """The distinct characters, sorted, held-out texts' too; empty when not asked for."""
-    routes: Routes
+    division: Division
     held_out: Mapping[str, Contents] = field(default_factory=dict)
 
 
@@ -58,11 +43,11 @@ class TextDigest:
         self.n_bytes = 0
 
     def bound(self) -> None:
-        """A document ends here."""
+        """Note that a document ends here."""
         self._bounds.update(self.n_bytes.to_bytes(8, "little"))
 
     def add(self, data: bytes) -> None:
-        """The UTF-8 bytes that follow."""
+        """Take the UTF-8 bytes that follow."""
         self._text.update(data)
         self.n_bytes += len(data)
 
@@ -79,12 +64,12 @@ class TextDigest:
             self.bound()
 
     def hexdigest(self) -> str:
-        """The hash of both."""
+        """sha256, in hex, of text and bounds."""
         return hashlib.sha256(self._text.digest() + self._bounds.digest()).hexdigest()
 
 
 class _Characters:
-    """The distinct characters of the pieces it is shown."""
+    """Collects the distinct characters of the pieces it is shown."""
 
     def __init__(self) -> None:
         self._seen = np.zeros(N_CODE_POINTS, dtype=bool)
@@ -109,7 +94,7 @@ def read_contents(
     characters: bool = True,
     progress: Progress | None = None,
 ) -> Contents:
-    """What the text holds, found in one pass.
+    """The contents of a text and of the texts held out beside it, found in one pass.
 
     With texts held out of its own, `text` is all train. Raises ConfigError for an empty text,
     CorruptError and StorageError as reading does.
@@ -121,14 +106,7 @@ def read_contents(
         split: _read(other, Splitting(), split, seen, progress)
         for split, other in text.held_out.items()
     }
-    return Contents(
-        found.sha256,
-        found.n_characters,
-        found.n_bytes,
-        seen.sorted() if seen else "",
-        found.routes,
-        held_out,
-    )
+    return replace(found, characters=seen.sorted() if seen else "", held_out=held_out)
 
 
 def _read(
@@ -140,7 +118,7 @@ def _read(
 ) -> Contents:
     digest = TextDigest()
     n_characters = 0
-    by_document = splitting.by == "document" and only is None
+    by_document = only is None and splitting.is_by_document
     fractions = splitting.validation_fraction, splitting.test_fraction
     splits = bytearray()
     for document in text.documents():
@@ -161,22 +139,9 @@ def _read(
     if n_characters == 0:
         raise ConfigError(f"the text {text.name!r} is empty; there is nothing to learn from")
     if only is not None:
-        routes = Routes(only=only)
+        division = Division(only=only)
     elif by_document:
-        routes = Routes(by_document=bytes(splits))
+        division = Division(by_document=bytes(splits))
     else:
-        routes = Routes(ends=split_ends(n_characters, *fractions))
-    return Contents(digest.hexdigest(), n_characters, digest.n_bytes, "", routes)
-
-
-def split_ends(
-    n_characters: int, validation_fraction: float, test_fraction: float
-) -> tuple[int, int, int]:
-    """Where train, val and test end, in characters: each takes up where the one before ends.
-
-    Exact decimal arithmetic: 0.9 of 1,115,394 characters are 1,003,854, rounded down.
-    """
-    test = Fraction(str(test_fraction))
-    held_out = Fraction(str(validation_fraction)) + test
-    train = int((1 - held_out) * n_characters)
-    return train, int((1 - test) * n_characters), n_characters
+        division = Division(ends=split_ends(n_characters, *fractions))
+    return Contents(digest.hexdigest(), n_characters, digest.n_bytes, "", division)

@@ -1,87 +1,38 @@
-"""A data set as training and evaluation see it: a tokenizer and three splits of tokens."""
+"""`open_dataset`: prepared shards as they are, or a text's shards from the cache, made if absent.
+
+The cache is keyed by the sha256 of the text itself with the settings that shape the tokens, so a
+changed file is never mistaken for the old one, at the price of reading the text once per start.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
 
 from pentameter.config.schema import FILE_DEFAULTS, DataConfig
 from pentameter.data.corpora.registry import corpus_text
 from pentameter.data.corpora.text import Text
-from pentameter.data.prepare.contents import Contents, Splitting, read_contents
-from pentameter.data.prepare.prepare import chosen_tokenizer, prepare
-from pentameter.data.prepare.progress import Progress
-from pentameter.data.shards.shards import SPLITS, TOKENIZER_FILE, Shards, find_header, open_shards
-from pentameter.data.shards.token_sequence import TokenSequence
-from pentameter.data.tokenizers.building import (
+from pentameter.data.prepare.first_pass import Contents, read_contents
+from pentameter.data.prepare.from_text import prepare
+from pentameter.data.prepare.splits import Splitting
+from pentameter.data.progress import Progress
+from pentameter.data.shards.dataset import Dataset, open_shards
+from pentameter.data.shards.format import TOKENIZER_FILE, find_header
+from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.data.tokenizers.char import CharTokenizer
+from pentameter.data.tokenizers.load import load_tokenizer
+from pentameter.data.tokenizers.setting import (
     GPT2,
+    chosen_tokenizer,
     gpt2_is_at_hand,
     is_gpt2,
     is_made_from_text,
 )
-from pentameter.data.tokenizers.char import CharTokenizer
-from pentameter.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from pentameter.disk.storage import cache_folder
 from pentameter.errors import ConfigError, CorruptError
 
 CACHE_VERSION = 2  # raise it when prepared data must change for the same text and settings
-
-
-@dataclass(frozen=True)
-class TokenSplit:
-    """One split of a data set."""
-
-    name: str
-    """train, val or test."""
-    tokens: TokenSequence
-    """Token ids (n_tokens,), memory-mapped; reads like a 1-D array."""
-    n_bytes: int
-    """UTF-8 bytes of the split's text: bits per byte are per these."""
-    document_starts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
-    """Where each document begins (n_documents,), in the split's own tokens."""
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens in the split."""
-        return len(self.tokens)
-
-
-class Dataset:
-    """Prepared data, opened and checked."""
-
-    def __init__(self, shards: Shards) -> None:
-        self.shards = shards
-        tokens, starts = shards.tokens(), shards.document_starts()
-        self._splits = {
-            name: TokenSplit(name, tokens[name], shards.splits[name][2], starts[name])
-            for name in SPLITS
-        }
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """What made the tokens."""
-        return self.shards.tokenizer
-
-    @property
-    def vocab_size(self) -> int:
-        """Distinct ids."""
-        return self.shards.tokenizer.vocab_size
-
-    @property
-    def hash(self) -> str:
-        """sha256, in hex, of tokens, splits and tokenizer: the same data, wherever it lies."""
-        return self.shards.hash
-
-    def split(self, name: str) -> TokenSplit:
-        """The split `train`, `val` or `test`; it may be empty. ConfigError for another name."""
-        if name not in self._splits:
-            raise ConfigError(f"there is no split {name!r}; possible: {', '.join(SPLITS)}")
-        return self._splits[name]
 
 
 def open_dataset(
@@ -96,20 +47,17 @@ def open_dataset(
 
     `tokenizer` takes the place of `data.tokenizer`: a trained model's own, for other text.
     With `verify` the files' content is checked against their hashes, which one process of each
-    machine has to do. `warnings` takes what the user should know of a preparation.
-
-    The cache is keyed by the sha256 of the text itself with the settings that shape the tokens,
-    so a changed file is never mistaken for the old one, at the price of reading the text once per
-    start. Prepared shards, named by `data.path`, are opened as they are: their own splits and
-    tokenizer count.
+    machine has to do. `warnings` takes what the user should know of a preparation. Prepared shards,
+    named by `data.path`, are opened as they are: their own splits and tokenizer count.
 
     Raises ConfigError (unknown corpus, missing path, empty text, a character the tokenizer does
     not know, …), CorruptError (damaged shards, a file that is not UTF-8 text), StorageError
     (reading or writing fails).
     """
     if data.path is not None and (header := find_header(Path(data.path))) is not None:
-        shards = open_shards(header, verify=verify, progress=progress)
-        return _as_prepared(data, shards, tokenizer or data.tokenizer)
+        dataset = open_shards(header, verify=verify, progress=progress)
+        _check_prepared(data, dataset.tokenizer, tokenizer or data.tokenizer)
+        return dataset
     wanted = chosen_tokenizer(tokenizer or data.tokenizer)
     text = corpus_text(data)
     splitting = Splitting(data.validation_fraction, data.test_fraction, data.split_by)
@@ -131,13 +79,13 @@ def open_dataset(
             keep_existing=True,
         )
     try:
-        return Dataset(open_shards(header, verify=verify, progress=progress))
+        return open_shards(header, verify=verify, progress=progress)
     except CorruptError as error:
         raise CorruptError(f"{error} (it is a cache: delete {folder} and start again)") from error
 
 
 def is_at_hand(data: DataConfig) -> bool:
-    """Whether `open_dataset` needs no download of GPT-2's tokenizer."""
+    """True if `open_dataset` needs no download of GPT-2's tokenizer."""
     prepared = data.path is not None and find_header(Path(data.path)) is not None
     return data.tokenizer != GPT2 or prepared or gpt2_is_at_hand()
 
@@ -164,7 +112,7 @@ def _as_setting(
 def _cached_folder(
     data: DataConfig, text: Text, contents: Contents | None, tokenizer: str | Tokenizer
 ) -> Path:
-    """Where the cache keeps this text, cut with these settings."""
+    """The folder in which the cache keeps this text, cut with these settings."""
     held_out = contents.held_out if contents else {}
     settings = {
         "version": CACHE_VERSION,
@@ -178,8 +126,9 @@ def _cached_folder(
     return cache_folder() / "prepared" / f"{text.name}-{key[:24]}"
 
 
-def _as_prepared(data: DataConfig, shards: Shards, wanted: str | Tokenizer) -> Dataset:
-    """Prepared shards as the data set; ConfigError where `data` asks for what they are not."""
+def _check_prepared(data: DataConfig, found: Tokenizer, wanted: str | Tokenizer) -> None:
+    """Raise ConfigError where `data`, or the `wanted` tokenizer, asks for what prepared shards with
+    the tokenizer `found` are not."""
     if data.max_bytes is not None:
         raise ConfigError(
             f"data.max_bytes={data.max_bytes} cannot shorten prepared shards ({data.path}); "
@@ -197,7 +146,6 @@ def _as_prepared(data: DataConfig, shards: Shards, wanted: str | Tokenizer) -> D
                 f"data.{key}={value!r} is of files of text, and {data.path} holds prepared shards; "
                 "leave it out"
             )
-    found = shards.tokenizer
     if wanted != GPT2:  # which is known by its hash: its files need not be at hand
         wanted = chosen_tokenizer(wanted)
     if isinstance(wanted, str):
@@ -218,4 +166,3 @@ def _as_prepared(data: DataConfig, shards: Shards, wanted: str | Tokenizer) -> D
             f"{found.hash[:12]}…) than is asked for ({wanted.hash[:12]}…); prepare "
             "the text again with `--tokenizer FILE`"
         )
-    return Dataset(shards)

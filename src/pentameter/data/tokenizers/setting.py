@@ -1,21 +1,21 @@
-"""From the setting `data.tokenizer` to a tokenizer: chosen, loaded, or made from the text."""
+"""The setting `data.tokenizer`: which tokenizer it names, loaded, downloaded or made from text."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
-from pentameter.data.prepare.cutting import cut
+from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.bpe import (
-    BYTE_CHARACTERS,
     END_OF_TEXT,
+    MIN_FREQUENCY,
     BpeTokenizer,
     parse_merge,
+    train_bpe,
 )
 from pentameter.data.tokenizers.char import CharTokenizer
-from pentameter.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from pentameter.data.tokenizers.load import load_tokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.disk.storage import PublicFile, local_file, public_file
 from pentameter.errors import ConfigError
@@ -40,11 +40,6 @@ GPT2_HASH = "808ae9c8c2c1400b2711ca17eb863029c2a0ad4eb730c161cdadd5af710a0a6d"
 
 MIN_BPE_TOKENS = 257  # 256 bytes and <|endoftext|>
 MAX_BPE_TOKENS = 1 << 20
-_MIN_FREQUENCY = 2  # a pair that occurs once teaches nothing
-_TRAINING_CHARACTERS = 1 << 13  # pieces of text for the library's threads
-# The library's training takes time quadratic in the length of a word: a genome on one line would
-# never end. No token worth having is longer than this; encoding cuts nothing.
-_LONG_RUN = re.compile(r"\S{1000}|\s{1000}")
 
 
 def check_tokenizer_setting(setting: str) -> None:
@@ -68,8 +63,21 @@ def bpe_vocab_size(setting: str) -> int:
 
 
 def is_made_from_text(setting: str) -> bool:
-    """Whether a setting of `data.tokenizer` stands for a tokenizer that the text decides."""
+    """True for a setting that stands for a tokenizer which the text decides."""
     return setting in {"char", "word"} or setting.startswith("bpe:")
+
+
+def chosen_tokenizer(setting: str | Tokenizer) -> str | Tokenizer:
+    """The tokenizer that a setting names, or the setting itself where the text must decide.
+
+    Raises ConfigError for a setting that no text could make, or a missing file.
+    """
+    if not isinstance(setting, str):
+        return setting
+    check_tokenizer_setting(setting)
+    if is_made_from_text(setting):
+        return setting
+    return build_tokenizer(setting, lambda: iter(()))
 
 
 def build_tokenizer(
@@ -102,7 +110,7 @@ def build_tokenizer(
     if tokenizer.vocab_size < size and warnings is not None:
         warnings.append(
             f"tokenizer {setting!r}: the text has pairs for {tokenizer.vocab_size} tokens only "
-            f"(each must occur {_MIN_FREQUENCY} times); the vocabulary has that many"
+            f"(each must occur {MIN_FREQUENCY} times); the vocabulary has that many"
         )
     return tokenizer
 
@@ -119,12 +127,12 @@ def gpt2_tokenizer() -> BpeTokenizer:
 
 
 def is_gpt2(tokenizer: Tokenizer) -> bool:
-    """Whether this is GPT-2's own tokenizer, which `data.tokenizer = "gpt2"` names."""
+    """True for GPT-2's own tokenizer, which `data.tokenizer = "gpt2"` names."""
     return tokenizer.hash == GPT2_HASH
 
 
 def gpt2_is_at_hand() -> bool:
-    """Whether `gpt2_tokenizer` needs no download."""
+    """True if `gpt2_tokenizer` needs no download."""
     return all(local_file(file) is not None for file in (GPT2_VOCABULARY, GPT2_MERGES))
 
 
@@ -138,46 +146,3 @@ def known_vocab_size(setting: str) -> int | None:
     if setting == GPT2:
         return GPT2_TOKENS
     return None if is_made_from_text(setting) else load_tokenizer(setting).vocab_size
-
-
-def train_bpe(documents: Iterable[str], vocab_size: int) -> BpeTokenizer:
-    """Byte-level BPE trained on documents: at most vocab_size tokens, in GPT-2's order.
-
-    That is the 256 bytes, the merges as they were made, `<|endoftext|>`. There are fewer than
-    vocab_size where the text has no more pairs that occur twice. The same documents give the
-    same tokenizer, whatever the number of threads. Raises ConfigError for an empty text.
-    """
-    import tokenizers
-
-    n_characters = 0
-
-    def pieces() -> Iterator[str]:
-        nonlocal n_characters
-        for document in documents:
-            n_characters += len(document)
-            for piece in cut(document, _TRAINING_CHARACTERS):
-                yield from _without_long_runs(piece)
-
-    library: Any = tokenizers.Tokenizer(tokenizers.models.BPE())
-    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size - 1,  # <|endoftext|> is added below
-        min_frequency=_MIN_FREQUENCY,
-        initial_alphabet=list(BYTE_CHARACTERS),
-        show_progress=False,
-    )
-    library.train_from_iterator(pieces(), trainer)
-    if n_characters == 0:
-        raise ConfigError("a BPE tokenizer needs text to be trained on; this one is empty")
-    merges = [(left, right) for left, right in json.loads(library.to_str())["model"]["merges"]]
-    # Two merges may give the same token, from different parts.
-    tokens = dict.fromkeys([*BYTE_CHARACTERS, *map("".join, merges), END_OF_TEXT])
-    return BpeTokenizer(list(tokens), merges)
-
-
-def _without_long_runs(text: str) -> Iterator[str]:
-    start = 0
-    for run in _LONG_RUN.finditer(text):
-        yield text[start : run.end()]
-        start = run.end()
-    yield text[start:]

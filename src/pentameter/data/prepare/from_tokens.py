@@ -1,4 +1,4 @@
-"""Token files of other programs, made into shards as they are.
+"""Token files of other programs into shards: the ids stay as they are.
 
 Formats, told apart by header or neighbour:
 
@@ -28,13 +28,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pentameter.data.corpora.text import safe_name
-from pentameter.data.prepare.contents import Splitting, split_ends
-from pentameter.data.prepare.progress import IMPORTING, Progress
-from pentameter.data.shards.shards import SPLITS, find_header
+from pentameter.data.prepare.splits import Splitting, split_ends
+from pentameter.data.progress import IMPORTING, Progress
+from pentameter.data.shards.format import SPLITS, find_header
 from pentameter.data.shards.writer import SHARD_TOKENS, ShardWriter
+from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.bpe import BpeTokenizer
 from pentameter.data.tokenizers.char import CharTokenizer
-from pentameter.data.tokenizers.tokenizer import Tokenizer
 from pentameter.disk.storage import building, refuse_existing
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
@@ -207,7 +207,7 @@ class _Importer:
         self._sizes, self._end_of_text = _token_bytes(tokenizer), tokenizer.end_of_text
 
     def write(self, files: Sequence[TokenFile], ends: list[tuple[str, int]]) -> None:
-        """Write files one after another; `ends` is where their splits end, in ids."""
+        """Write files one after another; `ends` has the end of each of their splits, in ids."""
         position = 0
         begun = set()
         for file in files:
@@ -268,7 +268,7 @@ class _Importer:
 
 
 def _token_bytes(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
-    """How many bytes of text each id stands for; `<|endoftext|>` for none."""
+    """The bytes of text that each id stands for; 0 for `<|endoftext|>`."""
     if isinstance(tokenizer, CharTokenizer):
         return np.array([len(c.encode()) for c in tokenizer.characters], dtype=np.int64)
     if isinstance(tokenizer, BpeTokenizer):

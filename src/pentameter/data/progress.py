@@ -1,4 +1,4 @@
-"""Progress of what takes long with much data: its passes by name, and lines that tell of them."""
+"""Progress of the passes over much data: their names, and lines that tell how far they are."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from datetime import timedelta
 
 Progress = Callable[[str, int, int], None]
-"""Called with the pass (one of those below), bytes done, and about how many there are."""
+"""Called with the pass (one of those below), the bytes done, and about how many there are."""
 
 READING, TRAINING, ENCODING = "reading", "training", "encoding"
-RESUMING, AWAITING = "resuming", "awaiting"  # what an earlier process did, what another one does
 IMPORTING, VERIFYING = "importing", "verifying"
+AWAITING = "awaiting"  # another process prepares the same
 
 LINE_SECONDS = 10.0
 """Time between two lines: calm enough for a log, often enough for who waits."""
@@ -25,7 +25,7 @@ _WORDS = {
 
 
 def pass_in_words(name: str) -> str:
-    """The pass as a person is told of it: "encoding the text"."""
+    """The pass in words for a person: "encoding the text"."""
     return _WORDS.get(name, f"{name} the text")
 
 

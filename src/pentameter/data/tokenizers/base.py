@@ -1,9 +1,10 @@
-"""The JSON file of a tokenizer, its hash, and the check of ids that every kind shares."""
+"""`Tokenizer`, the base class of every kind: ids, hash, and the one JSON file it is saved as."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.errors import ConfigError, StorageError
 
 Ids = npt.NDArray[np.int64]
 
@@ -21,19 +22,37 @@ VERSION = 1
 FILE_LIMIT_BYTES = 1 << 28  # about 15 million words
 
 
-class SavedTokenizer:
-    """A tokenizer whose content is a JSON object; the hash is over that content."""
+class Tokenizer(ABC):
+    """Text to token ids and back; its content is a JSON object, and its hash is of that content."""
 
     kind: ClassVar[str]
+    """`char`, `word` or `bpe`."""
 
     @property
+    @abstractmethod
     def vocab_size(self) -> int:
-        """Distinct ids: 0 … vocab_size - 1."""
-        raise NotImplementedError
+        """Number of distinct ids: 0 … vocab_size - 1."""
 
+    @property
+    @abstractmethod
+    def end_of_text(self) -> int | None:
+        """The id that follows each document, None where there is none; no text encodes to it."""
+
+    @abstractmethod
+    def encode(self, text: str) -> Ids:
+        """Token ids (n_tokens,), int64, of a text; ConfigError where it cannot be encoded."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """The token ids of each text, as `encode` gives them."""
+        return [self.encode(text) for text in texts]
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
+        """The text of token ids (n_tokens,); ConfigError for an id outside the vocabulary."""
+
+    @abstractmethod
     def _fields(self) -> dict[str, Any]:
-        """All that decides the ids, as JSON values; `load_tokenizer` reads them back."""
-        raise NotImplementedError
+        """All that decides the ids, as JSON values; the kind's `from_content` reads them back."""
 
     @cached_property
     def hash(self) -> str:
@@ -47,7 +66,7 @@ class SavedTokenizer:
         return (json.dumps(content, indent=1) + "\n").encode("ascii")
 
     def save(self, path: Path) -> None:
-        """Write the tokenizer's JSON file; StorageError when that fails."""
+        """Write the JSON file that `load_tokenizer` reads; StorageError when that fails."""
         try:
             Path(path).write_bytes(self.to_bytes())
         except OSError as error:
@@ -66,32 +85,3 @@ class SavedTokenizer:
                 f"0 … {self.vocab_size - 1}"
             )
         return array
-
-
-def read_tokenizer_file(path: Path) -> dict[str, Any]:
-    """The JSON object in a tokenizer's file, of this format and version.
-
-    Raises ConfigError when there is no such file, CorruptError when it is something else,
-    StorageError when it cannot be read.
-    """
-    if not path.is_file():
-        raise ConfigError(
-            f"tokenizer file {path} does not exist; write char, word, gpt2, bpe:VOCAB_SIZE "
-            "(such as bpe:8192), or a tokenizer file"
-        )
-    try:
-        size = path.stat().st_size
-        if size > FILE_LIMIT_BYTES:
-            raise CorruptError(
-                f"{path} is not a tokenizer: {size} bytes, at most {FILE_LIMIT_BYTES}"
-            )
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{path} is not a tokenizer: {error}") from error
-    if not isinstance(content, dict):
-        raise CorruptError(f"{path} is not a tokenizer: a JSON object is expected")
-    if content.get("format") != FORMAT:
-        raise CorruptError(f'{path} is not a tokenizer: its "format" is not {FORMAT!r}')
-    return content

@@ -1,0 +1,308 @@
+"""Prepared shards as training and evaluation see them: a tokenizer and three splits of tokens.
+
+`open_shards` opens a folder of shards and checks all of it; `pentameter.data.open_dataset` decides
+which folder that is.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from pentameter.data.progress import VERIFYING, Progress
+from pentameter.data.shards.format import DTYPES, PLACE, SPLITS, TOKENIZER_FILE, read_header
+from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.data.tokenizers.load import load_tokenizer
+from pentameter.errors import ConfigError, CorruptError, StorageError
+
+CHECK_TOKENS = 1 << 21
+CHECK_THREADS = 8  # files at once: one core hashes more slowly than an array of disks reads
+
+
+class TokenSequence:
+    """Token ids over one or more memory-mapped arrays, read like one 1-D array.
+
+    `tokens[a:b]` is an array (a view where it lies in one file), `tokens[i]` an int.
+    """
+
+    def __init__(self, arrays: Sequence[npt.NDArray[Any]], start: int, stop: int) -> None:
+        self._arrays = list(arrays)
+        self._starts = [0]  # place of each array's first token in the whole, and the end
+        for array in self._arrays:
+            self._starts.append(self._starts[-1] + len(array))
+        self._start, self._stop = start, stop
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """uint16 or uint32, little-endian."""
+        return self._arrays[0].dtype
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+    @overload
+    def __getitem__(self, place: slice) -> npt.NDArray[Any]: ...
+    def __getitem__(self, place: int | slice) -> int | npt.NDArray[Any]:
+        if not isinstance(place, slice):
+            index = range(len(self))[place]  # IndexError, and negative places, as for a list
+            return int(self[index : index + 1][0])
+        start, stop, step = place.indices(len(self))
+        if step != 1:
+            raise ValueError(f"tokens are read in steps of 1, not {step}")
+        start, stop = self._start + start, self._start + max(start, stop)
+        parts = []
+        number = bisect.bisect_right(self._starts, start) - 1
+        while start < stop:
+            end = min(stop, self._starts[number + 1])
+            first = self._starts[number]
+            parts.append(self._arrays[number][start - first : end - first])
+            start, number = end, number + 1
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=self.dtype)
+
+    def __array__(
+        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+    ) -> npt.NDArray[Any]:
+        return np.array(self[:], dtype=dtype)
+
+
+@dataclass(frozen=True)
+class TokenSplit:
+    """One split of a data set."""
+
+    name: str
+    """train, val or test."""
+    tokens: TokenSequence
+    """Token ids (n_tokens,), memory-mapped; reads like a 1-D array."""
+    n_bytes: int
+    """UTF-8 bytes of the split's text: bits per byte are per these."""
+    document_starts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
+    """First token of each document (n_documents,), counted from the split's own first."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens in the split."""
+        return len(self.tokens)
+
+    @property
+    def document_bounds(self) -> npt.NDArray[np.int64]:
+        """First token of each document, then the end of the last (n_documents + 1,)."""
+        return np.append(np.asarray(self.document_starts, dtype=np.int64), self.n_tokens)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Prepared data, opened and checked."""
+
+    tokenizer: Tokenizer
+    """The tokenizer that made the tokens."""
+    hash: str
+    """sha256, in hex, of tokens, splits and tokenizer: the same data, wherever it lies."""
+    splits: Mapping[str, TokenSplit]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of distinct ids."""
+        return self.tokenizer.vocab_size
+
+    def split(self, name: str) -> TokenSplit:
+        """The split `train`, `val` or `test`; it may be empty. ConfigError for another name."""
+        if name not in self.splits:
+            raise ConfigError(f"there is no split {name!r}; possible: {', '.join(SPLITS)}")
+        return self.splits[name]
+
+
+class _TokenFile(NamedTuple):
+    """One file of tokens, as the header describes it."""
+
+    path: Path
+    n_tokens: int
+    sha256: str
+
+
+def open_shards(
+    header_path: Path, *, verify: bool = True, progress: Progress | None = None
+) -> Dataset:
+    """Open prepared shards: header, tokenizer, sizes, every id and every file's hash are checked.
+
+    Without `verify` the hashes are not: another process of this machine checks them. Raises
+    CorruptError that names file and place for whatever is damaged.
+    """
+    header = read_header(header_path)
+    folder, dtype = header_path.parent, DTYPES[header["dtype"]]
+    tokenizer = _open_tokenizer(header_path, header)
+    files = [
+        _TokenFile(folder / file["name"], file["tokens"], file["sha256"])
+        for file in header["files"]
+    ]
+    for file in files:
+        _check_size(file.path, file.n_tokens * dtype.itemsize)
+    starts = _open_documents(folder, header)
+    arrays = [np.memmap(file.path, dtype=dtype, mode="r", shape=(file.n_tokens,)) for file in files]
+    splits = {
+        name: TokenSplit(
+            name, TokenSequence(arrays, part["start"], part["stop"]), part["bytes"], starts[name]
+        )
+        for name, part in header["splits"].items()
+    }
+    if "documents" in header:
+        _check_documents(folder, header, splits, verify=verify)
+    _check_tokens(files, dtype, tokenizer.vocab_size, verify, progress)
+    return Dataset(tokenizer, header["sha256"], splits)
+
+
+def _open_tokenizer(header_path: Path, header: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer beside the header; CorruptError unless it is the one that wrote the tokens."""
+    path = header_path.parent / TOKENIZER_FILE
+    try:
+        tokenizer = load_tokenizer(path)
+    except ConfigError as error:
+        raise CorruptError(f"{path} is missing; prepare the data again") from error
+    if tokenizer.hash != header["tokenizer"]["hash"]:
+        raise CorruptError(
+            f"{path} is not the tokenizer that wrote {header_path}: hash "
+            f"{tokenizer.hash}, expected {header['tokenizer']['hash']}"
+        )
+    if tokenizer.vocab_size != header["vocab_size"]:
+        raise CorruptError(
+            f'{header_path}: "vocab_size" is {header["vocab_size"]}, its tokenizer has '
+            f"{tokenizer.vocab_size}"
+        )
+    return tokenizer
+
+
+def _open_documents(folder: Path, header: Mapping[str, Any]) -> dict[str, npt.NDArray[np.int64]]:
+    """The first token of each document, by split, memory-mapped; only their count is checked."""
+    parts = header["splits"]
+    if "documents" not in header:  # version 1: one document, if there is anything
+        return {
+            split: np.zeros(min(1, part["stop"] - part["start"]), np.int64)
+            for split, part in parts.items()
+        }
+    path = folder / header["documents"]["name"]
+    n_documents = sum(part["documents"] for part in parts.values())
+    _check_size(path, n_documents * PLACE.itemsize)
+    places: npt.NDArray[np.int64] = np.empty(0, np.int64)  # an empty file cannot be mapped
+    if n_documents:
+        # Places are far below 2^63, so the same bytes are int64, which indexing wants.
+        places = np.memmap(path, dtype=np.dtype("<i8"), mode="r")
+    starts, first = {}, 0
+    for split, part in parts.items():
+        starts[split] = places[first : first + part["documents"]]
+        first += part["documents"]
+    return starts
+
+
+def _check_size(path: Path, expected: int) -> None:
+    """Raise CorruptError unless a file is there with exactly the expected number of bytes."""
+    if not path.is_file():
+        raise CorruptError(f"{path} is missing or not a file; prepare the data again")
+    size = path.stat().st_size
+    if size != expected:
+        what = "truncated" if size < expected else "too long"
+        raise CorruptError(f"{path} is {what}: {size} bytes, its header says {expected}")
+
+
+def _check_hash(path: Path, found: str, expected: str) -> None:
+    """Raise CorruptError where a file's content is not what was written: a flipped bit, say."""
+    if found != expected:
+        raise CorruptError(
+            f"{path} was changed: sha256 {found}, its header says {expected}; "
+            "prepare the data again"
+        )
+
+
+def _check_documents(
+    folder: Path, header: Mapping[str, Any], splits: Mapping[str, TokenSplit], *, verify: bool
+) -> None:
+    """Raise CorruptError unless the starts of each split begin at 0, rise, and lie in the split."""
+    path = folder / header["documents"]["name"]
+    for split in splits.values():
+        starts = split.document_starts
+        if (len(starts) > 0) != (split.n_tokens > 0) or (len(starts) and starts[0] != 0):
+            raise CorruptError(f"{path}: the first document of {split.name!r} must start at 0")
+        for first in range(0, len(starts), CHECK_TOKENS):
+            block = starts[first : first + CHECK_TOKENS + 1]
+            wrong = np.flatnonzero(np.diff(block) <= 0)
+            if wrong.size or block[-1] >= split.n_tokens:
+                place = first + int(wrong[0]) + 1 if wrong.size else first + len(block) - 1
+                raise CorruptError(
+                    f"{path}: document {place} of {split.name!r} starts at {starts[place]}, not "
+                    f"between the one before and the split's {split.n_tokens} tokens; prepare the "
+                    "data again"
+                )
+    if verify:
+        try:
+            with path.open("rb") as stream:
+                found = hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {error.strerror}") from error
+        _check_hash(path, found, header["documents"]["sha256"])
+
+
+def _check_tokens(
+    files: Sequence[_TokenFile],
+    dtype: np.dtype[Any],
+    vocab_size: int,
+    verify: bool,
+    progress: Progress | None,
+) -> None:
+    """Raise CorruptError unless every id is below the vocabulary size and, with `verify`, every
+    file has its hash: the files are read once for both, a few of them at a time."""
+    stopped = Event()
+    n_tokens = sum(file.n_tokens for file in files)
+    n_checked = 0
+    with ThreadPoolExecutor(CHECK_THREADS) as pool:
+        checks = [
+            pool.submit(_check_file, file, dtype, vocab_size, verify, stopped) for file in files
+        ]
+        try:
+            for check, file in zip(checks, files, strict=True):
+                check.result()
+                n_checked += file.n_tokens
+                if progress is not None and verify:
+                    progress(VERIFYING, n_checked * dtype.itemsize, n_tokens * dtype.itemsize)
+        finally:  # after an error or a signal the others are not worth waiting for
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _check_file(
+    file: _TokenFile, dtype: np.dtype[Any], vocab_size: int, verify: bool, stopped: Event
+) -> None:
+    """Check a file of tokens as `_check_tokens` says; return early once `stopped` is set."""
+    path, n_tokens, expected = file
+    digest = hashlib.sha256()
+    # Read rather than mapped: a check of a large file must not fill this process's memory.
+    buffer = np.empty(min(CHECK_TOKENS, n_tokens), dtype=dtype)
+    try:
+        with path.open("rb") as stream:
+            for first in range(0, n_tokens, CHECK_TOKENS):
+                if stopped.is_set():
+                    return
+                ids = buffer[: stream.readinto(buffer.data) // dtype.itemsize]
+                if len(ids) and int(ids.max()) >= vocab_size:
+                    place = int(np.argmax(ids >= vocab_size))
+                    token = first + place
+                    raise CorruptError(
+                        f"{path}: token {token} (byte {token * dtype.itemsize}) has id "
+                        f"{ids[place]}, the vocabulary has {vocab_size}; prepare the data again"
+                    )
+                if verify:
+                    digest.update(ids.data)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+    if verify:
+        _check_hash(path, digest.hexdigest(), expected)

@@ -1,0 +1,166 @@
+"""Token shards: `NAME-00000.bin`, … of little-endian ids, and `NAME.json` that describes them.
+
+    DIR/NAME.json           dtype, counts, vocabulary size, hashes, split bounds, bytes per token
+    DIR/NAME-00000.bin      uint16 or uint32 ids, nothing else; then NAME-00001.bin, …
+    DIR/NAME-documents.bin  uint64: the place in its split where each document starts
+    DIR/tokenizer.json      the tokenizer that wrote them
+
+The files together are one sequence; `train`, `val` and `test` are its first, middle and last part,
+and so they are in the file of documents. Version 1 had no such file: each split was one document.
+`writer.py` writes them, `dataset.py` opens them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from pentameter.data.tokenizers.base import FORMAT as TOKENIZER_FORMAT
+from pentameter.errors import ConfigError, CorruptError, StorageError
+
+FORMAT = "pentameter-shards"
+VERSION = 2
+SPLITS = ("train", "val", "test")
+DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
+    {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+)
+PLACE = np.dtype("<u8")
+HEADER_LIMIT_BYTES = 1 << 24
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def header_hash(header: dict[str, Any]) -> str:
+    """sha256, in hex, of a header without its own "sha256"."""
+    content = {key: value for key, value in header.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def find_header(path: Path) -> Path | None:
+    """The header file of prepared shards at a path, None where there are none.
+
+    `path` is the header itself or its folder. Raises CorruptError for a folder that has shard
+    files but no header, ConfigError for one with several.
+    """
+    if path.is_file():
+        return path if path.suffix == ".json" and _is_header(path) else None
+    if not path.is_dir():
+        return None
+    headers = [file for file in sorted(path.glob("*.json")) if _is_header(file)]
+    if len(headers) > 1:
+        raise ConfigError(f"{path} holds several prepared data sets; name one of {headers}")
+    shards = sorted(path.glob("*-[0-9][0-9][0-9][0-9][0-9].bin"))
+    if not headers and shards:
+        expected = path / f"{shards[0].name[:-10]}.json"
+        raise CorruptError(f"{shards[0]} has no header: {expected} is missing")
+    if not headers and _begins_with(path / TOKENIZER_FILE, TOKENIZER_FORMAT):
+        raise CorruptError(f"{path} holds a tokenizer, but its shards and their header are missing")
+    return headers[0] if headers else None
+
+
+def _is_header(file: Path) -> bool:
+    """True if a JSON file is, or once was, a header: by its neighbour or its first words."""
+    if file.name == TOKENIZER_FILE:
+        return False
+    return file.with_name(f"{file.stem}-00000.bin").exists() or _begins_with(file, FORMAT)
+
+
+def _begins_with(file: Path, words: str) -> bool:
+    """True if `words` stand in the first bytes of a file that can be read."""
+    try:
+        with file.open("rb") as stream:
+            return words.encode() in stream.read(100)
+    except OSError:
+        return False
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The content of a header file, checked to be whole and consistent.
+
+    Raises CorruptError with the file's name where it is not, StorageError when it cannot be read.
+    """
+    try:
+        if path.stat().st_size > HEADER_LIMIT_BYTES:
+            raise CorruptError(f"{path} is not a header of shards: {path.stat().st_size} bytes")
+        header = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CorruptError(f"{path} is missing; prepare the data again") from error
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{path} is not JSON: {error}") from error
+    try:
+        _check_header(header, path.stem)
+    except CorruptError as error:
+        raise CorruptError(f"{path}: {error}; prepare the data again") from error
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CorruptError(
+            f"{path} is not a header of shards: {type(error).__name__} {error}; "
+            "prepare the data again"
+        ) from error
+    checked: dict[str, Any] = header
+    return checked
+
+
+def _check_header(header: Any, name: str) -> None:
+    """Raise CorruptError (or a lookup error) unless a parsed header is whole and consistent."""
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise CorruptError(f'"format" is not {FORMAT!r}')
+    if header.get("version") not in (1, VERSION):
+        raise CorruptError(f'"version" is {header.get("version")!r}; this version reads 1 and 2')
+    if header["name"] != name:
+        raise CorruptError(f'"name" is {header["name"]!r}, the file is named {name!r}')
+    if header["dtype"] not in DTYPES:
+        raise CorruptError(f'"dtype" is {header["dtype"]!r}, not one of {", ".join(DTYPES)}')
+    vocab_size = _count(header, "vocab_size")
+    if not 1 <= vocab_size <= 1 << (8 * DTYPES[header["dtype"]].itemsize):
+        raise CorruptError(f'"vocab_size" {vocab_size} does not fit "dtype" {header["dtype"]}')
+    _check_counts(header, name)
+    if header["version"] != 1:
+        file, expected = header["documents"], f"{name}-documents.bin"
+        if file["name"] != expected or not re.fullmatch("[0-9a-f]{64}", file["sha256"]):
+            raise CorruptError(f'"documents" names {file["name"]!r}, not {expected!r}, or no hash')
+        for part in header["splits"].values():
+            _count(part, "documents")
+    if not isinstance(header["tokenizer"]["hash"], str):
+        raise CorruptError('"tokenizer" has no "hash"')
+    if header.get("sha256") != header_hash(header):
+        raise CorruptError('its content does not match its "sha256": damaged or edited')
+
+
+def _check_counts(header: dict[str, Any], name: str) -> None:
+    """Raise CorruptError unless files and splits add up."""
+    n_tokens = _count(header, "n_tokens")
+    for number, file in enumerate(header["files"]):
+        # Only this name: a header cannot point outside its folder.
+        if file["name"] != f"{name}-{number:05d}.bin":
+            raise CorruptError(f'"files"[{number}] is named {file["name"]!r}')
+        if not re.fullmatch("[0-9a-f]{64}", file["sha256"]) or _count(file, "tokens") < 1:
+            raise CorruptError(f'"files"[{number}] has no proper "sha256" or "tokens"')
+    in_files = sum(file["tokens"] for file in header["files"])
+    if in_files != n_tokens or n_tokens < 1:
+        raise CorruptError(f'"n_tokens" is {n_tokens}, its files have {in_files}')
+    place = 0
+    if tuple(header["splits"]) != SPLITS:
+        raise CorruptError(f'"splits" are {list(header["splits"])}, not {list(SPLITS)}')
+    for split, part in header["splits"].items():
+        start, stop = _count(part, "start"), _count(part, "stop")
+        _count(part, "bytes")
+        if start != place or stop < start:
+            raise CorruptError(f"split {split!r} is {start} … {stop}; it must start at {place}")
+        place = stop
+    if place != n_tokens:
+        raise CorruptError(f'the splits end at {place}, "n_tokens" is {n_tokens}')
+
+
+def _count(part: dict[str, Any], key: str) -> int:
+    value = part[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise CorruptError(f"{key!r} is {value!r}, not a count")
+    return value
