@@ -11,6 +11,7 @@ from pentameter.planning.activations import kept_activations_bytes
 from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.layout import Layout
 from pentameter.planning.optimizer import optimizer_slots
+from pentameter.planning.rules import LayoutRules
 from pentameter.planning.shares import (
     ROOT,
     gathered_elements,
@@ -130,6 +131,7 @@ class _Process:
     ) -> None:
         self.config = config
         self.layout = layout
+        self.rules = LayoutRules(layout)
         self.sizes = step_sizes(config, layout, precision)
         self.element_bytes = self.sizes.element_bytes
         self.product_bytes = self.sizes.product_bytes
@@ -155,7 +157,7 @@ class _Process:
         held = self.received_bytes()
         moments = [
             _Moment(moment.state_bytes + held, moment.activations_bytes)
-            for moment in (self.sharded() if self.layout.zero else self.copied())
+            for moment in (self.sharded() if self.rules.data_sum == "fsdp" else self.copied())
         ]
         gradients = self.gradients_bytes()
         most = max(moment.state_bytes for moment in moments)
@@ -185,11 +187,14 @@ class _Process:
     def gradients_bytes(self) -> int:
         """Shards from ZeRO 2 on, but in a pipeline, which reduces them at the end of the step; and
         with ZeRO 1 where no micro-batch but the last one leaves any."""
-        layout = self.layout
-        shards = layout.zero >= 2 or not self.accumulates
-        if layout.zero and layout.pipeline == 1 and shards:
-            return self.element_bytes * sum(self.elements(spec) for spec in self.specs)
-        return self.element_bytes * sum(self.whole_elements(spec) for spec in self.specs)
+        whole = self.rules.keeps_whole_gradients(self.sizes.n_micro_batches)
+        elements = self.whole_elements if whole else self.elements
+        return self.element_bytes * sum(map(elements, self.specs))
+
+    @property
+    def adds_whole(self) -> bool:
+        """Whether micro-batches add up whole gradients."""
+        return self.accumulates and not self.rules.reduces_each_micro_batch
 
     def whole_elements(self, spec: ParameterSpec) -> int:
         return shard_elements(tensor_part(spec, self.layout.tensor), 1, 0)
@@ -219,9 +224,8 @@ class _Process:
     def copied(self) -> Iterator[_Moment]:
         """Without ZeRO. DDP has room for all gradients from the start, where micro-batches add
         theirs up."""
-        layout, whole = self.layout, self.gradients_bytes()
-        alone = layout.tensor == layout.pipeline == 1
-        in_buckets = whole if layout.data > 1 and alone else 0
+        data_sum, whole = self.rules.data_sum, self.gradients_bytes()
+        in_buckets = whole if data_sum == "ddp" else 0
         added = whole if self.accumulates and not in_buckets else 0
         head = self.head_gradient_bytes()
         yield _Moment(in_buckets + head, self.activations_bytes)
@@ -230,7 +234,7 @@ class _Process:
         kept = self.kept_head_gradient_bytes() if in_buckets + added else 0
         held = max(whole, in_buckets + added)
         yield _Moment(held + kept + self.embedding_gradient_bytes())
-        if layout.data > 1 and not alone:
+        if data_sum == "after_backward":
             yield _Moment(whole + min(whole, SUM_BUCKET_BYTES))
 
     def units(self) -> tuple[list[_Unit], _Unit]:
@@ -260,7 +264,7 @@ class _Process:
             return
         blocks, root = self.units()
         every = [*blocks, root]
-        adds_whole = self.accumulates and self.layout.zero == 1
+        adds_whole = self.adds_whole
         here = 0  # gradients of the micro-batches before
         if self.accumulates:
             here = sum(unit.whole if adds_whole else unit.shard for unit in every)
@@ -276,12 +280,12 @@ class _Process:
         each = self.activations_bytes / len(blocks)
         gathered = root.gathered
         for index, unit in enumerate(blocks):
-            ahead = blocks[index + 1 : index + 2] if self.layout.zero == 3 else []
+            ahead = blocks[index + 1 : index + 2] if self.rules.prefetches_weights else []
             arriving = unit.gathered + sum(later.gathered for later in ahead)
             yield _Moment(here + gathered + unit.gathered + arriving, (index + 1) * each)
-            if self.layout.zero < 3:
+            if self.rules.weights_stay_gathered:
                 gathered += unit.gathered
-        if self.layout.zero == 3:  # for the backward pass
+        if not self.rules.weights_stay_gathered:  # for the backward pass
             yield _Moment(here + 2 * root.gathered, self.activations_bytes)
 
     def reducing(
@@ -289,15 +293,15 @@ class _Process:
     ) -> Iterator[_Moment]:
         """The backward pass. Each unit is freed, and its gradients copied to be reduced, when all
         of them are there; the rest, whose first gradients are the head's, at the end."""
-        adds_whole = self.accumulates and self.layout.zero == 1
+        adds_whole = self.adds_whole
         each = self.activations_bytes / len(blocks)
         head = self.head_gradient_bytes()
         gathered = root.gathered
-        if self.layout.zero < 3:
+        if self.rules.weights_stay_gathered:
             gathered += sum(unit.gathered for unit in blocks)
         for index, unit in reversed(list(enumerate(blocks))):
             ahead = 0
-            if self.layout.zero == 3:
+            if not self.rules.weights_stay_gathered:
                 gathered += unit.gathered
                 ahead = blocks[index - 1].gathered if index else 0
             held = here + gathered + ahead + head
@@ -317,8 +321,7 @@ class _Process:
     def arriving(self, unit: _Unit) -> int:
         """Gradients of a unit when its backward pass is through, beside those that are added up
         in place, one parameter after another, where both are in the same dtype."""
-        in_place = self.accumulates and (self.layout.zero == 1 or self.layout.pipeline > 1)
-        return unit.largest if in_place and unit.fresh == unit.whole else unit.fresh
+        return unit.largest if self.adds_whole and unit.fresh == unit.whole else unit.fresh
 
     def sharded_in_pipeline(self) -> Iterator[_Moment]:
         """All units stay gathered, and gradients whole, to the end of the step."""

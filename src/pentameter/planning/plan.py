@@ -28,6 +28,7 @@ from pentameter.planning.layout import (
 )
 from pentameter.planning.memory import Memory, step_memory
 from pentameter.planning.optimizer import momentum
+from pentameter.planning.rules import LayoutRules
 from pentameter.planning.sizes import step_sizes
 from pentameter.planning.timeline import planned_bubble
 from pentameter.planning.traffic import Ledger, busiest, by_dimension, step_traffic
@@ -76,6 +77,11 @@ class Plan:
     def epoch(self, step: int) -> int:
         """Whole passes over the training split that `step` completed steps have made."""
         return step * self.batch_size // self.rows_per_epoch if self.rows_per_epoch else 0
+
+    @property
+    def rules(self) -> LayoutRules:
+        """Who sums gradients and when, and how long gathered weights stay."""
+        return LayoutRules(self.layout)
 
     @property
     def bubble_fraction(self) -> float:

@@ -21,6 +21,7 @@ from pentameter.config.schema import Config
 from pentameter.planning.architecture import ParameterSpec, padded_vocab_size
 from pentameter.planning.chunks import MAX_LOGITS, row_chunks
 from pentameter.planning.layout import Layout, part_size
+from pentameter.planning.rules import LayoutRules
 from pentameter.planning.shares import (
     ROOT,
     Shape,
@@ -96,6 +97,7 @@ def step_traffic(
         step.count_numbers()
         step.count_messages()
         step.count_shared_matrices()
+        step.count_whole_parameters()
         step.count_copies()
         step.count_shards()
         step.count_tied()
@@ -147,6 +149,7 @@ class _Step:
         model, sizes = config.model, step_sizes(config, layout, precision)
         self.config = config
         self.layout = layout
+        self.rules = LayoutRules(layout)
         self.tally = Tally()
         self.places = layout.coordinates(rank)
         self.n_micro_batches = sizes.n_micro_batches
@@ -212,7 +215,6 @@ class _Step:
             for _ in range(self.has_first + self.has_last):
                 self.tally.add("tensor", "reduce_scatter", stream, M)
                 self.tally.add("tensor", "all_gather", stream, M)
-            self.count_whole_parameters()
         else:
             self.tally.add("tensor", "all_reduce", product, M * (pairs + again))
             self.tally.add("tensor", "all_reduce", stream, M * pairs)
@@ -245,6 +247,8 @@ class _Step:
     def count_whole_parameters(self) -> None:
         """With sequence parallelism what every process holds whole has the gradient of its own
         tokens alone: norms and positions. (A bias after a sum gets that of the gathered tokens.)"""
+        if not self.rules.sums_over_tensor:
+            return
         whole = [
             spec
             for specs in self.stages.values()
@@ -260,12 +264,10 @@ class _Step:
     def count_copies(self) -> None:
         """The gradients of whole copies: by DDP, or after the backward pass where the model is cut
         in other ways too."""
-        layout = self.layout
-        if layout.zero or layout.data == 1:
-            return
         specs = [spec for table in self.stages.values() for spec in table]
-        if layout.tensor * layout.pipeline > 1:
+        if self.rules.data_sum == "after_backward":
             self.count_sums("data", self.gradient_bytes(specs))
+        if self.rules.data_sum != "ddp":
             return
         n_bytes = 0
         for size in self.gradient_bytes(_backward_order(specs)):  # DDP closes what is full
@@ -282,12 +284,11 @@ class _Step:
         reduced to their shards in the last micro-batch (1, and in a pipeline) or in each, and
         summed over copies of the shards in the last.
         """
-        layout, shard = self.layout, self.layout.shard
-        if not layout.zero:
+        rules, shard = self.rules, self.layout.shard
+        if rules.data_sum != "fsdp":
             return
-        alone = layout.pipeline == 1
-        n_gathers = 2 * self.n_micro_batches if layout.zero == 3 and alone else 1
-        n_reductions = self.n_micro_batches if layout.zero >= 2 and alone else 1
+        n_gathers = 1 if rules.weights_stay_gathered else 2 * self.n_micro_batches
+        n_reductions = self.n_micro_batches if rules.reduces_each_micro_batch else 1
         for specs in self.stages.values():
             for name, unit in units(specs).items():
                 gathered = sum(gathered_elements(s, shard) for _, s in self.local_shapes(unit))
@@ -296,7 +297,7 @@ class _Step:
                     whole = gathered * self.element_bytes
                     self.tally.add("shard", "all_gather", gathered * low, n_gathers)
                     self.tally.add("shard", "reduce_scatter", whole, n_reductions)
-                if layout.data > shard:
+                if rules.sums_shard_copies:
                     self.tally.add("data", "all_reduce", gathered // shard * self.element_bytes)
 
     def count_tied(self) -> None:
