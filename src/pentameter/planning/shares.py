@@ -6,30 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 from pentameter.config.schema import ModelConfig
-from pentameter.planning.architecture import Axis, ParameterSpec, parameter_table
-from pentameter.planning.layout import Layout, part_size
+from pentameter.planning.architecture import ParameterSpec, parameter_table
+from pentameter.planning.layout import Layout, Shape, part_size
 
-TENSOR_AXES: frozenset[Axis] = frozenset({"vocab", "heads", "mlp"})
-"""The axes that tensor-parallel processes divide; each parameter has at most one of them."""
 ROOT = ""
 """The unit of what is in no block's attention or feed-forward layer: embeddings, norms, head."""
-
-Shape = tuple[int, ...]
-
-
-def tensor_dimension(spec: ParameterSpec) -> int | None:
-    """The dimension of a parameter that tensor-parallel processes divide; None where each has it
-    whole."""
-    return next((dim for dim, axis in enumerate(spec.axes) if axis in TENSOR_AXES), None)
-
-
-def tensor_part(spec: ParameterSpec, n_parts: int, place: int = 0) -> Shape:
-    """The shape of what the tensor-parallel process at `place` holds of a parameter."""
-    dim = tensor_dimension(spec)
-    if dim is None:
-        return spec.shape
-    part = part_size(spec.shape[dim], n_parts, place)
-    return (*spec.shape[:dim], part, *spec.shape[dim + 1 :])
 
 
 def shard_elements(shape: Shape, n_shards: int, place: int) -> int:
