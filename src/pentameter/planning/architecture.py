@@ -10,7 +10,7 @@ model multiplies and saves, so a variant is added here and in `pentameter.model`
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -197,23 +197,21 @@ def parameter_table(
     return tuple(table)
 
 
-def operations(
-    model: ModelConfig, *, first_layer: int = 0, last_layer: int | None = None
-) -> tuple[Operation, ...]:
-    """Return the operations of a slice of the model, in the order in which they run.
+def operations(model: ModelConfig, layers: range | None = None) -> tuple[Operation, ...]:
+    """Return the operations of a slice of the model (all of it when absent), as they run.
 
     Raises:
         ConfigError: `vocab_size` is not set.
         ValueError: the layer range is empty or leaves the model.
     """
-    first_layer, last_layer = layer_range(model, first_layer, last_layer)
-    table = parameter_table(model, first_layer=first_layer, last_layer=last_layer)
+    layers = range(model.n_layers) if layers is None else layers
+    table = parameter_table(model, first_layer=layers.start, last_layer=layers.stop)
     build = _Operations(model, {spec.name: spec for spec in table})
-    if first_layer == 0:
+    if layers.start == 0:
         build.embedding()
-    for layer in range(first_layer, last_layer):
+    for layer in layers:
         build.block(layer)
-    if last_layer == model.n_layers:
+    if layers.stop == model.n_layers:
         build.head()
     return tuple(build.found)
 
@@ -318,115 +316,113 @@ def _projection(model: ModelConfig, name: str, shape: tuple[int, int]) -> Init:
 
 
 class _Operations:
-    """Appends the operations of embedding, blocks and head to `found`, as they run."""
+    """Appends operations to `found`, as they run; `layer` is the block they belong to, or None."""
 
-    def __init__(self, model: ModelConfig, specs: dict[str, ParameterSpec]) -> None:
+    def __init__(self, model: ModelConfig, specs: Mapping[str, ParameterSpec]) -> None:
         self.model = model
         self.specs = specs
+        self.layer: int | None = None
         self.found: list[Operation] = []
 
     def embedding(self) -> None:
         """Rows of tokens and of positions, whose sum is the residual stream."""
         for name in ("token_embedding", "position_embedding"):
             if f"{name}.weight" in self.specs:
-                result = residual_stream(self.model, name)
-                self.matrix(name, "look_up", None, (), result)
-        self.dropout("embedding_dropout", None, embedding_dropout(self.model))
+                self.matrix(name, "look_up", (), residual_stream(self.model, name))
+        self.dropout("embedding_dropout", embedding_dropout(self.model))
 
     def block(self, layer: int) -> None:
         """Attention and feed-forward; the stream is normed before each, or with what it adds."""
+        self.layer = layer
         x = residual_stream(self.model, f"blocks.{layer}")
         for name, add_sub_layer in (("attention", self.attention), ("mlp", self.mlp)):
             path = f"blocks.{layer}.{name}"
             total = residual_stream(self.model, f"{path} and the stream")
             match self.model.norm_position:
                 case "pre":
-                    add_sub_layer(path, layer, self.norm(f"{path}_norm", layer, x))
+                    add_sub_layer(path, self.norm(f"{path}_norm", x))
                     x = total
                 case "post":
-                    add_sub_layer(path, layer, x)
-                    x = self.norm(f"{path}_norm", layer, total)
+                    add_sub_layer(path, x)
+                    x = self.norm(f"{path}_norm", total)
                 case unknown:
                     refuse_unknown(unknown, "model.norm_position", "the list of operations")
+        self.layer = None
 
     def head(self) -> None:
         """The final norm, and logits with their loss."""
         x = residual_stream(self.model, "blocks")
         if has_final_norm(self.model):
-            x = self.norm("final_norm", None, x)
+            x = self.norm("final_norm", x)
         weight = "token_embedding" if self.model.tied_head else "head"
         logits = self.computed("head", padded_vocab_size(self.model), "vocab")
-        self.matrix("head", "head", None, (x,), logits, weight=weight)
+        self.matrix("head", "head", (x,), logits, weight=weight)
 
-    def attention(self, path: str, layer: int, x: ActivationTensor) -> None:
+    def attention(self, path: str, x: ActivationTensor) -> None:
         """Causal self-attention; without dropout of its weights they are never written out."""
-        model = self.model
-        T, D, H = model.context_length, model.d_model, model.n_heads
-        qkv = self.linear(f"{path}.qkv", layer, x)
+        T, D, H = self.model.context_length, self.model.d_model, self.model.n_heads
+        qkv = self.linear(f"{path}.qkv", x)
         result = self.computed(path, D, "heads")
-        saves: tuple[ActivationTensor, ...]
-        if model.attention_dropout:
-            saves = (
-                qkv,
+        saves = [qkv]
+        if self.model.attention_dropout:
+            saves += [
                 self.computed(f"{path}.scaled_queries", D, "heads"),
                 self.computed(f"{path}.weights", H * T, "heads", "softmax"),
                 self.computed(f"{path}.mask", H * T, "heads", "bool"),
                 self.computed(f"{path}.weights_left", H * T, "heads"),
-            )
+            ]
         else:
-            saves = (qkv, result, self.computed(f"{path}.exp_sums", H, "heads", "float32"))
+            saves += [result, self.computed(f"{path}.exponential_sums", H, "heads", "float32")]
         n_products = 2 * D * T  # q·kᵀ and the weights' product with v, nothing masked
-        self.add(path, "attention", layer, (qkv,), result, saves=saves, token_products=n_products)
-        self.linear(f"{path}.out", layer, result)
-        self.dropout(f"{path}.dropout", layer, model.dropout)
+        self.add(path, "attention", (qkv,), result, saves=tuple(saves), token_products=n_products)
+        self.linear(f"{path}.out", result)
+        self.dropout(f"{path}.dropout", self.model.dropout)
 
-    def mlp(self, path: str, layer: int, x: ActivationTensor) -> None:
+    def mlp(self, path: str, x: ActivationTensor) -> None:
         """The feed-forward layer."""
-        inner = self.linear(f"{path}.up", layer, x)
+        inner = self.linear(f"{path}.up", x)
         activated = self.computed(f"{path}.activation", inner.shape[1], "mlp")
         name = self.model.activation
-        reads_input = look_up(SAVES_INPUT, name, "model.activation", "the list of operations")
-        saves = (inner if reads_input else activated,)
-        self.add(f"{path}.activation", "activation", layer, (inner,), activated, saves=saves)
-        self.linear(f"{path}.down", layer, activated)
-        self.dropout(f"{path}.dropout", layer, self.model.dropout)
+        slope_of_input = look_up(SAVES_INPUT, name, "model.activation", "the list of operations")
+        saves = (inner if slope_of_input else activated,)
+        self.add(f"{path}.activation", "activation", (inner,), activated, saves=saves)
+        self.linear(f"{path}.down", activated)
+        self.dropout(f"{path}.dropout", self.model.dropout)
 
-    def norm(self, name: str, layer: int | None, x: ActivationTensor) -> ActivationTensor:
+    def norm(self, name: str, x: ActivationTensor) -> ActivationTensor:
         """A norm, and what it makes of the stream."""
         result = residual_stream(self.model, name)
-        self.add(name, "norm", layer, (x,), result, self.parameters(name), saves=(x,))
+        self.add(name, "norm", (x,), result, parameters=self.parameters(name), saves=(x,))
         return result
 
-    def linear(self, name: str, layer: int, x: ActivationTensor) -> ActivationTensor:
-        """A matrix product with a parameter, and its result, (T, n_out)."""
+    def linear(self, name: str, x: ActivationTensor) -> ActivationTensor:
+        """A matrix product with a parameter, and its result."""
         weight = self.specs[f"{name}.weight"]
         result = self.computed(name, weight.shape[0], weight.axes[0])
-        self.matrix(name, "product", layer, (x,), result)
+        self.matrix(name, "product", (x,), result)
         return result
 
     def matrix(
         self,
         name: str,
         kind: OperationKind,
-        layer: int | None,
         reads: tuple[ActivationTensor, ...],
         result: ActivationTensor,
         weight: str | None = None,
     ) -> None:
-        """An operation with a matrix, which is multiplied or looked up in; saves what it reads, as
-        products read it: all tokens, in the products' dtype."""
+        """An operation with a matrix, which is multiplied or looked up in. It saves what it reads
+        as products read it: all tokens, in the products' dtype."""
         parameters = self.parameters(name, weight)
-        axes = parameters[0].axes
-        contracts = axes[0] if kind == "look_up" else axes[1]
+        contracts = parameters[0].axes[0 if kind == "look_up" else 1]
         saves = tuple(replace(x, axes=("context", x.axes[1]), dtype="products") for x in reads)
-        self.add(name, kind, layer, reads, result, parameters, contracts=contracts, saves=saves)
+        self.add(name, kind, reads, result, parameters=parameters, contracts=contracts, saves=saves)
 
-    def dropout(self, name: str, layer: int | None, rate: float) -> None:
+    def dropout(self, name: str, rate: float) -> None:
         """Dropout of what is added to the stream: its mask is kept."""
         if rate:
             x = residual_stream(self.model, name)
             mask = replace(x, name=f"{name}.mask", dtype="bool")
-            self.add(name, "dropout", layer, (x,), x, saves=(mask,))
+            self.add(name, "dropout", (x,), x, saves=(mask,))
 
     def computed(
         self, name: str, width: int, axis: Axis, dtype: ActivationType = "products"
@@ -440,15 +436,6 @@ class _Operations:
         names = (f"{weight or name}.weight", f"{name}.bias")
         return tuple(self.specs[each] for each in names if each in self.specs)
 
-    def add(
-        self,
-        name: str,
-        kind: OperationKind,
-        layer: int | None,
-        reads: tuple[ActivationTensor, ...],
-        result: ActivationTensor,
-        parameters: tuple[ParameterSpec, ...] = (),
-        **costs: Any,
-    ) -> None:
-        """Append an operation; `costs` are the rest of its fields."""
-        self.found.append(Operation(name, kind, layer, reads, result, parameters, **costs))
+    def add(self, name: str, kind: OperationKind, *tensors: Any, **costs: Any) -> None:
+        """Append an operation with its `reads` and `result`; `costs` are the rest of its fields."""
+        self.found.append(Operation(name, kind, self.layer, *tensors, **costs))

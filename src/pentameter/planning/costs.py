@@ -135,7 +135,7 @@ def pass_seconds(config: Config, stages: Sequence[range]) -> list[PassSeconds]:
     recomputed = look_up(RECOMPUTES_PRODUCTS, how, key, "the timeline")
     seconds = []
     for layers in stages:
-        run = operations(config.model, first_layer=layers.start, last_layer=layers.stop)
+        run = operations(config.model, layers)
         weights = sum(op.weight_products for op in run)
         activations = sum(op.token_products for op in run)
         forward = weights + activations
@@ -146,7 +146,7 @@ def pass_seconds(config: Config, stages: Sequence[range]) -> list[PassSeconds]:
 
 
 def end_weights(config: Config) -> tuple[float, float]:
-    """How many layers the embedding and the head are worth where stages are weighed, in FLOPs: an
+    """The weights of embedding and head in layers, where stages are weighed by their arithmetic: an
     embedding only looks up, a head is a product with V · D weights."""
     match config.parallel.partition:
         case "uniform":

@@ -1,4 +1,4 @@
-"""Where each layer lives: the degrees of every kind of parallelism and the stages they imply."""
+"""The layout of a run: degrees of parallelism, the mesh of ranks, what divides which axis."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pentameter.errors import ConfigError
 from pentameter.planning.architecture import Axis, even_sizes, padded_vocab_size
 
 MESH_DIMENSIONS = ("pipeline", "data", "shard", "context", "tensor")
-"""From far apart to close together: neighbouring ranks, which share a machine, differ in `tensor`.
-`data` holds copies, `shard` parts of what ZeRO shares out; together they divide the batch."""
+"""Dimensions of the mesh, from far apart to close together: neighbouring ranks, which share a
+machine, differ in `tensor`. `data` holds copies, `shard` parts of what ZeRO shares out; together they divide the batch."""
 
 AXIS_DIMENSIONS: Mapping[Axis, str] = {
     "vocab": "tensor",
@@ -48,6 +48,7 @@ class Layout:
     schedule: ScheduleName = "1f1b"
     virtual_stages: int = 1
     context: int = 1
+    """Always 1: no engine divides the context yet. plan.json and checkpoints record it."""
 
     @property
     def world_size(self) -> int:
@@ -119,7 +120,7 @@ class Layout:
         return rank
 
     def data_index(self, rank: int) -> int:
-        """Which part of the batch a rank computes, in 0 … data - 1."""
+        """The part of the batch that a rank computes, in 0 … data - 1."""
         places = self.coordinates(rank)
         return places["data"] * self.shard + places["shard"]
 
@@ -142,7 +143,7 @@ class Layout:
         return {name: value for name, value in asdict(self).items() if type(value) is int}
 
     def __str__(self) -> str:
-        """As it is written on a command line: what differs from one process."""
+        """The layout as it is written on a command line: what differs from one process."""
         plain = asdict(Layout())
         parts = [
             f"{name}={str(value).lower()}"

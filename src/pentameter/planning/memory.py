@@ -49,17 +49,6 @@ class Memory:
     total_bytes: int
     """The peak: less than the sum where gradients take the place of activations."""
 
-    @property
-    def state_bytes(self) -> int:
-        """All bytes but the activations'."""
-        return (
-            self.weights_bytes
-            + self.gradients_bytes
-            + self.optimizer_bytes
-            + self.gathered_bytes
-            + self.received_bytes
-        )
-
 
 def step_memory(
     config: Config, layout: Layout, stages: Sequence[range], precision: str | None = None
@@ -166,7 +155,7 @@ class _RankMemory:
         """
         costs, kept, split, at_once = self.costs, {}, {}, 0
         for number, layers in stages.items():
-            run = operations(self.config.model, first_layer=layers.start, last_layer=layers.stop)
+            run = operations(self.config.model, layers)
             is_last = number == self.layout.n_stages - 1
             kept[number] = costs.stage(run) + (0 if is_last else costs.stream)  # what was sent
             split[number] = costs.between_backward_halves(run)

@@ -42,7 +42,7 @@ DEFAULT_STEPS = 1000  # of a configuration that names neither steps nor epochs
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run obeys. `config` is resolved: nothing in it is left to be derived."""
+    """Everything a run obeys. `config` is resolved: nothing in it is left to be derived."""
 
     config: Config
     layout: Layout
@@ -93,12 +93,12 @@ class Plan:
         return planned_bubble(self.config, self.layout, self.stages, self.n_micro_batches)
 
     def memory(self, precision: str | None = None) -> Memory:
-        """What the fullest process holds; `precision` is the run's, where the configuration leaves
-        it open."""
+        """Bytes that the fullest process holds; `precision` is the run's, where the configuration
+        leaves it open."""
         return step_memory(self.config, self.layout, self.stages, precision)
 
     def warnings(self) -> list[str]:
-        """What of the Plan is possible and likely not meant."""
+        """Warnings of what is possible and likely not meant, in sentences."""
         memory = self.memory()
         if 2 * memory.received_bytes < memory.total_bytes:
             return []
@@ -109,7 +109,7 @@ class Plan:
         ]
 
     def traffic(self, rank: int = 0, precision: str | None = None) -> StepTraffic:
-        """What a process sends and receives in a step, by (dimension, kind)."""
+        """Calls and bytes that a rank sends and receives in a step, by (dimension, kind)."""
         return step_traffic(self.config, self.layout, self.stages, rank, precision)
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which part of each parameter a process holds, and which parameters are gathered together."""
+"""ZeRO's shards of parameters, the units that FSDP gathers together, and the tables of stages."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def gathered_elements(shape: Shape, n_shards: int) -> int:
 
 
 def units(specs: Sequence[ParameterSpec]) -> dict[str, list[ParameterSpec]]:
-    """The parameters of a stage by what ZeRO gathers, and reduces, together: each attention and
-    each feed-forward layer, in the order in which they run, and at last the rest, ROOT."""
+    """FSDP's units of a stage, whose parameters are gathered and reduced together: each attention
+    and each feed-forward layer, in the order in which they run, and at last the rest, ROOT."""
     found: dict[str, list[ParameterSpec]] = {}
     rest: list[ParameterSpec] = []
     for spec in specs:

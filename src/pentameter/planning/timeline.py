@@ -20,7 +20,7 @@ Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
 
 
 class Pass(NamedTuple):
-    """What a process does at a time: a pass of one micro-batch through one stage.
+    """A forward or backward pass of one micro-batch through one stage.
 
     Zero-bubble schedules split the backward pass into the gradient of the stage's input, for which
     the stage before is waiting, and those of its weights, for which nobody is.
@@ -93,7 +93,7 @@ def _order(layout: Layout, n_micro_batches: int, place: int) -> list[Pass]:
 def timeline(
     layout: Layout, n_micro_batches: int, seconds: Sequence[PassSeconds]
 ) -> list[list[Span]]:
-    """When each process makes each of its passes, if sending takes no time.
+    """Each process's passes with their starts and ends, if sending takes no time.
 
     `seconds` holds the times of each stage. A pass starts once its process is free and what it
     needs has been computed, in another process for most.

@@ -35,10 +35,10 @@ from pentameter.planning.shares import (
 )
 
 COPIES_BUCKET_BYTES = 25 * 2**20
-"""Gradients that DDP gathers before it sends them, so that it can begin during the backward pass;
-its own default, but for the first bucket, which it would make smaller."""
+"""Size of DDP's buckets, whose all-reduces begin during the backward pass; its own default, but for the first bucket, which it would make smaller."""
 SUM_BUCKET_BYTES = 64 * 2**20
-"""The same of sums after the backward pass: few messages, as there is nothing to overlap."""
+"""Size of a bucket in all-reduces after the backward pass: few messages, as there is nothing to
+overlap."""
 WORLD = "world"
 """The dimension of single numbers (the count of targets, the loss, the norm), whichever group of
 processes they are summed over."""
@@ -121,7 +121,7 @@ def by_dimension(traffic: StepTraffic) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def filled_buckets(sizes: Sequence[int]) -> list[slice]:
-    """Which of `sizes` in bytes, in order, go into one message: up to SUM_BUCKET_BYTES, or one
+    """Buckets of tensors of these sizes in bytes, in order: up to SUM_BUCKET_BYTES each, or one
     tensor that is larger."""
     starts: list[int] = []
     n_bytes = 0
@@ -154,13 +154,7 @@ class _RankTraffic:
         self.element_bytes = self.sizes.element_bytes
         self.stages = dict(stage_tables(config.model, layout, stages, self.places["pipeline"]))
         self.operations = [
-            op
-            for number in self.stages
-            for op in operations(
-                config.model,
-                first_layer=stages[number].start,
-                last_layer=stages[number].stop,
-            )
+            op for number in self.stages for op in operations(config.model, stages[number])
         ]
 
     @property
@@ -234,8 +228,8 @@ class _RankTraffic:
             self.counter.add(dimension, "all_reduce", n_bytes, self.n_micro_batches * n_sums)
 
     def count_loss(self) -> None:
-        """For the loss each row needs its largest logit, and its sum of exponentials with the
-        logit of its target, over the parts of the vocabulary."""
+        """The loss's all-reduces over the parts of the vocabulary: of each row its largest logit,
+        then its sum of exponentials with the logit of its target."""
         dimension = self.layout.divided_axes.get("vocab")
         for head in self.operations:
             if head.kind != "head" or dimension is None:
@@ -248,9 +242,8 @@ class _RankTraffic:
                     self.counter.add(dimension, "all_reduce", n_bytes, self.n_micro_batches)
 
     def count_whole_parameters(self) -> None:
-        """With sequence parallelism what every process holds whole, and uses on the divided
-        stream, has the gradient of its own tokens alone: norms and positions. (A bias after a sum
-        gets that of the gathered tokens.)"""
+        """The gradients of norms and positions, which sequence parallelism leaves whole in every
+        process: each has those of its own tokens. (A bias after a sum gets all tokens'.)"""
         if not self.rules.sums_over_tensor:
             return
         on_stream = {
@@ -285,7 +278,7 @@ class _RankTraffic:
             self.counter.add("data", "all_reduce", n_bytes)
 
     def count_shards(self) -> None:
-        """ZeRO: weights are gathered for the forward pass, and stay so to the end of the step (1,
+        """ZeRO's collectives: weights are gathered for the forward pass, and stay so to the end of the step (1,
         2, and in a pipeline) or are gathered again for each backward pass (3). Gradients are
         reduced to their shards in the last micro-batch (1, and in a pipeline) or in each, and
         summed over copies of the shards in the last.
