@@ -20,7 +20,8 @@ from pentameter.planning.architecture import Axis, even_sizes, padded_vocab_size
 
 MESH_DIMENSIONS = ("pipeline", "data", "shard", "context", "tensor")
 """Dimensions of the mesh, from far apart to close together: neighbouring ranks, which share a
-machine, differ in `tensor`. `data` holds copies, `shard` parts of what ZeRO shares out; together they divide the batch."""
+machine, differ in `tensor`. `data` holds copies, `shard` parts of what ZeRO shares out; together
+they divide the batch."""
 
 AXIS_DIMENSIONS: Mapping[Axis, str] = {
     "vocab": "tensor",

@@ -35,7 +35,8 @@ from pentameter.planning.shares import (
 )
 
 COPIES_BUCKET_BYTES = 25 * 2**20
-"""Size of DDP's buckets, whose all-reduces begin during the backward pass; its own default, but for the first bucket, which it would make smaller."""
+"""Size of DDP's buckets, whose all-reduces begin during the backward pass; its own default, but
+for the first bucket, which it would make smaller."""
 SUM_BUCKET_BYTES = 64 * 2**20
 """Size of a bucket in all-reduces after the backward pass: few messages, as there is nothing to
 overlap."""
@@ -278,11 +279,9 @@ class _RankTraffic:
             self.counter.add("data", "all_reduce", n_bytes)
 
     def count_shards(self) -> None:
-        """ZeRO's collectives: weights are gathered for the forward pass, and stay so to the end of the step (1,
-        2, and in a pipeline) or are gathered again for each backward pass (3). Gradients are
-        reduced to their shards in the last micro-batch (1, and in a pipeline) or in each, and
-        summed over copies of the shards in the last.
-        """
+        """ZeRO's collectives, as the rules say: weights are gathered once, or for each pass, and
+        gradients reduce-scattered in the last micro-batch or in each; copies of the shards sum
+        theirs in the last."""
         rules, shard = self.rules, self.layout.shard
         if rules.data_sum != "fsdp":
             return
