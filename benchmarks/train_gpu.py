@@ -33,7 +33,7 @@ from pentameter.machine.choices import choose_precision
 from pentameter.machine.environment import device_name, environment, versions
 from pentameter.machine.peaks import peak_flops
 from pentameter.parallel.precision import arithmetic
-from pentameter.planning.flops import CONVENTION
+from pentameter.planning.costs import CONVENTION
 from pentameter.planning.plan import Plan, make_plan
 
 WARM_UP_STEPS = 3

@@ -36,8 +36,8 @@ from pentameter.parallel.assemble import assemble
 from pentameter.parallel.compute import fused_obstacle
 from pentameter.parallel.pipeline import SCHEDULES
 from pentameter.parallel.stage_module import StageModule
+from pentameter.planning.costs import BYTES
 from pentameter.planning.plan import make_plan
-from pentameter.planning.sizes import BYTES
 from pentameter.planning.timeline import pass_order
 from pentameter.train.saving import RunCheckpoints
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode  # documented by this path
 
 from pentameter.planning.layout import MESH_DIMENSIONS, Layout
-from pentameter.planning.traffic import WORLD, Kind, Tally, Traffic
+from pentameter.planning.traffic import WORLD, Kind, Traffic, TrafficCounter
 
 OPERATIONS: dict[str, tuple[Kind, Callable[..., Any]]] = {
     # Name: kind, and of its arguments what counts as handed over.
@@ -55,7 +55,7 @@ class Ledger(TorchDispatchMode):
     def __init__(self, layout: Layout, mesh: DeviceMesh) -> None:
         super().__init__()
         self._layout = layout
-        self._tally = Tally()
+        self._counter = TrafficCounter()
         self._dimensions: dict[str, str | None] = {  # by name of the group
             mesh.get_group(name).group_name: name if size > 1 else None
             for name, size in zip(MESH_DIMENSIONS, layout.mesh_shape, strict=True)
@@ -64,7 +64,7 @@ class Ledger(TorchDispatchMode):
     @property
     def traffic(self) -> Mapping[tuple[str, Kind], Traffic]:
         """What was counted so far."""
-        return self._tally.counted
+        return self._counter.counted
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -87,7 +87,7 @@ class Ledger(TorchDispatchMode):
         if dimension is not None:
             is_number = all(tensor.ndim <= 1 and tensor.numel() == 1 for tensor in tensors)
             n_bytes = sum(tensor.nbytes for tensor in tensors)
-            self._tally.add(WORLD if is_number else dimension, kind, n_bytes)
+            self._counter.add(WORLD if is_number else dimension, kind, n_bytes)
 
     def _dimension(self, args: tuple[Any, ...]) -> str | None:
         """The dimension along which the processes of a collective's group lie; None where it has

@@ -6,9 +6,10 @@ import pytest
 from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
 from pentameter.config.load import load_config
+from pentameter.planning.costs import PassSeconds
 from pentameter.planning.layout import Layout
 from pentameter.planning.plan import make_plan
-from pentameter.planning.timeline import PassSeconds, bubble_fraction, pass_order, timeline
+from pentameter.planning.timeline import bubble_fraction, pass_order, timeline
 
 TORCHS = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
 LETTERS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}

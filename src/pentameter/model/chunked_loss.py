@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from pentameter.model.loss import IGNORED_TARGET
-from pentameter.planning.chunks import MAX_LOGITS, row_chunks
+from pentameter.planning.costs import MAX_LOGITS, row_chunks
 
 RowLoss = Callable[[Tensor, Tensor | None, Tensor, int, bool], Tensor]
 """`row_loss`, or the compiled `elementwise_row_loss`."""

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from pentameter.config.choices import look_up, refuse_unknown
 from pentameter.config.schema import OptimizerConfig
 from pentameter.planning.architecture import ParameterSpec
-from pentameter.planning.optimizer import momentum
+from pentameter.planning.plan import momentum
 
 NamedParameters = Iterable[tuple[str, Parameter]]
 

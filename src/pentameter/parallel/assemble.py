@@ -36,7 +36,7 @@ def assemble(
     Each slice is shaped on `meta`, cut by tensor, then by data, and only then gets memory: no
     process ever holds more of the model than its own share. Collective over the world.
     """
-    world, layout = world or World(), plan.layout
+    world, layout, rules = world or World(), plan.layout, plan.rules
     set_matmul_precision(plan.config.train.matmul_precision, precision)
     mesh = build_mesh(layout, device.type, world) if world.size > 1 or layout.zero else None
     modules: dict[int, nn.Module] = {}
@@ -47,15 +47,15 @@ def assemble(
             share_matrices(part.model, mesh["tensor"], sequence=layout.sequence)
         if plan.config.train.activation_checkpoint is not None:
             recompute_activations(part.model, plan.config.train.activation_checkpoint)
-        if mesh is not None and layout.zero:
-            share_state(part, mesh, layout, offload=plan.config.train.offload)
+        if mesh is not None and rules.data_sum == "fsdp":
+            share_state(part, mesh, rules, offload=plan.config.train.offload)
         part.to_empty(device="cpu" if plan.config.train.offload else device)
         initialize_shards(part.model, plan.table, plan.config.seed)
         if compiled:
             _compile(part, plan)
-        copied = mesh is not None and layout.data > 1 and not layout.zero
-        alone = layout.tensor == layout.pipeline == 1
-        modules[number] = with_copies(part, mesh) if mesh and copied and alone else part
+        modules[number] = part
+        if mesh is not None and rules.data_sum == "ddp":
+            modules[number] = with_copies(part, mesh)
         parts.append(part)
     return Engine(parts, modules, plan, device, world, mesh)
 

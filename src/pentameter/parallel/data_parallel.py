@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pentameter.parallel.precision import arithmetic
 from pentameter.parallel.stage_module import StageModule
-from pentameter.planning.layout import Layout
+from pentameter.planning.rules import LayoutRules
 from pentameter.planning.traffic import COPIES_BUCKET_BYTES
 
 
@@ -54,7 +54,7 @@ def _sum(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def share_state(part: StageModule, mesh: DeviceMesh, layout: Layout, *, offload: bool) -> None:
+def share_state(part: StageModule, mesh: DeviceMesh, rules: LayoutRules, *, offload: bool) -> None:
     """Shard the parameters of `part` over the dimension `shard` of `mesh`, in place; copies of the
     shards (HSDP) lie along `data`.
 
@@ -62,15 +62,13 @@ def share_state(part: StageModule, mesh: DeviceMesh, layout: Layout, *, offload:
     and the rest (embeddings, norms, head) in its own: what autocast would round is rounded before
     it is sent, and nothing else is.
     """
-    shared = mesh["data", "shard"] if layout.data > layout.shard else mesh["shard"]
+    shared = mesh["data", "shard"] if rules.sums_shard_copies else mesh["shard"]
     policy: OffloadPolicy = OffloadPolicy()
     if offload:
         policy = CPUOffloadPolicy(pin_memory=part.device.type == "cuda")
     options: dict[str, Any] = {
         "mesh": shared,
-        # A pipeline keeps weights from one backward pass to the next forward pass, so that giving
-        # them up in between would cost messages, and leave the peak as it is.
-        "reshard_after_forward": layout.zero == 3 and layout.pipeline == 1,
+        "reshard_after_forward": not rules.weights_stay_gathered,
         "offload_policy": policy,
     }
     low = arithmetic(part.precision).autocast
@@ -87,7 +85,7 @@ def share_state(part: StageModule, mesh: DeviceMesh, layout: Layout, *, offload:
     for unit in units:
         fully_shard(unit, mp_policy=products, **options)
     fully_shard(part, **options)
-    if layout.zero == 3:
+    if rules.prefetches_weights:
         _prefetch(units)
     for unit in (*units, part):
         assert isinstance(unit, FSDPModule)
@@ -105,15 +103,15 @@ def _prefetch(units: Sequence[nn.Module]) -> None:
 
 
 def micro_batch(
-    module: nn.Module, zero: int, *, is_last: bool
+    module: nn.Module, rules: LayoutRules, *, is_last: bool
 ) -> contextlib.AbstractContextManager[object]:
-    """The context of a micro-batch's forward and backward pass: gradients are summed over the data
-    in the last one; with ZeRO 2 and 3 in each, so that none is ever held whole."""
+    """The context of a micro-batch's forward and backward pass, in which its gradients are summed
+    over the data or left to be added up, as the rules say."""
     if isinstance(module, DistributedDataParallel):
         return contextlib.nullcontext() if is_last else module.no_sync()
     if isinstance(module, FSDPModule):
         module.set_is_last_backward(is_last)
-        module.set_requires_gradient_sync(is_last or zero >= 2)
+        module.set_requires_gradient_sync(is_last or rules.reduces_each_micro_batch)
         module.set_requires_all_reduce(is_last)  # over copies of the shards
-        module.set_reshard_after_backward(is_last or zero == 3)
+        module.set_reshard_after_backward(is_last or not rules.weights_stay_gathered)
     return contextlib.nullcontext()

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Parameter
-from torch.nn.parallel import DistributedDataParallel
 
 from pentameter.data.batches.step import IGNORED, Batch
 from pentameter.errors import ConfigError
@@ -136,8 +135,9 @@ class Engine:
     def adds_up_in_place(self) -> bool:
         """Whether micro-batches add their gradients up where they are summed over the data, in
         DDP's buckets. So they are set to zero there, not given up, or they would be held twice."""
-        copied = any(isinstance(each, DistributedDataParallel) for each in self._modules.values())
-        return copied and self.plan.n_micro_batches > 1
+        return self._mesh is not None and self.plan.rules.adds_up_in_buckets(
+            self.plan.n_micro_batches
+        )
 
     def parameters(self) -> Iterable[Parameter]:
         """Parameters in the order of `named_parameters`."""
@@ -173,7 +173,7 @@ class Engine:
         losses = []
         for rows in micro_batches(len(tokens), self.plan.micro_batch_size):
             is_last = rows.stop >= len(tokens)
-            with micro_batch(module, self.plan.layout.zero, is_last=is_last):
+            with micro_batch(module, self.plan.rules, is_last=is_last):
                 own_keys = None if keys is None else keys[rows]
                 loss = module(tokens[rows], targets[rows], own_keys)
                 (loss.sum() * factor).backward()
@@ -184,12 +184,12 @@ class Engine:
         """Make the gradients those of the global loss, where the backward pass has not."""
         if self._mesh is None:
             return
-        layout = self.plan.layout
+        rules = self.plan.rules
         gradients.placed_as_parameters(self.parameters())
-        if layout.sequence:
+        if rules.sums_over_tensor:
             whole = [p for p in self.parameters() if not gradients.lies_on(p, "tensor")]
             gradients.add_up(_local_gradients(whole), self._mesh["tensor"].get_group())
-        if layout.data > 1 and not layout.zero and layout.tensor * layout.pipeline > 1:
+        if rules.data_sum == "after_backward":
             group = self._mesh["data"].get_group()
             gradients.add_up(_local_gradients(self.parameters()), group)
         if self._tied is not None:

@@ -1,15 +1,18 @@
-"""The parameter table: every parameter of a model, from its configuration alone.
+"""The architecture of a model, written down once: its parameters and its operations.
 
-Memory, cuts, initial values, weight decay and checkpoints read this one table. A test holds it
-equal to the built model's `state_dict()`, so a variant is added here and in `pentameter.model`.
+Everything here follows from the model's configuration alone. Divisions, initial values, weight
+decay and checkpoints read the table of parameters; FLOPs, memory, traffic and the weights of
+pipeline stages are folds over the list of operations (`planning/costs.py`, `planning/traffic.py`).
+Tests hold the table equal to the built model's `state_dict()` and the operations equal to what the
+model multiplies and saves, so a variant is added here and in `pentameter.model`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from pentameter.config.choices import look_up, refuse_unknown
 from pentameter.config.schema import ModelConfig
@@ -19,9 +22,23 @@ NORM_MAY_HAVE_BIAS = {"layernorm": True, "rmsnorm": False}
 FINAL_NORM = {"pre": True, "post": False}
 POSITION_TABLE = {"learned": True, "sinusoidal": False}
 
-Axis = Literal["vocab", "position", "embed", "heads", "mlp"]
-"""What a dimension runs over. `heads` is all heads' channels, head by head: H·K of the attention
-output, or (H, 3, K) flattened of the fused query, key and value projection."""
+SAVES_INPUT = {"relu": False, "gelu": True, "gelu_tanh": True}
+"""`model.activation` → whether its slope is computed from its input, not from its result."""
+
+Axis = Literal["vocab", "position", "embed", "heads", "mlp", "time", "context"]
+"""What a dimension of a parameter or of an activation runs over.
+
+`heads` is all heads' channels, head by head: H·K of the attention output, or (H, 3, K) flattened of
+the fused query, key and value projection. `time` is the tokens of the residual stream, of which
+each may be computed alone; `context` is all tokens of a sequence, as the matrix products around
+attention read them. Which mesh dimension divides an axis is said in `planning/layout.py`.
+"""
+
+ActivationType = Literal["weights", "products", "softmax", "float32", "bool"]
+"""The dtype of an activation: the weights' (also the residual stream's), the one that goes into
+matrix products, the softmax's (the weights', float32 at least), or one that is always the same."""
+
+OperationKind = Literal["look_up", "norm", "product", "attention", "activation", "dropout", "head"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +72,53 @@ class ParameterSpec:
     def is_block_matrix(self) -> bool:
         """Whether it is a matrix between layers' activations, as Muon takes: in a block, 2-D."""
         return self.layer is not None and len(self.shape) == 2
+
+
+@dataclass(frozen=True)
+class ActivationTensor:
+    """What an operation makes of one sequence: (tokens, numbers of each), and its dtype."""
+
+    name: str
+    shape: tuple[int, int]
+    axes: tuple[Axis, Axis]
+    dtype: ActivationType
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of the forward pass, with what is needed to count its cost.
+
+    `head` is the last matrix product and the loss in one, because its logits may be computed in
+    chunks. Additions and changes of shape cost next to nothing and are left out.
+    """
+
+    name: str
+    kind: OperationKind
+    layer: int | None
+    """The block it belongs to, if it does."""
+    reads: tuple[ActivationTensor, ...]
+    result: ActivationTensor
+    parameters: tuple[ParameterSpec, ...] = ()
+    contracts: Axis | None = None
+    """The axis that a matrix sums over; where it is divided, the result is a partial sum."""
+    saves: tuple[ActivationTensor, ...] = ()
+    """What the backward pass reads again, parameters not counted."""
+    token_products: int = 0
+    """Multiplications of activations with activations, for each token of a full context."""
+
+    @property
+    def saved_selectively(self) -> bool:
+        """Whether `activation_checkpoint = "selective"` keeps the result: of a matrix product, and
+        of PyTorch's attention, which saves its own."""
+        fused = self.kind == "attention" and self.result in self.saves
+        return self.kind == "product" or fused
+
+    @property
+    def weight_products(self) -> int:
+        """Multiplications with the numbers of its matrices, for each token."""
+        if self.kind == "look_up":
+            return 0
+        return sum(spec.n_elements for spec in self.parameters if len(spec.shape) == 2)
 
 
 def padded_vocab_size(model: ModelConfig) -> int:
@@ -131,6 +195,36 @@ def parameter_table(
         if model.head_bias:
             table.append(_bias("head.bias", rows, "vocab"))
     return tuple(table)
+
+
+def operations(model: ModelConfig, layers: range | None = None) -> tuple[Operation, ...]:
+    """Return the operations of a slice of the model (all of it when absent), as they run.
+
+    Raises:
+        ConfigError: `vocab_size` is not set.
+        ValueError: the layer range is empty or leaves the model.
+    """
+    layers = range(model.n_layers) if layers is None else layers
+    table = parameter_table(model, first_layer=layers.start, last_layer=layers.stop)
+    build = _Operations(model, {spec.name: spec for spec in table})
+    if layers.start == 0:
+        build.embedding()
+    for layer in layers:
+        build.block(layer)
+    if layers.stop == model.n_layers:
+        build.head()
+    return tuple(build.found)
+
+
+def residual_stream(model: ModelConfig, name: str) -> ActivationTensor:
+    """Return the tensor that blocks hand on, (T, D) of each sequence, under a name of its own."""
+    shape = (model.context_length, model.d_model)
+    return ActivationTensor(name, shape, ("time", "embed"), "weights")
+
+
+def even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
+    """Return what must divide into equal parts where an axis is divided, by key of `[model]`."""
+    return {"heads": {"n_heads": model.n_heads}, "mlp": {"d_ff": feed_forward_width(model)}}
 
 
 def layer_range(model: ModelConfig, first_layer: int, last_layer: int | None) -> tuple[int, int]:
@@ -219,3 +313,129 @@ def _projection(model: ModelConfig, name: str, shape: tuple[int, int]) -> Init:
             return Init("uniform", n_in**-0.5 * scale)
         case unknown:
             refuse_unknown(unknown, "model.init", "the parameter table")
+
+
+class _Operations:
+    """Appends operations to `found`, as they run; `layer` is the block they belong to, or None."""
+
+    def __init__(self, model: ModelConfig, specs: Mapping[str, ParameterSpec]) -> None:
+        self.model = model
+        self.specs = specs
+        self.layer: int | None = None
+        self.found: list[Operation] = []
+
+    def embedding(self) -> None:
+        """Rows of tokens and of positions, whose sum is the residual stream."""
+        for name in ("token_embedding", "position_embedding"):
+            if f"{name}.weight" in self.specs:
+                self.matrix(name, "look_up", (), residual_stream(self.model, name))
+        self.dropout("embedding_dropout", embedding_dropout(self.model))
+
+    def block(self, layer: int) -> None:
+        """Attention and feed-forward; the stream is normed before each, or with what it adds."""
+        self.layer = layer
+        x = residual_stream(self.model, f"blocks.{layer}")
+        for name, add_sub_layer in (("attention", self.attention), ("mlp", self.mlp)):
+            path = f"blocks.{layer}.{name}"
+            total = residual_stream(self.model, f"{path} and the stream")
+            match self.model.norm_position:
+                case "pre":
+                    add_sub_layer(path, self.norm(f"{path}_norm", x))
+                    x = total
+                case "post":
+                    add_sub_layer(path, x)
+                    x = self.norm(f"{path}_norm", total)
+                case unknown:
+                    refuse_unknown(unknown, "model.norm_position", "the list of operations")
+        self.layer = None
+
+    def head(self) -> None:
+        """The final norm, and logits with their loss."""
+        x = residual_stream(self.model, "blocks")
+        if has_final_norm(self.model):
+            x = self.norm("final_norm", x)
+        weight = "token_embedding" if self.model.tied_head else "head"
+        logits = self.computed("head", padded_vocab_size(self.model), "vocab")
+        self.matrix("head", "head", (x,), logits, weight=weight)
+
+    def attention(self, path: str, x: ActivationTensor) -> None:
+        """Causal self-attention; without dropout of its weights they are never written out."""
+        T, D, H = self.model.context_length, self.model.d_model, self.model.n_heads
+        qkv = self.linear(f"{path}.qkv", x)
+        result = self.computed(path, D, "heads")
+        saves = [qkv]
+        if self.model.attention_dropout:
+            saves += [
+                self.computed(f"{path}.scaled_queries", D, "heads"),
+                self.computed(f"{path}.weights", H * T, "heads", "softmax"),
+                self.computed(f"{path}.mask", H * T, "heads", "bool"),
+                self.computed(f"{path}.weights_left", H * T, "heads"),
+            ]
+        else:
+            saves += [result, self.computed(f"{path}.exponential_sums", H, "heads", "float32")]
+        n_products = 2 * D * T  # q·kᵀ and the weights' product with v, nothing masked
+        self.add(path, "attention", (qkv,), result, saves=tuple(saves), token_products=n_products)
+        self.linear(f"{path}.out", result)
+        self.dropout(f"{path}.dropout", self.model.dropout)
+
+    def mlp(self, path: str, x: ActivationTensor) -> None:
+        """The feed-forward layer."""
+        inner = self.linear(f"{path}.up", x)
+        activated = self.computed(f"{path}.activation", inner.shape[1], "mlp")
+        name = self.model.activation
+        slope_of_input = look_up(SAVES_INPUT, name, "model.activation", "the list of operations")
+        saves = (inner if slope_of_input else activated,)
+        self.add(f"{path}.activation", "activation", (inner,), activated, saves=saves)
+        self.linear(f"{path}.down", activated)
+        self.dropout(f"{path}.dropout", self.model.dropout)
+
+    def norm(self, name: str, x: ActivationTensor) -> ActivationTensor:
+        """A norm, and what it makes of the stream."""
+        result = residual_stream(self.model, name)
+        self.add(name, "norm", (x,), result, parameters=self.parameters(name), saves=(x,))
+        return result
+
+    def linear(self, name: str, x: ActivationTensor) -> ActivationTensor:
+        """A matrix product with a parameter, and its result."""
+        weight = self.specs[f"{name}.weight"]
+        result = self.computed(name, weight.shape[0], weight.axes[0])
+        self.matrix(name, "product", (x,), result)
+        return result
+
+    def matrix(
+        self,
+        name: str,
+        kind: OperationKind,
+        reads: tuple[ActivationTensor, ...],
+        result: ActivationTensor,
+        weight: str | None = None,
+    ) -> None:
+        """An operation with a matrix, which is multiplied or looked up in. It saves what it reads
+        as products read it: all tokens, in the products' dtype."""
+        parameters = self.parameters(name, weight)
+        contracts = parameters[0].axes[0 if kind == "look_up" else 1]
+        saves = tuple(replace(x, axes=("context", x.axes[1]), dtype="products") for x in reads)
+        self.add(name, kind, reads, result, parameters=parameters, contracts=contracts, saves=saves)
+
+    def dropout(self, name: str, rate: float) -> None:
+        """Dropout of what is added to the stream: its mask is kept."""
+        if rate:
+            x = residual_stream(self.model, name)
+            mask = replace(x, name=f"{name}.mask", dtype="bool")
+            self.add(name, "dropout", (x,), x, saves=(mask,))
+
+    def computed(
+        self, name: str, width: int, axis: Axis, dtype: ActivationType = "products"
+    ) -> ActivationTensor:
+        """A tensor between matrix products, of all tokens: (T, width)."""
+        shape = (self.model.context_length, width)
+        return ActivationTensor(name, shape, ("context", axis), dtype)
+
+    def parameters(self, name: str, weight: str | None = None) -> tuple[ParameterSpec, ...]:
+        """Weight and, where there is one, bias of a module; the weight may be another's."""
+        names = (f"{weight or name}.weight", f"{name}.bias")
+        return tuple(self.specs[each] for each in names if each in self.specs)
+
+    def add(self, name: str, kind: OperationKind, *tensors: Any, **costs: Any) -> None:
+        """Append an operation with its `reads` and `result`; `costs` are the rest of its fields."""
+        self.found.append(Operation(name, kind, self.layer, *tensors, **costs))

@@ -1,11 +1,11 @@
-"""Where each layer lives: the degrees of every kind of parallelism and the stages they imply."""
+"""The layout of a run: degrees of parallelism, the mesh of ranks, what divides which axis."""
 
 from __future__ import annotations
 
 import difflib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,11 +14,23 @@ from pydantic import ValidationError
 from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import ModelConfig, ParallelConfig, ScheduleName
 from pentameter.errors import ConfigError, nearest_divisors
-from pentameter.planning.architecture import feed_forward_width, padded_vocab_size
+from pentameter.planning.architecture import Axis, even_sizes, padded_vocab_size
 
 MESH_DIMENSIONS = ("pipeline", "data", "shard", "context", "tensor")
-"""From far apart to close together: neighbouring ranks, which share a machine, differ in `tensor`.
-`data` holds copies, `shard` parts of what ZeRO shares out; together they divide the batch."""
+"""Dimensions of the mesh, from far apart to close together: neighbouring ranks, which share a
+machine, differ in `tensor`. `data` holds copies, `shard` parts of what ZeRO shares out; together
+they divide the batch."""
+
+AXIS_DIMENSIONS: Mapping[Axis, str] = {
+    "vocab": "tensor",
+    "heads": "tensor",
+    "mlp": "tensor",
+    "time": "tensor",
+}
+"""Axis of a parameter or an activation → the mesh dimension whose processes divide it; `time` is
+divided with `sequence` only. An axis that is not here is whole in every process."""
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -35,11 +47,12 @@ class Layout:
     schedule: ScheduleName = "1f1b"
     virtual_stages: int = 1
     context: int = 1
+    """Always 1: no engine divides the context yet. plan.json and checkpoints record it."""
 
     @property
     def world_size(self) -> int:
         """Processes the layout needs."""
-        return self.data * self.tensor * self.pipeline * self.context
+        return math.prod(self.sizes.values())
 
     @property
     def shard(self) -> int:
@@ -52,26 +65,61 @@ class Layout:
         return self.pipeline * self.virtual_stages
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Processes along each of MESH_DIMENSIONS, by name and in their order."""
+        return {
+            "pipeline": self.pipeline,
+            "data": self.data // self.shard,
+            "shard": self.shard,
+            "context": self.context,
+            "tensor": self.tensor,
+        }
+
+    @property
     def mesh_shape(self) -> tuple[int, ...]:
         """Sizes of MESH_DIMENSIONS."""
-        return (self.pipeline, self.data // self.shard, self.shard, self.context, self.tensor)
+        return tuple(self.sizes.values())
+
+    @property
+    def divided_axes(self) -> dict[Axis, str]:
+        """The axes that this layout divides, and the mesh dimension that does: AXIS_DIMENSIONS,
+        where that dimension has several processes."""
+        sizes = self.sizes
+        return {
+            axis: dimension
+            for axis, dimension in AXIS_DIMENSIONS.items()
+            if sizes[dimension] > 1 and (axis != "time" or self.sequence)
+        }
+
+    def local_shape(
+        self, shape: Shape, axes: Sequence[Axis], places: Mapping[str, int] | None = None
+    ) -> Shape:
+        """The shape of what the process at `places` has of a tensor whose dimensions run over
+        `axes`; a mesh dimension that is left out is at 0, which has the largest part."""
+        divided, sizes, places = self.divided_axes, self.sizes, places or {}
+        return tuple(
+            part_size(n, sizes[divided[axis]], places.get(divided[axis], 0))
+            if axis in divided
+            else n
+            for n, axis in zip(shape, axes, strict=True)
+        )
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank along each of MESH_DIMENSIONS; ranks count them row by row."""
         places: dict[str, int] = {}
-        for name, size in zip(reversed(MESH_DIMENSIONS), reversed(self.mesh_shape), strict=True):
+        for name, size in reversed(self.sizes.items()):
             rank, places[name] = divmod(rank, size)
         return places
 
     def rank_of(self, **places: int) -> int:
         """The rank at a place of the mesh; dimensions that are left out are at 0."""
         rank = 0
-        for name, size in zip(MESH_DIMENSIONS, self.mesh_shape, strict=True):
+        for name, size in self.sizes.items():
             rank = rank * size + places.get(name, 0)
         return rank
 
     def data_index(self, rank: int) -> int:
-        """Which part of the batch a rank computes, in 0 … data - 1."""
+        """The part of the batch that a rank computes, in 0 … data - 1."""
         places = self.coordinates(rank)
         return places["data"] * self.shard + places["shard"]
 
@@ -94,7 +142,7 @@ class Layout:
         return {name: value for name, value in asdict(self).items() if type(value) is int}
 
     def __str__(self) -> str:
-        """As it is written on a command line: what differs from one process."""
+        """The layout as it is written on a command line: what differs from one process."""
         plain = asdict(Layout())
         parts = [
             f"{name}={str(value).lower()}"
@@ -199,33 +247,14 @@ def check_layout(layout: Layout, model: ModelConfig, local_size: int | None = No
 
     `local_size` is the number of processes in each machine, where it is known.
     """
+    for dimension in dict.fromkeys(layout.divided_axes.values()):
+        _check_division(layout, model, dimension)
     t = layout.tensor
-    width = feed_forward_width(model)
-    for key, size in (("n_heads", model.n_heads), ("d_ff", width)):
-        if size % t:
-            raise ConfigError(
-                f"parallel.tensor={t} must divide model.{key}={size}; possible: "
-                + _listed(d for d in _divisors(math.gcd(model.n_heads, width)))
-            )
-    if model.vocab_size is not None:
-        n_rows = padded_vocab_size(model)
-        if not part_size(n_rows, t, t - 1):
-            raise ConfigError(
-                f"parallel.tensor={t} cuts the {n_rows} rows of the vocabulary into parts of "
-                f"{part_size(n_rows, t, 0)}, which leaves the last process none; pad it: "
-                f"--model.vocab-multiple {t}"
-            )
-    if layout.sequence and model.context_length % t:
-        raise ConfigError(
-            f"parallel.sequence=true: parallel.tensor={t} must divide model.context_length="
-            f"{model.context_length}; nearest possible: "
-            f"{_listed(nearest_divisors(model.context_length, t))}"
-        )
     if local_size is not None and local_size % t:
         raise ConfigError(
             f"parallel.tensor={t} must divide the {local_size} processes of a machine, as its "
             "processes exchange every layer's activations; possible: "
-            + _listed(d for d in _divisors(local_size))
+            + _listed(_divisors(local_size))
         )
     if layout.n_stages > model.n_layers:
         each = f" × parallel.virtual_stages={layout.virtual_stages}"
@@ -233,6 +262,35 @@ def check_layout(layout: Layout, model: ModelConfig, local_size: int | None = No
             f"parallel.pipeline={layout.pipeline}{each if layout.virtual_stages > 1 else ''} makes "
             f"{layout.n_stages} stages of model.n_layers={model.n_layers} layers; at most "
             f"{model.n_layers} are possible"
+        )
+
+
+def _check_division(layout: Layout, model: ModelConfig, dimension: str) -> None:
+    """Raise ConfigError unless a mesh dimension can divide its axes: those of `even_sizes` into
+    equal parts, the vocabulary so that every process has rows."""
+    n = layout.sizes[dimension]
+    axes = [axis for axis, divider in layout.divided_axes.items() if divider == dimension]
+    even = even_sizes(model)
+    sizes = {k: v for axis in axes for k, v in even.get(axis, {}).items()}
+    for key, size in sizes.items():
+        if size % n:
+            raise ConfigError(
+                f"parallel.{dimension}={n} must divide model.{key}={size}; possible: "
+                + _listed(_divisors(math.gcd(*sizes.values())))
+            )
+    if "vocab" in axes and model.vocab_size is not None:
+        n_rows = padded_vocab_size(model)
+        if not part_size(n_rows, n, n - 1):
+            raise ConfigError(
+                f"parallel.{dimension}={n} cuts the {n_rows} rows of the vocabulary into parts of "
+                f"{part_size(n_rows, n, 0)}, which leaves the last process none; pad it: "
+                f"--model.vocab-multiple {n}"
+            )
+    if "time" in axes and model.context_length % n:
+        raise ConfigError(
+            f"parallel.sequence=true: parallel.{dimension}={n} must divide model.context_length="
+            f"{model.context_length}; nearest possible: "
+            f"{_listed(nearest_divisors(model.context_length, n))}"
         )
 
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
-from pentameter.config.choices import DECAY_KEYS, look_up, refuse_unknown
-from pentameter.config.schema import Config, ScheduleConfig
+from pentameter.config.choices import DECAY_KEYS, MOMENTUM, look_up, refuse_unknown
+from pentameter.config.schema import Config, OptimizerConfig, ScheduleConfig
 from pentameter.errors import ConfigError, nearest_divisors
 from pentameter.planning.architecture import (
     ParameterSpec,
@@ -17,7 +17,13 @@ from pentameter.planning.architecture import (
     padded_vocab_size,
     parameter_table,
 )
-from pentameter.planning.flops import CONVENTION, flops_per_token
+from pentameter.planning.costs import (
+    CONVENTION,
+    end_weights,
+    flops_per_token,
+    padding_elements,
+    step_sizes,
+)
 from pentameter.planning.layout import (
     Layout,
     check_layout,
@@ -26,17 +32,16 @@ from pentameter.planning.layout import (
     stage_layers,
 )
 from pentameter.planning.memory import Memory, step_memory
-from pentameter.planning.optimizer import momentum
-from pentameter.planning.sizes import step_sizes
+from pentameter.planning.rules import LayoutRules
 from pentameter.planning.timeline import planned_bubble
-from pentameter.planning.traffic import Ledger, busiest, by_dimension, step_traffic
+from pentameter.planning.traffic import StepTraffic, busiest, by_dimension, step_traffic
 
 DEFAULT_STEPS = 1000  # of a configuration that names neither steps nor epochs
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run obeys. `config` is resolved: nothing in it is left to be derived."""
+    """Everything a run obeys. `config` is resolved: nothing in it is left to be derived."""
 
     config: Config
     layout: Layout
@@ -77,17 +82,22 @@ class Plan:
         return step * self.batch_size // self.rows_per_epoch if self.rows_per_epoch else 0
 
     @property
+    def rules(self) -> LayoutRules:
+        """Who sums gradients and when, and how long gathered weights stay."""
+        return LayoutRules(self.layout)
+
+    @property
     def bubble_fraction(self) -> float:
         """Idle time of a pipeline's processes ÷ the time they compute; 0 without a pipeline."""
         return planned_bubble(self.config, self.layout, self.stages, self.n_micro_batches)
 
     def memory(self, precision: str | None = None) -> Memory:
-        """What the fullest process holds; `precision` is the run's, where the configuration leaves
-        it open."""
+        """Bytes that the fullest process holds; `precision` is the run's, where the configuration
+        leaves it open."""
         return step_memory(self.config, self.layout, self.stages, precision)
 
     def warnings(self) -> list[str]:
-        """What of the Plan is possible and likely not meant."""
+        """Warnings of what is possible and likely not meant, in sentences."""
         memory = self.memory()
         if 2 * memory.received_bytes < memory.total_bytes:
             return []
@@ -97,8 +107,8 @@ class Plan:
             "of a step; a higher parallel.data, or a smaller batch, needs less"
         ]
 
-    def traffic(self, rank: int = 0, precision: str | None = None) -> Ledger:
-        """What a process sends and receives in a step, by (dimension, kind)."""
+    def traffic(self, rank: int = 0, precision: str | None = None) -> StepTraffic:
+        """Calls and bytes that a rank sends and receives in a step, by (dimension, kind)."""
         return step_traffic(self.config, self.layout, self.stages, rank, precision)
 
     def to_json(self) -> dict[str, Any]:
@@ -153,11 +163,11 @@ def make_plan(
     check_layout(layout, model, local_size)
     table = parameter_table(model)
     n_padded = sum(spec.n_elements for spec in table)
-    n_padding = _padding_elements(config)
+    n_padding = padding_elements(model)
     assert train.batch_size is not None
     assert train.steps is not None
     tokens_per_step = train.batch_size * model.context_length
-    stages = stage_layers(model.n_layers, layout.n_stages, *_end_weights(config))
+    stages = stage_layers(model.n_layers, layout.n_stages, *end_weights(config))
     sizes = step_sizes(config, layout)
     check_micro_batches(layout, sizes.n_micro_batches, sizes.micro_batch_size)
     memory = step_memory(config, layout, stages)
@@ -175,7 +185,7 @@ def make_plan(
         n_micro_batches=sizes.n_micro_batches,
         tokens_per_step=tokens_per_step,
         total_tokens=tokens_per_step * train.steps,
-        flops_per_token=flops_per_token(model, table),
+        flops_per_token=flops_per_token(model),
         weights_bytes=memory.weights_bytes,
         gradients_bytes=memory.gradients_bytes,
         optimizer_bytes=memory.optimizer_bytes,
@@ -295,21 +305,6 @@ def _micro_batch_size(asked: int | None, batch_size: int, layout: Layout) -> int
     return asked
 
 
-def _end_weights(config: Config) -> tuple[float, float]:
-    """How many layers the embedding and the head are worth where stages are weighed, in FLOPs: an
-    embedding only looks up, a head is a product with V · D weights."""
-    model = config.model
-    match config.parallel.partition:
-        case "uniform":
-            return 0.0, 0.0
-        case "weighted":
-            layer = 2 * model.d_model * (2 * model.d_model + feed_forward_width(model))
-            layer += 2 * model.d_model * model.context_length  # q·kᵀ and its product with v
-            return 0.0, padded_vocab_size(model) * model.d_model / layer
-        case unknown:
-            refuse_unknown(unknown, "parallel.partition", "the planner")
-
-
 def _resolve_schedule(
     schedule: ScheduleConfig, steps: int, epoch: Fraction | None
 ) -> ScheduleConfig:
@@ -342,6 +337,13 @@ def _resolve_schedule(
     )
 
 
+def momentum(optimizer: OptimizerConfig) -> float:
+    """The momentum of SGD and Muon: their own default when it is not set."""
+    if optimizer.momentum is not None:
+        return optimizer.momentum
+    return look_up(MOMENTUM, optimizer.name, "optimizer.name", "the planner") or 0.0
+
+
 def default_cooldown(decay_steps: int) -> int:
     """Length of `wsd`'s decay where none is set: a fifth of the schedule."""
     return max(1, decay_steps // 5)
@@ -352,12 +354,3 @@ def _steps(n_epochs: int, epoch: Fraction | None, key: str) -> int:
     if epoch is None:
         raise ConfigError(f"{key} counts in epochs, and no data is at hand to say how long one is")
     return max(1, math.ceil(n_epochs * epoch))
-
-
-def _padding_elements(config: Config) -> int:
-    """Elements of the embedding and head rows that only pad the vocabulary."""
-    model = config.model
-    assert model.vocab_size is not None
-    rows = padded_vocab_size(model) - model.vocab_size
-    per_row = model.d_model * (1 if model.tied_head else 2) + (1 if model.head_bias else 0)
-    return rows * per_row

@@ -1,4 +1,4 @@
-"""Which part of each parameter a process holds, and which parameters are gathered together."""
+"""ZeRO's shards of parameters, the units that FSDP gathers together, and the tables of stages."""
 
 from __future__ import annotations
 
@@ -6,30 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 from pentameter.config.schema import ModelConfig
-from pentameter.planning.architecture import Axis, ParameterSpec, parameter_table
-from pentameter.planning.layout import Layout, part_size
+from pentameter.planning.architecture import ParameterSpec, parameter_table
+from pentameter.planning.layout import Layout, Shape, part_size
 
-TENSOR_AXES: frozenset[Axis] = frozenset({"vocab", "heads", "mlp"})
-"""The axes that tensor-parallel processes divide; each parameter has at most one of them."""
 ROOT = ""
 """The unit of what is in no block's attention or feed-forward layer: embeddings, norms, head."""
-
-Shape = tuple[int, ...]
-
-
-def tensor_dimension(spec: ParameterSpec) -> int | None:
-    """The dimension of a parameter that tensor-parallel processes divide; None where each has it
-    whole."""
-    return next((dim for dim, axis in enumerate(spec.axes) if axis in TENSOR_AXES), None)
-
-
-def tensor_part(spec: ParameterSpec, n_parts: int, place: int = 0) -> Shape:
-    """The shape of what the tensor-parallel process at `place` holds of a parameter."""
-    dim = tensor_dimension(spec)
-    if dim is None:
-        return spec.shape
-    part = part_size(spec.shape[dim], n_parts, place)
-    return (*spec.shape[:dim], part, *spec.shape[dim + 1 :])
 
 
 def shard_elements(shape: Shape, n_shards: int, place: int) -> int:
@@ -44,8 +25,8 @@ def gathered_elements(shape: Shape, n_shards: int) -> int:
 
 
 def units(specs: Sequence[ParameterSpec]) -> dict[str, list[ParameterSpec]]:
-    """The parameters of a stage by what ZeRO gathers, and reduces, together: each attention and
-    each feed-forward layer, in the order in which they run, and at last the rest, ROOT."""
+    """FSDP's units of a stage, whose parameters are gathered and reduced together: each attention
+    and each feed-forward layer, in the order in which they run, and at last the rest, ROOT."""
     found: dict[str, list[ParameterSpec]] = {}
     rest: list[ParameterSpec] = []
     for spec in specs:

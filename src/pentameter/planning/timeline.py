@@ -13,17 +13,14 @@ from typing import Literal, NamedTuple
 
 from pentameter.config.choices import SPLITS_BACKWARD, look_up, refuse_unknown
 from pentameter.config.schema import Config
-from pentameter.planning.architecture import padded_vocab_size, parameter_table
+from pentameter.planning.costs import PassSeconds, pass_seconds
 from pentameter.planning.layout import Layout
-
-RECOMPUTES_PRODUCTS = {None: False, "selective": False, "full": True}
-"""`train.activation_checkpoint` → whether backward computes a block's matrix products again."""
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
 
 
 class Pass(NamedTuple):
-    """What a process does at a time: a pass of one micro-batch through one stage.
+    """A forward or backward pass of one micro-batch through one stage.
 
     Zero-bubble schedules split the backward pass into the gradient of the stage's input, for which
     the stage before is waiting, and those of its weights, for which nobody is.
@@ -32,14 +29,6 @@ class Pass(NamedTuple):
     kind: Kind
     stage: int
     micro_batch: int
-
-
-class PassSeconds(NamedTuple):
-    """How long the passes of a stage take, in any unit."""
-
-    forward: float
-    backward_input: float
-    backward_weight: float
 
 
 class Span(NamedTuple):
@@ -104,7 +93,7 @@ def _order(layout: Layout, n_micro_batches: int, place: int) -> list[Pass]:
 def timeline(
     layout: Layout, n_micro_batches: int, seconds: Sequence[PassSeconds]
 ) -> list[list[Span]]:
-    """When each process makes each of its passes, if sending takes no time.
+    """Each process's passes with their starts and ends, if sending takes no time.
 
     `seconds` holds the times of each stage. A pass starts once its process is free and what it
     needs has been computed, in another process for most.
@@ -162,23 +151,4 @@ def planned_bubble(
     matrix products count; 0 without a pipeline."""
     if layout.pipeline == 1:
         return 0.0
-    return bubble_fraction(timeline(layout, n_micro_batches, _pass_seconds(config, stages)))
-
-
-def _pass_seconds(config: Config, stages: Sequence[range]) -> list[PassSeconds]:
-    """The passes of each stage, measured in multiplications of a token, attention in full."""
-    model = config.model
-    how, key = config.train.activation_checkpoint, "train.activation_checkpoint"
-    recomputed = look_up(RECOMPUTES_PRODUCTS, how, key, "the timeline")
-    seconds = []
-    for layers in stages:
-        table = parameter_table(model, first_layer=layers.start, last_layer=layers.stop)
-        weights = sum(spec.n_elements for spec in table if spec.is_block_matrix)
-        if layers.stop == model.n_layers:
-            weights += padded_vocab_size(model) * model.d_model
-        attention = 2 * len(layers) * model.d_model * model.context_length
-        forward = weights + attention
-        # A product has two gradients; attention multiplies activations, so both are of its inputs.
-        backward_input = weights + 2 * attention + (forward if recomputed else 0)
-        seconds.append(PassSeconds(forward, backward_input, weights))
-    return seconds
+    return bubble_fraction(timeline(layout, n_micro_batches, pass_seconds(config, stages)))

@@ -1,0 +1,79 @@
+"""The rules of a layout: who sums which gradients and when, and how long gathered weights stay.
+
+`parallel/` obeys them, and memory and traffic count by them; none of these decides anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pentameter.planning.layout import Layout
+
+DataSum = Literal["none", "ddp", "fsdp", "after_backward"]
+
+
+@dataclass(frozen=True)
+class LayoutRules:
+    """What follows from a Layout for gradients and gathered weights, one property for each rule."""
+
+    layout: Layout
+
+    @property
+    def data_sum(self) -> DataSum:
+        """How gradients are summed over the processes that compute different rows.
+
+        `fsdp` reduce-scatters them to ZeRO's shards. Whole copies are summed by `ddp` during the
+        last backward pass of a step, or `after_backward` by our own all-reduce where the model is
+        also divided by tensor or pipeline: DDP knows neither DTensors nor a pipeline's schedule.
+        """
+        layout = self.layout
+        if layout.zero:
+            return "fsdp"
+        if layout.data == 1:
+            return "none"
+        return "ddp" if layout.tensor == layout.pipeline == 1 else "after_backward"
+
+    @property
+    def sums_over_tensor(self) -> bool:
+        """Whether gradients of parameters that tensor-parallel processes hold whole are summed
+        over them after the backward pass: with `sequence` each has those of its own tokens."""
+        return self.layout.sequence
+
+    @property
+    def reduces_each_micro_batch(self) -> bool:
+        """Whether every backward pass reduces its gradients to ZeRO's shards, so that none stays
+        whole; otherwise they add up, and the last micro-batch of a step reduces the sum. A
+        pipeline's schedule reduces at the end of the step, whatever the ZeRO stage."""
+        return self.layout.zero >= 2 and self.layout.pipeline == 1
+
+    @property
+    def sums_shard_copies(self) -> bool:
+        """Whether the shards' gradients are all-reduced over copies of the shards (HSDP)."""
+        return self.layout.zero > 0 and self.layout.data > self.layout.shard
+
+    @property
+    def weights_stay_gathered(self) -> bool:
+        """Whether weights gathered for a forward pass stay whole to the end of the step.
+
+        ZeRO 3 gives them up after each pass. A pipeline keeps them: between one backward pass and
+        the next forward pass, giving them up would cost messages and leave the peak as it is.
+        """
+        return self.layout.zero < 3 or self.layout.pipeline > 1
+
+    @property
+    def prefetches_weights(self) -> bool:
+        """Whether each unit's weights are gathered while the unit before it computes."""
+        return self.layout.zero == 3
+
+    def keeps_whole_gradients(self, n_micro_batches: int) -> bool:
+        """Whether whole gradients, and not shards, are held from one backward pass of a step to
+        the next one, or to the optimizer's step."""
+        if self.layout.zero == 0 or self.layout.pipeline > 1:
+            return True
+        return n_micro_batches > 1 and not self.reduces_each_micro_batch
+
+    def adds_up_in_buckets(self, n_micro_batches: int) -> bool:
+        """Whether micro-batches add their gradients up in DDP's buckets, which are held from the
+        start. Then `.grad` are views of them: zeroed in place, never set to None."""
+        return self.data_sum == "ddp" and n_micro_batches > 1

@@ -1,0 +1,186 @@
+"""The list of operations against the model that is built: what it multiplies, and what it saves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from pentameter.config.schema import Config, ModelConfig
+from pentameter.model.dropout import dropout_keys
+from pentameter.model.gpt import GPT, TiedHead, build_model
+from pentameter.planning import layout as layouts
+from pentameter.planning.architecture import ParameterSpec, operations, parameter_table
+from pentameter.planning.costs import ActivationBytes, step_sizes
+from pentameter.planning.layout import Layout, check_layout
+from pentameter.planning.memory import step_memory
+from pentameter.planning.plan import make_plan
+from pentameter.planning.traffic import step_traffic
+
+B, T, D, L, V = 2, 16, 24, 3, 40
+BASE = ModelConfig(
+    vocab_size=V, context_length=T, n_layers=L, n_heads=4, d_model=D, bias=True, qkv_bias=True
+)
+VARIANTS: dict[str, dict[str, object]] = {
+    "gpt2": {},
+    "feed-forward": {"d_ff": 56, "activation": "relu"},
+    "post-norm": {"norm_position": "post", "norm": "rmsnorm", "positions": "sinusoidal"},
+    "untied": {"tied_head": False, "head_bias": True, "vocab_multiple": 32},
+    "dropout": {"dropout": 0.1, "attention_dropout": 0.1},
+}
+
+
+@dataclass(frozen=True)
+class TwoTensorDimensions(Layout):
+    """A layout with a second tensor dimension, which no engine has yet."""
+
+    tensor_rows: int = 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "tensor_rows": self.tensor_rows}
+
+
+def variant(name: str) -> ModelConfig:
+    return BASE.model_copy(update=VARIANTS[name])
+
+
+def resolved(model: ModelConfig) -> Config:
+    """A configuration with nothing left to be derived."""
+    train = {"batch_size": B, "micro_batch_size": B, "precision": "fp32"}
+    values = {"model": model.model_dump(), "data": {"corpus": "grammar"}, "train": train}
+    return make_plan(Config.model_validate(values)).config
+
+
+def a_step(model: GPT) -> torch.Tensor:
+    """The loss of a batch (B, T), with dropout where the model has some."""
+    config = model.config
+    device = next(model.parameters()).device
+    tokens = torch.zeros(B, T, dtype=torch.int64, device=device)
+    keys = None
+    if config.dropout or config.attention_dropout:
+        keys = dropout_keys(config, 1, 0, range(B)).to(device)
+    loss: torch.Tensor = model(tokens, targets=tokens, dropout_keys=keys)
+    return loss
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_product_of_the_model_is_in_the_list(name: str) -> None:
+    """PyTorch counts 2 FLOPs for each multiplication, and attention in full."""
+    config = variant(name)
+    run = operations(config)
+    model = build_model(config, 0, dtype=torch.float32).train()
+    # The counter knows the products of this form, but not attention's own kernel on a CPU.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        a_step(model)
+    n_products = sum(op.weight_products + op.token_products for op in run)
+    assert counter.get_total_flops() == 2 * B * T * n_products
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_matrix_and_norm_is_one_operation(name: str) -> None:
+    config = variant(name)
+    run = operations(config)
+    modules = dict(build_model(config, 0).named_modules())
+    kinds = {
+        "product": nn.Linear,
+        "norm": (nn.LayerNorm, nn.RMSNorm),
+        "head": TiedHead,
+        "look_up": nn.Embedding,
+    }
+    for kind, classes in kinds.items():
+        listed = {op.name for op in run if op.kind == kind}
+        built = {path for path, module in modules.items() if isinstance(module, classes)}
+        assert listed - {"head"} == built - {"head"}
+    used = {spec for op in run for spec in op.parameters}
+    assert used == set(parameter_table(config))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("layers", [(0, 1), (1, 2), (2, 3)])
+def test_a_slice_runs_its_part_of_the_list(name: str, layers: tuple[int, int]) -> None:
+    config = variant(name)
+    whole = operations(config)
+    part = operations(config, range(*layers))
+    assert set(part) <= set(whole)
+    assert {op.layer for op in part} - {None} == set(range(*layers))
+
+
+def saved_by_a_block(config: ModelConfig) -> int:
+    """Bytes that one block more saves for backward: storages, parameters not counted."""
+    kept = []
+    for n_layers in (2, 3):
+        model = build_model(config.model_copy(update={"n_layers": n_layers}), 0).train()
+        parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def pack(tensor: torch.Tensor, parameters=parameters, storages=storages) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                storages[storage.data_ptr()] = storage
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = a_step(model)
+        kept.append(sum(storage.nbytes() for storage in storages.values()))
+        del loss
+    return kept[1] - kept[0]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "feed-forward", "untied"])
+def test_a_block_saves_what_the_list_says(name: str) -> None:
+    model = variant(name)
+    config = resolved(model)
+    costs = ActivationBytes(config, Layout(), step_sizes(config, Layout()))
+    block = [op for op in operations(model) if op.layer == 1]
+    planned = costs.of(tensor for op in block for tensor in op.saves)
+    statistics = 2 * 2 * 4 * B * T  # mean and deviation of both norms, which are not counted
+    assert saved_by_a_block(model) == planned + statistics
+
+
+@pytest.fixture
+def divided_twice(monkeypatch: pytest.MonkeyPatch) -> Config:
+    """A configuration, where from then on `embed` is divided over `tensor_rows`."""
+    config = resolved(variant("gpt2"))
+    axes = {**layouts.AXIS_DIMENSIONS, "embed": "tensor_rows"}
+    monkeypatch.setattr(layouts, "AXIS_DIMENSIONS", axes)
+    return config
+
+
+def halved(spec: ParameterSpec) -> tuple[int, ...]:
+    """The shape of a parameter whose axes are divided by two each, but for positions."""
+    sizes = zip(spec.shape, spec.axes, strict=True)
+    return tuple(n if axis == "position" else n // 2 for n, axis in sizes)
+
+
+def test_a_second_dimension_divides_a_second_axis(divided_twice: Config) -> None:
+    """One entry in the dictionary of axes, and one size: checks, memory and traffic follow."""
+    layout = TwoTensorDimensions(tensor=2, tensor_rows=2)
+    assert layout.world_size == 4
+    check_layout(layout, divided_twice.model)
+    table = parameter_table(divided_twice.model)
+    assert all(layout.local_shape(spec.shape, spec.axes) == halved(spec) for spec in table)
+    memory = step_memory(divided_twice, layout, [range(L)])
+    here = sum(math.prod(halved(spec)) for spec in table)
+    assert memory.weights_bytes == memory.gradients_bytes == 4 * here
+    assert memory.optimizer_bytes == 2 * memory.weights_bytes
+    half = step_memory(divided_twice, TwoTensorDimensions(tensor=2), [range(L)])
+    assert memory.activations_bytes < half.activations_bytes
+    sent = step_traffic(divided_twice, layout, [range(L)])
+    # Forward: the two products of a layer that sum over `embed`, and the head; backward: the
+    # gradients of what the other two read.
+    assert sent["tensor_rows", "all_reduce"].calls == 4 * L + 1
+
+
+def test_shards_divide_what_two_dimensions_have_divided(divided_twice: Config) -> None:
+    layout = TwoTensorDimensions(data=2, zero=3, tensor=2, tensor_rows=2)
+    memory = step_memory(divided_twice, layout, [range(L)])
+    parts = [halved(spec) for spec in parameter_table(divided_twice.model)]
+    here = sum(math.ceil(part[0] / 2) * math.prod(part[1:]) for part in parts)
+    assert memory.weights_bytes == 4 * here

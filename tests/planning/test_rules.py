@@ -1,0 +1,58 @@
+"""Who sums gradients and when, for each kind of layout; tests/parallel shows that engines obey."""
+
+from __future__ import annotations
+
+import pytest
+
+from pentameter.planning.layout import Layout
+from pentameter.planning.rules import LayoutRules
+
+
+@pytest.mark.parametrize(
+    ("layout", "data_sum"),
+    [
+        (Layout(), "none"),
+        (Layout(tensor=2, pipeline=2), "none"),
+        (Layout(data=2), "ddp"),
+        (Layout(data=2, tensor=2), "after_backward"),
+        (Layout(data=2, pipeline=2), "after_backward"),
+        (Layout(data=2, zero=1), "fsdp"),
+        (Layout(data=1, zero=3), "fsdp"),
+        (Layout(data=2, zero=2, tensor=2, pipeline=2), "fsdp"),
+    ],
+)
+def test_one_of_four_sums_over_data(layout, data_sum):
+    assert LayoutRules(layout).data_sum == data_sum
+
+
+@pytest.mark.parametrize(
+    ("zero", "pipeline", "each_micro_batch", "stay_gathered", "whole"),
+    [
+        (0, 1, False, True, True),
+        (1, 1, False, True, True),
+        (2, 1, True, True, False),
+        (3, 1, True, False, False),
+        (3, 2, False, True, True),
+    ],
+)
+def test_zero_reduces_and_gives_up_as_its_stage_says(
+    zero, pipeline, each_micro_batch, stay_gathered, whole
+):
+    rules = LayoutRules(Layout(data=2, zero=zero, pipeline=pipeline))
+    assert rules.reduces_each_micro_batch == each_micro_batch
+    assert rules.weights_stay_gathered == stay_gathered
+    assert rules.keeps_whole_gradients(n_micro_batches=2) == whole
+    assert rules.keeps_whole_gradients(n_micro_batches=1) == (zero == 0 or pipeline > 1)
+
+
+def test_buckets_hold_the_sums_of_several_micro_batches():
+    rules = LayoutRules(Layout(data=2))
+    assert rules.adds_up_in_buckets(2)
+    assert not rules.adds_up_in_buckets(1)
+    assert not LayoutRules(Layout(data=2, zero=1)).adds_up_in_buckets(2)
+
+
+def test_copies_of_shards_are_summed_where_there_are_some():
+    assert LayoutRules(Layout(data=4, zero=1, replicate=2)).sums_shard_copies
+    assert not LayoutRules(Layout(data=4, zero=1)).sums_shard_copies
+    assert not LayoutRules(Layout(data=4)).sums_shard_copies
