@@ -15,24 +15,26 @@ from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from pentameter.data.prepare.splits import Passage
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.load import load_tokenizer
 from pentameter.errors import StorageError
 from pentameter.machine.child import ChildEndedError, PythonChild
 from pentameter.machine.threads import usable_cores
 
+if TYPE_CHECKING:  # each process imports this file, and needs nothing of what reads text
+    from pentameter.data.prepare.splits import Passage
+
+    Passages = list[Passage]
+    Encoded = tuple[Passages, list[npt.NDArray[Any]]]
+
 BATCH_CHARACTERS = 1 << 19
 WORTH_PROCESSES_BYTES = 1 << 23  # they take about half a second to start
 BATCHES_AHEAD = 2  # per process: one at work, one waiting
-
-Passages = list[Passage]
-Encoded = tuple[Passages, list[npt.NDArray[Any]]]
 
 
 def batches(
