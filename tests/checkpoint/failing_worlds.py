@@ -17,7 +17,7 @@ from layout_worlds import LAYOUTS, hold, join, save, store_in, true_value
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from pentameter.checkpoint.tensors import materialize
+from pentameter.checkpoint.safetensors_writer import materialize
 from pentameter.processes.world import World
 
 OPERATIONS = ("open", "close", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")

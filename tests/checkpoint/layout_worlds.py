@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from pentameter.checkpoint.state import model_state, optimizer_state
+from pentameter.checkpoint.state_dicts import model_state, optimizer_state
 from pentameter.checkpoint.store import CheckpointStore
 from pentameter.optim.build import JointOptimizer
 from pentameter.processes.world import World
@@ -190,7 +190,6 @@ def save(folder: Path, held: Held, world: World, step: int = 1) -> Path:
 _context = multiprocessing.get_context("forkserver")
 PRELOAD = [
     "pentameter.train.loop",  # what the fault tests' children need: the server is shared
-    "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
 ]
@@ -302,7 +301,7 @@ def wipe(held: Held) -> None:
 
 def read(world: World, held: Held, path: Path) -> None:
     from pentameter.checkpoint.opening import open_checkpoint
-    from pentameter.checkpoint.state import load_model_state, load_optimizer_state
+    from pentameter.checkpoint.state_dicts import load_model_state, load_optimizer_state
 
     checkpoint = open_checkpoint(path)
     load_model_state(held.model, checkpoint.tensors("model"), world)

@@ -13,10 +13,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pentameter.checkpoint.initial_weights import initial_weights
 from pentameter.checkpoint.opening import open_checkpoint
-from pentameter.checkpoint.pieces import Part
-from pentameter.checkpoint.state import load_model_state, model_state
+from pentameter.checkpoint.state_dicts import load_model_state, model_state
 from pentameter.checkpoint.store import CheckpointStore
-from pentameter.checkpoint.stored_tensors import StoredTensors
+from pentameter.checkpoint.tensor_reader import StoredRegion, StoredTensors
 from pentameter.config.schema import Config
 from pentameter.config.write import to_toml
 from pentameter.data.tokenizers.char import CharTokenizer
@@ -136,11 +135,11 @@ def count_reads(world: World, folder: Path) -> dict[str, Any]:
             n_read += self.tensor[region].numel()
             return self.tensor[region]
 
-    def fail(self: StoredTensors, part: Part) -> torch.Tensor:
-        raise StorageError(f"cannot read {part.path}")
+    def fail(self: StoredTensors, region: StoredRegion) -> torch.Tensor:
+        raise StorageError(f"cannot read {region.path}")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StoredTensors, "read", lambda self, part: Spied(read(self, part)))
+        patch.setattr(StoredTensors, "read", lambda self, region: Spied(read(self, region)))
         load_model_state(model, tensors, world)
     outcomes["read"] = n_read
     with pytest.MonkeyPatch.context() as patch:

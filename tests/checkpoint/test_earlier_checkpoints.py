@@ -16,8 +16,8 @@ import torch
 
 from pentameter.checkpoint.model import load_model
 from pentameter.checkpoint.opening import open_checkpoint
+from pentameter.checkpoint.safetensors_writer import materialize
 from pentameter.checkpoint.store import CheckpointStore
-from pentameter.checkpoint.tensors import materialize
 
 ARCHIVE = Path(__file__).parent / "earlier" / "checkpoints.tar.xz"
 

@@ -18,7 +18,7 @@ from pentameter.checkpoint.hugging_face.tokenizer_files import (
     tokenizer_files,
 )
 from pentameter.checkpoint.model import load_model, open_model
-from pentameter.checkpoint.state import model_state
+from pentameter.checkpoint.state_dicts import model_state
 from pentameter.checkpoint.stored import StoredModel
 from pentameter.config.schema import Config
 from pentameter.data.tokenizers.bpe import train_bpe

@@ -11,7 +11,7 @@ from pentameter.checkpoint.initial_weights import (
     check_origin,
     initial_weights,
 )
-from pentameter.checkpoint.state import model_state
+from pentameter.checkpoint.state_dicts import model_state
 from pentameter.checkpoint.stored import StoredModel, save_model
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.data.tokenizers.bpe import train_bpe

@@ -9,7 +9,7 @@ import torch
 from pentameter.checkpoint import model as model_module
 from pentameter.checkpoint.model import load_model
 from pentameter.checkpoint.resolve import find_model
-from pentameter.checkpoint.state import model_state
+from pentameter.checkpoint.state_dicts import model_state
 from pentameter.checkpoint.store import CheckpointStore
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config

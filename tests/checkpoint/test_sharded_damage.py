@@ -13,9 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pentameter.checkpoint.opening import open_checkpoint
-from pentameter.checkpoint.pieces import METADATA_KEY, Part, Piece, check_cover, piece_key
-from pentameter.checkpoint.stored_tensors import StoredTensors
-from pentameter.checkpoint.tensors import materialize, plan_file
+from pentameter.checkpoint.safetensors_writer import (
+    METADATA_KEY,
+    Piece,
+    materialize,
+    piece_key,
+    plan_file,
+)
+from pentameter.checkpoint.tensor_reader import StoredRegion, StoredTensors, check_cover
 from pentameter.disk.atomic import FileRecord, write_hashed
 from pentameter.errors import CorruptError
 
@@ -163,7 +168,7 @@ def test_a_pickle_among_the_pieces_is_never_run(files, tmp_path):
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_a_cover_is_told_from_what_is_none(tmp_path_factory, data):
-    """Against the definition: every element in exactly one part."""
+    """Against the definition: every element in exactly one region."""
     shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     path = tmp_path_factory.getbasetemp() / "m.safetensors"
 
@@ -190,13 +195,14 @@ def test_a_cover_is_told_from_what_is_none(tmp_path_factory, data):
         moved = list(boxes[n][0])
         moved[dim] += 1
         boxes[n] = (tuple(moved), boxes[n][1])
-    parts = [Part(path, str(n), offset, sizes) for n, (offset, sizes) in enumerate(boxes)]
+    regions = [StoredRegion(path, str(n), *box) for n, box in enumerate(boxes)]
     count = torch.zeros([2 * size + 2 for size in shape], dtype=torch.int64)
-    for part in parts:
-        count[part.region] += 1
+    for offset, sizes in boxes:
+        box = tuple(slice(start, start + n) for start, n in zip(offset, sizes, strict=True))
+        count[box] += 1
     inside = count[tuple(slice(size) for size in shape)]
     if bool((inside == 1).all()) and int(count.sum()) == inside.numel():
-        check_cover("w", shape, parts)
+        check_cover("w", shape, regions)
     else:
         with pytest.raises(CorruptError, match=r"m\.safetensors"):
-            check_cover("w", shape, parts)
+            check_cover("w", shape, regions)

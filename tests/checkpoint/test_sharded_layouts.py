@@ -9,7 +9,7 @@ import torch
 from layout_worlds import LAYOUTS, load_layouts, run_world, save_layouts, true_state
 
 from pentameter.checkpoint.opening import open_checkpoint
-from pentameter.checkpoint.tensors import LazyTensor, materialize
+from pentameter.checkpoint.safetensors_writer import LazyTensor, materialize
 
 SIZES = sorted({shape.size for shape in LAYOUTS.values()})
 

@@ -14,9 +14,9 @@ from pentameter.checkpoint.hugging_face.export import export_hf
 from pentameter.checkpoint.initial_weights import initial_weights
 from pentameter.checkpoint.model import load_model, open_model
 from pentameter.checkpoint.opening import open_checkpoint
-from pentameter.checkpoint.state import model_state
+from pentameter.checkpoint.safetensors_writer import LazyTensor
+from pentameter.checkpoint.state_dicts import model_state
 from pentameter.checkpoint.stored import save_model
-from pentameter.checkpoint.tensors import LazyTensor
 from pentameter.model.gpt import build_model
 
 

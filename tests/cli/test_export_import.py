@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pentameter.checkpoint.model import load_model
-from pentameter.checkpoint.state import model_state
+from pentameter.checkpoint.state_dicts import model_state
 from pentameter.checkpoint.stored import StoredModel, save_model
 from pentameter.cli.main import main
 from pentameter.config.load import load_config

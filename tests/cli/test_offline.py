@@ -8,7 +8,7 @@ import pytest
 
 from pentameter.checkpoint.hugging_face.export import export_hf
 from pentameter.checkpoint.hugging_face.tokenizer_files import read_tokenizer
-from pentameter.checkpoint.state import model_state
+from pentameter.checkpoint.state_dicts import model_state
 from pentameter.checkpoint.stored import StoredModel
 from pentameter.cli.main import main
 from pentameter.config.schema import Config

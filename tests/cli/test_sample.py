@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pentameter.checkpoint.state import model_state
+from pentameter.checkpoint.state_dicts import model_state
 from pentameter.checkpoint.store import CheckpointStore
 from pentameter.cli.main import main
 from pentameter.cli.sample import run

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from pentameter.checkpoint.opening import open_checkpoint
-from pentameter.checkpoint.tensors import materialize
+from pentameter.checkpoint.safetensors_writer import materialize
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
 from pentameter.errors import PentameterError
@@ -31,7 +31,6 @@ from pentameter.processes.world import World
 _context = multiprocessing.get_context("forkserver")
 PRELOAD = [
     "pentameter.train.loop",
-    "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pentameter.checkpoint.model import open_model
-from pentameter.checkpoint.state import model_state
-from pentameter.checkpoint.tensors import materialize
+from pentameter.checkpoint.safetensors_writer import materialize
+from pentameter.checkpoint.state_dicts import model_state
 from pentameter.config.messages import shown
 from pentameter.config.schema import Config
 from pentameter.data.tokenizers.base import Tokenizer

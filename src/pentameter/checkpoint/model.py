@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from pentameter.checkpoint.opening import Checkpoint
 from pentameter.checkpoint.resolve import find_model, is_hugging_face
-from pentameter.checkpoint.state import load_model_state
-from pentameter.checkpoint.tensors import materialize
+from pentameter.checkpoint.safetensors_writer import materialize
+from pentameter.checkpoint.state_dicts import load_model_state
 from pentameter.errors import PentameterError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from pentameter.checkpoint.manifest import (
     decode_json,
     read_manifest,
 )
-from pentameter.checkpoint.stored_tensors import StoredTensors
+from pentameter.checkpoint.tensor_reader import StoredTensors
 from pentameter.disk.atomic import is_temporary, read_regular, storage_errors
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.processes.world import World

@@ -9,13 +9,14 @@ or the new one.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from pentameter.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -32,11 +33,10 @@ from pentameter.checkpoint.opening import (
     find_checkpoint,
     is_step_folder,
     list_checkpoints,
-    open_checkpoint,
     read_own_manifest,
     step_folder_name,
 )
-from pentameter.checkpoint.tensors import LazyTensor, plan_file
+from pentameter.checkpoint.save_plan import Groups, files_to_write
 from pentameter.disk.atomic import (
     FileRecord,
     check_free_space,
@@ -50,13 +50,9 @@ from pentameter.disk.atomic import (
     write_verified,
 )
 from pentameter.errors import ConfigError, CorruptError, StorageError
-from pentameter.parallel.local_parts import local_part
 from pentameter.processes.world import World
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["Checkpoint", "CheckpointStore", "Saved", "open_checkpoint"]
+Result = TypeVar("Result")
 
 _SLACK_BYTES = 2**20  # folder entries, the manifest, block rounding
 
@@ -87,7 +83,7 @@ class CheckpointStore:
     def save(
         self,
         step: int,
-        tensors: Mapping[str, Mapping[str, torch.Tensor | LazyTensor]],
+        tensors: Groups,
         state: Mapping[str, Any],
         extra_files: Mapping[str, bytes],
         layout: Mapping[str, int] | None = None,
@@ -106,32 +102,63 @@ class CheckpointStore:
         """
         start_seconds = time.perf_counter()
         world = World() if world is None else world
-        save = _Save(self, step, tuple(tensors), state, extra_files, layout)
+        temporary = world.share(self.folder / temporary_name(step_folder_name(step)))
+        files = files_to_write(tensors, world)
+        n_tensor_bytes = sum(world.collect(sum(file.n_bytes for _, file in files.values())))
+        small = world.agreed(lambda: {STATE_NAME: encode_json(dict(state)), **extra_files})
+
+        def begin() -> None:
+            self._refuse_foreign(step)
+            _check_names(extra_files, tensors)
+            make_folder(self.folder)
+            n_bytes = n_tensor_bytes + sum(map(len, small.values()))
+            check_free_space(self.folder, n_bytes + _SLACK_BYTES)
+            with storage_errors(temporary, "create the folder"):
+                os.mkdir(temporary)
+
+        def write() -> dict[str, FileRecord]:
+            records = {
+                group: write_verified(temporary / name, file.chunks())
+                for group, (name, file) in files.items()
+            }
+            if records and not world.is_main:
+                sync_folder(temporary)  # on another machine than the main process's, perhaps
+            return records
+
+        def commit() -> int:
+            records = {
+                group: [of_rank[group] for of_rank in written if group in of_rank]
+                for group in tensors
+            }
+            of_small = [write_verified(temporary / name, [data]) for name, data in small.items()]
+            manifest = Manifest(
+                self.run_id,
+                step,
+                self.config_hash,
+                dict(layout or {}),
+                {group: tuple(record.name for record in found) for group, found in records.items()},
+                (*itertools.chain(*records.values()), *of_small),
+            )
+            write_hashed(temporary / MANIFEST_NAME, [manifest.to_bytes()])
+            sync_folder(temporary)
+            self._publish(temporary, manifest)
+            return manifest.n_bytes
+
         try:
-            if world.size > 1:
-                from pentameter.checkpoint.sharded import save_sharded
-
-                save_sharded(tensors, save.begin, save.commit)
-            else:
-                files = {
-                    group: plan_file({name: _here(tensor) for name, tensor in named.items()})
-                    for group, named in tensors.items()
-                }
-                folder = save.begin(sum(file.n_bytes for file in files.values()))
-                save.commit(
-                    {
-                        group: [write_verified(folder / f"{group}.safetensors", file.chunks())]
-                        for group, file in files.items()
-                    }
-                )
+            _on_main(world, begin)
+            written = world.collect(world.agreed(write))
+            n_bytes = _on_main(world, commit)
         except BaseException:
-            save.abandon()
+            if world.is_main:
+                with suppress(StorageError):
+                    remove_tree(temporary)
             raise
-        n_bytes = world.share(save.n_bytes)
-        return Saved(save.target, step, n_bytes, time.perf_counter() - start_seconds)
+        seconds = time.perf_counter() - start_seconds
+        return Saved(self.folder / step_folder_name(step), step, n_bytes, seconds)
 
-    def refuse_foreign(self, target: Path) -> None:
-        """Raise ConfigError where another run's checkpoint has this name."""
+    def _refuse_foreign(self, step: int) -> None:
+        """Raise ConfigError where another run's checkpoint has this step's name."""
+        target = self.folder / step_folder_name(step)
         try:
             run_id = read_manifest(target).run_id
         except (CorruptError, StorageError):
@@ -142,9 +169,10 @@ class CheckpointStore:
                 "--run-dir, or move that checkpoint away"
             )
 
-    def publish(self, temporary: Path, target: Path, manifest: Manifest) -> None:
-        """Give a complete temporary folder, all of whose files were read back, its name: by one
-        rename where none stood before."""
+    def _publish(self, temporary: Path, manifest: Manifest) -> None:
+        """Give a complete temporary folder, all of whose files were read back, its step's name: by
+        one rename where none stood before."""
+        target = self.folder / step_folder_name(manifest.step)
         aside = None
         with storage_errors(target, "commit"):
             if target.is_dir():
@@ -264,69 +292,14 @@ class CheckpointStore:
         return manifest.run_id == self.run_id
 
 
-class _Save:
-    """One save under way: what the main process does before and after all have written."""
-
-    def __init__(
-        self,
-        store: CheckpointStore,
-        step: int,
-        groups: tuple[str, ...],
-        state: Mapping[str, Any],
-        extra_files: Mapping[str, bytes],
-        layout: Mapping[str, int] | None,
-    ) -> None:
-        self.store = store
-        self.step = step
-        self.groups = groups
-        self.state = state
-        self.extra_files = extra_files
-        self.layout = dict(layout or {})
-        self.target = store.folder / step_folder_name(step)
-        self.n_bytes = 0
-        """Of all files but the manifest, once committed."""
-        self._small: dict[str, bytes] = {}
-        self._temporary: Path | None = None
-
-    def begin(self, n_tensor_bytes: int) -> Path:
-        """The new temporary folder, on a disk with room for everything."""
-        self.store.refuse_foreign(self.target)
-        _check_names(self.extra_files, self.groups)
-        self._small = {STATE_NAME: encode_json(dict(self.state)), **self.extra_files}
-        make_folder(self.store.folder)
-        n_bytes = n_tensor_bytes + sum(map(len, self._small.values()))
-        check_free_space(self.store.folder, n_bytes + _SLACK_BYTES)
-        self._temporary = self.store.folder / temporary_name(self.target.name)
-        with storage_errors(self._temporary, "create the folder"):
-            os.mkdir(self._temporary)
-        return self._temporary
-
-    def commit(self, files: Mapping[str, Sequence[FileRecord]]) -> None:
-        """Write the rest, then the manifest over all of it, and give the folder its name."""
-        assert self._temporary is not None
-        records = [record for of_group in files.values() for record in of_group]
-        records += [write_verified(self._temporary / n, [data]) for n, data in self._small.items()]
-        manifest = Manifest(
-            self.store.run_id,
-            self.step,
-            self.store.config_hash,
-            self.layout,
-            {group: tuple(record.name for record in of_group) for group, of_group in files.items()},
-            tuple(records),
-        )
-        write_hashed(self._temporary / MANIFEST_NAME, [manifest.to_bytes()])
-        sync_folder(self._temporary)
-        self.store.publish(self._temporary, self.target, manifest)
-        self.n_bytes = manifest.n_bytes
-
-    def abandon(self) -> None:
-        """Remove what was written, where anything was."""
-        if self._temporary is not None:
-            with suppress(StorageError):
-                remove_tree(self._temporary)
+def _on_main(world: World, work: Callable[[], Result]) -> Result:
+    """What `work` returns in the main process, where alone it runs; what it raises, all raise."""
+    result = world.agreed(lambda: work() if world.is_main else None)
+    return world.share(result)  # type: ignore[return-value]
 
 
-def _check_names(extra_files: Mapping[str, bytes], groups: Sequence[str]) -> None:
+def _check_names(extra_files: Mapping[str, bytes], groups: Collection[str]) -> None:
+    """Raise ValueError for a file or group whose name is taken, or leads out of the folder."""
     taken = {MANIFEST_NAME, STATE_NAME, *(f"{group}.safetensors" for group in groups)}
     for name in [*extra_files, *groups]:
         if not is_plain_name(name) or name in taken:
@@ -340,8 +313,3 @@ def _discard(folder: Path) -> None:
     with storage_errors(folder, "remove"):
         os.rename(folder, temporary)
     remove_tree(temporary)
-
-
-def _here(tensor: torch.Tensor | LazyTensor) -> torch.Tensor | LazyTensor:
-    """The tensor that one process has whole, also where it is placed on a mesh of that process."""
-    return tensor if isinstance(tensor, LazyTensor) else local_part(tensor)[0]

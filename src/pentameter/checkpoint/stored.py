@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from pentameter.checkpoint.manifest import MANIFEST_NAME, Manifest, encode_json
 from pentameter.checkpoint.opening import STATE_NAME, Checkpoint
-from pentameter.checkpoint.state import name_differences
-from pentameter.checkpoint.tensors import LazyTensor, plan_file
+from pentameter.checkpoint.safetensors_writer import LazyTensor, plan_file
+from pentameter.checkpoint.state_dicts import name_differences
 from pentameter.config.fingerprint import config_hash
 from pentameter.config.schema import Config
 from pentameter.config.write import to_toml

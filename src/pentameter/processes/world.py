@@ -76,6 +76,24 @@ class World:
         """Barrier: return once every process has come here."""
         self.largest(0)
 
+    def agreed(self, work: Callable[[], T]) -> T:
+        """What `work` returns in this process; where it raises in any, each process raises that.
+
+        Of several failures one of ours is raised before any other, then that of the lowest rank.
+        """
+        result: T | None = None
+        own: BaseException | None = None
+        try:
+            result = work()
+        except BaseException as caught:
+            own = caught
+        failures = [(rank, each) for rank, each in enumerate(self.collect(own)) if each is not None]
+        if failures:
+            ours = [failure for failure in failures if isinstance(failure[1], PentameterError)]
+            rank, error = (ours or failures)[0]
+            raise own if own is not None and rank == self.rank else error
+        return result  # type: ignore[return-value]
+
     def on_main(self, action: Callable[[], T]) -> T:
         """Run `action` in the main process only, and broadcast its result or its error.
 

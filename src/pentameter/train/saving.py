@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from pentameter.checkpoint.state import model_state, optimizer_state
+from pentameter.checkpoint.state_dicts import model_state, optimizer_state
 from pentameter.checkpoint.store import CheckpointStore, Saved
 from pentameter.config.choices import ENDS_RUN, look_up
 from pentameter.config.write import to_toml

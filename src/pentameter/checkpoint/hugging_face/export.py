@@ -11,8 +11,8 @@ from pentameter.checkpoint.hugging_face.architecture import to_gpt2_config
 from pentameter.checkpoint.hugging_face.reading import CONFIG, WEIGHTS
 from pentameter.checkpoint.hugging_face.tokenizer_files import tokenizer_files
 from pentameter.checkpoint.hugging_face.weights import to_gpt2
+from pentameter.checkpoint.safetensors_writer import plan_file
 from pentameter.checkpoint.stored import StoredModel
-from pentameter.checkpoint.tensors import plan_file
 from pentameter.disk.atomic import write_hashed
 from pentameter.disk.storage import building, refuse_existing
 

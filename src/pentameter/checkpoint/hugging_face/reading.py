@@ -13,9 +13,10 @@ from pentameter.checkpoint.hugging_face.json_files import read_json
 from pentameter.checkpoint.hugging_face.tokenizer_files import read_tokenizer
 from pentameter.checkpoint.hugging_face.weights import BODY, HEAD, from_gpt2, pairs
 from pentameter.checkpoint.manifest import is_plain_name
-from pentameter.checkpoint.state import few
+from pentameter.checkpoint.safetensors_writer import LazyTensor, materialize
+from pentameter.checkpoint.state_dicts import few
 from pentameter.checkpoint.stored import StoredModel
-from pentameter.checkpoint.tensors import LazyTensor, read_tensors
+from pentameter.checkpoint.tensor_reader import StoredTensors
 from pentameter.config.messages import problems, shown
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.data.corpora.registry import UNKNOWN_CORPUS
@@ -130,13 +131,13 @@ def _weights(files: tuple[Path, ...], model: ModelConfig) -> dict[str, LazyTenso
     """Our weights by name, converted when asked for; every name and shape is checked."""
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
-        for name, tensor in read_tensors(file).items():
+        for name, tensor in StoredTensors([file]).items():
             full = name if name == HEAD or name.startswith(BODY) else BODY + name
             if _MASKS.fullmatch(full.removeprefix(BODY)):
                 continue
             if full in tensors:
                 raise CorruptError(f"{file} holds {name!r} a second time")
-            tensors[full] = tensor
+            tensors[full] = materialize(tensor)
     where = files[0] if len(files) == 1 else files[0].parent
     _drop_tied_head(tensors, model, where)
     expected = {pair.theirs: pair.their_shape for pair in pairs(model)}

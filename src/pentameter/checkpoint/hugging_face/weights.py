@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from pentameter.checkpoint.tensors import LazyTensor, materialize
+from pentameter.checkpoint.safetensors_writer import LazyTensor, materialize
 from pentameter.config.schema import ModelConfig
 from pentameter.planning.architecture import ParameterSpec, parameter_table
 

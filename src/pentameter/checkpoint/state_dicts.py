@@ -6,11 +6,11 @@ can be read without knowing in which order, or in which groups, an optimizer hel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from pentameter.checkpoint.stored_tensors import Stored, StoredTensors, check_fits
-from pentameter.checkpoint.tensors import LazyTensor, materialize
+from pentameter.checkpoint.safetensors_writer import LazyTensor, materialize
+from pentameter.checkpoint.tensor_reader import StoredTensor, StoredTensors, check_fits
 from pentameter.errors import CorruptError
 from pentameter.parallel.local_parts import copy_part
 from pentameter.processes.world import World
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 NamedParameters = Iterable[tuple[str, "nn.Parameter"]]
 Held = list[tuple[str, "nn.Parameter"]]
 Tensors = Mapping[str, "torch.Tensor | LazyTensor"]
-Result = TypeVar("Result")
 
 _N_SHOWN = 5
 
@@ -58,7 +57,7 @@ def load_model_state(
         for name, target in own.items():
             check_fits(name, _described(tensors, name), target.shape, target.dtype)
 
-    _agreed(world, check)
+    world.agreed(check)
     _fill(own, tensors, world)
 
 
@@ -111,7 +110,7 @@ def load_optimizer_state(
     """
     world = World() if world is None else world
     parts = _held(optimizer, named_parameters)
-    slots_of = _agreed(world, lambda: [_slots_to_load(part, held, tensors) for part, held in parts])
+    slots_of = world.agreed(lambda: [_slots_to_load(part, held, tensors) for part, held in parts])
     expected = [
         f"{name}.{slot}"
         for (_, held), slots in zip(parts, slots_of, strict=True)
@@ -119,8 +118,7 @@ def load_optimizer_state(
         for slot in slots
     ]
     _check_names("optimizer", expected, tensors.keys(), world)
-    states = _agreed(
-        world,
+    states = world.agreed(
         lambda: [
             _empty_state(held, slots, tensors)
             for (_, held), slots in zip(parts, slots_of, strict=True)
@@ -168,23 +166,9 @@ def _fill(targets: Mapping[str, torch.Tensor], tensors: Tensors, world: World) -
         copy_part(target, materialize(tensors[name]))
 
 
-def _described(tensors: Tensors, name: str) -> torch.Tensor | LazyTensor | Stored:
+def _described(tensors: Tensors, name: str) -> torch.Tensor | LazyTensor | StoredTensor:
     """Something that has the tensor's shape and dtype, without reading it."""
     return tensors.stored[name] if isinstance(tensors, StoredTensors) else tensors[name]
-
-
-def _agreed(world: World, check: Callable[[], Result]) -> Result:
-    """What `check` returns; where it raises CorruptError in one process, all raise that."""
-    result: Result | None = None
-    error: CorruptError | None = None
-    try:
-        result = check()
-    except CorruptError as caught:
-        error = caught
-    for failure in world.collect(error):
-        if failure is not None:
-            raise failure
-    return result  # type: ignore[return-value]
 
 
 def _slots_to_load(optimizer: torch.optim.Optimizer, held: Held, tensors: Tensors) -> set[str]:

@@ -1,27 +1,30 @@
-"""Named tensors to and from one safetensors file, one tensor in memory at a time.
+"""Named tensors, or regions of tensors, into one safetensors file: one in host memory at a time.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes of header length, a JSON header
 `{name: {dtype, shape, data_offsets}}`, then the bytes of the tensors without gaps. Written here
 rather than by the library because its writer wants every tensor in host memory at once, refuses
-tensors that share storage, and lets nobody hash what passes. The library reads.
+tensors that share storage, and lets nobody hash what passes. `tensor_reader` reads.
+
+A run of several processes saves a tensor in pieces: each process the region that lies in it, in a
+file of its own. Which region an entry holds stands in its file's header (`__metadata__`), so that
+any reader can put the tensor together, whatever layout wrote it. An entry that is a whole tensor
+needs no such word.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
-
-from pentameter.checkpoint.pieces import METADATA_KEY, Piece, encode_pieces
-from pentameter.errors import CorruptError, StorageError
 
 if TYPE_CHECKING:
     import torch
 
-_CODES = {
+METADATA_KEY = "pieces"
+
+DTYPE_CODES = {
     "torch.float64": "F64",
     "torch.float32": "F32",
     "torch.float16": "F16",
@@ -39,11 +42,12 @@ _CODES = {
     "torch.uint8": "U8",
     "torch.bool": "BOOL",
 }
+"""dtype → what safetensors calls it."""
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is computed each time it is asked for; shape and dtype are known before."""
+    """A tensor that is computed each time it is asked for; its shape and dtype are known before."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -72,33 +76,48 @@ class TensorFile:
                 yield _host_bytes(materialize(tensor))
 
 
-def dtype_of(code: str) -> torch.dtype | None:
-    """The dtype that safetensors calls `code`; None for one that we never write."""
-    import torch
+@dataclass(frozen=True)
+class Piece:
+    """The tensor that an entry holds a region of, and where in it the region begins."""
 
-    names = [name for name, known in _CODES.items() if known == code]
-    return getattr(torch, names[0].removeprefix("torch.")) if names else None
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offset: tuple[int, ...]
+
+
+def piece_key(piece: Piece, sizes: Sequence[int]) -> str:
+    """The piece's name in its file: `blocks.0.mlp.up.weight[0:128,0:64]`."""
+    ranges = zip(piece.offset, sizes, strict=True)
+    return f"{piece.name}[{','.join(f'{start}:{start + size}' for start, size in ranges)}]"
 
 
 def plan_file(
     tensors: Mapping[str, torch.Tensor | LazyTensor], pieces: Mapping[str, Piece] | None = None
 ) -> TensorFile:
-    """The file of these tensors, largest items first so that each stays aligned.
+    """The file of these tensors by key, largest items first so that each stays aligned.
 
     `pieces` says which of them are not whole tensors, and what they are pieces of. Tensors that
-    share memory are written once per name. Raises TypeError for what has no bytes
-    of its own (sparse, meta) or a dtype the format lacks.
+    share memory are written once per name. Raises TypeError for what has no bytes of its own
+    (sparse, meta) or a dtype the format lacks.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    metadata = {"format": "pt"} | ({METADATA_KEY: encode_pieces(pieces)} if pieces else {})
+    metadata = {"format": "pt"}
+    if pieces:
+        content = {key: asdict(piece) for key, piece in pieces.items()}
+        metadata[METADATA_KEY] = json.dumps(content, separators=(",", ":"), sort_keys=True)
     header: dict[str, object] = {"__metadata__": metadata}
     offset_bytes = 0
     for name in names:
         tensor = tensors[name]
-        code = _CODES.get(str(tensor.dtype))
-        if code is None or not _is_dense(tensor):
+        code = DTYPE_CODES.get(str(tensor.dtype))
+        described, is_dense = str(tensor.dtype), True
+        if not isinstance(tensor, LazyTensor):  # that one is computed from tensors with data
+            described += f", {tensor.layout}, {tensor.device}"
+            is_dense = str(tensor.layout) == "torch.strided" and not tensor.is_meta
+        if code is None or not is_dense:
             raise TypeError(
-                f"tensor {name!r} ({_described(tensor)}) cannot be saved: only dense tensors with "
+                f"tensor {name!r} ({described}) cannot be saved: only dense tensors with "
                 "data, of a dtype safetensors knows"
             )
         n_bytes = math.prod(tensor.shape) * tensor.dtype.itemsize
@@ -115,36 +134,9 @@ def plan_file(
     return TensorFile(prefix, ordered, len(prefix) + offset_bytes)
 
 
-def _is_dense(tensor: torch.Tensor | LazyTensor) -> bool:
-    if isinstance(tensor, LazyTensor):
-        return True  # what it computes comes out of other tensors with data
-    return str(tensor.layout) == "torch.strided" and not tensor.is_meta
-
-
-def _described(tensor: torch.Tensor | LazyTensor) -> str:
-    if isinstance(tensor, LazyTensor):
-        return str(tensor.dtype)
-    return f"{tensor.dtype}, {tensor.layout}, {tensor.device}"
-
-
 def _host_bytes(tensor: torch.Tensor) -> memoryview:
+    """The tensor's bytes in C order, on the host."""
     import torch
 
     tensor = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Name → tensor of a safetensors file, on the CPU, mapped from it.
-
-    Pages are read when touched; writing to a tensor changes memory, never the file.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise CorruptError(f"{path} is malformed: {error}") from error
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error}") from error

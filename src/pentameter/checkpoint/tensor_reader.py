@@ -1,0 +1,270 @@
+"""Tensors read from safetensors files, whole or by region, over one file or many."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pentameter.checkpoint.safetensors_writer import (
+    DTYPE_CODES,
+    METADATA_KEY,
+    LazyTensor,
+    Piece,
+)
+from pentameter.errors import CorruptError, StorageError
+from pentameter.parallel.local_parts import local_part
+from pentameter.processes.world import World
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class StoredRegion:
+    """A region of a tensor, or all of it, in an entry of a file."""
+
+    path: Path
+    key: str
+    offset: tuple[int, ...]
+    """Where in the whole tensor it begins."""
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor on disk, in one region or several."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    regions: tuple[StoredRegion, ...]
+
+
+class StoredTensors(Mapping[str, "torch.Tensor | LazyTensor"]):
+    """Name → tensor, on the CPU: mapped from its file, or lazy where pieces must be put together.
+
+    Pages are read when touched; writing to a tensor changes memory, never the file. The files stay
+    readable while this lives, even where their folder is removed. Opening raises CorruptError,
+    naming file and tensor, when a file is malformed or pieces do not make up a tensor exactly,
+    StorageError when a file went away.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._files: dict[Path, Any] = {}
+        self.stored: Mapping[str, StoredTensor] = self._index(paths)
+
+    def __getitem__(self, name: str) -> torch.Tensor | LazyTensor:
+        stored = self.stored[name]
+        if len(stored.regions) == 1:
+            return self.read(stored.regions[0])
+        return LazyTensor(stored.shape, stored.dtype, partial(self._assemble, stored))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def read(self, region: StoredRegion) -> torch.Tensor:
+        """One entry of a file, mapped from it."""
+        with _reading(region.path):
+            tensor: torch.Tensor = self._files[region.path].get_tensor(region.key)
+        return tensor
+
+    def load_into(self, targets: Mapping[str, torch.Tensor], world: World | None = None) -> None:
+        """Fill the targets in place: each process reads the regions that lie in it, no more.
+
+        Targets are plain tensors or DTensors on any mesh; processes may pass different names.
+        Collective where `world` has several processes: what one raises, all raise. Raises
+        CorruptError, before anything is changed here, when a name is missing or a shape or dtype
+        differs.
+        """
+
+        def load() -> None:
+            for name, target in targets.items():
+                if name not in self.stored:
+                    raise CorruptError(f"the checkpoint has no tensor {name!r}")
+                check_fits(name, self.stored[name], target.shape, target.dtype)
+            for name, target in targets.items():
+                self._fill(target, self.stored[name])
+
+        (World() if world is None else world).agreed(load)
+
+    def _fill(self, target: torch.Tensor, stored: StoredTensor) -> None:
+        """Copy into what is here of the target the parts of stored regions that fall into it."""
+        local, offset = local_part(target)
+        for region in stored.regions:
+            starts = list(map(max, offset, region.offset))
+            ends = [
+                min(here + n_here, there + n_there)
+                for here, n_here, there, n_there in zip(
+                    offset, local.shape, region.offset, region.sizes, strict=True
+                )
+            ]
+            if all(start < end for start, end in zip(starts, ends, strict=True)):
+                source = self.read(region)[_slices(starts, ends, region.offset)]
+                local[_slices(starts, ends, offset)].copy_(source)
+
+    def _assemble(self, stored: StoredTensor) -> torch.Tensor:
+        import torch
+
+        tensor = torch.empty(stored.shape, dtype=stored.dtype)
+        self._fill(tensor, stored)
+        return tensor
+
+    def _index(self, paths: Sequence[Path]) -> dict[str, StoredTensor]:
+        found: dict[str, StoredTensor] = {}
+        for path in paths:
+            for name, here in self._entries(path):
+                known = found.setdefault(name, here)
+                if known is here:
+                    continue
+                if (known.shape, known.dtype) != (here.shape, here.dtype):
+                    key, other = here.regions[0].key, known.regions[0].path.name
+                    raise CorruptError(
+                        f"{path} is malformed: {key!r} is of a tensor of shape {here.shape} and "
+                        f"{here.dtype}, in {other} {name!r} is {known.shape} and {known.dtype}"
+                    )
+                found[name] = StoredTensor(known.shape, known.dtype, known.regions + here.regions)
+        for name, stored in found.items():
+            check_cover(name, stored.shape, stored.regions)
+        return found
+
+    def _entries(self, path: Path) -> Iterator[tuple[str, StoredTensor]]:
+        """Each entry of a file: the tensor's name, and its region there."""
+        import torch
+        from safetensors import safe_open
+
+        with _reading(path):
+            file = safe_open(str(path), framework="pt")
+            keys: list[str] = list(file.keys())
+            slices = {key: file.get_slice(key) for key in keys}
+            pieces = _decode_pieces((file.metadata() or {}).get(METADATA_KEY), path)
+        self._files[path] = file
+        if absent := pieces.keys() - slices.keys():
+            raise CorruptError(f"{path} is malformed: it lacks the piece {min(absent)!r}")
+        dtypes = {code: name.removeprefix("torch.") for name, code in DTYPE_CODES.items()}
+        for key, entry in slices.items():
+            sizes = tuple(entry.get_shape())
+            code = entry.get_dtype()
+            if code not in dtypes:
+                raise CorruptError(f"{path}: {key!r} is of the unknown dtype {code}")
+            piece = pieces.get(key, Piece(key, sizes, (0,) * len(sizes)))
+            region = StoredRegion(path, key, piece.offset, sizes)
+            yield piece.name, StoredTensor(piece.shape, getattr(torch, dtypes[code]), (region,))
+
+
+def _slices(starts: Sequence[int], ends: Sequence[int], offset: Sequence[int]) -> tuple[slice, ...]:
+    """A region of a whole tensor, as it lies in a part that begins at `offset`."""
+    return tuple(
+        slice(start - begin, end - begin)
+        for start, end, begin in zip(starts, ends, offset, strict=True)
+    )
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        raise CorruptError(f"{path} is malformed: {error}") from error
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error}") from error
+
+
+def check_fits(
+    name: str,
+    found: torch.Tensor | LazyTensor | StoredTensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None,
+) -> None:
+    """Raise CorruptError unless a stored tensor has this shape and, where given, dtype."""
+    if tuple(found.shape) != tuple(shape) or (dtype is not None and found.dtype != dtype):
+        raise CorruptError(
+            f"the checkpoint's {name} is {tuple(found.shape)} of {found.dtype}, "
+            f"the configuration asks for {tuple(shape)} of {dtype or 'any dtype'}"
+        )
+
+
+def _decode_pieces(text: str | None, path: Path) -> dict[str, Piece]:
+    """Entry → piece, from the header of the file `path`; CorruptError when it is malformed."""
+    if text is None:
+        return {}
+    try:
+        content = json.loads(text)
+        return {
+            key: Piece(str(entry["name"]), _integers(entry["shape"]), _integers(entry["offset"]))
+            for key, entry in content.items()
+        }
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CorruptError(f"{path} is malformed: its header's pieces are {error!r}") from error
+
+
+def _integers(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
+        raise ValueError(f"not a shape or offset: {values!r}")
+    return tuple(values)
+
+
+def check_cover(name: str, shape: tuple[int, ...], regions: Sequence[StoredRegion]) -> None:
+    """Raise CorruptError, naming file and tensor, unless the regions make up the tensor exactly.
+
+    Each must lie inside it, no two may overlap, and together they must leave nothing out.
+    """
+    for region in regions:
+        if not len(region.offset) == len(region.sizes) == len(shape) or any(
+            start + size > whole
+            for start, size, whole in zip(region.offset, region.sizes, shape, strict=True)
+        ):
+            raise CorruptError(
+                f"{region.path} is malformed: {region.key!r} is not inside of {name!r}, which is "
+                f"{shape}: it begins at {region.offset} and is {region.sizes}"
+            )
+        if len(regions) > 1 and not math.prod(region.sizes):
+            raise CorruptError(f"{region.path} is malformed: {region.key!r} is an empty piece")
+    _refuse_overlap(name, shape, regions)
+    n_elements, n_found = math.prod(shape), sum(math.prod(region.sizes) for region in regions)
+    if n_found != n_elements:
+        where = ", ".join(sorted({region.path.name for region in regions})[:5])
+        raise CorruptError(
+            f"{regions[0].path.parent}: a piece of {name!r} is missing: those that are there (in "
+            f"{where}) hold {n_found:,} of its {n_elements:,} elements"
+        )
+
+
+def _refuse_overlap(name: str, shape: tuple[int, ...], regions: Sequence[StoredRegion]) -> None:
+    """Raise CorruptError where two regions have an element in common.
+
+    A sweep along the dimension with the most cuts; few regions are side by side in the others.
+    """
+    if not shape:
+        if len(regions) > 1:
+            raise CorruptError(f"{regions[1].path} holds {name!r} a second time")
+        return
+    sweep = max(range(len(shape)), key=lambda dim: len({region.offset[dim] for region in regions}))
+    active: list[StoredRegion] = []
+    for region in sorted(regions, key=lambda region: region.offset[sweep]):
+        start = region.offset[sweep]
+        active = [other for other in active if other.offset[sweep] + other.sizes[sweep] > start]
+        for other in active:
+            if all(
+                a < b + m and b < a + n
+                for a, n, b, m in zip(
+                    region.offset, region.sizes, other.offset, other.sizes, strict=True
+                )
+            ):
+                same = (region.offset, region.sizes) == (other.offset, other.sizes)
+                raise CorruptError(
+                    f"{region.path} holds {name!r} a second time"
+                    if same
+                    else f"{region.path} is malformed: {region.key!r} overlaps {other.key!r} of "
+                    f"{other.path.name}"
+                )
+        active.append(region)
