@@ -10,7 +10,7 @@ from pentameter.config.schema import DataConfig
 from pentameter.data.corpora import registry as corpora
 from pentameter.data.corpora.registry import corpus_text
 from pentameter.data.open_dataset import open_dataset
-from pentameter.disk.storage import PublicFile, cache_folder, public_file
+from pentameter.disk.cache import PublicFile, cache_folder, public_file
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 CONTENT = b"public text\n" * 100

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS, END_OF_TEXT, BpeTokenizer
 from pentameter.data.tokenizers.setting import GPT2_MERGES, GPT2_VOCABULARY, gpt2_tokenizer
-from pentameter.disk.storage import public_file
+from pentameter.disk.cache import public_file
 
 FOLDER = Path(os.environ.get("PENTAMETER_DATA_DIR", "absent"))
 pytestmark = pytest.mark.skipif(

@@ -16,7 +16,7 @@ from pentameter.data.corpora.text import text_from_paths
 from pentameter.data.prepare.from_text import prepare
 from pentameter.data.prepare.splits import Splitting
 from pentameter.data.shards.dataset import open_shards
-from pentameter.disk.storage import building_alone
+from pentameter.disk.cache import building_alone
 from pentameter.errors import ConfigError, StorageError
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "rests"]

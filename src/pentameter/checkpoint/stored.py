@@ -16,8 +16,7 @@ from pentameter.config.fingerprint import config_hash
 from pentameter.config.schema import Config
 from pentameter.config.write import to_toml
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.disk.atomic import storage_errors, write_hashed
-from pentameter.disk.storage import building, refuse_existing
+from pentameter.disk.atomic import building, refuse_existing, storage_errors, write_hashed
 from pentameter.errors import CorruptError
 from pentameter.planning.architecture import parameter_table
 

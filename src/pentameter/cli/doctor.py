@@ -107,7 +107,7 @@ def _ceilings(device: torch.device) -> dict[str, float | None]:
 
 
 def _data_folders() -> dict[str, Any]:
-    from pentameter.disk.storage import cache_folder, data_folder
+    from pentameter.disk.cache import cache_folder, data_folder
 
     folder = data_folder()
     cache = cache_folder()

@@ -31,7 +31,7 @@ def run(arguments: list[str]) -> int:
     from pentameter.checkpoint.hugging_face.export import export_hf
     from pentameter.checkpoint.model import open_model
     from pentameter.checkpoint.stored import save_model
-    from pentameter.disk.storage import refuse_existing
+    from pentameter.disk.atomic import refuse_existing
 
     refuse_existing(asked.out)  # before gigabytes are verified
     warnings: list[str] = []

@@ -44,7 +44,7 @@ def run(arguments: list[str]) -> int:
     from pentameter.checkpoint.stored import save_model
     from pentameter.data.corpora.text import safe_name
     from pentameter.data.tokenizers.setting import build_tokenizer
-    from pentameter.disk.storage import refuse_existing
+    from pentameter.disk.atomic import refuse_existing
 
     if asked.out.exists() and asked.source.exists() and asked.out.samefile(asked.source):
         raise ConfigError(f"--out {asked.out} is the folder to import; choose another")

@@ -29,7 +29,7 @@ from pentameter.data.tokenizers.setting import (
     is_gpt2,
     is_made_from_text,
 )
-from pentameter.disk.storage import cache_folder
+from pentameter.disk.cache import cache_folder
 from pentameter.errors import ConfigError, CorruptError
 
 CACHE_VERSION = 2  # raise it when prepared data must change for the same text and settings

@@ -1,4 +1,4 @@
-"""Files that survive a crash: written aside, synced, then renamed into place.
+"""Files and folders that survive a crash: written aside, synced, then renamed into place.
 
 Everything goes through `os` functions, one system call each, so that a test can stop a save
 before any single one of them.
@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import shutil
+import socket
 import stat
 import uuid
 from collections import deque
@@ -20,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentameter.errors import CorruptError, StorageError
+from pentameter.errors import ConfigError, CorruptError, StorageError
 
 _PIECE_BYTES = 4 * 2**20  # handed to the hashing thread at once
 _INLINE_BYTES = 2**20  # below this a thread costs more than it saves
@@ -76,18 +77,26 @@ def is_temporary(name: str) -> bool:
     return _TEMPORARY.search(name) is not None
 
 
+def sync(path: Path) -> None:
+    """Make a file, or the entries of a folder (creations, renames), survive a power loss.
+
+    Raises OSError, but not for a folder on a network file system that does not sync folders: it
+    does not need it.
+    """
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
+    finally:
+        os.close(fd)
+
+
 def sync_folder(path: Path) -> None:
-    """Make the entries of a folder (creations, renames) survive a power loss."""
+    """As `sync`, of a folder; a failure is a StorageError."""
     with storage_errors(path, "sync the folder"):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        except OSError as error:
-            # Some network file systems do not sync folders; they also do not need it.
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-                raise
-        finally:
-            os.close(fd)
+        sync(path)
 
 
 def make_folder(path: Path) -> None:
@@ -122,7 +131,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-    """Size and sha256 of what it wrote: a new file holding `chunks`, synced.
+    """Write a new file that holds `chunks`, and sync it; its size and sha256.
 
     A second thread hashes behind the writing and during the final sync, so a large file costs
     about the slower of the two. The file must not exist. A failure is a StorageError and leaves
@@ -142,8 +151,10 @@ def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord
                         digest.update(piece)
                     else:
                         unhashed.append(pool.submit(digest.update, piece))
-                    _write_all(fd, piece)
                     n_bytes += len(piece)
+                    rest = piece
+                    while rest:
+                        rest = rest[os.write(fd, rest) :]
                     while len(unhashed) > _MAX_UNHASHED or (unhashed and unhashed[0].done()):
                         unhashed.popleft().result()
             os.fsync(fd)
@@ -169,11 +180,6 @@ def write_verified(path: Path, chunks: Iterable[bytes | memoryview]) -> FileReco
     return record
 
 
-def _write_all(fd: int, view: memoryview) -> None:
-    while view:
-        view = view[os.write(fd, view) :]
-
-
 def check_free_space(folder: Path, n_bytes: int) -> None:
     """Raise StorageError unless `folder`'s disk has room for `n_bytes` more."""
     with storage_errors(folder, "ask for the free space of"):
@@ -184,6 +190,89 @@ def check_free_space(folder: Path, n_bytes: int) -> None:
             f"cannot write {n_bytes:,} bytes to {folder}: {free_bytes:,} bytes are free; "
             "free some space or use another folder"
         )
+
+
+@contextmanager
+def building(target: Path, *, keep_existing: bool = False) -> Iterator[Path]:
+    """A temporary folder beside `target` that becomes `target`, in one rename, on leaving.
+
+    An error on the way removes it and leaves nothing. If `target` has appeared meanwhile, it is
+    kept when `keep_existing` (another process prepared the same), else ConfigError is raised.
+    Temporary folders whose process is gone are removed first. Raises StorageError when writing
+    fails.
+    """
+    with folder_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(target.parent)
+        owner = f"{socket.gethostname()}-{os.getpid()}"
+        folder = target.parent / f".{target.name}.tmp-{uuid.uuid4().hex[:12]}-{owner}"
+        folder.mkdir()
+        try:
+            yield folder
+            place_folder(folder, target, keep_existing=keep_existing)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def folder_errors(target: Path) -> Iterator[None]:
+    """Turn an OSError of the body, which makes the folder `target`, into a StorageError."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {error.filename or target}: {error.strerror}; "
+            "free space or choose another folder"
+        ) from error
+
+
+def place_folder(folder: Path, target: Path, *, keep_existing: bool) -> None:
+    """Rename a finished folder to `target`, and sync both.
+
+    Where a `target` with content stands by now, ConfigError is raised, or with `keep_existing` the
+    folder stays where it is.
+    """
+    sync(folder)
+    try:
+        folder.rename(target)  # an empty folder is replaced, one with content is not
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise
+        if not keep_existing:
+            refuse_existing(target)
+            raise
+    sync(target.parent)
+
+
+def refuse_existing(folder: Path) -> None:
+    """Raise ConfigError unless `folder` can be made anew: it is absent, or an empty folder."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    if folder.exists() or folder.is_symlink():
+        raise ConfigError(
+            f"{folder} exists and is not an empty folder; choose another, or delete it where you "
+            "need nothing in it"
+        )
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove temporary folders that processes of this machine left when they were killed."""
+    for folder in parent.glob(".*.tmp-*"):
+        name, _, pid = folder.name.rpartition("-")
+        is_ours = name.endswith("-" + socket.gethostname()) and pid.isdigit()
+        if is_ours and not is_running(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_running(pid: int) -> bool:
+    """Whether this machine has a process of that number; a zombie is one."""
+    try:
+        os.kill(pid, 0)  # signal 0 only asks whether the process is there
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def remove_tree(path: Path) -> None:

@@ -1,9 +1,10 @@
-"""run.lock: one process at a time owns a run folder.
+"""Locks between processes, on `flock`: the kernel drops it with the process, however that ends.
 
-On a working file system `flock` decides: the kernel drops it with the process, however that ends.
-The file's record says who holds it, and decides where `flock` does not reach: another machine on
-a shared disk, or a file system without locks. Ages are never compared with a clock: a newcomer
-watches whether the owner's beat still moves, so a clock that jumps changes nothing.
+`locked` makes others wait. `RunLock` (run.lock) refuses them and names the owner, so that one
+process at a time owns a run folder: there the file's record says who holds it, and decides where
+`flock` does not reach: another machine on a shared disk, or a file system without locks. Ages are
+never compared with a clock: a newcomer watches whether the owner's beat still moves, so a clock
+that jumps changes nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from pentameter.disk.atomic import make_folder, storage_errors
+from pentameter.disk.atomic import is_running, make_folder, storage_errors
 from pentameter.errors import RunFolderInUseError
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
@@ -31,7 +32,7 @@ _RECORD_BYTES = 4096  # one write, one page: a reader sees the old beat or the n
 
 @dataclass(frozen=True)
 class Owner:
-    """A process that no other can be mistaken for, on any machine."""
+    """The process that holds a lock, told apart from every other on any machine."""
 
     pid: int
     host: str
@@ -50,18 +51,21 @@ class Owner:
 def current_owner() -> Owner:
     """This process."""
     pid = os.getpid()
+    namespace = ""
+    with suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
     return Owner(
         pid=pid,
         host=socket.gethostname(),
         boot=_read_text("/proc/sys/kernel/random/boot_id"),
-        pid_namespace=_read_link("/proc/self/ns/pid"),
+        pid_namespace=namespace,
         process_start=_process_start(pid) or 0,
         token=uuid.uuid4().hex,
     )
 
 
 class RunLock:
-    """Owns the folder of `path` (`…/run.lock`) while entered; the folder is created if absent.
+    """Ownership of the folder of `path` (`…/run.lock`) while entered; made if it is absent.
 
     Entering raises RunFolderInUseError, naming the owner, when another process holds it. A dead
     owner's lock is taken over: at once on this machine, after `stale_seconds` without a beat when
@@ -106,17 +110,14 @@ class RunLock:
         if self._owner is None:
             return
         owner, self._owner = self._owner, None
-        if owner.pid == os.getpid():
-            self._stop.set()
-            if self._thread is not None:
-                self._thread.join()
-            with suppress(OSError):
-                if _is_same_file(self._fd, self.path):
-                    os.unlink(self.path)
-            with suppress(OSError):
-                fcntl.flock(self._fd, fcntl.LOCK_UN)  # children may have inherited the file
-        os.close(self._fd)
-        self._fd = -1
+        fd, self._fd = self._fd, -1
+        if owner.pid != os.getpid():
+            os.close(fd)
+            return
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        _give_back(fd, self.path)
 
     def _try_once(
         self, guarded: bool, watched: tuple[Owner, int] | None
@@ -155,7 +156,7 @@ class RunLock:
                 os.close(fd)
 
     def _is_confirmed(self, fd: int) -> bool:
-        """Without `flock` two newcomers may both write; the last record wins, after a moment."""
+        """Whether our record still stands after a moment; without `flock` the last writer wins."""
         time.sleep(0.2)
         record = _read_record(fd)
         return record is not None and record[0] == self._owner
@@ -199,7 +200,7 @@ class RunLock:
 
 @contextmanager
 def _folder_guard(folder: Path) -> Iterator[bool]:
-    """Serialises newcomers of this machine; yields whether the file system can do that."""
+    """Let one newcomer of this machine in at a time; whether the file system can do that."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -225,6 +226,58 @@ def _flock(fd: int) -> bool | None:
             raise
         return None
     return True
+
+
+def _give_back(fd: int, path: Path) -> None:
+    """Remove a locked file, which whoever waits for it then finds gone, and let go of its lock."""
+    with suppress(OSError):
+        if _is_same_file(fd, path):
+            os.unlink(path)
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)  # children may have inherited the file
+    os.close(fd)
+
+
+@contextmanager
+def locked(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[bool]:
+    """Hold the lock of the file `path`, which is made for it and removed after.
+
+    While another process holds it, `waiting` is called once and this one waits. False, and nothing
+    is held, where there are no locks or the file cannot be made: that is told later.
+    """
+    fd = _wait_for(path, waiting)
+    try:
+        yield fd is not None
+    finally:
+        if fd is not None:
+            _give_back(fd, path)
+
+
+def _wait_for(path: Path, waiting: Callable[[], None] | None) -> int | None:
+    """The descriptor that holds the file's lock; None where there are no locks."""
+    while True:
+        try:
+            # A file, and writable: NFS has no other locks.
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        except OSError:
+            return None  # another user's, or a folder that nobody may write
+        try:
+            is_locked = _flock(fd)
+            if is_locked is False:
+                if waiting is not None:
+                    waiting()
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            if is_locked is not None and _is_same_file(fd, path):
+                return fd
+        except OSError:
+            is_locked = None
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+        if is_locked is None:
+            # The file stays: another process may hold it, where locks only fail now and then.
+            return None
 
 
 def _is_same_file(fd: int, path: Path) -> bool:
@@ -262,12 +315,8 @@ def _is_dead(owner: Owner, me: Owner) -> bool:
     """Whether the owner ran on this machine and does no more; False when that cannot be known."""
     if not _is_same_machine(owner, me):
         return False
-    try:
-        os.kill(owner.pid, 0)
-    except ProcessLookupError:
+    if not is_running(owner.pid):
         return True
-    except PermissionError:
-        pass
     start = _process_start(owner.pid)
     return start is not None and owner.process_start not in (0, start)
 
@@ -285,12 +334,5 @@ def _read_text(path: str) -> str:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read().strip()
-    except OSError:
-        return ""
-
-
-def _read_link(path: str) -> str:
-    try:
-        return os.readlink(path)
     except OSError:
         return ""

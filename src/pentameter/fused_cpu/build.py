@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pentameter.disk.storage import cache_folder
+from pentameter.disk.cache import cache_folder
 from pentameter.fused_cpu import amx
 from pentameter.machine.capabilities import Capabilities, find_compiler
 

@@ -13,8 +13,7 @@ from pentameter.checkpoint.hugging_face.tokenizer_files import tokenizer_files
 from pentameter.checkpoint.hugging_face.weights import to_gpt2
 from pentameter.checkpoint.safetensors_writer import plan_file
 from pentameter.checkpoint.stored import StoredModel
-from pentameter.disk.atomic import write_hashed
-from pentameter.disk.storage import building, refuse_existing
+from pentameter.disk.atomic import building, refuse_existing, write_hashed
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pentameter.data.corpora.text import (
     text_from_paths,
     text_of_pieces,
 )
-from pentameter.disk.storage import PublicFile, public_file
+from pentameter.disk.cache import PublicFile, public_file
 from pentameter.errors import ConfigError
 
 TINY_SHAKESPEARE = PublicFile(

@@ -22,7 +22,8 @@ from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.char import CharTokenizer, UnseenCharacterError
 from pentameter.data.tokenizers.cutting import Cutter
 from pentameter.data.tokenizers.setting import build_tokenizer, chosen_tokenizer
-from pentameter.disk.storage import building_alone, refuse_existing
+from pentameter.disk.atomic import refuse_existing
+from pentameter.disk.cache import building_alone
 from pentameter.errors import StorageError
 
 

@@ -35,7 +35,7 @@ from pentameter.data.shards.writer import SHARD_TOKENS, ShardWriter
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.bpe import BpeTokenizer
 from pentameter.data.tokenizers.char import CharTokenizer
-from pentameter.disk.storage import building, refuse_existing
+from pentameter.disk.atomic import building, refuse_existing
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 BLOCK_TOKENS = 1 << 20

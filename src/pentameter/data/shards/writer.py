@@ -22,7 +22,7 @@ from pentameter.data.shards.format import (
     header_hash,
 )
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.disk.storage import sync
+from pentameter.disk.atomic import sync
 
 SHARD_TOKENS = 1 << 28  # half a GiB of uint16
 

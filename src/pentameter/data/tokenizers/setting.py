@@ -17,7 +17,7 @@ from pentameter.data.tokenizers.bpe import (
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.load import load_tokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
-from pentameter.disk.storage import PublicFile, local_file, public_file
+from pentameter.disk.cache import PublicFile, local_file, public_file
 from pentameter.errors import ConfigError
 
 GPT2_VOCABULARY = PublicFile(

@@ -1,0 +1,162 @@
+"""The data folder and the cache: public files, downloaded once, and folders of prepared data."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pentameter.disk.atomic import (
+    building,
+    folder_errors,
+    make_folder,
+    place_folder,
+    refuse_existing,
+    write_atomic,
+)
+from pentameter.disk.lock import locked
+from pentameter.errors import CorruptError, StorageError
+
+DOWNLOAD_TIMEOUT_SECONDS = 30
+
+
+@dataclass(frozen=True)
+class PublicFile:
+    """A public file of known content."""
+
+    place: str
+    """Its path below PENTAMETER_DATA_DIR or the cache, such as `shakespeare/input.txt`."""
+    url: str
+    sha256: str | None
+    n_bytes: int
+    """Its size; at most so many bytes where only git's id is known."""
+    git_blob: str | None = None
+    """Instead of sha256: the id that git gives the content."""
+
+    def checksum(self) -> str:
+        """The known checksum and its kind: `sha256 86c4…`."""
+        return f"sha256 {self.sha256}" if self.sha256 else f"git blob id {self.git_blob}"
+
+    def checksum_of(self, content: bytes) -> str:
+        """The checksum of any content, of the same kind."""
+        if self.sha256:
+            return f"sha256 {hashlib.sha256(content).hexdigest()}"
+        blob = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
+        return f"git blob id {blob.hexdigest()}"
+
+
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/pentameter`, or `~/.cache/pentameter`."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG base directory specification: a relative value is invalid and must be ignored.
+    folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return folder / "pentameter"
+
+
+def data_folder() -> Path | None:
+    """`$PENTAMETER_DATA_DIR`, where public files are looked for first; None when it is not set."""
+    folder = os.environ.get("PENTAMETER_DATA_DIR")
+    return Path(folder) if folder else None
+
+
+def public_file(file: PublicFile) -> Path:
+    """The local path of a public file, checked against its checksum.
+
+    It is looked for below PENTAMETER_DATA_DIR, then in the cache, then downloaded into the cache.
+    Raises CorruptError when a file or the download has another one, StorageError when it is
+    nowhere and cannot be downloaded or written.
+    """
+    path = local_file(file)
+    if path is not None:
+        try:
+            found = file.checksum_of(path.read_bytes())
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {error.strerror}") from error
+        if found != file.checksum():
+            raise CorruptError(
+                f"{path} is not the expected file: {found}, expected {file.checksum()}; "
+                "delete it and it is downloaded again"
+            )
+        return path
+    target = cache_folder() / file.place
+    content = _download(file, _public_folders())
+    try:
+        make_folder(target.parent)
+        write_atomic(target, content)
+    except StorageError as error:
+        reason = error.__cause__.strerror if isinstance(error.__cause__, OSError) else error
+        raise StorageError(
+            f"cannot write {target}: {reason}; set XDG_CACHE_HOME to a writable folder"
+        ) from error
+    return target
+
+
+def local_file(file: PublicFile) -> Path | None:
+    """Where a public file lies on this machine, unchecked; None where it must be downloaded."""
+    paths = (folder / file.place for folder in _public_folders())
+    return next((path for path in paths if path.exists()), None)
+
+
+def _public_folders() -> list[Path]:
+    """Where public files are looked for, in this order."""
+    given = data_folder()
+    return [cache_folder()] if given is None else [given, cache_folder()]
+
+
+def _download(file: PublicFile, folders: list[Path]) -> bytes:
+    try:
+        with urllib.request.urlopen(file.url, timeout=DOWNLOAD_TIMEOUT_SECONDS) as response:
+            content: bytes = response.read(file.n_bytes + 1)
+    except (OSError, http.client.HTTPException) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise StorageError(
+            f"{file.place} is in none of {', '.join(map(str, folders))}, and downloading "
+            f"{file.url} failed ({reason}). Without a network: put the file "
+            f"({file.checksum()}) at {folders[0] / file.place}, or set "
+            f"PENTAMETER_DATA_DIR to a folder that has it as {file.place}"
+        ) from error
+    found = file.checksum_of(content)
+    if found != file.checksum():
+        raise CorruptError(
+            f"{file.url} gave other content than expected: {found}, expected {file.checksum()}; "
+            "nothing was kept"
+        )
+    return content
+
+
+@contextmanager
+def building_alone(
+    target: Path, *, keep_existing: bool = False, waiting: Callable[[], None] | None = None
+) -> Iterator[Path | None]:
+    """As `building`, one process at a time: others call `waiting` and wait for the first.
+
+    None when `target` has appeared meanwhile and `keep_existing`, else ConfigError. What a killed
+    process left, on whichever machine, is removed first. Where the file system has no locks, this
+    is `building`. Raises StorageError when writing fails.
+    """
+    with folder_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with locked(target.with_name(f".{target.name}.lock"), waiting) as has_lock:
+            if keep_existing and target.exists():
+                yield None
+                return
+            refuse_existing(target)
+            if not has_lock:
+                with building(target, keep_existing=keep_existing) as folder:
+                    yield folder
+                return
+            folder = target.with_name(f".{target.name}.part")  # of whoever has the lock
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            try:
+                yield folder
+                place_folder(folder, target, keep_existing=keep_existing)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
