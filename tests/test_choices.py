@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from pentameter.checkpoint.hugging_face import architecture
+from pentameter.checkpoint.hugging_face import gpt2
 from pentameter.config.fields import leaves
 from pentameter.config.fingerprint import config_hash
 from pentameter.config.schema import Config
@@ -185,15 +185,13 @@ def test_an_export_keeps_a_value_or_names_it(path, value):
     model = with_value(path, value).model
     key, refusal = path.split(".")[1], None
     try:
-        written = architecture.to_gpt2_config(
-            model, vocab_size=19, end_of_text=None, dtype="float32"
-        )
+        written = gpt2.to_gpt2_config(model, vocab_size=19, end_of_text=None, dtype="float32")
     except ConfigError as error:
         refusal = str(error)
     if refusal is not None:
         assert f"{path}={value!r}" in refusal
         return
-    again = architecture.from_gpt2_config(written, Path("config.json"))
+    again = gpt2.from_gpt2_config(written, Path("config.json"))
     assert again.get(key, value) == value
 
 
@@ -242,7 +240,7 @@ def fused(config: Config) -> None:
 
 
 def exported(config: Config) -> None:
-    architecture.to_gpt2_config(config.model, vocab_size=19, end_of_text=None, dtype="float32")
+    gpt2.to_gpt2_config(config.model, vocab_size=19, end_of_text=None, dtype="float32")
 
 
 def assembled(config: Config) -> None:

@@ -16,7 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pentameter.checkpoint.model import load_model as load_model
+    from pentameter.checkpoint.load_model import load_model as load_model
     from pentameter.config.load import load_config as load_config
     from pentameter.generation.loop import generate as generate
     from pentameter.generation.loop import stream as stream
@@ -27,7 +27,7 @@ _HOMES = {
     "Trainer": ("pentameter.train.loop", "Trainer"),
     "generate": ("pentameter.generation.loop", "generate"),
     "load_config": ("pentameter.config.load", "load_config"),
-    "load_model": ("pentameter.checkpoint.model", "load_model"),
+    "load_model": ("pentameter.checkpoint.load_model", "load_model"),
     "stream": ("pentameter.generation.loop", "stream"),
     "plan": ("pentameter.planning.plan", "make_plan"),
 }

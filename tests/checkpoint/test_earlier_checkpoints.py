@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pentameter.checkpoint.model import load_model
+from pentameter.checkpoint.load_model import load_model
 from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.checkpoint.safetensors_writer import materialize
 from pentameter.checkpoint.store import CheckpointStore

@@ -8,9 +8,8 @@ import os
 import pytest
 import torch
 
-from pentameter.checkpoint.hugging_face.export import export_hf
-from pentameter.checkpoint.hugging_face.reading import read_hf
-from pentameter.checkpoint.model import load_model, open_model
+from pentameter.checkpoint.hugging_face.folder import export_hf, read_hf
+from pentameter.checkpoint.load_model import load_model, open_model
 from pentameter.checkpoint.state_dicts import model_state
 from pentameter.checkpoint.store import CheckpointStore
 from pentameter.config.schema import Config

@@ -11,15 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pentameter.checkpoint.hugging_face.export import export_hf
-from pentameter.checkpoint.hugging_face.reading import read_hf
+from pentameter.checkpoint.hugging_face.folder import export_hf, read_hf
 from pentameter.checkpoint.hugging_face.tokenizer_files import (
     read_tokenizer,
     tokenizer_files,
 )
-from pentameter.checkpoint.model import load_model, open_model
+from pentameter.checkpoint.load_model import load_model, open_model
+from pentameter.checkpoint.model_folder import StoredModel
 from pentameter.checkpoint.state_dicts import model_state
-from pentameter.checkpoint.stored import StoredModel
 from pentameter.config.schema import Config
 from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
@@ -339,7 +338,7 @@ def test_an_export_is_whole_or_absent(tmp_path, monkeypatch):
     def fails(*_):
         raise StorageError("disk full")
 
-    monkeypatch.setattr("pentameter.checkpoint.hugging_face.export.write_hashed", fails)
+    monkeypatch.setattr("pentameter.checkpoint.hugging_face.folder.write_hashed", fails)
     with pytest.raises(StorageError, match="disk full"):
         export_hf(stored_model(), tmp_path / "hf")
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]

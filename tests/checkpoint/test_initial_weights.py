@@ -5,14 +5,14 @@ import shutil
 import pytest
 import torch
 
-from pentameter.checkpoint.hugging_face.export import export_hf
+from pentameter.checkpoint.hugging_face.folder import export_hf
 from pentameter.checkpoint.initial_weights import (
     NOT_THE_ARCHITECTURE,
     check_origin,
     initial_weights,
 )
+from pentameter.checkpoint.model_folder import StoredModel, save_model
 from pentameter.checkpoint.state_dicts import model_state
-from pentameter.checkpoint.stored import StoredModel, save_model
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer

@@ -6,9 +6,8 @@ import shutil
 import pytest
 import torch
 
-from pentameter.checkpoint import model as model_module
-from pentameter.checkpoint.model import load_model
-from pentameter.checkpoint.resolve import find_model
+from pentameter.checkpoint import load_model as load_model_module
+from pentameter.checkpoint.load_model import find_model, load_model
 from pentameter.checkpoint.state_dicts import model_state
 from pentameter.checkpoint.store import CheckpointStore
 from pentameter.config.load import load_config
@@ -89,7 +88,7 @@ def test_a_checkpoint_pruned_while_it_is_loaded_gives_way_to_the_next(run, monke
             store.prune(1)
         return found
 
-    monkeypatch.setattr(model_module, "find_model", find)
+    monkeypatch.setattr(load_model_module, "find_model", find)
     assert load_model(folder).checkpoint.step == 2
 
 

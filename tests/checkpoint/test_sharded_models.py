@@ -10,13 +10,13 @@ import torch
 from layout_worlds import run_world
 from sharded_worlds import count_reads, initialize_from, load_wrongly, save_model_of_two
 
-from pentameter.checkpoint.hugging_face.export import export_hf
+from pentameter.checkpoint.hugging_face.folder import export_hf
 from pentameter.checkpoint.initial_weights import initial_weights
-from pentameter.checkpoint.model import load_model, open_model
+from pentameter.checkpoint.load_model import load_model, open_model
+from pentameter.checkpoint.model_folder import save_model
 from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.checkpoint.safetensors_writer import LazyTensor
 from pentameter.checkpoint.state_dicts import model_state
-from pentameter.checkpoint.stored import save_model
 from pentameter.model.gpt import build_model
 
 

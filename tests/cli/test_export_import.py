@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from pentameter.checkpoint.model import load_model
+from pentameter.checkpoint.load_model import load_model
+from pentameter.checkpoint.model_folder import StoredModel, save_model
 from pentameter.checkpoint.state_dicts import model_state
-from pentameter.checkpoint.stored import StoredModel, save_model
 from pentameter.cli.main import main
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config

@@ -1,1 +1,1 @@
-"""Checkpoints: the commit protocol, save and load by name, the run lock. Imports torch late."""
+"""Checkpoints: saved and loaded by name, committed whole; model folders. Imports torch late."""

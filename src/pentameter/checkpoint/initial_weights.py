@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pentameter.checkpoint.model import open_model
+from pentameter.checkpoint.load_model import open_model
 from pentameter.checkpoint.safetensors_writer import materialize
 from pentameter.checkpoint.state_dicts import model_state
 from pentameter.config.messages import shown
@@ -20,7 +20,7 @@ from pentameter.planning.architecture import feed_forward_width, has_position_ta
 if TYPE_CHECKING:
     from torch import nn
 
-    from pentameter.checkpoint.stored import StoredModel
+    from pentameter.checkpoint.model_folder import StoredModel
 
 NOT_THE_ARCHITECTURE = {
     "vocab_multiple": "rows that pad the vocabulary are left as they are",

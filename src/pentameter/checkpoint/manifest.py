@@ -1,4 +1,4 @@
-"""manifest.json: what a checkpoint folder must hold. A folder without a true one does not exist."""
+"""manifest.json: every file of a checkpoint, and its hash; a folder without a true one is none."""
 
 from __future__ import annotations
 

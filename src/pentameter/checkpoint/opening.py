@@ -143,11 +143,11 @@ def _read_checked(path: Path, manifest: Manifest, name: str) -> bytes:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A folder that is named like a checkpoint; nothing is known of its content."""
+    """A folder that is named like a checkpoint; its content is not looked at."""
 
     step: int
     replaced: bool
-    """It made way for another checkpoint of its step, which may not have arrived."""
+    """Renamed while a new save of its step commits; restored if that commit never finished."""
     path: Path
 
 

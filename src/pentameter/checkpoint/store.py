@@ -68,7 +68,7 @@ class Saved:
 
 
 class CheckpointStore:
-    """The folder `checkpoints/` of a run. Its lock must be held while anything is written here.
+    """The folder `checkpoints/` of a run; whoever writes to it holds the run's lock.
 
     `warnings` collects one line for each damaged checkpoint that was passed over.
     """
@@ -89,7 +89,7 @@ class CheckpointStore:
         layout: Mapping[str, int] | None = None,
         world: World | None = None,
     ) -> Saved:
-        """Where the checkpoint of `step` now is, durable.
+        """Save the checkpoint of `step`; it is durable on return.
 
         `tensors` holds groups of named tensors, each written to `GROUP.safetensors`; `state` must
         be JSON without NaN; `extra_files` are small files to lie beside. A failure (StorageError)
@@ -211,10 +211,10 @@ class CheckpointStore:
         return checkpoint
 
     def clean(self) -> list[str]:
-        """Names of what it removed: unfinished saves and removals of a process that is gone.
+        """Remove the unfinished saves and removals of a process that is gone; their names.
 
-        Readers never look at these. A replaced checkpoint gets its name back when the one it
-        made way for did not arrive.
+        Readers never look at these. A checkpoint that was renamed for a new save of its step gets
+        its name back where that save was never committed.
         """
         removed = []
         with storage_errors(self.folder, "list"):
@@ -243,7 +243,7 @@ class CheckpointStore:
         return removed
 
     def prune(self, keep_last: int, keep_steps: Collection[int] = ()) -> list[int]:
-        """Steps it removed: all of this run but the `keep_last` newest valid ones and `keep_steps`.
+        """Remove all of this run but the `keep_last` newest valid ones and `keep_steps`; the steps.
 
         Only what is older than a checkpoint that verifies goes, and a damaged one never counts
         as kept. Other runs' folders and those nobody can identify stay.
@@ -263,7 +263,7 @@ class CheckpointStore:
         return removed
 
     def discard_after(self, step: int) -> list[int]:
-        """Steps it removed: this run's checkpoints after `step`, where that one verifies."""
+        """Remove this run's checkpoints after `step`, where that one verifies; their steps."""
         candidates = [each for each in list_checkpoints(self.folder) if self._is_own(each.path)]
         if not any(each.step == step and self._is_valid(each.path) for each in candidates):
             return []

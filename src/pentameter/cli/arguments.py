@@ -18,7 +18,7 @@ from pentameter.errors import printable, terminal_message
 if TYPE_CHECKING:
     import torch
 
-    from pentameter.checkpoint.model import LoadedModel
+    from pentameter.checkpoint.load_model import LoadedModel
 
 Arguments = TypeVar("Arguments")
 
@@ -54,7 +54,7 @@ def parse_arguments(
 
 def load_for_verb(path: Path, device: torch.device) -> LoadedModel:
     """The model that a MODEL names; what was passed over or left out goes to stderr."""
-    from pentameter.checkpoint.model import load_model
+    from pentameter.checkpoint.load_model import load_model
 
     warnings: list[str] = []
     loaded = load_model(path, device=device, warnings=warnings)

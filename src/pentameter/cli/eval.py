@@ -14,7 +14,7 @@ from pentameter.config.overrides import parse_overrides
 from pentameter.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pentameter.checkpoint.model import LoadedModel
+    from pentameter.checkpoint.load_model import LoadedModel
     from pentameter.config.schema import Config
     from pentameter.parallel.engine import Engine
 

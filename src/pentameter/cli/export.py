@@ -28,9 +28,9 @@ class ExportArguments:
 def run(arguments: list[str]) -> int:
     """Export; 0."""
     asked = parse(ExportArguments, arguments, verb="export")
-    from pentameter.checkpoint.hugging_face.export import export_hf
-    from pentameter.checkpoint.model import open_model
-    from pentameter.checkpoint.stored import save_model
+    from pentameter.checkpoint.hugging_face.folder import export_hf
+    from pentameter.checkpoint.load_model import open_model
+    from pentameter.checkpoint.model_folder import save_model
     from pentameter.disk.atomic import refuse_existing
 
     refuse_existing(asked.out)  # before gigabytes are verified

@@ -13,7 +13,7 @@ from pentameter.cli.arguments import parse, print_warnings
 from pentameter.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pentameter.checkpoint.stored import StoredModel
+    from pentameter.checkpoint.model_folder import StoredModel
     from pentameter.config.schema import Config
 
 MADE_FROM_TEXT = ("char", "word", "bpe")
@@ -39,9 +39,9 @@ class ImportArguments:
 def run(arguments: list[str]) -> int:
     """Import; 0."""
     asked = parse(ImportArguments, arguments, verb="import")
-    from pentameter.checkpoint.hugging_face.reading import read_hf
-    from pentameter.checkpoint.resolve import is_hugging_face
-    from pentameter.checkpoint.stored import save_model
+    from pentameter.checkpoint.hugging_face.folder import read_hf
+    from pentameter.checkpoint.load_model import is_hugging_face
+    from pentameter.checkpoint.model_folder import save_model
     from pentameter.data.corpora.text import safe_name
     from pentameter.data.tokenizers.setting import build_tokenizer
     from pentameter.disk.atomic import refuse_existing

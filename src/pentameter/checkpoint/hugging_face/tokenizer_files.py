@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pentameter.checkpoint.hugging_face.json_files import read_json, read_text
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.bpe import (
     BYTE_CHARACTERS,
@@ -19,10 +18,12 @@ from pentameter.data.tokenizers.bpe import (
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.load import load_tokenizer
 from pentameter.data.tokenizers.setting import GPT2, is_gpt2
-from pentameter.errors import ConfigError, CorruptError, PentameterError, printable
+from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError, printable
 
 VOCABULARY, MERGES, WHOLE = "vocab.json", "merges.txt", "tokenizer.json"
 SETTINGS, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
+
+_LIMIT_BYTES = 1 << 28  # of a foreign file that is read whole
 
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 _EACH_CHARACTER = {
@@ -149,16 +150,13 @@ def read_tokenizer(folder: Path, warnings: list[str]) -> Tokenizer | None:
     vocabulary = dict(read_json(path))
     lines = read_text(folder / MERGES).split("\n")
     lines = [line for line in lines[lines[0].startswith("#version") :] if line]
-    added = read_json(folder / "added_tokens.json") if _has(folder, "added_tokens.json") else {}
+    more = folder / "added_tokens.json"
+    added = read_json(more) if more.is_file() else {}
     _add(vocabulary, added, path, warnings)
     return _bpe(vocabulary, lines, path)
 
 
 _NOT_GPT2 = "is not GPT-2's; give another tokenizer: `import … --tokenizer gpt2`, or a file"
-
-
-def _has(folder: Path, name: str) -> bool:
-    return (folder / name).is_file()
 
 
 def _read_whole(content: Mapping[str, Any], path: Path, warnings: list[str]) -> Tokenizer:
@@ -268,3 +266,34 @@ def gpt2_beside(setting: str, *models: Path | None) -> Tokenizer | None:
                 if found is not None and is_gpt2(found):
                     return found
     return None
+
+
+def read_text(path: Path) -> str:
+    """The UTF-8 text of a file; links are followed, as Hugging Face's cache consists of them.
+
+    Raises ConfigError when it is absent, CorruptError when it is no text or too large.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(_LIMIT_BYTES + 1)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} does not exist") from error
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+    if len(data) > _LIMIT_BYTES:
+        raise CorruptError(f"{path} is larger than {_LIMIT_BYTES:,} bytes")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CorruptError(f"{path} is damaged: not UTF-8 at byte {error.start}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; errors as `read_text`, CorruptError for anything else."""
+    try:
+        content = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{path} is damaged: it is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise CorruptError(f"{path} is malformed: it is not a JSON object")
+    return content

@@ -1,27 +1,44 @@
-"""A Hugging Face GPT-2 folder as a model of ours."""
+"""A Hugging Face GPT-2 folder, read as a model of ours or written from one, for `transformers`.
+
+Nothing here imports `transformers`: config.json, safetensors and the tokenizer's files are public
+formats.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from pentameter.checkpoint.hugging_face.architecture import from_gpt2_config
-from pentameter.checkpoint.hugging_face.json_files import read_json
-from pentameter.checkpoint.hugging_face.tokenizer_files import read_tokenizer
-from pentameter.checkpoint.hugging_face.weights import BODY, HEAD, from_gpt2, pairs
+from pentameter.checkpoint.hugging_face.gpt2 import (
+    BODY,
+    HEAD,
+    from_gpt2,
+    from_gpt2_config,
+    pairs,
+    to_gpt2,
+    to_gpt2_config,
+)
+from pentameter.checkpoint.hugging_face.tokenizer_files import (
+    read_json,
+    read_tokenizer,
+    tokenizer_files,
+)
 from pentameter.checkpoint.manifest import is_plain_name
-from pentameter.checkpoint.safetensors_writer import LazyTensor, materialize
+from pentameter.checkpoint.model_folder import StoredModel
+from pentameter.checkpoint.safetensors_writer import LazyTensor, materialize, plan_file
 from pentameter.checkpoint.state_dicts import few
-from pentameter.checkpoint.stored import StoredModel
 from pentameter.checkpoint.tensor_reader import StoredTensors
 from pentameter.config.messages import problems, shown
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.data.corpora.registry import UNKNOWN_CORPUS
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.setting import is_gpt2
+from pentameter.disk.atomic import building, refuse_existing, write_hashed
 from pentameter.errors import ConfigError, CorruptError
 
 if TYPE_CHECKING:
@@ -177,3 +194,55 @@ def _common_dtype(tensors: dict[str, torch.Tensor]) -> torch.dtype:
 
     has_double = any(tensor.dtype == torch.float64 for tensor in tensors.values())
     return torch.float64 if has_double else torch.float32
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    path: Path
+    n_bytes: int
+    notes: tuple[str, ...]
+    """What the folder lacks, and why; one line each."""
+
+
+def export_hf(stored: StoredModel, out: Path) -> Exported:
+    """The folder `out`, which `transformers.GPT2LMHeadModel.from_pretrained` opens.
+
+    It holds config.json, generation_config.json, model.safetensors and the tokenizer's files.
+    The logits are the model's own: tensors are renamed, transposed and reordered, rows that pad
+    the vocabulary are dropped, biases that the model does not have are zero. One tensor is in
+    memory at a time. The folder appears whole or not at all.
+
+    Raises ConfigError for a model that GPT-2's architecture cannot express, and when `out` exists
+    and is not an empty folder; StorageError when writing fails.
+    """
+    out = Path(out)
+    refuse_existing(out)
+    model, tokenizer = stored.config.model, stored.tokenizer
+    weights = to_gpt2(model, stored.weights)
+    vocab_size = model.vocab_size or tokenizer.vocab_size
+    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    config = to_gpt2_config(
+        model, vocab_size=vocab_size, end_of_text=tokenizer.end_of_text, dtype=dtype
+    )
+    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+    of_tokenizer = tokenizer_files(tokenizer, model.context_length)
+    small = {
+        CONFIG: _json(config),
+        "generation_config.json": _json({"_from_model_config": True, **generation}),
+        **of_tokenizer,
+    }
+    with building(out) as folder:
+        records = [write_hashed(folder / WEIGHTS, plan_file(weights).chunks())]
+        records += [write_hashed(folder / name, [data]) for name, data in small.items()]
+    left_out = (
+        f"the tokenizer ({tokenizer.kind}) is left out: GPT-2's tokenizer files cannot express it; "
+        "encode and decode with pentameter"
+    )
+    notes = () if of_tokenizer else (left_out,)
+    return Exported(out, sum(record.n_bytes for record in records), notes)
+
+
+def _json(content: Any) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
