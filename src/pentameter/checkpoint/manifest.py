@@ -6,13 +6,20 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentameter.disk.atomic import FileRecord, check_file, read_regular
+from pentameter.disk.atomic import (
+    FileRecord,
+    check_file,
+    read_regular,
+    sync_folder,
+    write_hashed,
+    write_verified,
+)
 from pentameter.errors import CorruptError
 
 MANIFEST_NAME = "manifest.json"
@@ -83,6 +90,30 @@ def decode_json(data: bytes, path: Path) -> Any:
 def is_plain_name(name: object) -> bool:
     """Whether this is a file name that cannot lead out of its folder."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
+def seal(
+    folder: Path,
+    tensors: Mapping[str, Sequence[FileRecord]],
+    small: Mapping[str, bytes],
+    *,
+    run_id: str,
+    step: int,
+    config_hash: str,
+    layout: Mapping[str, int],
+) -> Manifest:
+    """Make a checkpoint of a folder whose files of tensors are written, and sync it.
+
+    tensors: group → its files. small: name → content of the files to be written beside them. The
+    manifest goes last, so that nothing it names can be missing.
+    """
+    records = [record for of_group in tensors.values() for record in of_group]
+    records += [write_verified(folder / name, [data]) for name, data in small.items()]
+    groups = {group: tuple(each.name for each in files) for group, files in tensors.items()}
+    manifest = Manifest(run_id, step, config_hash, dict(layout), groups, tuple(records))
+    write_hashed(folder / MANIFEST_NAME, [manifest.to_bytes()])
+    sync_folder(folder)
+    return manifest
 
 
 def read_manifest(folder: Path) -> Manifest:

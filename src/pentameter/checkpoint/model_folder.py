@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pentameter.checkpoint.manifest import MANIFEST_NAME, Manifest, encode_json
+from pentameter.checkpoint.manifest import encode_json, seal
 from pentameter.checkpoint.opening import STATE_NAME, Checkpoint
 from pentameter.checkpoint.safetensors_writer import LazyTensor, plan_file
 from pentameter.checkpoint.state_dicts import name_differences
@@ -95,17 +95,15 @@ def save_model(stored: StoredModel, out: Path, config: Config | None = None) -> 
         "tokenizer.json": stored.tokenizer.to_bytes(),
         STATE_NAME: encode_json(state),
     }
-    name = f"{_GROUP}.safetensors"
     with building(out) as folder:
-        records = [write_hashed(folder / name, plan_file(stored.weights).chunks())]
-        records += [write_hashed(folder / file, [data]) for file, data in small.items()]
-        manifest = Manifest(
+        path = folder / f"{_GROUP}.safetensors"
+        seal(
+            folder,
+            {_GROUP: [write_hashed(path, plan_file(stored.weights).chunks())]},
+            small,
             run_id=stored.identity[:32],
             step=stored.step,
             config_hash=config_hash(config),
             layout={},
-            groups={_GROUP: (name,)},
-            files=tuple(records),
         )
-        write_hashed(folder / MANIFEST_NAME, [manifest.to_bytes()])
     return out

@@ -9,7 +9,6 @@ or the new one.
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -25,6 +24,7 @@ from pentameter.checkpoint.manifest import (
     encode_json,
     is_plain_name,
     read_manifest,
+    seal,
 )
 from pentameter.checkpoint.opening import (
     REPLACED,
@@ -46,7 +46,6 @@ from pentameter.disk.atomic import (
     storage_errors,
     sync_folder,
     temporary_name,
-    write_hashed,
     write_verified,
 )
 from pentameter.errors import ConfigError, CorruptError, StorageError
@@ -130,17 +129,15 @@ class CheckpointStore:
                 group: [of_rank[group] for of_rank in written if group in of_rank]
                 for group in tensors
             }
-            of_small = [write_verified(temporary / name, [data]) for name, data in small.items()]
-            manifest = Manifest(
-                self.run_id,
-                step,
-                self.config_hash,
-                dict(layout or {}),
-                {group: tuple(record.name for record in found) for group, found in records.items()},
-                (*itertools.chain(*records.values()), *of_small),
+            manifest = seal(
+                temporary,
+                records,
+                small,
+                run_id=self.run_id,
+                step=step,
+                config_hash=self.config_hash,
+                layout=layout or {},
             )
-            write_hashed(temporary / MANIFEST_NAME, [manifest.to_bytes()])
-            sync_folder(temporary)
             self._publish(temporary, manifest)
             return manifest.n_bytes
 
