@@ -109,15 +109,14 @@ class RunLock:
         """Give the lock back and end the beat; a forked child leaves its parent's lock alone."""
         if self._owner is None:
             return
-        owner, self._owner = self._owner, None
-        fd, self._fd = self._fd, -1
-        if owner.pid != os.getpid():
-            os.close(fd)
-            return
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-        _give_back(fd, self.path)
+        if self._owner.pid == os.getpid():
+            self._stop.set()
+            if self._thread is not None:
+                self._thread.join()
+            _give_back(self._fd, self.path)
+        else:
+            os.close(self._fd)
+        self._owner, self._fd = None, -1
 
     def _try_once(
         self, guarded: bool, watched: tuple[Owner, int] | None
@@ -281,11 +280,11 @@ def _wait_for(path: Path, waiting: Callable[[], None] | None) -> int | None:
 
 
 def _is_same_file(fd: int, path: Path) -> bool:
+    """Whether the path still names the open file."""
     try:
-        ours, named = os.fstat(fd), os.stat(path, follow_symlinks=False)
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
         return False
-    return (ours.st_dev, ours.st_ino) == (named.st_dev, named.st_ino)
 
 
 def _read_record(fd: int) -> tuple[Owner, int] | None:
