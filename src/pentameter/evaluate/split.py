@@ -164,6 +164,7 @@ def _filled(
         numbers = np.arange(n_done, n_done + len(rows), dtype=np.int64)
         batch = filled_batch(tokens, numbers, context_length)
         for row, (start, stop, n_counted) in enumerate(rows):
-            batch.targets[row, : stop - start - 1 - n_counted] = IGNORED
+            if n_counted < stop - start - 1:
+                batch.targets[row, : stop - start - 1 - n_counted] = IGNORED
         yield batch
         n_done += len(rows)
