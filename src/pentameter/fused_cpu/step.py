@@ -28,7 +28,7 @@ from pentameter.fused_cpu.functions import (
 )
 from pentameter.fused_cpu.kernels import ACTIVATIONS, kernel, precise
 from pentameter.model.chunked_loss import chunked_loss_sum, elementwise_row_loss, exceeds_chunk
-from pentameter.model.dropout import KeyedDropout
+from pentameter.model.dropout import StreamDropout
 from pentameter.model.gpt import GPT, Block
 from pentameter.model.loss import loss_sum
 
@@ -97,7 +97,7 @@ def fused_loss_sum(
         sites = dropout_keys.transpose(0, 1).contiguous()  # a site's keys side by side
     dropping = dropout_keys is not None
 
-    x = model.embed(tokens, 0)
+    x = model.embed(tokens, torch.arange(tokens.shape[1]))
     if dropping and model.embedding_dropout.p > 0:
         x = Dropout.apply(x, sites[model.embedding_dropout.site], model.embedding_dropout.p)
 
@@ -160,7 +160,7 @@ def _add_norm(
     x: Tensor,
     y: Tensor,
     bias: Tensor | None,
-    dropout: KeyedDropout,
+    dropout: StreamDropout,
     sites: Tensor,
     dropping: bool,
     centred: bool,

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from pentameter.model.dropout import AttentionDropout, KeyedDropout
+from pentameter.model.dropout import AttentionDropout
 from pentameter.model.gpt import GPT
 from pentameter.model.head_loss import HeadLoss
 
@@ -48,13 +48,16 @@ def share_matrices(model: GPT, mesh: DeviceMesh, *, sequence: bool) -> None:
     }
     parallelize_module(model, mesh, table, src_data_rank=None)
     place, n_places = mesh.get_local_rank(), mesh.size()
-    first_token = place * (model.config.context_length // n_places) if sequence else 0
     for module in model.modules():
         if isinstance(module, AttentionDropout):
             module.head_offset = place * (model.config.n_heads // n_places)
-        elif isinstance(module, KeyedDropout):
-            module.time_offset = first_token
-    model.time_offset = first_token
+    if sequence:
+        model.stream_positions = partial(_own_positions, place, n_places)
+
+
+def _own_positions(place: int, n_places: int, positions: Tensor) -> Tensor:
+    """The positions of this process's part of the stream, which `Shard(1)` cuts into equal ones."""
+    return positions.chunk(n_places)[place]
 
 
 def _table(sequence: bool) -> dict[str, ParallelStyle]:
