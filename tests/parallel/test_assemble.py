@@ -60,7 +60,7 @@ def gradients(micro_batch_size, *, loss_scale=1.0, **settings):
 @pytest.fixture
 def chunks(monkeypatch):
     """Calling it makes every loss one of chunks, of five rows of the vocabulary padded to 16."""
-    return lambda: monkeypatch.setattr("pentameter.model.chunked_loss.MAX_LOGITS", 5 * 16)
+    return lambda: monkeypatch.setattr("pentameter.model.loss.MAX_LOGITS", 5 * 16)
 
 
 @pytest.mark.parametrize("recompute", [None, "selective", "full"])

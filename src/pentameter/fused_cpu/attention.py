@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pentameter.fused_cpu.kernels import kernel, plus_bias, precise
+from pentameter.fused_cpu.kernels import plus_bias, precise
+from pentameter.model.compiled import kernel
 from pentameter.model.dropout import keep_mask
 
 

@@ -26,14 +26,11 @@ from pentameter.fused_cpu.functions import (
     Norm,
     Product,
 )
-from pentameter.fused_cpu.kernels import ACTIVATIONS, kernel, precise
-from pentameter.model.chunked_loss import chunked_loss_sum, elementwise_row_loss, exceeds_chunk
+from pentameter.fused_cpu.kernels import ACTIVATIONS, precise
+from pentameter.model.compiled import kernel
 from pentameter.model.dropout import StreamDropout
 from pentameter.model.gpt import GPT, Block
-from pentameter.model.loss import loss_sum
-
-_row_loss = kernel(elementwise_row_loss)
-
+from pentameter.model.loss import chunked_loss_sum, compiled_row_loss, exceeds_chunk, loss_sum
 
 CENTRED = {"layernorm": True, "rmsnorm": False}
 """`model.norm` → whether it subtracts the mean."""
@@ -130,7 +127,7 @@ def fused_loss_sum(
     assert config.vocab_size is not None  # a GPT has one
     if exceeds_chunk(targets.numel(), len(weight)):
         x = _scaled(h, model.final_norm)
-        return chunked_loss_sum(x, weight, bias, targets, config.vocab_size, _row_loss)
+        return chunked_loss_sum(x, weight, bias, targets, config.vocab_size, compiled_row_loss)
     logits = Product.apply(h, weight, model.final_norm.weight)
     bias = _folded_bias(weight, bias, model.final_norm)
     return _biased_loss_sum(logits, bias, targets, config.vocab_size)

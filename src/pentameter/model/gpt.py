@@ -19,8 +19,8 @@ from pentameter.config.schema import ModelConfig
 from pentameter.model.attention import Attention
 from pentameter.model.cache import KVCache
 from pentameter.model.dropout import EMBEDDING_SITE, StreamDropout, mlp_output_site
-from pentameter.model.head_loss import HeadLoss
 from pentameter.model.initial import initialize
+from pentameter.model.loss import HeadLoss
 from pentameter.model.positions import Positions, sinusoidal_positions
 from pentameter.planning.architecture import (
     embedding_dropout,

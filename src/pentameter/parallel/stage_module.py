@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from pentameter.fused_cpu.kernels import kernel, with_own_code
 from pentameter.fused_cpu.step import fused_loss_sum
-from pentameter.model.chunked_loss import elementwise_row_loss
+from pentameter.model.compiled import with_own_code
 from pentameter.model.gpt import GPT
+from pentameter.model.loss import compiled_row_loss
 from pentameter.parallel.precision import arithmetic
 
 
@@ -59,7 +59,7 @@ class StageModule(nn.Module):
     def run_compiled(self) -> None:
         """From now on train by what `torch.compile` makes of the slice."""
         if self.model.is_last:
-            self.model.head_loss.row_loss = kernel(elementwise_row_loss)
+            self.model.head_loss.row_loss = compiled_row_loss
         self._train = torch.compile(
             MethodType(with_own_code(GPT.forward), self.model), dynamic=False
         )

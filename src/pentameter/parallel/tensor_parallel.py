@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 
 from pentameter.model.dropout import AttentionDropout
 from pentameter.model.gpt import GPT
-from pentameter.model.head_loss import HeadLoss
+from pentameter.model.loss import HeadLoss
 
 
 def share_matrices(model: GPT, mesh: DeviceMesh, *, sequence: bool) -> None:
