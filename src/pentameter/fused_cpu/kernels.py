@@ -97,6 +97,9 @@ def unfold(g: Tensor, weight: Tensor, scale: Tensor | None) -> tuple[Tensor, Ten
 
 # Norms, without weight and bias. RMSNorm does not centre its input.
 
+CENTRED = {"layernorm": True, "rmsnorm": False}
+"""`model.norm` → whether it subtracts the mean."""
+
 
 def _normalise(x: Tensor, centred: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     mean = x.mean(-1, keepdim=True) if centred else torch.zeros_like(x[..., :1])

@@ -7,14 +7,10 @@ operation. A test holds both ways equal in fp64.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pentameter.config.messages import shown
-from pentameter.config.schema import ModelConfig
 from pentameter.errors import ConfigError
 from pentameter.fused_cpu import amx
 from pentameter.fused_cpu.functions import (
@@ -26,53 +22,12 @@ from pentameter.fused_cpu.functions import (
     Norm,
     Product,
 )
-from pentameter.fused_cpu.kernels import ACTIVATIONS, precise
+from pentameter.fused_cpu.kernels import CENTRED, precise
+from pentameter.fused_cpu.obstacles import architecture_obstacle
 from pentameter.model.compiled import kernel
 from pentameter.model.dropout import StreamDropout
 from pentameter.model.gpt import GPT, Block
 from pentameter.model.loss import chunked_loss_sum, compiled_row_loss, exceeds_chunk, loss_sum
-
-CENTRED = {"layernorm": True, "rmsnorm": False}
-"""`model.norm` → whether it subtracts the mean."""
-
-ANY = None
-
-FUSES: Mapping[str, Collection[object] | None] = {
-    "vocab_size": ANY,
-    "vocab_multiple": ANY,
-    "context_length": ANY,
-    "n_layers": ANY,
-    "n_heads": ANY,
-    "d_model": ANY,
-    "d_ff": ANY,
-    "activation": ACTIVATIONS,
-    "norm": CENTRED,
-    "norm_position": ("pre",),
-    "positions": ("learned", "sinusoidal"),
-    "tied_head": ANY,
-    "head_bias": ANY,
-    "qkv_bias": ANY,
-    "bias": ANY,
-    "dropout": ANY,
-    "attention_dropout": ANY,
-    "embedding_dropout": ANY,
-    "init": ANY,
-    "init_std": ANY,
-    "residual_init_scale": ANY,
-    "embedding_scale": ANY,
-}
-"""Key of `[model]` → the values that `fused_loss_sum` computes, ANY where it takes them all from
-the plain module. A key or a value that is not here is left to the plain module as a whole."""
-
-
-def architecture_obstacle(config: ModelConfig) -> str | None:
-    """The first key of `[model]`, with its value, that `fused_loss_sum` does not compute; None
-    where it computes the architecture."""
-    for key in type(config).model_fields:
-        possible, value = FUSES.get(key, ()), getattr(config, key)
-        if possible is not None and value not in possible:
-            return f"model.{key}={shown(value)}"
-    return None
 
 
 def fused_loss_sum(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from pentameter.fused_cpu.obstacles import fused_obstacle
 from pentameter.model.gpt import GPT
-from pentameter.parallel.compute import fused_obstacle
 from pentameter.parallel.data_parallel import share_state, with_copies
 from pentameter.parallel.engine import Engine
 from pentameter.parallel.initial_shards import initialize_shards
