@@ -16,6 +16,9 @@ from pathlib import Path
 
 import torch
 
+from pentameter.machine.load import host_memory_bytes
+from pentameter.machine.threads import usable_cores
+
 
 @dataclass(frozen=True)
 class CpuCapabilities:
@@ -105,7 +108,7 @@ def _cpu() -> CpuCapabilities:
     name = cpuinfo.get("model name") or str(flags.get("cpu_name") or platform.processor())
     return CpuCapabilities(
         name=name or platform.machine(),
-        n_cores=available_cores(),
+        n_cores=len(usable_cores()),
         n_threads=torch.get_num_threads(),
         amx_bf16=bool(flags.get("amx_bf16")),
         avx512_bf16=bool(flags.get("avx512_bf16")),
@@ -134,11 +137,11 @@ def _proc_cpuinfo() -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in fields}
 
 
-def available_cores() -> int:
-    """Logical cores this process may use, which in a container or under SLURM is not all."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def memory_bytes(device: torch.device) -> int | None:
+    """The memory that the device has in all; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return host_memory_bytes()  # which a GPU of Apple's shares
 
 
 _PROBE = """#include <Python.h>

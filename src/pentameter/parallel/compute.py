@@ -14,7 +14,6 @@ from pentameter.config.choices import SPLITS_BACKWARD, look_up
 from pentameter.errors import ConfigError
 from pentameter.fused_cpu.obstacles import choose_kernels
 from pentameter.machine.capabilities import Capabilities, machine_capabilities
-from pentameter.machine.ceiling import product_ceiling
 from pentameter.machine.choices import (
     choose_compile,
     choose_device,
@@ -22,7 +21,7 @@ from pentameter.machine.choices import (
     tune_allocator,
 )
 from pentameter.machine.environment import device_name, environment
-from pentameter.machine.peaks import peak_flops
+from pentameter.machine.peaks import peak_flops, product_ceiling
 from pentameter.parallel.precision import arithmetic
 from pentameter.planning.plan import Plan
 from pentameter.processes.join import local_device
