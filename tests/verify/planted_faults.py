@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from pentameter.data.batches.step import IGNORED
-from pentameter.parallel import assemble, data_parallel, gradients, tied
+from pentameter.parallel import assemble, data_parallel, gradients
 from pentameter.parallel import engine as stage
 from pentameter.verify import steps
 
@@ -39,7 +39,7 @@ def no_sum_after_backward() -> None:
 
 def no_sum_of_tied_copies() -> None:
     """Embedding and head go different ways."""
-    tied.TiedCopies.add_up = lambda self: None
+    gradients.TiedCopies.add_up = lambda self: None
 
 
 def averaged_shards() -> None:

@@ -11,13 +11,13 @@ from torch import nn
 
 from pentameter.fused_cpu.obstacles import fused_obstacle
 from pentameter.model.gpt import GPT
+from pentameter.model.initial import fill
 from pentameter.parallel.data_parallel import share_state, with_copies
 from pentameter.parallel.engine import Engine
-from pentameter.parallel.initial_shards import initialize_shards
+from pentameter.parallel.local_parts import local_part
 from pentameter.parallel.mesh import build_mesh
 from pentameter.parallel.precision import arithmetic, set_matmul_precision
-from pentameter.parallel.recompute import recompute_activations
-from pentameter.parallel.stage_module import StageModule
+from pentameter.parallel.stage_module import StageModule, recompute_activations
 from pentameter.parallel.tensor_parallel import share_matrices
 from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
@@ -50,7 +50,7 @@ def assemble(
         if mesh is not None and rules.data_sum == "fsdp":
             share_state(part, mesh, rules, offload=plan.config.train.offload)
         part.to_empty(device="cpu" if plan.config.train.offload else device)
-        initialize_shards(part.model, plan.table, plan.config.seed)
+        _initialize(part.model, plan)
         if compiled:
             _compile(part, plan)
         modules[number] = part
@@ -72,6 +72,16 @@ def _slice(plan: Plan, number: int, precision: str) -> GPT:
     with torch.device("meta"):
         model = GPT(plan.config.model, first_layer=layers.start, last_layer=layers.stop)
         return model.to(arithmetic(precision).weights)
+
+
+def _initialize(model: GPT, plan: Plan) -> None:
+    """Set every parameter of a slice to what the whole model has there, in place. A rank draws the
+    values of its own shards and no others."""
+    specs = {spec.name: spec for spec in plan.table}
+    for name, parameter in model.named_parameters():
+        own, offset = local_part(parameter)
+        region = tuple((start, start + size) for start, size in zip(offset, own.shape, strict=True))
+        fill(specs[name], own, region, plan.config.seed)
 
 
 def _compile(part: StageModule, plan: Plan) -> None:

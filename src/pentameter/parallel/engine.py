@@ -21,9 +21,9 @@ from pentameter.model.gpt import GPT
 from pentameter.optim.clip import clip_gradients, gradient_norm, unscale_gradients
 from pentameter.parallel import gradients
 from pentameter.parallel.data_parallel import micro_batch
+from pentameter.parallel.gradients import TiedCopies
 from pentameter.parallel.pipeline import Pipeline
 from pentameter.parallel.stage_module import StageModule
-from pentameter.parallel.tied import TiedCopies
 from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
 
