@@ -31,7 +31,7 @@ _loaded: list[ctypes.CDLL] = []  # at most one
 
 
 def load(capabilities: Capabilities) -> str | None:
-    """Load the AMX kernels, built into the cache at the first call; None, or why there are none.
+    """Load the AMX kernels, built into the cache at the first call; the reason where that fails.
 
     Their absence costs time, never a run, so nothing is raised.
     """
@@ -78,17 +78,17 @@ def _built() -> Path:
 
 
 def unload() -> None:
-    """Go back to PyTorch's products."""
+    """Use PyTorch's products from now on."""
     _loaded.clear()
 
 
 def can_attend(dtype: torch.dtype, head_size: int) -> bool:
-    """Whether the kernels are loaded and take heads of this size in this dtype."""
+    """True if the kernels are loaded and take heads of this size in this dtype."""
     return bool(_loaded) and dtype is torch.bfloat16 and head_size % 32 == 0
 
 
 def can_transpose(x: Tensor) -> bool:
-    """Whether the kernels are loaded and take x (M, n)."""
+    """True if the kernels are loaded and take x (M, n)."""
     whole = x.shape[0] % 32 == 0 and x.shape[1] % 32 == 0 and x.is_contiguous()
     return bool(_loaded) and x.dtype is torch.bfloat16 and whole
 

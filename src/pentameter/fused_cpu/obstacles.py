@@ -1,4 +1,4 @@
-"""Can the fused step run a plan, do the AMX kernels serve it, and if not, why: asked only here.
+"""The one answer to: can the fused step run a plan, do the AMX kernels serve it, and if not, why?
 
 An obstacle is a phrase that names what stands in the way, for a person to read; None says yes.
 """

@@ -17,7 +17,7 @@ from pentameter.fused_cpu.functions import (
     AddNorm,
     AmxAttention,
     CausalAttention,
-    Dropout,
+    EmbeddingDropout,
     FeedForward,
     Norm,
     Product,
@@ -51,7 +51,9 @@ def fused_loss_sum(
 
     x = model.embed(tokens, torch.arange(tokens.shape[1]))
     if dropping and model.embedding_dropout.p > 0:
-        x = Dropout.apply(x, sites[model.embedding_dropout.site], model.embedding_dropout.p)
+        x = EmbeddingDropout.apply(
+            x, sites[model.embedding_dropout.site], model.embedding_dropout.p
+        )
 
     blocks = [block for block in model.blocks.values() if isinstance(block, Block)]
     centred = CENTRED[config.norm]
@@ -103,7 +105,7 @@ def _scaled(h: Tensor, norm: nn.Module) -> Tensor:
 
 
 def _folded_bias(weight: Tensor, bias: Tensor | None, norm: nn.Module) -> Tensor | None:
-    """The bias (n,) of a linear layer after `norm`: its own, and what it makes of the norm's."""
+    """The bias (n,) of a linear layer that `norm` is folded into: its own plus W · the norm's."""
     norm_bias = getattr(norm, "bias", None)
     return bias if norm_bias is None else F.linear(norm_bias, weight, bias)
 
@@ -117,6 +119,6 @@ def _add_norm(
     dropping: bool,
     centred: bool,
 ) -> tuple[Tensor, Tensor]:
-    """x + dropout(y + bias), and it normalised: what ends each sub-layer and begins the next."""
+    """x + dropout(y + bias) and its norm: the end of each sub-layer and the start of the next."""
     p = dropout.p if dropping else 0.0
     return AddNorm.apply(x, y, bias, sites[dropout.site], p, centred)

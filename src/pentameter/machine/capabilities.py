@@ -1,4 +1,4 @@
-"""What this machine has: processors, accelerators, and a compiler that really compiles."""
+"""Capabilities of this machine: processors, accelerators, memory, and a compiler that compiles."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class GpuCapabilities:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a device or a precision is chosen from. Plain values, so that a test can fake them."""
+    """Processor and accelerators of a machine, as plain values, so that a test can fake them."""
 
     cpu: CpuCapabilities
     gpus: tuple[GpuCapabilities, ...]
@@ -68,7 +68,7 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Compiler:
-    """What `torch.compile` would build with, and whether that works."""
+    """The compiler that `torch.compile` would call, and whether it works."""
 
     command: str | None
     works: bool
@@ -76,7 +76,7 @@ class Compiler:
 
 
 def machine_capabilities() -> Capabilities:
-    """What torch finds on this machine; builds nothing and allocates nothing on a device."""
+    """The Capabilities that torch finds here; builds nothing, allocates nothing on a device."""
     gpus = []
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
@@ -138,7 +138,7 @@ def _proc_cpuinfo() -> dict[str, str]:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """The memory that the device has in all; None where the system does not say."""
+    """Total memory of a device in bytes; None where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return host_memory_bytes()  # which a GPU of Apple's shares

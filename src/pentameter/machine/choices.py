@@ -118,7 +118,7 @@ def _cpu_precision(capabilities: Capabilities) -> tuple[str, str]:
 
 
 def _gpu_precisions(gpu: GpuCapabilities, rocm: bool) -> tuple[tuple[str, ...], str, str]:
-    """What a GPU can do, its best, and why."""
+    """Precisions a GPU supports, the best of them, and the reason."""
     where = f"{gpu.name}, {gpu.architecture}"
     if rocm:
         if not gpu.architecture.startswith(_ROCM_BF16):
@@ -199,7 +199,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1
 
 
 def tune_allocator(*, sparing: bool = False) -> bool:
-    """Whether glibc's malloc took our settings; for the start of a CPU training.
+    """Set glibc's malloc up for training on a CPU; True if it took the settings.
 
     It is told to keep freed memory, or with `sparing` to give large tensors back at once.
 

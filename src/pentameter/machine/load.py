@@ -54,7 +54,7 @@ def check_memory(n_processes: int, needed_bytes: int) -> None:
 
 
 def host_memory_bytes() -> int | None:
-    """The memory of this machine in bytes; None where the system does not say."""
+    """Total memory of this machine in bytes; None where the system does not say."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):

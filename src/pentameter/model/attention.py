@@ -1,4 +1,4 @@
-"""Causal self-attention: the projections, and softmax(q·kᵀ / √K) · v in whichever form is fastest.
+"""Causal self-attention: the projections, and softmax(q·kᵀ / √K) · v in the fastest form there is.
 
 Shapes: B batch, T time, D d_model, H heads, K head size; Q the new tokens (queries), S all tokens
 (keys), of which the last Q are the new ones.

@@ -53,7 +53,7 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kind(argument: Any) -> Hashable:
-    """What of an argument its compilation depends on."""
+    """The properties of an argument that its compilation depends on."""
     if isinstance(argument, Tensor):
         return argument.shape, argument.dtype, argument.requires_grad
     if isinstance(argument, tuple | list):

@@ -140,7 +140,7 @@ def row_loss(
 def elementwise_row_loss(
     logits: Tensor, bias: Tensor | None, targets: Tensor, vocab_size: int, differentiate: bool
 ) -> Tensor:
-    """Return and do what `row_loss` does, in the form to compile.
+    """Return what `row_loss` returns, with the same effect on `logits`, in the form to compile.
 
     Every step covers whole rows and only the last one writes, so that a compiler keeps no
     intermediate in memory; eagerly it would hold three.
@@ -179,7 +179,7 @@ class ChunkedLoss(Function):
         of_rows: Callable[[Tensor, Tensor | None, Tensor], Tensor],
         chunks: list[slice],
     ) -> Tensor:
-        """0-dimensional; products in x's dtype, sums over chunks in the weight's."""
+        """The loss, 0-dimensional; products in x's dtype, sums over chunks in the weight's."""
         with torch.autocast(x.device.type, enabled=False):
             low = weight.to(x.dtype)
             g_x, g_weight = torch.empty_like(x), torch.zeros_like(weight)
@@ -250,7 +250,7 @@ def chunked_loss_sum(
 
 
 def exceeds_chunk(n_rows: int, width: int) -> bool:
-    """Whether that many logits are worth `chunked_loss_sum`."""
+    """True if that many logits are worth `chunked_loss_sum`."""
     return n_rows * width > MAX_LOGITS
 
 

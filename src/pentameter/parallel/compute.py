@@ -1,4 +1,4 @@
-"""What a run computes on and how: device, precision, compilation, each with its reason."""
+"""The choices of a run for this machine: device, precision, compilation, each with its reason."""
 
 from __future__ import annotations
 

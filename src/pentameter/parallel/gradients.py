@@ -1,4 +1,4 @@
-"""What is done with gradients after the backward pass, so that each is that of the global loss.
+"""The work on gradients after the backward pass, so that each is that of the global loss.
 
 A parameter may be whole in each process, a shard, or a copy of a tied one in another stage. Here
 gradients get their parameters' placements, sums over processes that backward did not make, and
@@ -26,7 +26,7 @@ TIED_NAME = "token_embedding.weight"
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that is in this process: itself where it is no DTensor."""
+    """The local shard of a DTensor; any other tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -45,7 +45,7 @@ def placed_as_parameters(parameters: Iterable[Parameter]) -> None:
 
 
 def add_up(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Replace each tensor by its sum over the group, in place; a few large messages."""
+    """All-reduce each tensor over the group, in place; by buckets, a few large messages."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)

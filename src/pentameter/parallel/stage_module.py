@@ -1,4 +1,4 @@
-"""A slice of the model as a step runs it: in its precision, plain, compiled or by fused kernels."""
+"""One pipeline stage's slice of the model: its precision, how it is run, what it recomputes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _SAVED_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 class StageModule(nn.Module):
-    """What this process computes of a forward pass; what is applied from outside wraps this.
+    """Runs one pipeline stage's slice of the model (plain, compiled or fused); DDP and FSDP wrap
+    this module.
 
     `model` is the slice, whose parameters keep the names of the table. In training it runs as
     `run_compiled` or `run_fused` asked, in evaluation plainly.
@@ -44,8 +45,8 @@ class StageModule(nn.Module):
     def forward(
         self, x: Tensor, targets: Tensor | None = None, dropout_keys: Tensor | None = None
     ) -> Tensor:
-        """The slice's part of the pass: of the last layers the summed loss (1,) of `targets`, or
-        logits; of others the stream. The arguments are GPT's.
+        """What the slice returns of GPT's arguments: the last layers the summed loss (1,) of
+        `targets`, or logits where there are none; other layers the residual stream.
 
         Without targets, which is to sample, products are in the weights' precision, as `generate`
         computes them; but weights that are gathered from shards come rounded.
@@ -65,7 +66,7 @@ class StageModule(nn.Module):
         return torch.autocast(self.device.type, dtype)
 
     def run_compiled(self) -> None:
-        """From now on train by what `torch.compile` makes of the slice."""
+        """Train by what `torch.compile` makes of the slice, from now on."""
         if self.model.is_last:
             self.model.head_loss.row_loss = compiled_row_loss
         self._train = torch.compile(
@@ -73,7 +74,7 @@ class StageModule(nn.Module):
         )
 
     def run_fused(self) -> None:
-        """From now on train by the fused operations of `fused_cpu`, which know whole models."""
+        """Train by the fused operations of `fused_cpu`, which know whole models, from now on."""
         dtype = arithmetic(self.precision).autocast or next(self.model.parameters()).dtype
         self._train = partial(_fused, self.model, dtype)
 
@@ -118,7 +119,8 @@ def _recomputed(forward: Callable[..., Tensor], options: dict[str, Any], *argume
 
 
 def _policy(ctx: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    """What of a block to keep. Attention has a name for each device: flash, efficient, cuDNN …"""
+    """Whether to keep the result of an operation of a block. Attention has a name for each device:
+    flash, efficient, cuDNN …"""
     if op in _SAVED_PRODUCTS or "scaled_dot_product" in str(op):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -35,7 +35,7 @@ from pentameter.model.loss import HeadLoss
 
 
 def share_matrices(model: GPT, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Leave in each process of `mesh`, whose one dimension is `tensor`, its part of the model.
+    """Cut the model's matrices over `mesh`, whose one dimension is `tensor`, in place.
 
     Nothing is sent: parameters are meant to be initialised or loaded afterwards. With `sequence`
     the stream between the shared matrices is divided by time, (B, T / n, D); the parameters that
@@ -61,7 +61,7 @@ def _own_positions(place: int, n_places: int, positions: Tensor) -> Tensor:
 
 
 def _table(sequence: bool) -> dict[str, ParallelStyle]:
-    """Module → how it is shared. The stream is whole in each process, or divided by time."""
+    """Module path → its style; the stream is whole in each process, or divided by time."""
     stream: Placement = Shard(1) if sequence else Replicate()
     return {
         "token_embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
@@ -94,7 +94,7 @@ class VocabularyParallel(ParallelStyle):
         return module
 
     def _parts(self, mesh: DeviceMesh, module: nn.Module, given: tuple[Any, ...]) -> Any:
-        """What the loss works on: all of x, and this process's rows of weight and bias."""
+        """Inputs of the loss: all of x, and this process's rows of weight and bias."""
         assert isinstance(module, HeadLoss)
         x, weight, bias, targets = given
         module.widest = -(-weight.shape[0] // mesh.size())
