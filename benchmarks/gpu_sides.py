@@ -53,9 +53,9 @@ class Ours:
 
     def __init__(self, plan: Plan, device: torch.device, precision: str, *, compiled: bool) -> None:
         self.plan, self.precision = plan, precision
-        self.stage = assemble(plan, device, precision, compiled=compiled)
+        self.engine = assemble(plan, device, precision, compiled=compiled)
         self.optimizer = build_optimizer(
-            self.stage.named_parameters(), plan.table, plan.config.optimizer
+            self.engine.named_parameters(), plan.table, plan.config.optimizer
         )
         self.loss_scale = LossScale()
         self.batches = random_batches(plan)
@@ -63,19 +63,19 @@ class Ours:
     @property
     def n_parameters(self) -> int:
         """Numbers in the model, padding included."""
-        return sum(p.numel() for p in self.stage.parameters())
+        return sum(p.numel() for p in self.engine.parameters())
 
     def step(self, number: int) -> float:
         """The mean loss of step `number` (0-based), after its update."""
-        stage, config = self.stage, self.plan.config
+        engine, config = self.engine, self.plan.config
         scaled = self.precision == "fp16"
         scale = self.loss_scale.scale if scaled else 1.0
-        loss = stage.forward_backward(self.batches.batch(number), number, loss_scale=scale).mean
-        unscale_gradients(stage.parameters(), scale)
-        norm = gradient_norm(stage.parameters())
+        loss = engine.forward_backward(self.batches.batch(number), number, loss_scale=scale).mean
+        unscale_gradients(engine.parameters(), scale)
+        norm = gradient_norm(engine.parameters())
         finite = math.isfinite(loss) and math.isfinite(norm.item())
         if finite:
-            clip_gradients(stage.parameters(), norm, config.optimizer.clip_norm)
+            clip_gradients(engine.parameters(), norm, config.optimizer.clip_norm)
             rate = learning_rate(number, config.optimizer, config.schedule)
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()

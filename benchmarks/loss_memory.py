@@ -3,7 +3,7 @@
     python benchmarks/loss_memory.py [--device cpu|cuda] [--precision bf16|fp32] [--rounds 3]
 
 Head: logits and loss of 4 × 1024 tokens over 50,304 tokens, width 768, forward and backward; the
-logits whole, or in chunks (`pentameter.model.chunked_loss`). Activations: 6 layers of that width
+logits whole, or in chunks (`pentameter.model.loss`). Activations: 6 layers of that width
 and a tiny head; all kept, or recomputed (`train.activation_checkpoint`). Bytes are
 what a warm pass holds beyond what was there before it, between forward and backward, and at its
 peak, gradients of weights included: of a process of its own on a CPU (Linux: `VmRSS`, `VmHWM`),
@@ -38,15 +38,13 @@ def head_pass(variant: str, device: Any, dtype: Any) -> Pass:
     import torch
     import torch.nn.functional as F
 
-    from pentameter.fused_cpu.kernels import kernel
-    from pentameter.model.chunked_loss import chunked_loss_sum, elementwise_row_loss, row_loss
-    from pentameter.model.loss import loss_sum
+    from pentameter.model.loss import chunked_loss_sum, compiled_row_loss, loss_sum, row_loss
 
     torch.manual_seed(0)
     x = torch.randn(ROWS, CONTEXT, WIDTH, device=device).to(dtype).requires_grad_()
     weight = (0.02 * torch.randn(VOCABULARY, WIDTH, device=device)).requires_grad_()
     targets = torch.randint(VOCABULARY, (ROWS, CONTEXT), device=device)
-    per_chunk = kernel(elementwise_row_loss) if variant == "chunked, compiled" else row_loss
+    per_chunk = compiled_row_loss if variant == "chunked, compiled" else row_loss
 
     def run(between: Callable[[], None]) -> float:
         if variant == "whole":
@@ -68,7 +66,7 @@ def activations_pass(variant: str, device: Any, dtype: Any) -> Pass:
     from pentameter.config.schema import ModelConfig
     from pentameter.model.gpt import build_model
     from pentameter.model.loss import loss_sum
-    from pentameter.parallel.recompute import recompute_activations
+    from pentameter.parallel.stage_module import recompute_activations
 
     config = ModelConfig(
         vocab_size=64, context_length=CONTEXT, n_layers=LAYERS, n_heads=12, d_model=WIDTH

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from gpu_sides import random_batches
-from pentameter.machine.ceiling import product_ceiling
+from pentameter.machine.peaks import product_ceiling
 from pentameter.optim.build import build_optimizer
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble

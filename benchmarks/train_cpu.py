@@ -25,7 +25,7 @@ from pentameter.config.load import load_config
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import training_batches
 from pentameter.data.open_dataset import open_dataset
-from pentameter.machine.ceiling import product_ceiling
+from pentameter.machine.peaks import product_ceiling
 from pentameter.optim.build import build_optimizer, set_learning_rate
 from pentameter.optim.clip import clip_gradients, gradient_norm
 from pentameter.optim.schedule import learning_rate

@@ -28,10 +28,9 @@ from gpu_sides import SIDES
 from gpu_turns import Machine, OutOfDeviceMemoryError, Sides, Turn
 from pentameter.config.schema import Config
 from pentameter.machine.capabilities import machine_capabilities
-from pentameter.machine.ceiling import product_ceiling
 from pentameter.machine.choices import choose_precision
 from pentameter.machine.environment import device_name, environment, versions
-from pentameter.machine.peaks import peak_flops
+from pentameter.machine.peaks import peak_flops, product_ceiling
 from pentameter.parallel.precision import arithmetic
 from pentameter.planning.costs import CONVENTION
 from pentameter.planning.plan import Plan, make_plan

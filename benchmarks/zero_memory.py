@@ -65,15 +65,15 @@ def measure(file: str, rank: int, config: Config) -> tuple[int, int]:
     before = peak_resident()
     with LiveBytes() as live:
         precision = config.train.precision
-        stage = assemble(plan, torch.device("cpu"), precision, compiled=False, world=world)
-        optimizer = build_optimizer(stage.named_parameters(), plan.table, config.optimizer)
+        engine = assemble(plan, torch.device("cpu"), precision, compiled=False, world=world)
+        optimizer = build_optimizer(engine.named_parameters(), plan.table, config.optimizer)
         for step in range(3):
             tokens = np.random.default_rng(step).integers(0, MODEL["vocab_size"], (size * 4, 9))
-            tokens = tokens[stage.rows]
-            batch = Batch(tokens[:, :-1], tokens[:, 1:], stage.rows)
+            tokens = tokens[engine.rows]
+            batch = Batch(tokens[:, :-1], tokens[:, 1:], engine.rows)
             live.most = 0
-            loss = stage.forward_backward(batch, step)
-            update_weights(stage, optimizer, loss, 1e-3, 1.0, 1.0)
+            loss = engine.forward_backward(batch, step)
+            update_weights(engine, optimizer, loss, 1e-3, 1.0, 1.0)
     grown = peak_resident() - before
     dist.destroy_process_group()
     return live.most, grown

@@ -19,7 +19,7 @@ from pentameter.checkpoint.hugging_face import architecture as hugging_face
 from pentameter.config.fields import leaves
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.errors import ConfigError
-from pentameter.fused_cpu.step import FUSES, architecture_obstacle
+from pentameter.fused_cpu.obstacles import FUSES, architecture_obstacle
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import build_model
 from pentameter.planning.architecture import parameter_table

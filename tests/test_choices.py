@@ -26,14 +26,14 @@ from pentameter.data.prepare.splits import Splitting
 from pentameter.data.shards.dataset import TokenSequence, TokenSplit
 from pentameter.errors import ConfigError, StorageError
 from pentameter.evaluate import split as evaluation
-from pentameter.fused_cpu.step import architecture_obstacle, fused_loss_sum
+from pentameter.fused_cpu.obstacles import architecture_obstacle, fused_obstacle
+from pentameter.fused_cpu.step import fused_loss_sum
 from pentameter.machine.choices import choose_compile, choose_device, choose_precision
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import GPT, build_model
 from pentameter.optim.build import build_optimizer
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
-from pentameter.parallel.compute import fused_obstacle
 from pentameter.parallel.pipeline import SCHEDULES
 from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.costs import BYTES

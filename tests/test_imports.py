@@ -45,7 +45,7 @@ DATA_ROOMS = {
 
 FREE_OF_TORCH = {"config", "errors", "keyed", "disk", "planning", "data"}
 FREE_OF_DISTRIBUTED = {"model", "fused_cpu", "evaluate", "train", "generation", "optim"}
-READS_ENVIRONMENT = {"config", "disk", "data", "machine", "processes", "fused_cpu"}
+READS_ENVIRONMENT = {"config", "disk", "data", "machine", "processes"}
 
 
 @dataclass(frozen=True)

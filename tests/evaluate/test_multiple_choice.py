@@ -58,16 +58,16 @@ def random_questions(n_questions=12):
     ]
 
 
-def brute_force(stage, question):
+def brute_force(engine, question):
     """Each choice's log-probability: one forward pass for each of its characters."""
-    stage.model.eval()
+    engine.model.eval()
     scores = []
     for choice in question.choices:
         ids = TOKENIZER.encode(f"{question.context} {choice}")[-(CONTEXT + 1) :]
         score = 0.0
         for place in range(len(ids) - len(choice) - 1, len(ids)):
             with torch.inference_mode():
-                logits = stage.model(torch.from_numpy(ids[None, :place]))[0, -1]
+                logits = engine.model(torch.from_numpy(ids[None, :place]))[0, -1]
             allowed = logits[: TOKENIZER.vocab_size].log_softmax(0)
             score += allowed[ids[place]].item()
         scores.append(score)
@@ -76,54 +76,54 @@ def brute_force(stage, question):
 
 @pytest.mark.parametrize("batch_size", [1, 5, 100])
 def test_scores_are_those_of_one_pass_for_each_token(batch_size):
-    stage = assemble(plan(), CPU, "fp64", compiled=False)
+    engine = assemble(plan(), CPU, "fp64", compiled=False)
     questions = random_questions()
-    expected = [score for question in questions for score in brute_force(stage, question)]
+    expected = [score for question in questions for score in brute_force(engine, question)]
     choices = encode_questions(questions, TOKENIZER, CONTEXT)
-    scores = choice_scores(stage, choices, batch_size=batch_size)
+    scores = choice_scores(engine, choices, batch_size=batch_size)
     np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-10)
 
 
 def test_accuracies_count_the_right_choices():
-    stage = assemble(plan(), CPU, "fp64", compiled=False)
+    engine = assemble(plan(), CPU, "fp64", compiled=False)
     questions = random_questions()
     right = [0, 0, 0]
     for question in questions:
-        scores = np.array(brute_force(stage, question))
+        scores = np.array(brute_force(engine, question))
         n_tokens = np.array([len(choice) + 1 for choice in question.choices])
         for measure, by in enumerate((scores, scores / n_tokens, scores / (n_tokens - 1))):
             right[measure] += int(by.argmax()) == question.answer
-    metrics = evaluate_multiple_choice(stage, TOKENIZER, questions, batch_size=7)
+    metrics = evaluate_multiple_choice(engine, TOKENIZER, questions, batch_size=7)
     found = (metrics.accuracy, metrics.accuracy_per_token, metrics.accuracy_per_byte)
     assert metrics.examples == 12
     assert found == tuple(n / 12 for n in right)
 
 
 def fixed(probabilities):
-    """A stage that predicts each character with the same probability everywhere; its tokenizer."""
+    """An engine that predicts each character with a fixed probability; its tokenizer."""
     tokenizer = CharTokenizer("".join(probabilities))
     head = {"tied_head": False, "head_bias": True}
-    stage = assemble(plan(tokenizer.vocab_size, **head), CPU, "fp64", compiled=False)
+    engine = assemble(plan(tokenizer.vocab_size, **head), CPU, "fp64", compiled=False)
     with torch.no_grad():
-        for parameter in stage.parameters():
+        for parameter in engine.parameters():
             parameter.zero_()
         for index, character in enumerate(tokenizer.characters):
-            stage.model.head.bias[index] = math.log(probabilities[character])
-    return stage, tokenizer
+            engine.model.head.bias[index] = math.log(probabilities[character])
+    return engine, tokenizer
 
 
 def test_three_measures_and_what_each_prefers():
-    stage, tokenizer = fixed({"a": 1 / 2, "b": 1 / 4, " ": 1 / 8, "é": 1 / 8})
+    engine, tokenizer = fixed({"a": 1 / 2, "b": 1 / 4, " ": 1 / 8, "é": 1 / 8})
     choices = ("a", "aaaa", "b", "é")
     rows = encode_questions([Question("q:1", "ab", choices, 0)], tokenizer, CONTEXT)
-    scores = choice_scores(stage, rows, batch_size=3)
+    scores = choice_scores(engine, rows, batch_size=3)
     expected = [math.log(1 / 8) + n * math.log(p) for n, p in ((1, 1 / 2), (4, 1 / 2), (1, 1 / 4))]
     expected.append(2 * math.log(1 / 8))
     np.testing.assert_allclose(scores, expected, rtol=1e-14)
 
     def right(a, b, answer):
         questions = [Question("q:1", "ab", (a, b), answer)]
-        metrics = evaluate_multiple_choice(stage, tokenizer, questions, batch_size=4)
+        metrics = evaluate_multiple_choice(engine, tokenizer, questions, batch_size=4)
         return metrics.accuracy, metrics.accuracy_per_token, metrics.accuracy_per_byte
 
     # " a" is likelier than " aaaa", but not per token (-1.39 against -0.97) or byte (-2.77, -1.21).
@@ -135,9 +135,9 @@ def test_three_measures_and_what_each_prefers():
 
 
 def test_weights_that_are_no_numbers_are_refused():
-    stage = assemble(plan(), CPU, "fp64", compiled=False)
+    engine = assemble(plan(), CPU, "fp64", compiled=False)
     with torch.no_grad():
-        next(stage.model.parameters()).fill_(math.nan)
+        next(engine.model.parameters()).fill_(math.nan)
     choices = encode_questions(random_questions(1), TOKENIZER, CONTEXT)
     with pytest.raises(CorruptError, match="NaN"):
-        choice_scores(stage, choices, batch_size=4)
+        choice_scores(engine, choices, batch_size=4)

@@ -5,7 +5,6 @@ import torch
 
 from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu import amx, kernels
-from pentameter.fused_cpu.build import load_amx
 from pentameter.fused_cpu.functions import AmxAttention, CausalAttention
 from pentameter.fused_cpu.step import fused_loss_sum
 from pentameter.machine.capabilities import machine_capabilities
@@ -16,7 +15,7 @@ from pentameter.model.gpt import build_model
 @pytest.fixture(scope="module", autouse=True)
 def loaded():
     capabilities = machine_capabilities()
-    missing = load_amx(capabilities)
+    missing = amx.load(capabilities)
     if not capabilities.cpu.amx_bf16:
         pytest.skip(str(missing))
     assert missing is None
@@ -119,7 +118,7 @@ def test_a_bf16_step_is_near_the_exact_one(activation):
     loss, native = gradients(torch.float32, torch.bfloat16)
     amx.unload()
     _, plain = gradients(torch.float32, torch.bfloat16)
-    assert load_amx(machine_capabilities()) is None
+    assert amx.load(machine_capabilities()) is None
     assert loss == pytest.approx(exact_loss, rel=2e-3)
     assert not torch.equal(native, plain)  # or the kernels were not used
     assert relative(native, exact) < 1.2 * relative(plain, exact) < 0.05

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from pentameter.config.schema import ModelConfig
-from pentameter.fused_cpu.step import architecture_obstacle, fused_loss_sum
+from pentameter.fused_cpu.obstacles import architecture_obstacle
+from pentameter.fused_cpu.step import fused_loss_sum
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import build_model
 from pentameter.model.loss import loss_sum
@@ -94,7 +95,7 @@ def test_fused_equals_plain_in_fp64(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_large_vocabularys_loss_comes_by_chunks(monkeypatch, variant):
     config = ModelConfig(**{**BASE, **VARIANTS[variant]})
-    monkeypatch.setattr("pentameter.model.chunked_loss.MAX_LOGITS", 7 * 16)
+    monkeypatch.setattr("pentameter.model.loss.MAX_LOGITS", 7 * 16)
     (plain_loss, plain), (loss, fused) = losses_and_gradients(config, torch.float64)
     assert loss == pytest.approx(plain_loss, rel=1e-13)
     for name, gradient in plain.items():

@@ -22,7 +22,7 @@ LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/sta
 @pytest.fixture
 def small_machine(monkeypatch):
     monkeypatch.setattr(machine_load, "usable_cores", lambda: frozenset(range(2)))
-    monkeypatch.setattr(machine_load, "memory_bytes", lambda: 8 * 10**9)
+    monkeypatch.setattr(machine_load, "host_memory_bytes", lambda: 8 * 10**9)
 
 
 @pytest.mark.usefixtures("small_machine")

@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pentameter.model import chunked_loss
-from pentameter.model.chunked_loss import chunked_loss_sum, elementwise_row_loss, row_loss
-from pentameter.model.loss import loss_sum
+from pentameter.model import loss as loss_module
+from pentameter.model.loss import chunked_loss_sum, elementwise_row_loss, loss_sum, row_loss
 
 VOCAB_SIZE, PADDED, WIDTH = 13, 16, 6
 
@@ -33,7 +32,7 @@ def gradients(loss, *tensors):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("max_logits", [1, PADDED * 3, PADDED * 4, 2**26])
 def test_it_is_the_plain_loss_in_fp64(monkeypatch, bias, max_logits):
-    monkeypatch.setattr(chunked_loss, "MAX_LOGITS", max_logits)
+    monkeypatch.setattr(loss_module, "MAX_LOGITS", max_logits)
     x, weight, b, targets = inputs(bias=bias)
     expected = loss_sum(F.linear(x, weight, b), targets, VOCAB_SIZE)
     theirs = gradients(expected * 0.7, x, weight, b)
@@ -78,7 +77,7 @@ def test_no_targets_lose_nothing_and_teach_nothing():
 
 
 def test_no_chunk_exceeds_the_bound_and_few_are_needed(monkeypatch):
-    monkeypatch.setattr(chunked_loss, "MAX_LOGITS", PADDED * 4)
+    monkeypatch.setattr(loss_module, "MAX_LOGITS", PADDED * 4)
     x, weight, bias, targets = inputs()
     sizes = []
 
@@ -88,8 +87,8 @@ def test_no_chunk_exceeds_the_bound_and_few_are_needed(monkeypatch):
 
     chunked_loss_sum(x, weight, bias, targets, VOCAB_SIZE, spy)
     assert sizes == [4, 4, 2]
-    assert chunked_loss.exceeds_chunk(5, PADDED)
-    assert not chunked_loss.exceeds_chunk(4, PADDED)
+    assert loss_module.exceeds_chunk(5, PADDED)
+    assert not loss_module.exceeds_chunk(4, PADDED)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

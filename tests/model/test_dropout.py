@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pentameter.config.schema import ModelConfig
-from pentameter.model.dropout import AttentionDropout, KeyedDropout, dropout_keys, keep_mask
+from pentameter.model.dropout import AttentionDropout, StreamDropout, dropout_keys, keep_mask
 
 CONFIG = ModelConfig(vocab_size=5, context_length=16, n_layers=2, n_heads=2, d_model=8)
 
@@ -26,35 +26,42 @@ def test_keys_follow_the_global_row_seed_and_step() -> None:
 
 
 def test_masks_follow_the_row_not_its_place_in_the_batch() -> None:
-    dropout = KeyedDropout(site=3, p=0.5, width=8)
+    dropout = StreamDropout(site=3, p=0.5)
     x = torch.ones(4, 16, 8)
-    whole = dropout(x, dropout_keys(CONFIG, 1, 2, [0, 1, 2, 3]))
-    assert torch.equal(dropout(x[:2], dropout_keys(CONFIG, 1, 2, [2, 1])), whole[[2, 1]])
+    whole = dropout(x, dropout_keys(CONFIG, 1, 2, [0, 1, 2, 3]), torch.arange(16))
+    few = dropout(x[:2], dropout_keys(CONFIG, 1, 2, [2, 1]), torch.arange(16))
+    assert torch.equal(few, whole[[2, 1]])
     assert len({tuple(row.flatten().tolist()) for row in whole}) == 4
 
 
-def test_a_part_of_the_stream_gets_its_part_of_the_mask() -> None:
-    dropout = KeyedDropout(site=3, p=0.5, width=8)
+@pytest.mark.parametrize("positions", [range(5, 12), [0, 1, 14, 15], [9]])
+def test_any_positions_of_the_stream_get_their_part_of_the_mask(positions) -> None:
+    dropout = StreamDropout(site=3, p=0.5)
     keys = dropout_keys(CONFIG, 1, 2, [0, 1])
-    whole = dropout(torch.ones(2, 16, 8), keys)
-    dropout.time_offset, dropout.channel_offset = 5, 2
-    assert torch.equal(dropout(torch.ones(2, 7, 4), keys), whole[:, 5:12, 2:6])
+    whole = dropout(torch.ones(2, 16, 8), keys, torch.arange(16))
+    part = dropout(torch.ones(2, len(positions), 8), keys, torch.tensor(positions))
+    assert torch.equal(part, whole[:, list(positions)])
 
 
 def test_a_part_of_the_attention_gets_its_part_of_the_mask() -> None:
     dropout = AttentionDropout(site=1, p=0.5, context_length=16)
     keys = dropout_keys(CONFIG, 1, 2, [0, 1])
-    whole = dropout(torch.ones(2, 4, 16, 16), keys)
-    part = dropout(torch.ones(2, 4, 3, 7), keys, first_query=4, first_key=2)
+    times = torch.arange(16)
+    whole = dropout(torch.ones(2, 4, 16, 16), keys, times, times)
+    part = dropout(torch.ones(2, 4, 3, 7), keys, times[4:7], times[2:9])
     assert torch.equal(part, whole[:, :, 4:7, 2:9])
-    dropout.head_offset, dropout.time_offset = 1, 3
-    assert torch.equal(dropout(torch.ones(2, 2, 5, 5), keys), whole[:, 1:3, 3:8, 3:8])
+    uneven = torch.tensor([1, 3, 12])
+    part = dropout(torch.ones(2, 4, 3, 16), keys, uneven, times)
+    assert torch.equal(part, whole[:, :, [1, 3, 12]])
+    dropout.head_offset = 1
+    part = dropout(torch.ones(2, 2, 5, 5), keys, times[3:8], times[3:8])
+    assert torch.equal(part, whole[:, 1:3, 3:8, 3:8])
 
 
 @pytest.mark.parametrize("p", [0.1, 0.2, 0.5, 0.9])
 def test_the_share_dropped_is_p_and_the_mean_stays(p: float) -> None:
-    dropout = KeyedDropout(site=0, p=p, width=512)
-    y = dropout(torch.ones(8, 64, 512), dropout_keys(CONFIG, 0, 0, range(8)))
+    dropout = StreamDropout(site=0, p=p)
+    y = dropout(torch.ones(8, 64, 512), dropout_keys(CONFIG, 0, 0, range(8)), torch.arange(64))
     n = y.numel()
     assert abs((y == 0).float().mean().item() - p) < 4 * math.sqrt(p * (1 - p) / n)
     assert torch.allclose(y[y != 0], torch.tensor(1 / (1 - p)))
@@ -70,17 +77,18 @@ def test_the_threshold_is_exact_at_its_ends() -> None:
 def test_nothing_is_dropped_in_evaluation_without_keys_or_at_p_0() -> None:
     x = torch.ones(2, 16, 8)
     keys = dropout_keys(CONFIG, 0, 0, range(2))
-    assert KeyedDropout(0, 0.5, 8)(x, None) is x
-    assert KeyedDropout(0, 0.5, 8).eval()(x, keys) is x
-    assert KeyedDropout(0, 0.0, 8)(x, keys) is x
+    times = torch.arange(16)
+    assert StreamDropout(0, 0.5)(x, None, times) is x
+    assert StreamDropout(0, 0.5).eval()(x, keys, times) is x
+    assert StreamDropout(0, 0.0)(x, keys, times) is x
 
 
 def test_sites_and_steps_are_independent() -> None:
-    x = torch.ones(4, 16, 512)
+    x, times = torch.ones(4, 16, 512), torch.arange(16)
     sigmas = []
     for seed in range(20):
         masks = [
-            KeyedDropout(site, 0.2, 512)(x, dropout_keys(CONFIG, seed, step, range(4))) != 0
+            StreamDropout(site, 0.2)(x, dropout_keys(CONFIG, seed, step, range(4)), times) != 0
             for site in (0, 1, 2)
             for step in (0, 1)
         ]
@@ -93,13 +101,14 @@ def test_sites_and_steps_are_independent() -> None:
 
 
 def test_compiled_masks_are_the_eager_ones() -> None:
-    stream, weights = KeyedDropout(3, 0.2, 51), AttentionDropout(4, 0.3, 40)
-    stream.time_offset, weights.head_offset = 2, 1
+    stream, weights = StreamDropout(3, 0.2), AttentionDropout(4, 0.3, 40)
+    weights.head_offset = 1
 
     def masks(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        times = torch.arange(37)
         return (
-            stream(torch.ones(3, 33, 51), keys) != 0,
-            weights(torch.ones(3, 2, 33, 37), keys, first_query=1) != 0,
+            stream(torch.ones(3, 33, 51), keys, times[2:35]) != 0,
+            weights(torch.ones(3, 2, 33, 37), keys, times[1:34], times) != 0,
         )
 
     compiled = torch.compile(masks, dynamic=False, fullgraph=True)

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from pentameter.config.schema import ModelConfig
 from pentameter.model.cache import KVCache
 from pentameter.model.dropout import dropout_keys
-from pentameter.model.gpt import GPT, build_model, sinusoidal_positions
+from pentameter.model.gpt import GPT, build_model
 from pentameter.model.loss import loss_sum
+from pentameter.model.positions import sinusoidal_positions
 from pentameter.planning.architecture import padded_vocab_size, parameter_table
 
 
@@ -204,10 +205,22 @@ def test_sinusoidal_positions_are_the_papers() -> None:
 
 
 @pytest.mark.parametrize("config", VARIANTS, ids=["gpt", "post_norm", "rmsnorm"])
-def test_a_part_of_the_context_with_its_offset_embeds_like_the_whole(config: ModelConfig) -> None:
+def test_tokens_at_any_positions_embed_as_in_the_whole(config: ModelConfig) -> None:
     model = build_model(config, seed=1)
     x = tokens(config)
-    assert torch.equal(model.embed(x[:, 5:], 5), model.embed(x, 0)[:, 5:])
+    whole = model.embed(x, torch.arange(12))
+    for positions in (torch.arange(5, 12), torch.tensor([0, 1, 10, 11])):
+        assert torch.equal(model.embed(x[:, positions], positions), whole[:, positions])
+
+
+def test_the_default_positions_are_those_from_0_on() -> None:
+    config = tiny(dropout=0.2, attention_dropout=0.2)
+    model = build_model(config, seed=1)
+    x, keys = tokens(config), dropout_keys(config, 0, 0, [0, 1, 2])
+    given = model(x, dropout_keys=keys, positions=torch.arange(12))
+    assert torch.equal(given, model(x, dropout_keys=keys))
+    later = model(x[:, :6], dropout_keys=keys, positions=torch.arange(6, 12))
+    assert not torch.equal(later, model(x[:, :6], dropout_keys=keys))
 
 
 def test_bf16_autocast_keeps_the_model_whole() -> None:

@@ -95,13 +95,13 @@ def _in_world(file: str, rank: int, size: int, work: Any, arguments: Any) -> Any
         dist.destroy_process_group()
 
 
-def own_batch(stage: Engine, step: int) -> Batch:
+def own_batch(engine: Engine, step: int) -> Batch:
     """This process's rows of a random batch."""
-    config = stage.plan.config
+    config = engine.plan.config
     generator = np.random.default_rng(step)
-    shape = (stage.plan.batch_size, config.model.context_length + 1)
+    shape = (engine.plan.batch_size, config.model.context_length + 1)
     tokens = generator.integers(0, config.model.vocab_size, shape)
-    rows = stage.rows
+    rows = engine.rows
     return Batch(tokens[rows, :-1], tokens[rows, 1:], rows)
 
 
@@ -126,15 +126,15 @@ def constants(values: dict[str, Any]) -> Iterator[None]:
 def sent(world: World, config: Config, changed: dict[str, Any]) -> dict[Any, Any]:
     """The ledger of a step, of this process."""
     with constants(changed):
-        plan, stage = engine_of(world, config)
-        assert stage.mesh is not None
-        ledger = Ledger(plan.layout, stage.mesh)
+        plan, engine = engine_of(world, config)
+        assert engine.mesh is not None
+        ledger = Ledger(plan.layout, engine.mesh)
         for step in range(3):  # DDP knows the order of gradients from the third on
-            batch = own_batch(stage, step)
+            batch = own_batch(engine, step)
             with ledger if step == 2 else nullcontext():
-                stage.forward_backward(batch, step)
-                stage.gradient_norm()
-            for parameter in stage.parameters():
+                engine.forward_backward(batch, step)
+                engine.gradient_norm()
+            for parameter in engine.parameters():
                 parameter.grad = None
     return dict(ledger.traffic)
 
@@ -142,12 +142,12 @@ def sent(world: World, config: Config, changed: dict[str, Any]) -> dict[Any, Any
 def held(world: World, config: Config) -> dict[str, int]:
     """Bytes of tensors before a step, when there are gradients, and at the most."""
     with LiveBytes() as live:
-        _, stage = engine_of(world, config)
-        optimizer = build_optimizer(stage.named_parameters(), stage.plan.table, config.optimizer)
+        _, engine = engine_of(world, config)
+        optimizer = build_optimizer(engine.named_parameters(), engine.plan.table, config.optimizer)
         for step in range(3):
-            batch = own_batch(stage, step)
+            batch = own_batch(engine, step)
             before, live.most = live.now, 0
-            loss = stage.forward_backward(batch, step)
+            loss = engine.forward_backward(batch, step)
             with_gradients = live.now
-            update_weights(stage, optimizer, loss, 1e-3, 1.0, 1.0)
+            update_weights(engine, optimizer, loss, 1e-3, 1.0, 1.0)
     return {"before": before, "with_gradients": with_gradients, "most": live.most}

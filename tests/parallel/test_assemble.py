@@ -52,15 +52,15 @@ def padded_batch(rows=12, context=8, vocabulary=11):
 
 
 def gradients(micro_batch_size, *, loss_scale=1.0, **settings):
-    stage = assemble(plan_for(micro_batch_size, **settings), CPU, "fp64", compiled=False)
-    loss = stage.forward_backward(padded_batch(), 3, loss_scale=loss_scale)
-    return loss, {name: p.grad for name, p in stage.named_parameters()}
+    engine = assemble(plan_for(micro_batch_size, **settings), CPU, "fp64", compiled=False)
+    loss = engine.forward_backward(padded_batch(), 3, loss_scale=loss_scale)
+    return loss, {name: p.grad for name, p in engine.named_parameters()}
 
 
 @pytest.fixture
 def chunks(monkeypatch):
     """Calling it makes every loss one of chunks, of five rows of the vocabulary padded to 16."""
-    return lambda: monkeypatch.setattr("pentameter.model.chunked_loss.MAX_LOGITS", 5 * 16)
+    return lambda: monkeypatch.setattr("pentameter.model.loss.MAX_LOGITS", 5 * 16)
 
 
 @pytest.mark.parametrize("recompute", [None, "selective", "full"])
@@ -85,18 +85,18 @@ def test_rows_that_only_pad_the_vocabulary_learn_nothing_and_decide_nothing(chun
     """Neither gradient nor weight decay of theirs is ever seen in a loss."""
     if chunked:
         chunks()
-    stage = assemble(plan_for(4, vocab_multiple=8, tied_head=tied), CPU, "fp64", compiled=False)
+    engine = assemble(plan_for(4, vocab_multiple=8, tied_head=tied), CPU, "fp64", compiled=False)
     names = ["token_embedding.weight"] if tied else ["token_embedding.weight", "head.weight"]
-    rows = [stage.model.get_parameter(name) for name in names]
-    loss = stage.forward_backward(padded_batch(), 3)
-    evaluated = stage.evaluate(padded_batch())
+    rows = [engine.model.get_parameter(name) for name in names]
+    loss = engine.forward_backward(padded_batch(), 3)
+    evaluated = engine.evaluate(padded_batch())
     for row in rows:
         assert row.shape[0] == 16
         assert torch.count_nonzero(row.grad[11:]) == 0
         with torch.no_grad():
             row[11:] = 1e3  # far more than any decay would do
-    assert stage.forward_backward(padded_batch(), 3) == loss
-    assert stage.evaluate(padded_batch()) == evaluated
+    assert engine.forward_backward(padded_batch(), 3) == loss
+    assert engine.evaluate(padded_batch()) == evaluated
 
 
 def test_the_loss_scale_multiplies_gradients_and_not_the_loss():
@@ -108,28 +108,28 @@ def test_the_loss_scale_multiplies_gradients_and_not_the_loss():
 
 
 def test_a_step_repeats_and_another_step_drops_elsewhere():
-    stage = assemble(plan_for(12), CPU, "fp32", compiled=False)
-    first = stage.forward_backward(padded_batch(), 3)
-    assert stage.forward_backward(padded_batch(), 3) == first
-    assert stage.forward_backward(padded_batch(), 4) != first
+    engine = assemble(plan_for(12), CPU, "fp32", compiled=False)
+    first = engine.forward_backward(padded_batch(), 3)
+    assert engine.forward_backward(padded_batch(), 3) == first
+    assert engine.forward_backward(padded_batch(), 4) != first
 
 
 def test_evaluation_drops_nothing_and_leaves_no_gradient():
     plan = plan_for(12)
-    stage = assemble(plan, CPU, "fp64", compiled=False)
+    engine = assemble(plan, CPU, "fp64", compiled=False)
     dropless = assemble(
         plan_for(12, dropout=0.0, attention_dropout=0.0), CPU, "fp64", compiled=False
     )
-    assert stage.evaluate(padded_batch()) == dropless.evaluate(padded_batch())
-    assert all(p.grad is None for p in stage.parameters())
+    assert engine.evaluate(padded_batch()) == dropless.evaluate(padded_batch())
+    assert all(p.grad is None for p in engine.parameters())
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_evaluation_by_chunks_is_the_same_number(chunks, precision):
-    stage = assemble(plan_for(12, head_bias=True), CPU, precision, compiled=False)
-    whole = stage.evaluate(padded_batch())
+    engine = assemble(plan_for(12, head_bias=True), CPU, precision, compiled=False)
+    whole = engine.evaluate(padded_batch())
     chunks()
-    parts = stage.evaluate(padded_batch())
+    parts = engine.evaluate(padded_batch())
     # bf16: the bias is added to products in fp32 instead of in bf16 (where it is 0 here).
     assert parts.mean == pytest.approx(whole.mean, rel=1e-14 if precision == "fp64" else 1e-6)
 
@@ -137,10 +137,10 @@ def test_evaluation_by_chunks_is_the_same_number(chunks, precision):
 def test_fp16_scaled_gradients_come_near_fp32_over_micro_batches():
     answers = {}
     for precision, scale in (("fp32", 1.0), ("fp16", 2.0**10)):
-        stage = assemble(plan_for(4), CPU, precision, compiled=False)
-        stage.forward_backward(padded_batch(), 0, loss_scale=scale)
-        stage.unscale_gradients(scale)
-        answers[precision] = {name: p.grad for name, p in stage.named_parameters()}
+        engine = assemble(plan_for(4), CPU, precision, compiled=False)
+        engine.forward_backward(padded_batch(), 0, loss_scale=scale)
+        engine.unscale_gradients(scale)
+        answers[precision] = {name: p.grad for name, p in engine.named_parameters()}
     for name, expected in answers["fp32"].items():
         # fp16 keeps 11 bits; a gradient passes through some ten products of 16 terms.
         error = (answers["fp16"][name] - expected).norm() / expected.norm()
@@ -148,15 +148,15 @@ def test_fp16_scaled_gradients_come_near_fp32_over_micro_batches():
 
 
 def test_gradients_are_clipped_together_and_given_up():
-    stage = assemble(plan_for(12), CPU, "fp64", compiled=False)
-    stage.forward_backward(padded_batch(), 0)
-    norm = stage.gradient_norm()
-    stage.clip_gradients(norm, 0.0)
-    assert stage.gradient_norm() == norm
-    stage.clip_gradients(norm, norm.item() / 2)
-    assert stage.gradient_norm().item() == pytest.approx(norm.item() / 2, rel=1e-5)
-    stage.zero_gradients()
-    assert all(p.grad is None for p in stage.parameters())
+    engine = assemble(plan_for(12), CPU, "fp64", compiled=False)
+    engine.forward_backward(padded_batch(), 0)
+    norm = engine.gradient_norm()
+    engine.clip_gradients(norm, 0.0)
+    assert engine.gradient_norm() == norm
+    engine.clip_gradients(norm, norm.item() / 2)
+    assert engine.gradient_norm().item() == pytest.approx(norm.item() / 2, rel=1e-5)
+    engine.zero_gradients()
+    assert all(p.grad is None for p in engine.parameters())
 
 
 def test_bf16_comes_near_fp32():
@@ -172,8 +172,8 @@ def test_bf16_comes_near_fp32():
 
 
 def test_an_untrained_model_knows_nothing():
-    stage = assemble(plan_for(12), CPU, "fp32", compiled=False)
-    assert stage.evaluate(padded_batch()).mean == pytest.approx(math.log(11), abs=0.1)
+    engine = assemble(plan_for(12), CPU, "fp32", compiled=False)
+    assert engine.evaluate(padded_batch()).mean == pytest.approx(math.log(11), abs=0.1)
 
 
 def test_loss_sums_add_by_tokens():
@@ -199,7 +199,7 @@ def test_compiled_equals_eager(chunks, settings, chunked):
         chunks()
     eager = assemble(plan_for(6, **settings), CPU, "fp64", compiled=False)
     compiled = assemble(plan_for(6, **settings), CPU, "fp64", compiled=True)
-    losses = [stage.forward_backward(padded_batch(), 5).mean for stage in (eager, compiled)]
+    losses = [engine.forward_backward(padded_batch(), 5).mean for engine in (eager, compiled)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-13)
     for (name, p), q in zip(eager.named_parameters(), compiled.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-10, atol=1e-15, msg=name)

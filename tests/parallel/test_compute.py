@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from pentameter.config.schema import Config
-from pentameter.parallel import compute as engine
+from pentameter.fused_cpu import amx
+from pentameter.fused_cpu.obstacles import fused_obstacle
+from pentameter.parallel import compute
 from pentameter.parallel.assemble import assemble
-from pentameter.parallel.compute import choose_compute, fused_obstacle
+from pentameter.parallel.compute import choose_compute
 from pentameter.planning.plan import make_plan
 from pentameter.processes.world import World
 
@@ -27,11 +29,11 @@ def plan(*, checkpoint=None, **model):
 
 @pytest.fixture
 def a_machine_with_amx(monkeypatch):
-    monkeypatch.setattr(engine, "tune_allocator", lambda **options: False)
-    monkeypatch.setattr(engine, "choose_compile", lambda *_, **__: (True, "asked for"))
-    monkeypatch.setattr(engine, "product_ceiling", lambda *_: 1e12)
-    monkeypatch.setattr(engine, "load_amx", lambda _: None)
-    monkeypatch.setattr("pentameter.fused_cpu.amx._loaded", [object()])
+    monkeypatch.setattr(compute, "tune_allocator", lambda **options: False)
+    monkeypatch.setattr(compute, "choose_compile", lambda *_, **__: (True, "asked for"))
+    monkeypatch.setattr(compute, "product_ceiling", lambda *_: 1e12)
+    monkeypatch.setattr(amx, "load", lambda _: None)
+    monkeypatch.setattr(amx, "_loaded", [object()])
 
 
 def test_amx_kernels_serve_the_fused_step(a_machine_with_amx):
@@ -61,6 +63,7 @@ class TwoMachines(World):
 def test_what_one_machine_cannot_do_none_does(a_machine_with_amx, lacks_compiler):
     chosen = choose_compute(plan(), TwoMachines(lacks_compiler))
     assert not chosen.amx_kernels
+    assert amx.can_attend(torch.bfloat16, 32) is lacks_compiler  # unloaded, or never asked
     assert chosen.compiled is not lacks_compiler
     assert ("no compiler there" if lacks_compiler else "no AMX there") in chosen.compile_reason
 

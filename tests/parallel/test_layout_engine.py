@@ -41,11 +41,11 @@ def test_parameters_are_shards_again_after_passes_without_gradients(processes, l
 
 
 def sharded_after(world, config):
-    stage = engine_of(world, config)[1]
+    engine = engine_of(world, config)[1]
     sharded = []
-    for look in (lambda: stage.evaluate(whole_batch()), lambda: stage.next_logits(TEXT)):
+    for look in (lambda: engine.evaluate(whole_batch()), lambda: engine.next_logits(TEXT)):
         look()
-        sharded += [isinstance(parameter, DTensor) for parameter in stage.parameters()]
+        sharded += [isinstance(parameter, DTensor) for parameter in engine.parameters()]
     return all(sharded)
 
 
@@ -67,22 +67,22 @@ def test_training_after_an_evaluation_of_as_many_micro_batches(processes, schedu
 
 
 def evaluate_then_train(world, config):
-    stage = engine_of(world, config)[1]
-    evaluated = stage.evaluate(whole_batch()).mean
-    batch = own_batch(stage, 0)
+    engine = engine_of(world, config)[1]
+    evaluated = engine.evaluate(whole_batch()).mean
+    batch = own_batch(engine, 0)
     four = Batch(batch.inputs[:4], batch.targets[:4], batch.rows[:4])
-    return stage.forward_backward(four, 0).mean, evaluated
+    return engine.forward_backward(four, 0).mean, evaluated
 
 
 def test_no_process_of_a_pipeline_has_the_whole_model(processes):
     for message in processes.run(2, ask_for_the_model, of("pipeline=2")):
         assert "parallel.pipeline=2" in message
-        assert "stage.models" in message
+        assert "engine.models" in message
 
 
 def ask_for_the_model(world, config):
-    stage = engine_of(world, config)[1]
-    assert len(stage.models) == 1
+    engine = engine_of(world, config)[1]
+    assert len(engine.models) == 1
     with pytest.raises(ConfigError) as caught:
-        _ = stage.model
+        _ = engine.model
     return str(caught.value)

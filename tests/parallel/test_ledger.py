@@ -20,7 +20,7 @@ SMALL_BUCKETS = {
     PLAN + "SUM_BUCKET_BYTES": 700,
 }
 # Parts of 7 and 6 columns: on its own each process would take another number of rows at a time.
-SMALL_CHUNKS = {PLAN + "MAX_LOGITS": 26, "pentameter.model.chunked_loss.MAX_LOGITS": 26}
+SMALL_CHUNKS = {PLAN + "MAX_LOGITS": 26, "pentameter.model.loss.MAX_LOGITS": 26}
 BF16 = {"precision": "bf16"}
 UNTIED = {"tied_head": False}
 PLAIN = {"bias": False, "qkv_bias": False, "norm": "rmsnorm", "positions": "sinusoidal"}

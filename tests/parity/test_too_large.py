@@ -74,7 +74,7 @@ def assembled(world: World, config: Config) -> Assembled:
     gc.collect()  # or what an earlier job left would be freed here, and counted
     plan = make_plan(config, world_size=world.size)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        stage = assemble(plan, torch.device("cpu"), "fp32", compiled=False, world=world)
+        engine = assemble(plan, torch.device("cpu"), "fp32", compiled=False, world=world)
     handle, path = tempfile.mkstemp(suffix=".json")
     os.close(handle)
     recorded.export_chrome_trace(path)
@@ -87,7 +87,7 @@ def assembled(world: World, config: Config) -> Assembled:
             held, largest = held + n_bytes, max(largest, n_bytes)
             peak = max(peak, held)
     parts, kept = {}, []
-    for name, parameter in stage.named_parameters():
+    for name, parameter in engine.named_parameters():
         part, offset = local_part(parameter)
         parts[name] = (offset, part.clone())
         kept.append(part.untyped_storage().nbytes())

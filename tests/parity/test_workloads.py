@@ -271,9 +271,9 @@ def loss_on_test(run: Run) -> float:
     loaded = load_model(run.folder, device="cpu")
     config = changed(loaded.config, ALONE)
     plan = make_plan(config)
-    stage = engine_of(loaded.model.double(), plan, torch.device("cpu"), "fp64")
+    engine = engine_of(loaded.model.double(), plan, torch.device("cpu"), "fp64")
     split = open_dataset(config.data).split("test")
-    metrics = evaluate(stage, split, name="test", step=loaded.step, batch_size=10)
+    metrics = evaluate(engine, split, name="test", step=loaded.step, batch_size=10)
     assert metrics is not None
     return metrics.loss
 

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from pentameter.data.batches.step import IGNORED
-from pentameter.parallel import assemble, data_parallel, gradients, tied
-from pentameter.parallel import engine as stage
+from pentameter.parallel import assemble, data_parallel, engine, gradients
 from pentameter.verify import steps
 
 
@@ -39,7 +38,7 @@ def no_sum_after_backward() -> None:
 
 def no_sum_of_tied_copies() -> None:
     """Embedding and head go different ways."""
-    tied.TiedCopies.add_up = lambda self: None
+    gradients.TiedCopies.add_up = lambda self: None
 
 
 def averaged_shards() -> None:
@@ -77,21 +76,21 @@ def norm_of_every_copy() -> None:
 
 def clip_by_own_norm() -> None:
     """Each process clips by the norm of what it holds."""
-    clip = stage.clip_gradients
+    clip = engine.clip_gradients
 
     def clip_alone(parameters, norm, clip_norm):
         own = [gradients.local(p.grad) for p in parameters]
         clip(parameters, torch.nn.utils.get_total_norm(own), clip_norm)
 
-    stage.clip_gradients = clip_alone
+    engine.clip_gradients = clip_alone
 
 
 def mean_of_means() -> None:
     """Each micro-batch has the same weight, however many targets it has."""
 
     def accumulate(self, tokens, targets, keys, factor):
-        (module,) = self._modules.values()
-        slices = list(stage.micro_batches(len(tokens), self.plan.micro_batch_size))
+        (module,) = self._wrapped.values()
+        slices = list(engine.micro_batches(len(tokens), self.plan.micro_batch_size))
         total = torch.zeros((), dtype=torch.float64)
         for rows in slices:
             loss = module(tokens[rows], targets[rows], keys[rows])
@@ -100,42 +99,42 @@ def mean_of_means() -> None:
             total += loss.detach().sum()
         return total
 
-    stage.Engine._accumulate = accumulate
+    engine.Engine._accumulate = accumulate
 
 
 def count_of_own_targets() -> None:
     """Processes divide by the targets of their own rows: the loss is their sum of means."""
-    stage.Engine._over_rows = lambda self, count: count
+    engine.Engine._over_rows = lambda self, count: count
 
 
 def mask_by_rank() -> None:
     """Every process draws its own dropout masks for the same rows."""
-    keys = stage.dropout_keys
-    stage.dropout_keys = lambda model, seed, step, rows: keys(
+    keys = engine.dropout_keys
+    engine.dropout_keys = lambda model, seed, step, rows: keys(
         model, seed + dist.get_rank(), step, rows
     )
 
 
 def mask_by_own_row() -> None:
     """Rows are numbered from 0 in each process."""
-    keys = stage.dropout_keys
-    stage.dropout_keys = lambda model, seed, step, rows: keys(model, seed, step, rows - rows[0])
+    keys = engine.dropout_keys
+    engine.dropout_keys = lambda model, seed, step, rows: keys(model, seed, step, rows - rows[0])
 
 
 def evaluation_by_each_process() -> None:
     """Each process evaluates all rows, and the sum is theirs together."""
-    own_part = stage.Engine._own_part
+    own_rows = engine.Engine._own_rows
 
     def every_part(self, batch):
         whole = type(batch)(*(getattr(batch, name)[:4] for name in ("inputs", "targets", "rows")))
-        return whole if self.world.size > 1 else own_part(self, batch)
+        return whole if self.world.size > 1 else own_rows(self, batch)
 
-    stage.Engine._own_part = every_part
+    engine.Engine._own_rows = every_part
 
 
 def nothing_finite() -> None:
     """A gradient of NaN."""
-    norm = stage.Engine.gradient_norm
+    norm = engine.Engine.gradient_norm
 
     def poison(self):
         for parameter in self.parameters():
@@ -143,7 +142,7 @@ def nothing_finite() -> None:
             break
         return norm(self)
 
-    stage.Engine.gradient_norm = poison
+    engine.Engine.gradient_norm = poison
 
 
 # -- no numbers at all --------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def _ceilings(device: torch.device) -> dict[str, float | None]:
     import torch
 
     from pentameter.errors import ConfigError
-    from pentameter.machine.ceiling import product_ceiling
+    from pentameter.machine.peaks import product_ceiling
 
     ceilings: dict[str, float | None] = {}
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):

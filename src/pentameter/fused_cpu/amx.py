@@ -1,50 +1,94 @@
 """Kernels for CPUs with AMX, in C++: causal attention in bf16, and a transposing copy.
 
-`cpp/attention.cpp` says how they work. `fused_cpu/build.py` builds them where a machine can run
-them and hands the library to `load`; where nothing is loaded, the step uses PyTorch's products.
+`cpp/attention.cpp` says how they work. `load` builds them where a machine can run them; where
+nothing is loaded, the step uses PyTorch's products.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from pentameter.disk.cache import cache_folder
+from pentameter.machine.capabilities import Capabilities, find_compiler
 from pentameter.model.dropout import keep_bound
 
 SOURCES = tuple(Path(__file__).with_name("cpp") / name for name in ("attention.cpp", "tiles.h"))
 """What to compile, and what it includes."""
+FLAGS = ("-O3", "-std=c++17", "-march=sapphirerapids", "-shared", "-fPIC", "-fopenmp")
+BUILD_SECONDS = 120  # it takes one
 
 _loaded: list[ctypes.CDLL] = []  # at most one
 
 
-def load(path: Path) -> bool:
-    """Use the library at `path` from now on, if this machine can run it.
+def load(capabilities: Capabilities) -> str | None:
+    """Load the AMX kernels, built into the cache at the first call; the reason where that fails.
+
+    Their absence costs time, never a run, so nothing is raised.
+    """
+    if not capabilities.cpu.amx_bf16:
+        return "the CPU has no AMX"
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return "the AMX kernels are for Linux on x86-64"
+    try:
+        library = ctypes.CDLL(str(_built()))
+        works = library.pentameter_amx_works() == 1
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"the AMX kernels cannot be built: {error}"
+    if not works:
+        return "the system does not let this process use AMX"
+    _loaded[:] = [library]
+    return None
+
+
+def _built() -> Path:
+    """The library's path; its name is the hash of the sources, so that none is out of date.
 
     Raises:
-        OSError: it is no library of these kernels.
+        OSError: the cache cannot be written, or the compiler fails.
     """
-    library = ctypes.CDLL(str(path))
-    works: bool = library.pentameter_amx_works() == 1
-    if works:
-        _loaded[:] = [library]
-    return works
+    content = b"".join(source.read_bytes() for source in SOURCES) + " ".join(FLAGS).encode()
+    library = cache_folder() / "native" / f"amx-{hashlib.sha256(content).hexdigest()[:16]}.so"
+    if library.exists():
+        return library
+    compiler = find_compiler("cpu")
+    if not compiler.works or compiler.command is None:
+        raise OSError(compiler.reason)
+    library.parent.mkdir(parents=True, exist_ok=True)
+    # Several processes may build at once: each writes its own file and puts it in place.
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        fresh = Path(folder) / library.name
+        command = [compiler.command, *FLAGS, str(SOURCES[0]), "-o", str(fresh)]
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False
+        )
+        if result.returncode != 0:
+            raise OSError(next(iter(result.stderr.splitlines()), f"exit {result.returncode}"))
+        os.replace(fresh, library)
+    return library
 
 
 def unload() -> None:
-    """Go back to PyTorch's products."""
+    """Use PyTorch's products from now on."""
     _loaded.clear()
 
 
 def can_attend(dtype: torch.dtype, head_size: int) -> bool:
-    """Whether the kernels are loaded and take heads of this size in this dtype."""
+    """True if the kernels are loaded and take heads of this size in this dtype."""
     return bool(_loaded) and dtype is torch.bfloat16 and head_size % 32 == 0
 
 
 def can_transpose(x: Tensor) -> bool:
-    """Whether the kernels are loaded and take x (M, n)."""
+    """True if the kernels are loaded and take x (M, n)."""
     whole = x.shape[0] % 32 == 0 and x.shape[1] % 32 == 0 and x.is_contiguous()
     return bool(_loaded) and x.dtype is torch.bfloat16 and whole
 

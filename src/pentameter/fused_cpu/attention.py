@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pentameter.fused_cpu.kernels import kernel, plus_bias, precise
+from pentameter.fused_cpu.kernels import plus_bias, precise
+from pentameter.model.compiled import kernel
 from pentameter.model.dropout import keep_mask
 
 
@@ -135,7 +136,8 @@ def merge_heads(blocks: Sequence[Tensor], inverses: Sequence[Tensor], n_heads: i
 def split_gradient(
     g: Tensor, y: Tensor, inverses: Sequence[Tensor], n_heads: int
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """By blocks of queries: g (N, Q, K), g divided by the row sums, and delta = Σ g·y (N, Q, 1).
+    """Three tensors for each block of queries: its g (N, Q, K), the same divided by the row sums,
+    and delta = Σ g·y (N, Q, 1).
 
     g and y are (B, T, H·K).
     """

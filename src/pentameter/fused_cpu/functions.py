@@ -39,7 +39,7 @@ class Product(Function):
         return g @ low, *kernels.unfold(_weight_gradient(g, x), weight, scale)
 
 
-class Dropout(Function):
+class EmbeddingDropout(Function):
     """Keyed dropout of the embedding."""
 
     @staticmethod
@@ -251,6 +251,6 @@ class AmxAttention(Function):
 
 
 def _block_ends(T: int) -> list[int]:
-    """Where each block of queries ends: equal blocks, or one where T does not divide."""
+    """The ends of the blocks of queries: equal blocks, or one where T does not divide."""
     n_blocks = QUERY_BLOCKS if T % QUERY_BLOCKS == 0 else 1
     return [T // n_blocks * (i + 1) for i in range(n_blocks)]

@@ -11,68 +11,18 @@ keys of a block of the attention matrix.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Hashable
-from types import FunctionType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pentameter.fused_cpu import amx
+from pentameter.model.compiled import kernel
 from pentameter.model.dropout import keep_mask
 from pentameter.model.gpt import NORM_EPS
 
 ROWS_PER_SUM = 64
 PADDING = 64  # elements: one or two lines of a cache
-
-
-def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with a copy of its code, to be compiled.
-
-    PyTorch counts recompilations per code object and gives up after eight: a process may train
-    several models.
-    """
-    own = FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        argdefs=function.__defaults__,
-        closure=function.__closure__,
-    )
-    own.__kwdefaults__ = function.__kwdefaults__
-    return own
-
-
-def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, compiled at its first call for each kind of arguments.
-
-    Each kind (shapes, types, numbers) gets code of its own. Importing this file compiles nothing.
-    """
-
-    @functools.cache
-    def compiled(kind: Hashable) -> Callable[..., Any]:
-        # Fused multiply-add: a tenth faster here, and rounds less.
-        options: dict[str, str | int | bool | Callable[..., Any]] = {
-            "cpp.enable_floating_point_contract_flag": "fast"
-        }
-        own = with_own_code(function)
-        return torch.compile(own, fullgraph=True, dynamic=False, options=options)
-
-    @functools.wraps(function)
-    def call(*arguments: Any) -> Any:
-        return compiled(_kind(arguments))(*arguments)
-
-    return call
-
-
-def _kind(argument: Any) -> Hashable:
-    """What of an argument its compilation depends on."""
-    if isinstance(argument, Tensor):
-        return argument.shape, argument.dtype, argument.requires_grad
-    if isinstance(argument, tuple | list):
-        return tuple(map(_kind, argument))
-    return argument
 
 
 def precise(x: Tensor) -> Tensor:
@@ -146,6 +96,9 @@ def unfold(g: Tensor, weight: Tensor, scale: Tensor | None) -> tuple[Tensor, Ten
 
 
 # Norms, without weight and bias. RMSNorm does not centre its input.
+
+CENTRED = {"layernorm": True, "rmsnorm": False}
+"""`model.norm` → whether it subtracts the mean."""
 
 
 def _normalise(x: Tensor, centred: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

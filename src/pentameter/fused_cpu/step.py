@@ -7,75 +7,27 @@ operation. A test holds both ways equal in fp64.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pentameter.config.messages import shown
-from pentameter.config.schema import ModelConfig
 from pentameter.errors import ConfigError
 from pentameter.fused_cpu import amx
 from pentameter.fused_cpu.functions import (
     AddNorm,
     AmxAttention,
     CausalAttention,
-    Dropout,
+    EmbeddingDropout,
     FeedForward,
     Norm,
     Product,
 )
-from pentameter.fused_cpu.kernels import ACTIVATIONS, kernel, precise
-from pentameter.model.chunked_loss import chunked_loss_sum, elementwise_row_loss, exceeds_chunk
-from pentameter.model.dropout import KeyedDropout
+from pentameter.fused_cpu.kernels import CENTRED, precise
+from pentameter.fused_cpu.obstacles import architecture_obstacle
+from pentameter.model.compiled import kernel
+from pentameter.model.dropout import StreamDropout
 from pentameter.model.gpt import GPT, Block
-from pentameter.model.loss import loss_sum
-
-_row_loss = kernel(elementwise_row_loss)
-
-
-CENTRED = {"layernorm": True, "rmsnorm": False}
-"""`model.norm` → whether it subtracts the mean."""
-
-ANY = None
-
-FUSES: Mapping[str, Collection[object] | None] = {
-    "vocab_size": ANY,
-    "vocab_multiple": ANY,
-    "context_length": ANY,
-    "n_layers": ANY,
-    "n_heads": ANY,
-    "d_model": ANY,
-    "d_ff": ANY,
-    "activation": ACTIVATIONS,
-    "norm": CENTRED,
-    "norm_position": ("pre",),
-    "positions": ("learned", "sinusoidal"),
-    "tied_head": ANY,
-    "head_bias": ANY,
-    "qkv_bias": ANY,
-    "bias": ANY,
-    "dropout": ANY,
-    "attention_dropout": ANY,
-    "embedding_dropout": ANY,
-    "init": ANY,
-    "init_std": ANY,
-    "residual_init_scale": ANY,
-    "embedding_scale": ANY,
-}
-"""Key of `[model]` → the values that `fused_loss_sum` computes, ANY where it takes them all from
-the plain module. A key or a value that is not here is left to the plain module as a whole."""
-
-
-def architecture_obstacle(config: ModelConfig) -> str | None:
-    """The first key of `[model]`, with its value, that `fused_loss_sum` does not compute; None
-    where it computes the architecture."""
-    for key in type(config).model_fields:
-        possible, value = FUSES.get(key, ()), getattr(config, key)
-        if possible is not None and value not in possible:
-            return f"model.{key}={shown(value)}"
-    return None
+from pentameter.model.loss import chunked_loss_sum, compiled_row_loss, exceeds_chunk, loss_sum
 
 
 def fused_loss_sum(
@@ -97,9 +49,11 @@ def fused_loss_sum(
         sites = dropout_keys.transpose(0, 1).contiguous()  # a site's keys side by side
     dropping = dropout_keys is not None
 
-    x = model.embed(tokens, 0)
+    x = model.embed(tokens, torch.arange(tokens.shape[1]))
     if dropping and model.embedding_dropout.p > 0:
-        x = Dropout.apply(x, sites[model.embedding_dropout.site], model.embedding_dropout.p)
+        x = EmbeddingDropout.apply(
+            x, sites[model.embedding_dropout.site], model.embedding_dropout.p
+        )
 
     blocks = [block for block in model.blocks.values() if isinstance(block, Block)]
     centred = CENTRED[config.norm]
@@ -130,7 +84,7 @@ def fused_loss_sum(
     assert config.vocab_size is not None  # a GPT has one
     if exceeds_chunk(targets.numel(), len(weight)):
         x = _scaled(h, model.final_norm)
-        return chunked_loss_sum(x, weight, bias, targets, config.vocab_size, _row_loss)
+        return chunked_loss_sum(x, weight, bias, targets, config.vocab_size, compiled_row_loss)
     logits = Product.apply(h, weight, model.final_norm.weight)
     bias = _folded_bias(weight, bias, model.final_norm)
     return _biased_loss_sum(logits, bias, targets, config.vocab_size)
@@ -151,7 +105,7 @@ def _scaled(h: Tensor, norm: nn.Module) -> Tensor:
 
 
 def _folded_bias(weight: Tensor, bias: Tensor | None, norm: nn.Module) -> Tensor | None:
-    """The bias (n,) of a linear layer after `norm`: its own, and what it makes of the norm's."""
+    """The bias (n,) of a linear layer that `norm` is folded into: its own plus W · the norm's."""
     norm_bias = getattr(norm, "bias", None)
     return bias if norm_bias is None else F.linear(norm_bias, weight, bias)
 
@@ -160,11 +114,11 @@ def _add_norm(
     x: Tensor,
     y: Tensor,
     bias: Tensor | None,
-    dropout: KeyedDropout,
+    dropout: StreamDropout,
     sites: Tensor,
     dropping: bool,
     centred: bool,
 ) -> tuple[Tensor, Tensor]:
-    """x + dropout(y + bias), and it normalised: what ends each sub-layer and begins the next."""
+    """x + dropout(y + bias) and its norm: the end of each sub-layer and the start of the next."""
     p = dropout.p if dropping else 0.0
     return AddNorm.apply(x, y, bias, sites[dropout.site], p, centred)

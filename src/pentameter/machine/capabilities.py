@@ -1,4 +1,4 @@
-"""What this machine has: processors, accelerators, and a compiler that really compiles."""
+"""Capabilities of this machine: processors, accelerators, memory, and a compiler that compiles."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+
+from pentameter.machine.load import host_memory_bytes
+from pentameter.machine.threads import usable_cores
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class GpuCapabilities:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a device or a precision is chosen from. Plain values, so that a test can fake them."""
+    """Processor and accelerators of a machine, as plain values, so that a test can fake them."""
 
     cpu: CpuCapabilities
     gpus: tuple[GpuCapabilities, ...]
@@ -65,7 +68,7 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Compiler:
-    """What `torch.compile` would build with, and whether that works."""
+    """The compiler that `torch.compile` would call, and whether it works."""
 
     command: str | None
     works: bool
@@ -73,7 +76,7 @@ class Compiler:
 
 
 def machine_capabilities() -> Capabilities:
-    """What torch finds on this machine; builds nothing and allocates nothing on a device."""
+    """The Capabilities that torch finds here; builds nothing, allocates nothing on a device."""
     gpus = []
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
@@ -105,7 +108,7 @@ def _cpu() -> CpuCapabilities:
     name = cpuinfo.get("model name") or str(flags.get("cpu_name") or platform.processor())
     return CpuCapabilities(
         name=name or platform.machine(),
-        n_cores=available_cores(),
+        n_cores=len(usable_cores()),
         n_threads=torch.get_num_threads(),
         amx_bf16=bool(flags.get("amx_bf16")),
         avx512_bf16=bool(flags.get("avx512_bf16")),
@@ -134,11 +137,11 @@ def _proc_cpuinfo() -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in fields}
 
 
-def available_cores() -> int:
-    """Logical cores this process may use, which in a container or under SLURM is not all."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def memory_bytes(device: torch.device) -> int | None:
+    """Total memory of a device in bytes; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return host_memory_bytes()  # which a GPU of Apple's shares
 
 
 _PROBE = """#include <Python.h>

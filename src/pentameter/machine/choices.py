@@ -11,7 +11,6 @@ import torch
 
 from pentameter.config.choices import refuse_unknown
 from pentameter.errors import ConfigError
-from pentameter.machine import load as machine_load
 from pentameter.machine.capabilities import (
     Capabilities,
     GpuCapabilities,
@@ -19,16 +18,6 @@ from pentameter.machine.capabilities import (
     machine_capabilities,
 )
 from pentameter.machine.peaks import peak_flops
-
-__all__ = [
-    "choose_compile",
-    "choose_device",
-    "choose_precision",
-    "machine_capabilities",
-    "memory_bytes",
-    "peak_flops",
-    "tune_allocator",
-]
 
 # AMD chips whose matrix units take bf16; MI300's (gfx942) and MI350's (gfx950) also take tf32.
 _ROCM_BF16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
@@ -129,7 +118,7 @@ def _cpu_precision(capabilities: Capabilities) -> tuple[str, str]:
 
 
 def _gpu_precisions(gpu: GpuCapabilities, rocm: bool) -> tuple[tuple[str, ...], str, str]:
-    """What a GPU can do, its best, and why."""
+    """Precisions a GPU supports, the best of them, and the reason."""
     where = f"{gpu.name}, {gpu.architecture}"
     if rocm:
         if not gpu.architecture.startswith(_ROCM_BF16):
@@ -210,7 +199,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1
 
 
 def tune_allocator(*, sparing: bool = False) -> bool:
-    """Whether glibc's malloc took our settings; for the start of a CPU training.
+    """Set glibc's malloc up for training on a CPU; True if it took the settings.
 
     It is told to keep freed memory, or with `sparing` to give large tensors back at once.
 
@@ -237,10 +226,3 @@ def tune_allocator(*, sparing: bool = False) -> bool:
         settings = ((_M_MMAP_THRESHOLD, 2**20), (_M_TRIM_THRESHOLD, 2**20))
     accepted = [mallopt(option, value) == 1 for option, value in settings]
     return all(accepted)
-
-
-def memory_bytes(device: torch.device) -> int | None:
-    """The memory that the device has in all; None where the system does not say."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return machine_load.memory_bytes()  # which a GPU of Apple's shares

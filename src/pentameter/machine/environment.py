@@ -1,4 +1,4 @@
-"""What a run ran on: the content of a run folder's environment.json, and of `doctor`."""
+"""The surroundings of a run: the content of a run folder's environment.json, and of `doctor`."""
 
 from __future__ import annotations
 

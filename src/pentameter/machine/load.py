@@ -43,7 +43,7 @@ def check_processes(n_processes: int, *, oversubscribe: bool = False) -> None:
 def check_memory(n_processes: int, needed_bytes: int) -> None:
     """Raise ConfigError where `n_processes` do not fit this machine's memory, each with an
     interpreter and `needed_bytes` of tensors."""
-    total, each = memory_bytes(), INTERPRETER_BYTES + needed_bytes
+    total, each = host_memory_bytes(), INTERPRETER_BYTES + needed_bytes
     if total is not None and n_processes * each > total:
         raise ConfigError(
             f"--nproc {n_processes:,}: processes of about {each / 1e9:,.2f} GB each (the fullest: "
@@ -53,8 +53,8 @@ def check_memory(n_processes: int, needed_bytes: int) -> None:
         )
 
 
-def memory_bytes() -> int | None:
-    """The memory of this machine in bytes; None where the system does not say."""
+def host_memory_bytes() -> int | None:
+    """Total memory of this machine in bytes; None where the system does not say."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):

@@ -1,4 +1,4 @@
-"""The keys and values of the tokens seen so far, so that generation need not compute them again.
+"""The key/value cache: keys and values of the tokens seen, which generation need not compute again.
 
 Shapes: B batch, T time, H heads, K head size.
 """
@@ -12,7 +12,7 @@ from pentameter.config.schema import ModelConfig
 
 
 class KVCache:
-    """Room for `context_length` tokens of `batch_size` sequences, allocated once.
+    """Keys and values of up to `context_length` tokens of `batch_size` sequences, allocated once.
 
     `model(tokens, cache=cache)` takes the tokens as the continuation of what the cache holds,
     and appends them. `length` is the number of tokens held.
@@ -51,5 +51,5 @@ class KVCache:
         self.length += n_tokens
 
     def reset(self) -> None:
-        """Forget everything; the room stays."""
+        """Forget every token; the memory stays allocated."""
         self.length = 0

@@ -1,7 +1,7 @@
 """Dropout whose mask is a function of (seed, step, site, global row, place in the row).
 
-No generator, no saved mask state: any slice of a batch, of time, of channels or of heads drops
-exactly what the whole would drop there, on any device, eager or compiled. And a hash fuses into
+No generator, no saved mask state: any slice of a batch, any positions, any heads drop exactly
+what the whole would drop there, on any device, eager or compiled. And a hash fuses into
 its neighbours under `torch.compile`, where a generator's call cannot.
 
 Shapes: B batch, T time, D channels, H heads; Q and S the times of queries and of keys.
@@ -70,8 +70,8 @@ def keep_bound(p: float) -> int:
     return round(p * 2**32) - 2**31
 
 
-class Dropout(nn.Module):
-    """What both kinds share: a site, a probability, and when they act."""
+class KeyedDropout(nn.Module):
+    """The base of both kinds of dropout: a site, a probability, and when they act."""
 
     def __init__(self, site: int, p: float) -> None:
         super().__init__()
@@ -92,59 +92,55 @@ class Dropout(nn.Module):
         return f"site={self.site}, p={self.p}"
 
 
-class KeyedDropout(Dropout):
-    """Dropout on the residual stream (B, T, D); element (t, d) of a row has number t · width + d.
+class StreamDropout(KeyedDropout):
+    """Dropout on the residual stream (B, T, D); channel d at position t has number t · D + d."""
 
-    A part of the stream gives the same mask as the whole once `time_offset` and
-    `channel_offset`, where the part begins, are set; `width` stays the whole's.
-    """
+    def forward(self, x: Tensor, keys: Tensor | None, positions: Tensor) -> Tensor:
+        """Return x (B, T, D), dropped from where `keys` (B, n_sites, 2) are given in training.
 
-    def __init__(self, site: int, p: float, width: int) -> None:
-        super().__init__(site, p)
-        self.width = width
-        self.time_offset = 0
-        self.channel_offset = 0
-
-    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
-        """Return x (B, T, D), dropped from where `keys` (B, n_sites, 2) are given in training."""
+        `positions` (T,) are those of x in the sequence: any part of the time drops what the whole
+        drops there.
+        """
         if keys is None or not self.acts(keys):
             return x
-        T, D = x.shape[1:]
-        time = _places(T, self.time_offset, x.device)
-        channel = _places(D, self.channel_offset, x.device)
-        return self.drop(x, keys, time[:, None] * self.width + channel)  # index (T, D)
+        D = x.shape[2]
+        channel = torch.arange(D, dtype=torch.int32, device=x.device)
+        return self.drop(x, keys, _word(positions)[:, None] * D + channel)  # index (T, D)
 
 
-class AttentionDropout(Dropout):
+class AttentionDropout(KeyedDropout):
     """Dropout on attention weights (B, H, Q, S); query q of head h looking at key s has number
     (h · context_length + q) · context_length + s.
 
-    `head_offset` and `time_offset` say where a part begins: its first head, and the time of its
-    first query and key.
+    `head_offset` is the first head that is here.
     """
 
     def __init__(self, site: int, p: float, context_length: int) -> None:
         super().__init__(site, p)
         self.context_length = context_length
         self.head_offset = 0
-        self.time_offset = 0
 
     def forward(
-        self, weights: Tensor, keys: Tensor | None, first_query: int = 0, first_key: int = 0
+        self,
+        weights: Tensor,
+        keys: Tensor | None,
+        query_positions: Tensor,
+        key_positions: Tensor,
     ) -> Tensor:
         """Return the weights (B, H, Q, S), dropped where `keys` are given in training.
 
-        A block of the matrix passes the query and key it begins at.
+        `query_positions` (Q,) and `key_positions` (S,) say which block of the matrix it is.
         """
         if keys is None or not self.acts(keys):
             return weights
-        H, Q, S = weights.shape[1:]
-        head = _places(H, self.head_offset, weights.device)
-        query = _places(Q, self.time_offset + first_query, weights.device)
-        key = _places(S, self.time_offset + first_key, weights.device)
-        row = head[:, None] * self.context_length + query  # (H, Q)
-        return self.drop(weights, keys, row[:, :, None] * self.context_length + key)
+        first, last = self.head_offset, self.head_offset + weights.shape[1]
+        head = torch.arange(first, last, dtype=torch.int32, device=weights.device)
+        row = head[:, None] * self.context_length + _word(query_positions)  # (H, Q)
+        return self.drop(
+            weights, keys, row[:, :, None] * self.context_length + _word(key_positions)
+        )
 
 
-def _places(n: int, first: int, device: torch.device) -> Tensor:
-    return torch.arange(first, first + n, dtype=torch.int32, device=device)
+def _word(positions: Tensor) -> Tensor:
+    """Return positions in the 32-bit words that `bits` counts in."""
+    return positions.to(torch.int32)

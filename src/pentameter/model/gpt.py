@@ -16,18 +16,12 @@ from torch import Tensor, nn
 
 from pentameter.config.choices import look_up, refuse_unknown
 from pentameter.config.schema import ModelConfig
-from pentameter.model.attention import attend
+from pentameter.model.attention import Attention
 from pentameter.model.cache import KVCache
-from pentameter.model.dropout import (
-    EMBEDDING_SITE,
-    AttentionDropout,
-    KeyedDropout,
-    attention_output_site,
-    attention_weights_site,
-    mlp_output_site,
-)
-from pentameter.model.head_loss import HeadLoss
+from pentameter.model.dropout import EMBEDDING_SITE, StreamDropout, mlp_output_site
 from pentameter.model.initial import initialize
+from pentameter.model.loss import HeadLoss
+from pentameter.model.positions import Positions, sinusoidal_positions
 from pentameter.planning.architecture import (
     embedding_dropout,
     feed_forward_width,
@@ -57,8 +51,6 @@ class GPT(nn.Module):
     Names and shapes of its parameters are those of `planning.architecture.parameter_table`.
     Parameters are not meaningful before `initialize` or loading; `build_model` does both steps.
 
-    `time_offset` is the position of the first token, where a part of the context is computed.
-
     Raises:
         ConfigError: the configuration's `vocab_size` is not set.
         ValueError: the layer range is empty or leaves the model.
@@ -73,7 +65,9 @@ class GPT(nn.Module):
         self.is_first = self.first_layer == 0
         self.is_last = self.last_layer == config.n_layers
         self.has_final_norm = has_final_norm(config)
-        self.time_offset = 0
+        self.stream_positions: Callable[[Tensor], Tensor] | None = None
+        """Picks from the positions (T,) of a sequence those whose residual stream is here, where
+        processes divide time; None where all of it is."""
         V, D = padded_vocab_size(config), config.d_model
 
         if self.is_first or (self.is_last and config.tied_head):
@@ -81,7 +75,7 @@ class GPT(nn.Module):
         if self.is_first:
             if has_position_table(config):
                 self.position_embedding = nn.Embedding(config.context_length, D)
-            self.embedding_dropout = KeyedDropout(EMBEDDING_SITE, embedding_dropout(config), D)
+            self.embedding_dropout = StreamDropout(EMBEDDING_SITE, embedding_dropout(config))
         self.blocks = nn.ModuleDict(
             {str(layer): Block(config, layer) for layer in range(*self.layers)}
         )
@@ -107,6 +101,7 @@ class GPT(nn.Module):
         targets: Tensor | None = None,
         dropout_keys: Tensor | None = None,
         cache: KVCache | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Return the summed loss of `targets` from the last layers, logits (B, T, V) where none are
         given; from other layers the residual stream (B, T, D).
@@ -114,7 +109,7 @@ class GPT(nn.Module):
         `targets` are int64 (B, T), with -1 for places that do not count; the caller divides by
         the step's global number of target tokens. The other arguments are `hidden_states`'.
         """
-        x = self.hidden_states(x, dropout_keys=dropout_keys, cache=cache)
+        x = self.hidden_states(x, dropout_keys=dropout_keys, cache=cache, positions=positions)
         if not self.is_last:
             return x
         if targets is None:
@@ -122,13 +117,19 @@ class GPT(nn.Module):
         return self.head_loss(x, *self.head_parameters(), targets)
 
     def hidden_states(
-        self, x: Tensor, *, dropout_keys: Tensor | None = None, cache: KVCache | None = None
+        self,
+        x: Tensor,
+        *,
+        dropout_keys: Tensor | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Return what the head reads, the final norm included, or the residual stream (B, T, D).
 
         x is tokens, int64 (B, T), where the slice begins at layer 0, else (B, T, D). Dropout acts
         in training when `dropout_keys` (B, n_sites, 2) are given. With a `cache`, x continues
-        what the cache holds, and is appended to it.
+        what the cache holds, and is appended to it. `positions`, int64 (T,), are those of all
+        tokens that attention sees, in order; where absent they follow what the cache holds.
 
         Raises:
             ValueError: the context is longer than `context_length`, or dropout meets a cache.
@@ -136,26 +137,31 @@ class GPT(nn.Module):
         n_past = 0 if cache is None else cache.length
         n_new = x.shape[1]
         self._check_context(n_past, n_new, dropout_keys, cache)
+        if positions is None:
+            # A later slice gets its part of a divided stream, of which the whole is the context.
+            divided = self.stream_positions is not None and not self.is_first
+            n_seen = self.config.context_length if divided else n_new
+            positions = torch.arange(n_past, n_past + n_seen, device=x.device)
+        of_stream = positions if self.stream_positions is None else self.stream_positions(positions)
         if self.is_first:
-            x = self.embed(x, self.time_offset + n_past)
-            x = self.embedding_dropout(x, dropout_keys)
+            x = self.embed(x, of_stream)
+            x = self.embedding_dropout(x, dropout_keys, of_stream)
         for block in self.blocks.values():
-            x = block(x, dropout_keys, cache)
+            x = block(x, Positions(of_stream, positions), dropout_keys, cache)
         if cache is not None:
             cache.advance(n_new)
         if self.is_last and self.has_final_norm:
             x = self.final_norm(x)
         return x
 
-    def embed(self, tokens: Tensor, first_position: int) -> Tensor:
-        """Return what the first block sees, (B, T, D), of tokens (B, T) from a position on.
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return what the first block sees, (B, T, D), of tokens (B, T) at `positions` (T,).
 
-        Where the embedding gives a part of the time only, `first_position` is that part's.
+        Where the embedding gives a part of the time only, `positions` are that part's.
         """
         x = self.token_embedding(tokens)
         if self.config.embedding_scale:
             x = x * self.config.d_model**0.5
-        positions = torch.arange(first_position, first_position + x.shape[1], device=tokens.device)
         match self.config.positions:
             case "learned":
                 return x + self.position_embedding(positions)
@@ -202,48 +208,23 @@ class Block(nn.Module):
         self.mlp = MLP(config, layer)
 
     def forward(
-        self, x: Tensor, dropout_keys: Tensor | None = None, cache: KVCache | None = None
+        self,
+        x: Tensor,
+        positions: Positions,
+        dropout_keys: Tensor | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor:
         """Return the residual stream (B, T, D) after this layer."""
         match self.norm_position:
             case "pre":
-                x = x + self.attention(self.attention_norm(x), dropout_keys, cache)
-                x = x + self.mlp(self.mlp_norm(x), dropout_keys)
+                x = x + self.attention(self.attention_norm(x), positions, dropout_keys, cache)
+                x = x + self.mlp(self.mlp_norm(x), positions, dropout_keys)
             case "post":
-                x = self.attention_norm(x + self.attention(x, dropout_keys, cache))
-                x = self.mlp_norm(x + self.mlp(x, dropout_keys))
+                x = self.attention_norm(x + self.attention(x, positions, dropout_keys, cache))
+                x = self.mlp_norm(x + self.mlp(x, positions, dropout_keys))
             case unknown:
                 refuse_unknown(unknown, "model.norm_position", "the model")
         return x
-
-
-class Attention(nn.Module):
-    """Causal multi-head self-attention; the fused projection's rows are (H, 3, K), head by head."""
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        D = config.d_model
-        self.layer = layer
-        self.head_size = D // config.n_heads
-        self.qkv = nn.Linear(D, 3 * D, bias=config.qkv_bias)
-        self.weights_dropout = AttentionDropout(
-            attention_weights_site(layer), config.attention_dropout, config.context_length
-        )
-        self.out = nn.Linear(D, D, bias=config.bias)
-        self.dropout = KeyedDropout(attention_output_site(layer), config.dropout, D)
-
-    def forward(
-        self, x: Tensor, dropout_keys: Tensor | None = None, cache: KVCache | None = None
-    ) -> Tensor:
-        """Return (B, T, D): what each token gathers from itself and the tokens before it."""
-        qkv = self.qkv(x)  # (B, T, H·3·K)
-        B, T = qkv.shape[:2]
-        q, k, v = qkv.view(B, T, -1, 3, self.head_size).transpose(1, 2).unbind(3)  # (B, H, T, K)
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)  # (B, H, past + T, K)
-        y = attend(q, k, v, dropout=self.weights_dropout, dropout_keys=dropout_keys)
-        y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, H·K)
-        return self.dropout(self.out(y), dropout_keys)
 
 
 class MLP(nn.Module):
@@ -256,12 +237,14 @@ class MLP(nn.Module):
         self.activation = look_up(ACTIVATIONS, name, "model.activation", "the model")
         self.up = nn.Linear(D, d_ff, bias=config.bias)
         self.down = nn.Linear(d_ff, D, bias=config.bias)
-        self.dropout = KeyedDropout(mlp_output_site(layer), config.dropout, D)
+        self.dropout = StreamDropout(mlp_output_site(layer), config.dropout)
 
-    def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Positions, dropout_keys: Tensor | None = None
+    ) -> Tensor:
         """Return (B, T, D)."""
         x = self.activation(self.up(x))  # (B, T, d_ff)
-        return self.dropout(self.down(x), dropout_keys)
+        return self.dropout(self.down(x), dropout_keys, positions.stream)
 
 
 class TiedHead(nn.Module):
@@ -274,18 +257,6 @@ class TiedHead(nn.Module):
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return logits (B, T, V) of x (B, T, D) with the weight (V, D)."""
         return F.linear(x, weight, self.bias)
-
-
-def sinusoidal_positions(positions: Tensor, d_model: int, dtype: torch.dtype) -> Tensor:
-    """Return (T, D) for int64 positions (T,): pairs sin, cos of position / 10000^(2i / D).
-
-    From "Attention is all you need" (Vaswani et al., 2017), section 3.5. Computed in fp32, or in
-    fp64 for that dtype; there is nothing to store.
-    """
-    precise = torch.promote_types(dtype, torch.float32)
-    even = torch.arange(0, d_model, 2, device=positions.device, dtype=precise)
-    angles = positions.to(precise)[:, None] * torch.pow(10000.0, -even / d_model)  # (T, D / 2)
-    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1).to(dtype)
 
 
 def build_model(

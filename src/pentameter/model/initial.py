@@ -7,7 +7,6 @@ float64, and rounded to fp32: the same ones for every device and layout.
 from __future__ import annotations
 
 import math
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from pentameter.config.schema import ModelConfig
 from pentameter.keyed import bits, make_key
+from pentameter.machine.threads import usable_cores
 from pentameter.planning.architecture import ParameterSpec, parameter_table
 
 BLOCK_ELEMENTS = 2**16  # its float64 temporaries stay in a core's cache; divides 2^32
@@ -62,7 +62,7 @@ def fill(spec: ParameterSpec, own: Tensor, region: Region, seed: int) -> None:
         own[first - start : last - start].copy_(rows)
 
     # numpy lets other threads run while it computes.
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(max_workers=min(8, len(usable_cores()))) as pool:
         list(pool.map(fill_rows, range(start, stop, n_rows)))
 
 

@@ -1,4 +1,4 @@
-"""The meeting place of model and devices: `assemble` returns the Engine a trainer drives.
+"""`assemble`: from a Plan to the Engine that a trainer drives.
 
 The trainer asks an Engine for one thing, `forward_backward(batch, step)`, and never how many
 devices, micro-batches or pipeline stages answer.
@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from pentameter.fused_cpu.obstacles import fused_obstacle
 from pentameter.model.gpt import GPT
-from pentameter.parallel.compute import fused_obstacle
+from pentameter.model.initial import fill
 from pentameter.parallel.data_parallel import share_state, with_copies
 from pentameter.parallel.engine import Engine
-from pentameter.parallel.initial_shards import initialize_shards
+from pentameter.parallel.local_parts import local_part
 from pentameter.parallel.mesh import build_mesh
 from pentameter.parallel.precision import arithmetic, set_matmul_precision
-from pentameter.parallel.recompute import recompute_activations
-from pentameter.parallel.stage_module import StageModule
+from pentameter.parallel.stage_module import StageModule, recompute_activations
 from pentameter.parallel.tensor_parallel import share_matrices
 from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
@@ -39,43 +39,53 @@ def assemble(
     world, layout, rules = world or World(), plan.layout, plan.rules
     set_matmul_precision(plan.config.train.matmul_precision, precision)
     mesh = build_mesh(layout, device.type, world) if world.size > 1 or layout.zero else None
-    modules: dict[int, nn.Module] = {}
-    parts: list[StageModule] = []
+    wrapped: dict[int, nn.Module] = {}
+    stage_modules: list[StageModule] = []
     for number in layout.stages_of(layout.coordinates(world.rank)["pipeline"]):
-        part = StageModule(_slice(plan, number, precision), device, precision)
+        module = StageModule(_slice(plan, number, precision), device, precision)
         if mesh is not None and layout.tensor > 1:
-            share_matrices(part.model, mesh["tensor"], sequence=layout.sequence)
+            share_matrices(module.model, mesh["tensor"], sequence=layout.sequence)
         if plan.config.train.activation_checkpoint is not None:
-            recompute_activations(part.model, plan.config.train.activation_checkpoint)
+            recompute_activations(module.model, plan.config.train.activation_checkpoint)
         if mesh is not None and rules.data_sum == "fsdp":
-            share_state(part, mesh, rules, offload=plan.config.train.offload)
-        part.to_empty(device="cpu" if plan.config.train.offload else device)
-        initialize_shards(part.model, plan.table, plan.config.seed)
+            share_state(module, mesh, rules, offload=plan.config.train.offload)
+        module.to_empty(device="cpu" if plan.config.train.offload else device)
+        _initialize(module.model, plan)
         if compiled:
-            _compile(part, plan)
-        modules[number] = part
+            _compile(module, plan)
+        wrapped[number] = module
         if mesh is not None and rules.data_sum == "ddp":
-            modules[number] = with_copies(part, mesh)
-        parts.append(part)
-    return Engine(parts, modules, plan, device, world, mesh)
+            wrapped[number] = with_copies(module, mesh)
+        stage_modules.append(module)
+    return Engine(stage_modules, wrapped, plan, device, world, mesh)
 
 
 def engine_of(model: GPT, plan: Plan, device: torch.device, precision: str) -> Engine:
     """The Engine of a whole model that is there already, in one process."""
-    part = StageModule(model, device, precision)
-    return Engine([part], {0: part}, plan, device, World(), None)
+    module = StageModule(model, device, precision)
+    return Engine([module], {0: module}, plan, device, World(), None)
 
 
 def _slice(plan: Plan, number: int, precision: str) -> GPT:
-    """Stage `number` of the model, without memory."""
+    """The slice of the model that pipeline stage `number` runs, on `meta`."""
     layers = plan.stages[number]
     with torch.device("meta"):
         model = GPT(plan.config.model, first_layer=layers.start, last_layer=layers.stop)
         return model.to(arithmetic(precision).weights)
 
 
-def _compile(part: StageModule, plan: Plan) -> None:
-    if part.device.type == "cpu" and fused_obstacle(plan) is None:
-        part.run_fused()
+def _initialize(model: GPT, plan: Plan) -> None:
+    """Set every parameter of a slice to what the whole model has there, in place. A rank draws the
+    values of its own shards and no others."""
+    specs = {spec.name: spec for spec in plan.table}
+    for name, parameter in model.named_parameters():
+        own, offset = local_part(parameter)
+        region = tuple((start, start + size) for start, size in zip(offset, own.shape, strict=True))
+        fill(specs[name], own, region, plan.config.seed)
+
+
+def _compile(module: StageModule, plan: Plan) -> None:
+    if module.device.type == "cpu" and fused_obstacle(plan) is None:
+        module.run_fused()
     else:
-        part.run_compiled()
+        module.run_compiled()

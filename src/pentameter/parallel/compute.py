@@ -1,22 +1,19 @@
-"""What a run computes on and how: device, precision, compilation, each with its reason."""
+"""The choices of a run for this machine: device, precision, compilation, each with its reason."""
 
 from __future__ import annotations
 
 import resource
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from pentameter.config.choices import SPLITS_BACKWARD, look_up
 from pentameter.errors import ConfigError
-from pentameter.fused_cpu import amx
-from pentameter.fused_cpu.build import load_amx
-from pentameter.fused_cpu.step import architecture_obstacle
+from pentameter.fused_cpu.obstacles import choose_kernels
 from pentameter.machine.capabilities import Capabilities, machine_capabilities
-from pentameter.machine.ceiling import product_ceiling
 from pentameter.machine.choices import (
     choose_compile,
     choose_device,
@@ -24,9 +21,8 @@ from pentameter.machine.choices import (
     tune_allocator,
 )
 from pentameter.machine.environment import device_name, environment
-from pentameter.machine.peaks import peak_flops
+from pentameter.machine.peaks import peak_flops, product_ceiling
 from pentameter.parallel.precision import arithmetic
-from pentameter.planning.layout import Layout
 from pentameter.planning.plan import Plan
 from pentameter.processes.join import local_device
 from pentameter.processes.world import World
@@ -93,7 +89,7 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
     if device.type == "cpu":
         tune_allocator(sparing=plan.layout.zero > 0)
         if compiled:
-            how, amx_kernels = _compiled_on_cpu(plan, precision, capabilities, world)
+            how, amx_kernels = choose_kernels(plan, precision, capabilities, world)
             compile_reason += how
     name = device_name(device, capabilities)
     ceiling = peak_flops(name, precision) or product_ceiling(device, arithmetic(precision).products)
@@ -136,35 +132,3 @@ def _choose_compile(
         precision=precision,
         capabilities=capabilities,
     )
-
-
-def fused_obstacle(plan: Plan) -> str | None:
-    """What a compiled step on a CPU cannot do by the fused operations of `fused_cpu`, so that
-    torch compiles the plain model as a whole instead; None where they do."""
-    obstacle = architecture_obstacle(plan.config.model)
-    if obstacle is not None:
-        return obstacle
-    copies = asdict(Layout(data=plan.layout.data))  # all that the fused step can be divided into
-    for name, value in asdict(plan.layout).items():
-        if value != copies[name]:
-            return f"parallel.{name}={value}"
-    how = plan.config.train.activation_checkpoint
-    return None if how is None else f"train.activation_checkpoint={how!r}"
-
-
-def _compiled_on_cpu(
-    plan: Plan, precision: str, capabilities: Capabilities, world: World
-) -> tuple[str, bool]:
-    """How the step is compiled, to be added to the reason, and whether the AMX kernels serve it."""
-    obstacle = fused_obstacle(plan)
-    if obstacle is not None:
-        return f"; the plain model as a whole, as the fused step does not know {obstacle}", False
-    if precision != "bf16":
-        return "", False
-    missing = load_amx(capabilities)
-    model = plan.config.model
-    head_size = model.d_model // model.n_heads
-    if missing is None and not amx.can_attend(arithmetic(precision).products, head_size):
-        missing = f"the AMX kernels want heads of a multiple of 32, not {head_size}"
-    missing = next((each for each in world.collect(missing) if each is not None), None)
-    return f"; {missing or 'with AMX kernels'}", missing is None

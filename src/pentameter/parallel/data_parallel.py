@@ -32,12 +32,12 @@ from pentameter.planning.rules import LayoutRules
 from pentameter.planning.traffic import COPIES_BUCKET_BYTES
 
 
-def with_copies(part: StageModule, mesh: DeviceMesh) -> DistributedDataParallel:
-    """`part` with DDP around it: the backward pass of a step's last micro-batch sums gradients
+def with_copies(module: StageModule, mesh: DeviceMesh) -> DistributedDataParallel:
+    """DDP around `module`: the backward pass of a step's last micro-batch sums gradients
     over the dimension `data` of `mesh`."""
     group = mesh["data"].get_group()
     ddp = DistributedDataParallel(
-        part,
+        module,
         process_group=group,
         init_sync=False,  # every copy draws the same initial values
         bucket_cap_mb=COPIES_BUCKET_BYTES / 2**20,
@@ -54,9 +54,11 @@ def _sum(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def share_state(part: StageModule, mesh: DeviceMesh, rules: LayoutRules, *, offload: bool) -> None:
-    """Shard the parameters of `part` over the dimension `shard` of `mesh`, in place; copies of the
-    shards (HSDP) lie along `data`.
+def share_state(
+    module: StageModule, mesh: DeviceMesh, rules: LayoutRules, *, offload: bool
+) -> None:
+    """Shard the parameters of `module` over the dimension `shard` of `mesh`, in place; the replicas
+    of HSDP lie along `data`.
 
     The units that are gathered together are attention and feed-forward, in the products' dtype,
     and the rest (embeddings, norms, head) in its own: what autocast would round is rounded before
@@ -65,29 +67,29 @@ def share_state(part: StageModule, mesh: DeviceMesh, rules: LayoutRules, *, offl
     shared = mesh["data", "shard"] if rules.sums_shard_copies else mesh["shard"]
     policy: OffloadPolicy = OffloadPolicy()
     if offload:
-        policy = CPUOffloadPolicy(pin_memory=part.device.type == "cuda")
+        policy = CPUOffloadPolicy(pin_memory=module.device.type == "cuda")
     options: dict[str, Any] = {
         "mesh": shared,
         "reshard_after_forward": not rules.weights_stay_gathered,
         "offload_policy": policy,
     }
-    low = arithmetic(part.precision).autocast
+    rounded = arithmetic(module.precision).autocast
     products = MixedPrecisionPolicy(
-        param_dtype=low,
-        reduce_dtype=None if low is None else torch.float32,
+        param_dtype=rounded,
+        reduce_dtype=None if rounded is None else torch.float32,
         cast_forward_inputs=False,
     )
     # What a unit returns may be a view, and nothing here writes into one: no word to the user.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     units: list[nn.Module] = []
-    for block in part.model.blocks.values():
+    for block in module.model.blocks.values():
         units += [block.get_submodule("attention"), block.get_submodule("mlp")]
     for unit in units:
         fully_shard(unit, mp_policy=products, **options)
-    fully_shard(part, **options)
+    fully_shard(module, **options)
     if rules.prefetches_weights:
         _prefetch(units)
-    for unit in (*units, part):
+    for unit in (*units, module):
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo knows no other

@@ -1,4 +1,4 @@
-"""What a trainer drives: this process's share of a step, whatever the layout."""
+"""The Engine: one rank's share of a step, which a trainer drives whatever the layout."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from pentameter.model.gpt import GPT
 from pentameter.optim.clip import clip_gradients, gradient_norm, unscale_gradients
 from pentameter.parallel import gradients
 from pentameter.parallel.data_parallel import micro_batch
+from pentameter.parallel.gradients import TiedCopies
 from pentameter.parallel.pipeline import Pipeline
 from pentameter.parallel.stage_module import StageModule
-from pentameter.parallel.tied import TiedCopies
 from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
 
 
 @dataclass(frozen=True)
 class LossSum:
-    """A summed loss and what it is summed over; `mean` is the number everything reports."""
+    """A summed loss in nats and the count of target tokens it is summed over; `mean` is the number
+    everything reports."""
 
     total: float
     n_targets: int
@@ -45,32 +46,32 @@ class LossSum:
 
 
 class Engine:
-    """This process's part of the model and how to run a batch through it.
+    """One rank's slices of the model and how to run a batch through them.
 
-    `parts` are its slices of the model, in order, and `modules` what runs them, by stage number.
-    Methods are collective: every process of the world calls them with the same arguments but for
-    the rows of the batch.
+    `stage_modules` are the slices, in order, and `wrapped` what runs them, by stage number: a
+    stage module, or DDP around one. Methods are collective: every process of the world calls them
+    with the same arguments but for the rows of the batch.
     """
 
     def __init__(
         self,
-        parts: Sequence[StageModule],
-        modules: Mapping[int, nn.Module],
+        stage_modules: Sequence[StageModule],
+        wrapped: Mapping[int, nn.Module],
         plan: Plan,
         device: torch.device,
         world: World,
         mesh: DeviceMesh | None,
     ) -> None:
-        self.parts = parts
+        self.stage_modules = stage_modules
         self.plan = plan
         self.device = device
         self.world = world
         self._mesh = mesh
-        self._modules = modules
+        self._wrapped = wrapped
         self._pipeline: Pipeline | None = None
         self._tied: TiedCopies | None = None
         if mesh is not None and plan.layout.pipeline > 1:
-            self._pipeline = Pipeline(modules, parts[0], plan, mesh)
+            self._pipeline = Pipeline(wrapped, stage_modules[0], plan, mesh)
             self._tied = TiedCopies(plan, mesh, world, dict(self.named_parameters()))
         places = plan.layout.coordinates(world.rank)
         self._speaks_for_rows = places["tensor"] == places["pipeline"] == 0
@@ -79,62 +80,62 @@ class Engine:
 
     @property
     def model(self) -> GPT:
-        """The model where it is in one piece, its parameters in shards or not; `models` has the
-        slices of a pipeline. Raises ConfigError where they are several, or not all here."""
+        """The model where the layout has no pipeline, its parameters sharded or not; `models` has
+        the slices of a pipeline. Raises ConfigError where there is one."""
         if self._pipeline is not None:
             raise ConfigError(
                 f"with parallel.pipeline={self.plan.layout.pipeline} no process has the whole "
-                "model; stage.models are the slices of this one"
+                "model; engine.models are the slices of this one"
             )
-        (part,) = self.parts
-        return part.model
+        (stage_module,) = self.stage_modules
+        return stage_module.model
 
     @property
     def models(self) -> list[GPT]:
         """The slices of the model that this process has."""
-        return [part.model for part in self.parts]
+        return [each.model for each in self.stage_modules]
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """What the processes are laid out on; None where there is one process."""
+        """The device mesh of the layout; None where there is one process and nothing is sharded."""
         return self._mesh
 
     @property
     def precision(self) -> str:
-        """Of the matrix products."""
-        return self.parts[0].precision
+        """The precision of the matrix products, a value of `train.precision`."""
+        return self.stage_modules[0].precision
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """The arithmetic of the run's precision, for a forward pass of `model`."""
-        return self.parts[0].autocast()
+        return self.stage_modules[0].autocast()
 
     @property
     def is_whole(self) -> bool:
-        """Whether each process has the whole model, and can use it without the others."""
+        """True if each process has the whole model, and can use it without the others."""
         layout = self.plan.layout
         return layout.pipeline == layout.tensor == 1 and not layout.zero
 
     @property
     def rows(self) -> np.ndarray:
-        """Numbers, in the global batch, of the rows that this process computes."""
+        """Row numbers in the global batch, int64, that this process computes."""
         rows = self.plan.layout.rows(self.world.rank, self.plan.batch_size)
         return np.arange(rows.start, rows.stop, dtype=np.int64)
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Parameters by the names of the parameter table, a copy of a tied one included."""
-        for part in self.parts:
-            yield from part.model.named_parameters()
+        for model in self.models:
+            yield from model.named_parameters()
 
     def owned_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """The same without copies of what another stage owns."""
+        """Those of `named_parameters` without copies of what another stage owns."""
         for name, parameter in self.named_parameters():
             if self._tied is None or parameter is not self._tied.copy:
                 yield name, parameter
 
     @property
     def adds_up_in_place(self) -> bool:
-        """Whether micro-batches add their gradients up where they are summed over the data, in
-        DDP's buckets. So they are set to zero there, not given up, or they would be held twice."""
+        """True if `.grad` are views of DDP's buckets: zero them in place instead of setting None,
+        or gradients would be held twice."""
         return self._mesh is not None and self.plan.rules.adds_up_in_buckets(
             self.plan.n_micro_batches
         )
@@ -168,8 +169,8 @@ class Engine:
     def _accumulate(
         self, tokens: Tensor, targets: Tensor, keys: Tensor | None, factor: float
     ) -> Tensor:
-        """Micro-batch after micro-batch; the summed loss, ()."""
-        (module,) = self._modules.values()
+        """Run forward and backward of one micro-batch after another; the summed loss, ()."""
+        (module,) = self._wrapped.values()
         losses = []
         for rows in micro_batches(len(tokens), self.plan.micro_batch_size):
             is_last = rows.stop >= len(tokens)
@@ -181,7 +182,8 @@ class Engine:
         return torch.cat(losses).sum()
 
     def _settle(self) -> None:
-        """Make the gradients those of the global loss, where the backward pass has not."""
+        """Do the sums of gradients that the backward pass has not: over sequence, data and tied
+        copies."""
         if self._mesh is None:
             return
         rules = self.plan.rules
@@ -217,8 +219,7 @@ class Engine:
             clip_gradients(parameters, norm, limit)
 
     def zero_gradients(self) -> None:
-        """Give every gradient up, or set it to zero where it is a view of one of DDP's buckets,
-        which would otherwise be held beside new gradients."""
+        """Set every `.grad` to None, or zero it in place where it is a view of DDP's buckets."""
         held = [p.grad for p in self.parameters() if p.grad is not None]
         if self.adds_up_in_place and held:
             torch._foreach_zero_(held)
@@ -232,22 +233,21 @@ class Engine:
     def evaluate(self, batch: Batch) -> LossSum:
         """The loss of a whole batch, which processes share out, without dropout."""
         self._train(False)
-        own = self._own_part(batch)
+        own = self._own_rows(batch)
         tokens, targets = self._to_device(own)
         if self._pipeline is not None:
             total = self._pipeline.evaluate(tokens, targets, self._n_evaluated)
         else:
-            (part,) = self.parts
-            total = part(tokens, targets).sum()
+            (stage_module,) = self.stage_modules
+            total = stage_module(tokens, targets).sum()
         self._give_up_gathered()
         return LossSum(self._over_world(total.item()), batch.n_targets)
 
-    def _own_part(self, batch: Batch) -> Batch:
+    def _own_rows(self, batch: Batch) -> Batch:
         """This process's rows of an evaluation batch: as many as every other's, the missing ones
         filled up with rows that count nothing."""
-        n_parts = self.plan.layout.data
-        pieces = self._n_evaluated
-        n_rows = -(-len(batch.rows) // (n_parts * pieces)) * pieces
+        n_data = self.plan.layout.data
+        n_rows = -(-len(batch.rows) // (n_data * self._n_evaluated)) * self._n_evaluated
         first = self.plan.layout.data_index(self.world.rank) * n_rows
         inputs, targets = (
             _filled(array[first : first + n_rows], n_rows, value)
@@ -272,8 +272,8 @@ class Engine:
         if self._pipeline is not None:
             logits = self._pipeline.logits(tokens)
         else:
-            (part,) = self.parts
-            logits = part(tokens)
+            (stage_module,) = self.stage_modules
+            logits = stage_module(tokens)
         self._give_up_gathered()
         vocab_size = self.plan.config.model.vocab_size
         own = None
@@ -285,10 +285,10 @@ class Engine:
         return result
 
     def _give_up_gathered(self) -> None:
-        """Leave the parameters sharded, as a step's backward pass leaves them."""
+        """Free gathered weights: leave the parameters sharded, as a step's backward pass does."""
         if not self.plan.layout.zero:
             return
-        for module in self._modules.values():
+        for module in self._wrapped.values():
             for unit in module.modules():
                 if isinstance(unit, FSDPModule):
                     unit.reshard()
@@ -296,7 +296,7 @@ class Engine:
     # -- numbers and tensors --------------------------------------------------------------------
 
     def _train(self, training: bool) -> None:
-        for module in self._modules.values():
+        for module in self._wrapped.values():
             module.train(training)
 
     @property
@@ -305,11 +305,11 @@ class Engine:
         return self.plan.layout.pipeline
 
     def _over_rows(self, count: int) -> int:
-        """The sum over all rows of the global batch of what processes counted in their own."""
+        """The sum of a count over all rows of the global batch, given that of this rank's rows."""
         return round(self._over_world(float(count) if self._speaks_for_rows else 0.0))
 
     def _over_world(self, value: float) -> float:
-        """The sum of what the processes computed, those that share a tensor counted once."""
+        """The sum of a value over all ranks, those of one tensor group counted once."""
         if self.world.size == 1:
             return value
         if self.plan.layout.coordinates(self.world.rank)["tensor"]:

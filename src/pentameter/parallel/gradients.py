@@ -1,4 +1,4 @@
-"""What is done with gradients after the backward pass, so that each is that of the global loss.
+"""The work on gradients after the backward pass, so that each is that of the global loss.
 
 A parameter may be whole in each process, a shard, or a copy of a tied one in another stage. Here
 gradients get their parameters' placements, sums over processes that backward did not make, and
@@ -7,7 +7,7 @@ one norm in which every element counts once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn import Parameter
 
+from pentameter.parallel.mesh import make_group
+from pentameter.planning.plan import Plan
 from pentameter.planning.traffic import filled_buckets
+from pentameter.processes.world import World
+
+TIED_NAME = "token_embedding.weight"
+"""The parameter that a tied head shares with the embedding."""
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that is in this process: itself where it is no DTensor."""
+    """The local shard of a DTensor; any other tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -39,7 +45,7 @@ def placed_as_parameters(parameters: Iterable[Parameter]) -> None:
 
 
 def add_up(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Replace each tensor by its sum over the group, in place; a few large messages."""
+    """All-reduce each tensor over the group, in place; by buckets, a few large messages."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -98,3 +104,37 @@ def global_norm(parameters: Iterable[Parameter], mesh: DeviceMesh) -> Tensor:
     square = torch.nn.utils.get_total_norm(counted).to(device, torch.float64) ** 2
     dist.all_reduce(square)
     return square.sqrt()
+
+
+class TiedCopies:
+    """The embedding of the first stage and the head's copy of it, where the head is tied.
+
+    Made by every process of the world at the same time. `copy` is the parameter in a process that
+    holds it as a copy only.
+    """
+
+    def __init__(
+        self, plan: Plan, mesh: DeviceMesh, world: World, named: Mapping[str, Parameter]
+    ) -> None:
+        self._held: Parameter | None = None
+        self.copy: Parameter | None = None
+        self._group: dist.ProcessGroup | None = None
+        if not plan.config.model.tied_head:
+            return
+        last = plan.layout.pipeline - 1
+        places = plan.layout.coordinates(world.rank)
+        if places["pipeline"] not in (0, last):
+            return
+        self._held = named[TIED_NAME]
+        self.copy = self._held if places["pipeline"] == last else None
+        if last == 1:
+            self._group = mesh["pipeline"].get_group()
+        else:
+            ends = (plan.layout.rank_of(**{**places, "pipeline": end}) for end in (0, last))
+            self._group = make_group(ends, world)
+
+    def add_up(self) -> None:
+        """Give both copies the sum of their gradients."""
+        if self._held is not None and self._held.grad is not None:
+            assert self._group is not None  # whoever holds a copy is in a pair
+            add_up([local(self._held.grad)], self._group)

@@ -1,4 +1,4 @@
-"""The part of a tensor that lies in this process: all of a plain one, a region of a DTensor."""
+"""The local shard of a tensor as a region of the whole one: all of a plain tensor."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor, told without importing what defines them: that takes a second."""
+    """True for a DTensor, told without importing what defines them: that takes a second."""
     return hasattr(tensor, "placements")
 
 
 def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """What is here of a tensor, sharing its memory, and where in the whole tensor it begins.
+    """The local shard of a tensor, sharing its memory, and its offset in the whole tensor.
 
     Raises ValueError for a DTensor whose part here is not one region that can be told from its
     placements. Torch's own computation of the region is not used: it is wrong where `fully_shard`
@@ -62,7 +62,7 @@ def _region(
 
 
 def copy_part(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy into `target` what of a whole tensor falls into its part here.
+    """Copy into the local shard of `target` the same region of a whole tensor.
 
     Where `source` ends earlier than `target`, the rest of `target` stays as it is.
     """

@@ -1,4 +1,4 @@
-"""Muon for matrices of which each process has a part."""
+"""Muon for sharded matrices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pentameter.parallel.local_parts import copy_part
 
 
 class ShardedMuon(torch.optim.Muon):
-    """Muon, whose rule needs whole matrices: each that is sharded is gathered for its turn.
+    """Muon that gathers each sharded matrix for its update, as the rule needs whole ones.
 
     Every process then makes the same update and keeps its part. On the parts themselves DTensor
     could compute it too, but adds up products of bf16 in another order for every layout, and

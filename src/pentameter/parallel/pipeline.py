@@ -1,6 +1,6 @@
 """Pipeline parallelism: stages of layers in different processes, driven by PyTorch's schedules.
 
-Shapes: B rows of a micro-batch, T time (of a sequence-parallel process, its part), D d_model.
+Shapes: B rows of a micro-batch, T time (with sequence parallelism, this rank's part), D d_model.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ Use = Literal["train", "evaluate", "logits"]
 
 
 class Pipeline:
-    """The stages of this process, and how micro-batches go through them.
+    """Runs the pipeline stages of this rank, and sends activations and gradients between ranks.
 
-    `modules` are the parts of the stages that this process holds, by stage number; they may be
-    wrapped already. Every process of the pipeline makes one and calls its methods together with
-    the others.
+    `modules` run the stages that this rank holds, by stage number: stage modules, which FSDP may
+    wrap already; `module` is one of them. Every rank of the pipeline makes one Pipeline, and calls
+    its methods together with the others.
     """
 
     def __init__(
-        self, modules: Mapping[int, nn.Module], part: StageModule, plan: Plan, mesh: DeviceMesh
+        self, modules: Mapping[int, nn.Module], module: StageModule, plan: Plan, mesh: DeviceMesh
     ) -> None:
         self._modules = modules
         self._plan = plan
         self._group = mesh["pipeline"].get_group()
-        self._device = part.device
-        self._stream_dtype = next(part.model.parameters()).dtype
+        self._device = module.device
+        self._stream_dtype = next(module.model.parameters()).dtype
         self._logits_dtype = self._stream_dtype  # StageModule does not round them, unless sharded
         if plan.layout.zero:
-            self._logits_dtype = arithmetic(part.precision).autocast or self._stream_dtype
+            self._logits_dtype = arithmetic(module.precision).autocast or self._stream_dtype
         self._holds_first = 0 in modules
         self._schedules: dict[tuple[str, str, int, int], Any] = {}
         self._factor = 1.0
@@ -107,8 +107,11 @@ class Pipeline:
         return name if _takes_several_stages(name) else "gpipe"
 
     def _schedule(self, use: Use, name: str, micro_batch_size: int, n_micro_batches: int) -> Any:
-        """Shapes are fixed for a schedule's life, so each has its own, and so has each use: whether
-        what is received has a gradient is settled in the first step. They hold no parameters."""
+        """PyTorch's schedule for a use and a shape, made at its first call.
+
+        Shapes are fixed for a schedule's life, and so is whether what is received has a gradient,
+        which the first step settles. Schedules hold no parameters.
+        """
         key = (use, name, micro_batch_size, n_micro_batches)
         if key not in self._schedules:
             stages = [

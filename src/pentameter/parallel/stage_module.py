@@ -1,4 +1,4 @@
-"""A slice of the model as a step runs it: in its precision, plain, compiled or by fused kernels."""
+"""One pipeline stage's slice of the model: its precision, how it is run, what it recomputes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,30 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
-from pentameter.fused_cpu.kernels import kernel, with_own_code
+from pentameter.config.choices import refuse_unknown
 from pentameter.fused_cpu.step import fused_loss_sum
-from pentameter.model.chunked_loss import elementwise_row_loss
+from pentameter.model.compiled import with_own_code
 from pentameter.model.gpt import GPT
+from pentameter.model.loss import compiled_row_loss
 from pentameter.parallel.precision import arithmetic
+
+_SAVED_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 class StageModule(nn.Module):
-    """What this process computes of a forward pass; what is applied from outside wraps this.
+    """Runs one pipeline stage's slice of the model (plain, compiled or fused); DDP and FSDP wrap
+    this module.
 
     `model` is the slice, whose parameters keep the names of the table. In training it runs as
     `run_compiled` or `run_fused` asked, in evaluation plainly.
@@ -36,8 +45,8 @@ class StageModule(nn.Module):
     def forward(
         self, x: Tensor, targets: Tensor | None = None, dropout_keys: Tensor | None = None
     ) -> Tensor:
-        """The slice's part of the pass: of the last layers the summed loss (1,) of `targets`, or
-        logits; of others the stream. The arguments are GPT's.
+        """What the slice returns of GPT's arguments: the last layers the summed loss (1,) of
+        `targets`, or logits where there are none; other layers the residual stream.
 
         Without targets, which is to sample, products are in the weights' precision, as `generate`
         computes them; but weights that are gathered from shards come rounded.
@@ -57,15 +66,15 @@ class StageModule(nn.Module):
         return torch.autocast(self.device.type, dtype)
 
     def run_compiled(self) -> None:
-        """From now on train by what `torch.compile` makes of the slice."""
+        """Train by what `torch.compile` makes of the slice, from now on."""
         if self.model.is_last:
-            self.model.head_loss.row_loss = kernel(elementwise_row_loss)
+            self.model.head_loss.row_loss = compiled_row_loss
         self._train = torch.compile(
             MethodType(with_own_code(GPT.forward), self.model), dynamic=False
         )
 
     def run_fused(self) -> None:
-        """From now on train by the fused operations of `fused_cpu`, which know whole models."""
+        """Train by the fused operations of `fused_cpu`, which know whole models, from now on."""
         dtype = arithmetic(self.precision).autocast or next(self.model.parameters()).dtype
         self._train = partial(_fused, self.model, dtype)
 
@@ -79,3 +88,39 @@ def _fused(
 ) -> Tensor:
     with torch.autocast(tokens.device.type, enabled=False):  # it chooses its dtypes itself
         return fused_loss_sum(model, tokens, targets, dropout_keys, dtype)
+
+
+def recompute_activations(model: GPT, how: Literal["selective", "full"]) -> None:
+    """Have every block of `model` forget its activations, and compute them again for backward.
+
+    `full` keeps a block's input only. `selective` keeps the results of its matrix products and
+    of PyTorch's attention too, and computes again what is element-wise: norms, activations,
+    dropout, and the weights of an attention that drops them, which are the largest of all.
+
+    Only the blocks' `forward` is replaced, so names in `state_dict()` stay. Dropout masks are
+    functions of their keys: no generator's state has to be kept for the second pass.
+    """
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    match how:
+        case "full":
+            pass
+        case "selective":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        case unknown:
+            refuse_unknown(unknown, "train.activation_checkpoint", "the engine")
+    for block in model.blocks.values():
+        block.forward = partial(_recomputed, block.forward, options)
+
+
+def _recomputed(forward: Callable[..., Tensor], options: dict[str, Any], *arguments: Any) -> Tensor:
+    if not torch.is_grad_enabled():
+        return forward(*arguments)
+    return checkpoint(forward, *arguments, **options)
+
+
+def _policy(ctx: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    """Whether to keep the result of an operation of a block. Attention has a name for each device:
+    flash, efficient, cuDNN …"""
+    if op in _SAVED_PRODUCTS or "scaled_dot_product" in str(op):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

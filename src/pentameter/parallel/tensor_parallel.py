@@ -29,13 +29,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from pentameter.model.dropout import AttentionDropout, KeyedDropout
+from pentameter.model.dropout import AttentionDropout
 from pentameter.model.gpt import GPT
-from pentameter.model.head_loss import HeadLoss
+from pentameter.model.loss import HeadLoss
 
 
 def share_matrices(model: GPT, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Leave in each process of `mesh`, whose one dimension is `tensor`, its part of the model.
+    """Cut the model's matrices over `mesh`, whose one dimension is `tensor`, in place.
 
     Nothing is sent: parameters are meant to be initialised or loaded afterwards. With `sequence`
     the stream between the shared matrices is divided by time, (B, T / n, D); the parameters that
@@ -48,17 +48,20 @@ def share_matrices(model: GPT, mesh: DeviceMesh, *, sequence: bool) -> None:
     }
     parallelize_module(model, mesh, table, src_data_rank=None)
     place, n_places = mesh.get_local_rank(), mesh.size()
-    first_token = place * (model.config.context_length // n_places) if sequence else 0
     for module in model.modules():
         if isinstance(module, AttentionDropout):
             module.head_offset = place * (model.config.n_heads // n_places)
-        elif isinstance(module, KeyedDropout):
-            module.time_offset = first_token
-    model.time_offset = first_token
+    if sequence:
+        model.stream_positions = partial(_own_positions, place, n_places)
+
+
+def _own_positions(place: int, n_places: int, positions: Tensor) -> Tensor:
+    """The positions of this process's part of the stream, which `Shard(1)` cuts into equal ones."""
+    return positions.chunk(n_places)[place]
 
 
 def _table(sequence: bool) -> dict[str, ParallelStyle]:
-    """Module → how it is shared. The stream is whole in each process, or divided by time."""
+    """Module path → its style; the stream is whole in each process, or divided by time."""
     stream: Placement = Shard(1) if sequence else Replicate()
     return {
         "token_embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
@@ -91,7 +94,7 @@ class VocabularyParallel(ParallelStyle):
         return module
 
     def _parts(self, mesh: DeviceMesh, module: nn.Module, given: tuple[Any, ...]) -> Any:
-        """What the loss works on: all of x, and this process's rows of weight and bias."""
+        """Inputs of the loss: all of x, and this process's rows of weight and bias."""
         assert isinstance(module, HeadLoss)
         x, weight, bias, targets = given
         module.widest = -(-weight.shape[0] // mesh.size())

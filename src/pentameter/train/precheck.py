@@ -7,7 +7,7 @@ import torch
 from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.shards.dataset import Dataset
 from pentameter.errors import ConfigError
-from pentameter.machine.choices import memory_bytes
+from pentameter.machine.capabilities import memory_bytes
 from pentameter.planning.plan import Plan
 
 FEW_WINDOWS = 8

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pentameter.errors import ConfigError
-from pentameter.machine.ceiling import product_ceiling
+from pentameter.machine.peaks import product_ceiling
 
 
 def test_a_ceiling_is_a_rate_and_is_measured_once():
