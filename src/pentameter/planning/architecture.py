@@ -76,7 +76,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class ActivationTensor:
-    """What an operation makes of one sequence: (tokens, numbers of each), and its dtype."""
+    """An activation of one sequence: (tokens, numbers of each), their axes, and its dtype."""
 
     name: str
     shape: tuple[int, int]
