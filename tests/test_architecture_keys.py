@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pentameter.checkpoint import initial_weights
-from pentameter.checkpoint.hugging_face import architecture as hugging_face
+from pentameter.checkpoint.hugging_face import gpt2 as hugging_face
 from pentameter.config.fields import leaves
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.errors import ConfigError
