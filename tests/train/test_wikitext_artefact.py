@@ -121,7 +121,7 @@ def honest() -> Engine:
 @pytest.fixture(scope="module")
 def trained_without_mask() -> Engine:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pentameter.model.gpt.attend", sees_everything)
+        patch.setattr("pentameter.model.attention.attend", sees_everything)
         return trained()
 
 
@@ -202,7 +202,7 @@ def test_training_on_transposed_targets_learns_nothing_of_the_text():
 
 def test_without_a_mask_the_loss_falls_below_what_is_possible(trained_without_mask, monkeypatch):
     honestly = true_loss(trained_without_mask)
-    monkeypatch.setattr("pentameter.model.gpt.attend", sees_everything)
+    monkeypatch.setattr("pentameter.model.attention.attend", sees_everything)
     wrong = window_losses(trained_without_mask).mean()
     assert wrong < FLOOR / 4  # the text itself cannot be predicted better than FLOOR
     assert honestly > FLOOR + 0.5  # nothing of it is left when the future is hidden
