@@ -17,11 +17,8 @@ from pathlib import Path
 HERE = Path(__file__).parents[1]
 sys.path.insert(0, str(HERE / "tests"))
 
-from test_imports import file_imports  # noqa: E402
-from test_source_size import code_lines  # noqa: E402
-
-FEW_LINES = 60
-"""Lines of code below which a module with a single importer belongs to its importer."""
+from test_imports import circles, file_imports  # noqa: E402
+from test_source_size import FEW_LINES, code_lines  # noqa: E402
 
 
 def main() -> None:
@@ -65,33 +62,6 @@ def print_packages(source: Path, code: dict[Path, int]) -> None:
     for name in [*sorted(rows.keys() - {"total"}), "total"]:
         files, n_lines, n_code = rows[name]
         print(f"{name:20}{files:8,}{n_lines:10,}{n_code:10,}")
-
-
-def circles(imported: dict[Path, set[Path]]) -> list[list[Path]]:
-    """Groups of files that import each other, directly or by way of others (Tarjan 1972)."""
-    number: dict[Path, int] = {}
-    lowest: dict[Path, int] = {}
-    stack: list[Path] = []
-    found: list[list[Path]] = []
-
-    def visit(path: Path) -> None:
-        number[path] = lowest[path] = len(number)
-        stack.append(path)
-        for target in imported.get(path, ()):
-            if target not in number:
-                visit(target)
-            if target in stack:
-                lowest[path] = min(lowest[path], lowest[target])
-        if lowest[path] == number[path]:
-            group = stack[stack.index(path) :]
-            del stack[stack.index(path) :]
-            if len(group) > 1:
-                found.append(sorted(group))
-
-    for path in imported:
-        if path not in number:
-            visit(path)
-    return found
 
 
 def names_defined_twice(trees: dict[Path, ast.Module]) -> list[str]:

@@ -124,6 +124,33 @@ def _absolute(node: ast.ImportFrom, here: list[str]) -> str:
     return ".".join([*base, *([node.module] if node.module else [])])
 
 
+def circles(imported: dict[Path, set[Path]]) -> list[list[Path]]:
+    """Groups of files that import each other, directly or by way of others (Tarjan 1972)."""
+    number: dict[Path, int] = {}
+    lowest: dict[Path, int] = {}
+    stack: list[Path] = []
+    found: list[list[Path]] = []
+
+    def visit(path: Path) -> None:
+        number[path] = lowest[path] = len(number)
+        stack.append(path)
+        for target in imported.get(path, ()):
+            if target not in number:
+                visit(target)
+            if target in stack:
+                lowest[path] = min(lowest[path], lowest[target])
+        if lowest[path] == number[path]:
+            group = stack[stack.index(path) :]
+            del stack[stack.index(path) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for path in imported:
+        if path not in number:
+            visit(path)
+    return found
+
+
 def is_or_inside(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
@@ -169,6 +196,13 @@ def test_rooms_of_data_import_from_those_below():
                     wrong.append((path, item.line, f"{room} must not import {item.module}"))
     assert not wrong, places(wrong)
     assert rooms == set(DATA_ROOMS)
+
+
+def test_no_files_import_each_other_in_a_circle():
+    found = [
+        [str(path.relative_to(SOURCE)) for path in circle] for circle in circles(file_imports())
+    ]
+    assert not found, "give what they share a file below both"
 
 
 @pytest.mark.parametrize(

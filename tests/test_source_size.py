@@ -7,11 +7,23 @@ or function that outgrows this holds more than one idea: split it, do not raise 
 from __future__ import annotations
 
 import ast
+import sys
+from collections import Counter
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_imports import file_imports
 
 SOURCE = Path(__file__).parents[1] / "src" / "pentameter"
 MOST_LINES_OF_A_FILE = 400
 MOST_LINES_OF_A_FUNCTION = 60
+FEW_LINES = 60
+"""Lines of code below which a module with a single importer belongs to its importer."""
+ALONE = {
+    "train/signals.py": "what a signal does to a run is looked for by that name, not in the loop",
+}
+"""Small modules with one importer that stay files of their own, and why."""
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "manager", "misc", "common"}
 
 
@@ -75,3 +87,16 @@ def test_docstrings_and_comments_are_free():
 def test_modules_are_named_for_what_they_hold():
     empty = [str(p.relative_to(SOURCE)) for p in SOURCE.rglob("*.py") if p.stem in EMPTY_NAMES]
     assert not empty
+
+
+def test_small_modules_have_more_than_one_importer():
+    imported = file_imports()
+    importers = Counter(target for targets in imported.values() for target in targets)
+    small = {
+        str(path.relative_to(SOURCE))
+        for path in imported
+        if importers[path] == 1
+        and path.stem != "__init__"
+        and len(code_lines(ast.parse(path.read_text(encoding="utf-8")))) < FEW_LINES
+    }
+    assert small == ALONE.keys()
