@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from pentameter.disk.atomic import (
     write_verified,
 )
 from pentameter.errors import CorruptError
+from pentameter.machine.threads import usable_cores
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
@@ -173,7 +173,7 @@ def check_files(folder: Path, manifest: Manifest, *, hash_content: bool = True) 
         check_file(folder, record, hash_content=False)
     if not hash_content:
         return
-    n_threads = max(1, min(len(manifest.files), os.cpu_count() or 1, 8))
+    n_threads = max(1, min(len(manifest.files), len(usable_cores()), 8))
     with ThreadPoolExecutor(n_threads) as pool:
         checks = [
             pool.submit(check_file, folder, record, hash_content=True) for record in manifest.files
