@@ -19,7 +19,7 @@ from torch import Tensor
 from pentameter.fused_cpu import amx
 from pentameter.model.compiled import kernel
 from pentameter.model.dropout import keep_mask
-from pentameter.model.gpt import NORM_EPS
+from pentameter.planning.architecture import NORM_EPS
 
 ROWS_PER_SUM = 64
 PADDING = 64  # elements: one or two lines of a cache

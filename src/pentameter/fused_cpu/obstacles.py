@@ -15,6 +15,7 @@ from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu import amx
 from pentameter.fused_cpu.kernels import ACTIVATIONS, CENTRED
 from pentameter.machine.capabilities import Capabilities
+from pentameter.planning.architecture import head_size
 from pentameter.planning.layout import Layout
 from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
@@ -85,9 +86,9 @@ def choose_kernels(
         return "", False
     missing = amx.load(capabilities)
     model = plan.config.model
-    head_size = model.d_model // model.n_heads
-    if missing is None and not amx.can_attend(torch.bfloat16, head_size):
-        missing = f"the AMX kernels want heads of a multiple of 32, not {head_size}"
+    size = head_size(model)
+    if missing is None and not amx.can_attend(torch.bfloat16, size):
+        missing = f"the AMX kernels want heads of a multiple of 32, not {size}"
     missing_anywhere = next((each for each in world.collect(missing) if each is not None), None)
     if missing is None and missing_anywhere is not None:
         amx.unload()  # they round differently from what the others compute with

@@ -28,6 +28,7 @@ from pentameter.model.compiled import kernel
 from pentameter.model.dropout import StreamDropout
 from pentameter.model.gpt import GPT, Block
 from pentameter.model.loss import chunked_loss_sum, compiled_row_loss, exceeds_chunk, loss_sum
+from pentameter.planning.architecture import head_size
 
 
 def fused_loss_sum(
@@ -57,7 +58,7 @@ def fused_loss_sum(
 
     blocks = [block for block in model.blocks.values() if isinstance(block, Block)]
     centred = CENTRED[config.norm]
-    on_amx = amx.can_attend(dtype, config.d_model // config.n_heads)
+    on_amx = amx.can_attend(dtype, head_size(config))
     attend = AmxAttention.apply if on_amx else CausalAttention.apply
     h = Norm.apply(x, centred, dtype)
     for block in blocks:

@@ -19,6 +19,7 @@ from pentameter.model.dropout import (
     attention_weights_site,
 )
 from pentameter.model.positions import Positions
+from pentameter.planning.architecture import head_size
 
 
 class Attention(nn.Module):
@@ -28,7 +29,7 @@ class Attention(nn.Module):
         super().__init__()
         D = config.d_model
         self.layer = layer
-        self.head_size = D // config.n_heads
+        self.head_size = head_size(config)
         self.qkv = nn.Linear(D, 3 * D, bias=config.qkv_bias)
         self.weights_dropout = AttentionDropout(
             attention_weights_site(layer), config.attention_dropout, config.context_length

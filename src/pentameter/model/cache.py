@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pentameter.config.schema import ModelConfig
+from pentameter.planning.architecture import head_size
 
 
 class KVCache:
@@ -29,7 +30,7 @@ class KVCache:
             batch_size,
             config.n_heads,
             config.context_length,
-            config.d_model // config.n_heads,
+            head_size(config),
         )
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
         self.values = [torch.zeros_like(keys) for keys in self.keys]

@@ -23,6 +23,7 @@ from pentameter.model.initial import initialize
 from pentameter.model.loss import HeadLoss
 from pentameter.model.positions import Positions, sinusoidal_positions
 from pentameter.planning.architecture import (
+    NORM_EPS,
     embedding_dropout,
     feed_forward_width,
     has_final_norm,
@@ -31,8 +32,6 @@ from pentameter.planning.architecture import (
     norm_has_bias,
     padded_vocab_size,
 )
-
-NORM_EPS = 1e-5
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,

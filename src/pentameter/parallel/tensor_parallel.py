@@ -43,7 +43,7 @@ def share_matrices(model: GPT, mesh: DeviceMesh, *, sequence: bool) -> None:
     """
     table = {
         path: style
-        for path, style in _table(sequence).items()
+        for path, style in tensor_table(sequence).items()
         if hasattr(model, path.partition(".")[0])  # of a slice, what it has
     }
     parallelize_module(model, mesh, table, src_data_rank=None)
@@ -60,7 +60,7 @@ def _own_positions(place: int, n_places: int, positions: Tensor) -> Tensor:
     return positions.chunk(n_places)[place]
 
 
-def _table(sequence: bool) -> dict[str, ParallelStyle]:
+def tensor_table(sequence: bool) -> dict[str, ParallelStyle]:
     """Module path → its style; the stream is whole in each process, or divided by time."""
     stream: Placement = Shard(1) if sequence else Replicate()
     return {

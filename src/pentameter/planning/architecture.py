@@ -22,6 +22,9 @@ NORM_MAY_HAVE_BIAS = {"layernorm": True, "rmsnorm": False}
 FINAL_NORM = {"pre": True, "post": False}
 POSITION_TABLE = {"learned": True, "sinusoidal": False}
 
+NORM_EPS = 1e-5
+"""Added to a norm's variance, or to RMSNorm's mean square."""
+
 SAVES_INPUT = {"relu": False, "gelu": True, "gelu_tanh": True}
 """`model.activation` → whether its slope is computed from its input, not from its result."""
 
@@ -137,6 +140,11 @@ def padded_vocab_size(model: ModelConfig) -> int:
 def feed_forward_width(model: ModelConfig) -> int:
     """Return the width of the feed-forward layer: `d_ff`, or 4 · d_model when it is not set."""
     return model.d_ff if model.d_ff is not None else 4 * model.d_model
+
+
+def head_size(model: ModelConfig) -> int:
+    """Return the channels of an attention head."""
+    return model.d_model // model.n_heads
 
 
 def embedding_dropout(model: ModelConfig) -> float:

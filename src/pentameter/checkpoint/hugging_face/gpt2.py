@@ -23,6 +23,7 @@ from pentameter.config.messages import shown
 from pentameter.config.schema import ModelConfig
 from pentameter.errors import ConfigError
 from pentameter.planning.architecture import (
+    NORM_EPS,
     ParameterSpec,
     embedding_dropout,
     feed_forward_width,
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     import torch
 
     from pentameter.checkpoint.model_folder import Weights
-
-NORM_EPS = 1e-5
-"""GPT-2's, and that of every norm in `pentameter.model`."""
 
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
