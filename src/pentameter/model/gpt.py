@@ -142,11 +142,12 @@ class GPT(nn.Module):
             n_seen = self.config.context_length if divided else n_new
             positions = torch.arange(n_past, n_past + n_seen, device=x.device)
         of_stream = positions if self.stream_positions is None else self.stream_positions(positions)
+        both = Positions(of_stream, positions)
         if self.is_first:
             x = self.embed(x, of_stream)
             x = self.embedding_dropout(x, dropout_keys, of_stream)
         for block in self.blocks.values():
-            x = block(x, Positions(of_stream, positions), dropout_keys, cache)
+            x = block(x, both, dropout_keys, cache)
         if cache is not None:
             cache.advance(n_new)
         if self.is_last and self.has_final_norm:
