@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from pydantic import ValidationError
 
 from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import ModelConfig, ParallelConfig, ScheduleName
-from pentameter.errors import ConfigError, nearest_divisors
+from pentameter.errors import ConfigError, nearest, nearest_divisors
 from pentameter.planning.architecture import Axis, even_sizes, padded_vocab_size
 
 MESH_DIMENSIONS = ("pipeline", "data", "shard", "context", "tensor")
@@ -64,7 +64,7 @@ class Layout:
         """Slices of the model in a row: several to a process of an interleaved pipeline."""
         return self.pipeline * self.virtual_stages
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """Processes along each of MESH_DIMENSIONS, by name and in their order."""
         return {
@@ -80,7 +80,7 @@ class Layout:
         """Sizes of MESH_DIMENSIONS."""
         return tuple(self.sizes.values())
 
-    @property
+    @cached_property
     def divided_axes(self) -> dict[Axis, str]:
         """The axes that this layout divides, and the mesh dimension that does: AXIS_DIMENSIONS,
         where that dimension has several processes."""
@@ -168,10 +168,10 @@ def parse_layout(text: str, world_size: int | None = None, *, also: Sequence[str
             continue
         if name not in known or not sign:
             names = [*known, *also]
-            near = difflib.get_close_matches(name, names, n=1)
+            near = nearest(name, names)
             raise ConfigError(
                 f"layout {text!r}: {part.strip()!r} must be NAME=VALUE with a name of: "
-                f"{', '.join(names)}{f'; did you mean {near[0]}?' if near else ''}"
+                f"{', '.join(names)}{f'; did you mean {near}?' if near else ''}"
             )
         if name in values:
             raise ConfigError(f"layout {text!r}: {name} stands there twice")

@@ -58,9 +58,8 @@ class Plan:
     tokens_per_step: int
     total_tokens: int
     flops_per_token: int
-    weights_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
+    planned_memory: Memory
+    """The fullest process's, in the configuration's own precision."""
     asked_micro_batch_size: int | None
 
     @property
@@ -82,6 +81,21 @@ class Plan:
         return step * self.batch_size // self.rows_per_epoch if self.rows_per_epoch else 0
 
     @property
+    def weights_bytes(self) -> int:
+        """Bytes of the fullest process's weights."""
+        return self.planned_memory.weights_bytes
+
+    @property
+    def gradients_bytes(self) -> int:
+        """Bytes of the fullest process's gradients, from one micro-batch to the next."""
+        return self.planned_memory.gradients_bytes
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the fullest process's optimizer state."""
+        return self.planned_memory.optimizer_bytes
+
+    @property
     def rules(self) -> LayoutRules:
         """Who sums gradients and when, and how long gathered weights stay."""
         return LayoutRules(self.layout)
@@ -94,11 +108,13 @@ class Plan:
     def memory(self, precision: str | None = None) -> Memory:
         """Bytes that the fullest process holds; `precision` is the run's, where the configuration
         leaves it open."""
+        if precision is None:
+            return self.planned_memory
         return step_memory(self.config, self.layout, self.stages, precision)
 
     def warnings(self) -> list[str]:
         """Warnings of what is possible and likely not meant, in sentences."""
-        memory = self.memory()
+        memory = self.planned_memory
         if 2 * memory.received_bytes < memory.total_bytes:
             return []
         return [
@@ -133,7 +149,7 @@ class Plan:
             "rows_per_epoch": self.rows_per_epoch,
             "total_tokens": self.total_tokens,
             "total_flops": self.total_tokens * self.flops_per_token,
-            "memory": asdict(self.memory()),
+            "memory": asdict(self.planned_memory),
             "communication": by_dimension(busiest(self.config, self.layout, self.stages)),
             "time": {"bubble_fraction": self.bubble_fraction},
             "warnings": self.warnings(),
@@ -170,7 +186,6 @@ def make_plan(
     stages = stage_layers(model.n_layers, layout.n_stages, *end_weights(config))
     sizes = step_sizes(config, layout)
     check_micro_batches(layout, sizes.n_micro_batches, sizes.micro_batch_size)
-    memory = step_memory(config, layout, stages)
     return Plan(
         config=config,
         layout=layout,
@@ -186,9 +201,7 @@ def make_plan(
         tokens_per_step=tokens_per_step,
         total_tokens=tokens_per_step * train.steps,
         flops_per_token=flops_per_token(model),
-        weights_bytes=memory.weights_bytes,
-        gradients_bytes=memory.gradients_bytes,
-        optimizer_bytes=memory.optimizer_bytes,
+        planned_memory=step_memory(config, layout, stages),
         asked_micro_batch_size=asked,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from pentameter.data.corpora.text import (
     text_of_pieces,
 )
 from pentameter.disk.cache import PublicFile, public_file
-from pentameter.errors import ConfigError
+from pentameter.errors import ConfigError, nearest
 
 TINY_SHAKESPEARE = PublicFile(
     place="shakespeare/input.txt",
@@ -131,8 +130,8 @@ def corpus_text(data: DataConfig) -> Text:
     else:
         if data.corpus == UNKNOWN_CORPUS:
             raise ConfigError("nobody recorded the text of this model; set --data.path FILE")
-        near = difflib.get_close_matches(str(data.corpus), CORPORA, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = nearest(str(data.corpus), CORPORA)
+        hint = f"; did you mean {near!r}?" if near else ""
         raise ConfigError(
             f"data.corpus={data.corpus!r} is not a corpus{hint}; known: {', '.join(CORPORA)}. "
             "For a file or folder set data.path"
