@@ -206,12 +206,19 @@ def building(target: Path, *, keep_existing: bool = False) -> Iterator[Path]:
         _remove_abandoned(target.parent)
         owner = f"{socket.gethostname()}-{os.getpid()}"
         folder = target.parent / f".{target.name}.tmp-{uuid.uuid4().hex[:12]}-{owner}"
-        folder.mkdir()
-        try:
+        with becoming(folder, target, keep_existing=keep_existing):
             yield folder
-            place_folder(folder, target, keep_existing=keep_existing)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def becoming(folder: Path, target: Path, *, keep_existing: bool) -> Iterator[None]:
+    """Make the new `folder` `target` on leaving; an error of the body removes it instead."""
+    folder.mkdir()
+    try:
+        yield
+        place_folder(folder, target, keep_existing=keep_existing)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

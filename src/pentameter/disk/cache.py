@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pentameter.disk.atomic import (
+    becoming,
     building,
     folder_errors,
     make_folder,
-    place_folder,
     refuse_existing,
     write_atomic,
 )
@@ -154,9 +154,5 @@ def building_alone(
                 return
             folder = target.with_name(f".{target.name}.part")  # of whoever has the lock
             shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            try:
+            with becoming(folder, target, keep_existing=keep_existing):
                 yield folder
-                place_folder(folder, target, keep_existing=keep_existing)
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
