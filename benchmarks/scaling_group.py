@@ -104,11 +104,11 @@ class Runner:
         os.sched_setaffinity(0, cores or set(range(os.cpu_count() or 1)))
         config = self.plan.config
         passes = Clock()
-        self.world.wait()
+        self.world.barrier()
         with Clock() as whole:
             for number in range(first, first + n_steps):
                 batch = self.batches.batch(number, self.stage.rows)
-                self.world.wait()
+                self.world.barrier()
                 with passes:
                     loss = self.stage.forward_backward(batch, number)
                 rate = learning_rate(number, config.optimizer, config.schedule)
@@ -149,7 +149,7 @@ class Worker:
 
     def product(self, dtype: torch.dtype) -> float:
         """FLOP/s of matrix products of this process, while the group's others multiply too."""
-        self.world.wait()
+        self.world.barrier()
         return product_ceiling("cpu", dtype, 1.0)
 
     def all_reduce(self, n_bytes: int) -> float:
@@ -174,7 +174,7 @@ class Worker:
     def _best(self, action: Callable[[], object]) -> float:
         best = float("inf")
         for _ in range(REPEATS):
-            self.world.wait()
+            self.world.barrier()
             start = time.perf_counter()
             action()
             best = min(best, time.perf_counter() - start)

@@ -60,7 +60,7 @@ def measure(file: str, rank: int, config: Config) -> tuple[int, int]:
     size = config.parallel.data
     assert size is not None
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
-    world = World(rank, size, rank, size)
+    world = World(rank, size, rank, size, timeout_seconds=600)
     plan = make_plan(config, world_size=size)
     before = peak_resident()
     with LiveBytes() as live:

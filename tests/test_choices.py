@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from types import SimpleNamespace, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from pentameter.checkpoint.hugging_face import gpt2
-from pentameter.config.fields import leaves
+from pentameter.config.fields import choices_of, leaves
 from pentameter.config.fingerprint import config_hash
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import training_batches
@@ -37,6 +37,7 @@ from pentameter.parallel.assemble import assemble
 from pentameter.parallel.pipeline import SCHEDULES
 from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.costs import BYTES
+from pentameter.planning.layout import make_layout
 from pentameter.planning.plan import make_plan
 from pentameter.planning.timeline import pass_order
 from pentameter.train.saving import RunCheckpoints
@@ -46,7 +47,7 @@ BASE = Config.model_validate(
     {
         "model": {
             "vocab_size": 19,
-            "context_length": 10,
+            "context_length": 12,
             "n_layers": 4,
             "n_heads": 2,
             "d_model": 12,
@@ -61,32 +62,31 @@ BASE = Config.model_validate(
 )
 CPU = torch.device("cpu")
 WITH = {
+    ("parallel.tensor_mode", "2d"): {"tensor": 4, "pipeline": 1},
+    ("parallel.tensor_mode", "2.5d"): {"tensor": 8, "pipeline": 1},
+    ("parallel.tensor_mode", "3d"): {"tensor": 8, "pipeline": 1},
+    ("parallel.tensor_mode", "made-up"): {"tensor": 4, "pipeline": 1},
     ("parallel.schedule", "interleaved"): {"pipeline": 2, "virtual_stages": 2},
     ("parallel.schedule", "zero-bubble"): {"pipeline": 2, "virtual_stages": 2},
 }
 """What a value needs beside it in its section."""
 PIPELINE = {"pipeline": 2}  # without one, the schedule and the partition are not read
-
-
-def alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The words and numbers that a key takes by name."""
-    if get_origin(annotation) is Annotated:
-        return alternatives(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        return tuple(itertools.chain(*map(alternatives, get_args(annotation))))
-    return get_args(annotation) if get_origin(annotation) is Literal else ()
+BESIDE = {"parallel.context_mode": {"context": 2}}
 
 
 CHOICES = {
-    path: found for path, leaf in leaves().items() if (found := alternatives(leaf.annotation))
+    path: found
+    for path, leaf in leaves().items()
+    if (found := tuple(itertools.chain(*map(choices_of, leaf.options))))
 }
+"""The words and numbers that keys take by name."""
 OF_MODEL = [(path, value) for path in CHOICES for value in CHOICES[path] if "model." in path]
 
 
 def with_value(path: str, value: Any) -> Config:
     """BASE with `value` at `path`, which no check of the schema has seen."""
     section, key = path.split(".")
-    beside = PIPELINE if section == "parallel" else {}
+    beside = BESIDE.get(path, PIPELINE) if section == "parallel" else {}
     changes = {**beside, **WITH.get((path, value), {}), key: value}
     changed = getattr(BASE, section).model_copy(update=changes)
     return BASE.model_copy(update={section: changed})
@@ -264,13 +264,11 @@ def evaluated(config: Config) -> None:
 def failed_to_save(config: Config) -> None:
     """A save that fails, of a run of which nothing else works."""
     settings = config.checkpoint.model_copy(update={"interval": 1})
-    plan = SimpleNamespace(config=config.model_copy(update={"checkpoint": settings}))
-    run = MagicMock(
-        engine=SimpleNamespace(plan=plan), state=SimpleNamespace(step=1, consecutive_skips=0)
-    )
-    run._is_owed, run.last_step = False, 0
-    run._save.side_effect = StorageError("the disk is full")
-    RunCheckpoints.save_if_due(run, complete=False, interrupted=False, new_best=False)
+    checkpoints = MagicMock(_is_owed=False, last_step=0)
+    checkpoints.run.config = config.model_copy(update={"checkpoint": settings})
+    checkpoints.run.state = SimpleNamespace(step=1, consecutive_skips=0)
+    checkpoints._save.side_effect = StorageError("the disk is full")
+    RunCheckpoints.save_if_due(checkpoints, complete=False, interrupted=False, new_best=False)
 
 
 def optimizer_of(config: Config) -> None:
@@ -312,6 +310,8 @@ PATHS: dict[str, dict[str, Any]] = {
             make_plan(BASE).layout.__class__(pipeline=2, schedule=c.parallel.schedule), 4
         ),
     },
+    "parallel.context_mode": {"plan": make_plan},
+    "parallel.tensor_mode": {"plan": make_plan, "layout": lambda c: make_layout(c.parallel)},
     "parallel.partition": {"plan": make_plan},
     "checkpoint.on_error": {"save": failed_to_save},
 }

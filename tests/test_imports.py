@@ -16,7 +16,7 @@ from pentameter.cli.main import VERBS
 SOURCE = Path(__file__).parents[1] / "src" / "pentameter"
 
 LAYER = {
-    "config": 0, "errors": 0, "keyed": 0,
+    "config": 0, "errors": 0, "keyed": 0, "wording": 0,
     "disk": 1, "planning": 1,
     "machine": 2,
     "model": 3, "data": 3, "optim": 3, "processes": 3,

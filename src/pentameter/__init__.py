@@ -38,7 +38,7 @@ __all__ = ["Trainer", "generate", "load_config", "load_model", "plan", "stream"]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'pentameter' has no attribute {name!r}")
-    from pentameter.machine.load import choose_wait_policy
+    from pentameter.machine.cores import choose_wait_policy
 
     choose_wait_policy()  # what is imported now imports torch
     module, attribute = _HOMES[name]

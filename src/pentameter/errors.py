@@ -62,6 +62,16 @@ def nearest_divisors(n: int, wanted: int, count: int = 4) -> list[int]:
     return sorted(sorted(divisors, key=lambda d: (abs(d - wanted), d))[:count])
 
 
+def listed(values: Iterable[object]) -> str:
+    """The values with commas between them."""
+    return ", ".join(map(str, values))
+
+
+def either(values: Iterable[object]) -> str:
+    """The values with an `or` between them."""
+    return " or ".join(map(str, values))
+
+
 class PentameterError(Exception):
     """Anything the user can act on. The message says what, where and what to do instead."""
 

@@ -74,9 +74,7 @@ def permute(key: Key, n: int, index: Any) -> Any:
     result has its type. Nothing of size n is stored: a Feistel network permutes the smallest
     power of two that holds n, and a value that falls outside is sent on until it falls inside
     (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002); under two turns on average.
-
-    Raises:
-        ValueError: n is not in 1 … 2^62, or an index is not in `range(n)`.
+    Raises ValueError where n is not in 1 … 2^62, or an index is not in `range(n)`.
     """
     if not 1 <= n <= 2**62:
         raise ValueError(f"n={n} must be in 1 … 2^62")

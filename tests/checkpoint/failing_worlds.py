@@ -75,9 +75,9 @@ def fail_in_turn(world: World, folder: Path) -> dict[Case, tuple[str, list[str]]
 
         with before_each(act):
             error = outcome(lambda: save(folder, held, world, step=2))
-        world.wait()  # the main process has cleaned up
+        world.barrier()  # the main process has cleaned up
         names = os.listdir(folder / "checkpoints")
-        world.wait()
+        world.barrier()
         outcomes[case] = (error, names)
     assert "step-00000002" in outcome(lambda: save(folder, held, world, step=2))
     return outcomes
@@ -108,7 +108,7 @@ def refuse_in_turn(world: World, folder: Path) -> dict[str, object]:
         full = os.statvfs_result((4096, 4096, 10**6, 10, 10, 10, 10, 10, 0, 255))
         patch.setattr(os, "statvfs", lambda path: full)
         outcomes["space"] = attempt(whole, {})
-    world.wait()
+    world.barrier()
     outcomes["names"] = os.listdir(store.folder)
     return outcomes
 

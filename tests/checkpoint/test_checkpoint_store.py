@@ -71,7 +71,7 @@ def test_a_checkpoint_knows_what_was_saved(store, save):
         file.stat().st_size for file in saved.path.iterdir() if file.name != "manifest.json"
     )
     checkpoint = open_checkpoint(saved.path)
-    assert (checkpoint.step, checkpoint.run_id) == (500, "run-a")
+    assert (checkpoint.step, checkpoint.manifest.run_id) == (500, "run-a")
     assert checkpoint.manifest.config_hash == "c0"
     assert checkpoint.state["best"] == {"step": 250, "loss": 1.0 / 3.0}
     assert checkpoint.read("config.toml") == b'name = "x"\n'

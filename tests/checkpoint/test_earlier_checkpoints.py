@@ -79,7 +79,7 @@ def test_the_model_loads(earlier, layout):
 def test_one_process_writes_the_same_bytes(earlier, tmp_path):
     checkpoint = open_checkpoint(earlier / "one")
     store = CheckpointStore(
-        tmp_path, run_id=checkpoint.run_id, config_hash=checkpoint.manifest.config_hash
+        tmp_path, run_id=checkpoint.manifest.run_id, config_hash=checkpoint.manifest.config_hash
     )
     saved = store.save(
         checkpoint.step,

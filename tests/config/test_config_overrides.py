@@ -13,7 +13,7 @@ from pentameter.errors import ConfigError
 
 def test_overrides_are_taken_out_wherever_they_stand():
     line = "--train.steps 5 quickstart --run-dir out --seed=1 --resume never --data.grammar.seed -3"
-    own, overrides = split_overrides(line.split())
+    own, overrides = split_overrides(line.split(), own_options=["run-dir", "resume"])
     assert own == ["quickstart", "--run-dir", "out", "--resume", "never"]
     assert overrides == ["--train.steps", "5", "--seed=1", "--data.grammar.seed", "-3"]
 
@@ -27,14 +27,14 @@ def test_with_the_verbs_options_known_a_forgotten_section_is_an_override():
 
 
 def test_after_two_dashes_everything_is_the_verbs_own():
-    assert split_overrides(["--seed", "1", "--", "--seed", "2"]) == (
+    assert split_overrides(["--seed", "1", "--", "--seed", "2"], own_options=[]) == (
         ["--seed", "2"],
         ["--seed", "1"],
     )
 
 
 def test_a_missing_value_is_left_for_the_parser_to_refuse():
-    own, overrides = split_overrides(["--train.steps", "--resume", "auto"])
+    own, overrides = split_overrides(["--train.steps", "--resume", "auto"], own_options=["resume"])
     assert own == ["--resume", "auto"]
     with pytest.raises(ConfigError, match=r"--train\.steps needs a value"):
         parse_overrides(overrides)

@@ -15,7 +15,6 @@ from pentameter.data.tokenizers.setting import (
     GPT2_MERGES,
     bpe_vocab_size,
     build_tokenizer,
-    check_tokenizer_setting,
     is_gpt2,
     known_vocab_size,
 )
@@ -127,7 +126,7 @@ def test_training_gives_the_same_in_every_process_with_any_threads_and_pieces():
 )
 def test_impossible_sizes_are_refused_before_any_text_is_read(setting, message):
     with pytest.raises(ConfigError, match=message):
-        check_tokenizer_setting(setting)
+        bpe_vocab_size(setting)
     with pytest.raises(ConfigError, match=message):
         build_tokenizer(setting, lambda: pytest.fail("the text was read"))
 
@@ -135,7 +134,7 @@ def test_impossible_sizes_are_refused_before_any_text_is_read(setting, message):
 def test_possible_settings():
     assert bpe_vocab_size("bpe:8192") == 8192
     for setting in ("char", "word", "gpt2", "bpe:257", "bpe:1048576", "some/file.json"):
-        check_tokenizer_setting(setting)
+        bpe_vocab_size(setting)
 
 
 @pytest.mark.parametrize("setting", ["char", "word", "bpe:300"])

@@ -112,8 +112,7 @@ def test_a_model_of_few_characters_comes_within_a_hundredth_and_never_below(conf
 
 
 def test_the_text_is_the_walk_taken_step_by_step(monkeypatch):
-    """Lanes walked at once must equal one walk; tiny lanes and chunks cross many borders."""
-    monkeypatch.setattr(grammar, "LANE_STEPS", 4)
+    """Tiny chunks cross many borders."""
     monkeypatch.setattr(grammar, "CHUNK_CHARACTERS", 64)
     config = GrammarConfig(n_states=9, n_characters=1001)
     source = grammar_source(config)

@@ -50,7 +50,7 @@ def write(path, data):
 
 
 def zstd():
-    return pytest.importorskip("zstandard", reason="needs the extra zstd")
+    return pytest.importorskip("backports.zstd", reason="needs the extra zstd")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "A.NDJSON"])
@@ -203,13 +203,13 @@ def test_zstandard_of_text_and_of_jsonl(tmp_path):
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python has its own Zstandard")
 def test_zstandard_without_its_package_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.setitem(sys.modules, "backports.zstd", None)
     with pytest.raises(ConfigError, match=r"pip install 'pentameter\[zstd\]'"):
         documents(write(tmp_path / "a.zst", b"x"))
 
 
 def test_reading_loads_no_decompressor_that_is_not_needed():
-    code = "import sys, pentameter.data; assert not {'zstandard', 'tokenizers'} & set(sys.modules)"
+    code = "import sys, pentameter.data; assert not {'backports', 'tokenizers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

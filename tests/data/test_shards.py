@@ -59,8 +59,7 @@ def test_ids_take_two_bytes_while_they_fit(tmp_path, vocab_size):
     tokenizer = CharTokenizer(characters[:vocab_size])
     ids = np.array([0, vocab_size - 1, 1])
     with ShardWriter(tmp_path, "big", tokenizer) as writer:
-        writer.start_document("train")
-        writer.write("train", ids, 3)
+        writer.write("train", ids, 3, [0])
         writer.finish({})
     tokens = open_shards(tmp_path / "big.json").split("train").tokens
     assert tokens.dtype == ("<u2" if vocab_size <= 1 << 16 else "<u4")
@@ -231,8 +230,7 @@ def test_a_flipped_bit_inside_the_vocabulary_is_found_on_opening(folder, name):
 def test_other_documents_are_found_on_opening(tmp_path):
     with ShardWriter(tmp_path, "text", CharTokenizer("abc")) as writer:
         for _ in range(2):
-            writer.start_document("train")
-            writer.write("train", np.array([0, 1, 2]), 3)
+            writer.write("train", np.array([0, 1, 2]), 3, [0])
         writer.finish({})
     np.array([0, 2], "<u8").tofile(tmp_path / "text-documents.bin")  # as good as 0, 3
     with pytest.raises(CorruptError, match=r"text-documents\.bin was changed: sha256"):
@@ -285,8 +283,7 @@ def test_version_1_opens_with_a_document_per_split(folder):
 def test_starts_of_documents_rise_within_their_split(tmp_path, starts, wrong):
     with ShardWriter(tmp_path, "text", CharTokenizer("abc")) as writer:
         for _ in range(3):
-            writer.start_document("train")
-            writer.write("train", np.array([0, 1, 2]), 3)
+            writer.write("train", np.array([0, 1, 2]), 3, [0])
         writer.finish({})
     np.array(starts, "<u8").tofile(tmp_path / "text-documents.bin")
     with pytest.raises(CorruptError, match=rf"document {wrong} of 'train' starts at"):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS, BpeTokenizer
 from pentameter.data.tokenizers.char import CharTokenizer, UnseenCharacterError
-from pentameter.data.tokenizers.load import load_tokenizer
+from pentameter.data.tokenizers.setting import load_tokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError
 

@@ -16,7 +16,7 @@ from pentameter.data.corpora.text import text_from_paths
 from pentameter.data.prepare.from_text import prepare
 from pentameter.data.prepare.splits import Splitting
 from pentameter.data.shards.dataset import open_shards
-from pentameter.disk.cache import building_alone
+from pentameter.disk.lock import building
 from pentameter.errors import ConfigError, StorageError
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "rests"]
@@ -168,7 +168,7 @@ def test_the_lock_is_of_a_file_that_is_open_for_writing(tmp_path, monkeypatch):
             raise OSError(errno.EBADF, "Bad file descriptor")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with building_alone(tmp_path / "out") as folder:
+    with building(tmp_path / "out") as folder:
         assert folder.name == ".out.part"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -176,25 +176,21 @@ def test_the_lock_is_of_a_file_that_is_open_for_writing(tmp_path, monkeypatch):
 def test_who_waited_finds_the_target(tmp_path):
     target, waits, found = tmp_path / "out", threading.Event(), []
 
-    def other(keep_existing):
+    def other():
         try:
-            with building_alone(target, keep_existing=keep_existing, waiting=waits.set) as folder:
-                found.append(folder)
+            with building(target, waits.set):
+                found.append("a folder")
         except ConfigError as error:
             found.append(str(error))
 
-    for keep_existing, expected in ((True, "None"), (False, "exists and is not an empty folder")):
-        waits.clear()
-        thread = threading.Thread(target=other, args=(keep_existing,))
-        with building_alone(target) as folder:
-            (folder / "content").touch()
-            thread.start()
-            assert waits.wait(120)
-        thread.join()
-        assert expected in str(found.pop())
-        assert [path.name for path in tmp_path.iterdir()] == ["out"]
-        (target / "content").unlink()
-        target.rmdir()
+    thread = threading.Thread(target=other)
+    with building(target) as folder:
+        (folder / "content").touch()
+        thread.start()
+        assert waits.wait(120)
+    thread.join()
+    assert "exists and is not an empty folder" in found.pop()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 class StoppedError(Exception):
@@ -202,7 +198,7 @@ class StoppedError(Exception):
 
 
 def test_an_error_leaves_nothing(tmp_path):
-    with suppress(StoppedError), building_alone(tmp_path / "out") as folder:
+    with suppress(StoppedError), building(tmp_path / "out") as folder:
         (folder / "content").touch()
         raise StoppedError
     assert not list(tmp_path.iterdir())
@@ -212,7 +208,7 @@ def test_only_the_targets_own_leftovers_are_removed(tmp_path):
     for name in ("out1", "out[1]"):
         (tmp_path / f".{name}.part").mkdir()
         (tmp_path / f".{name}.part" / "content").touch()
-    with building_alone(tmp_path / "out[1]") as folder:
+    with building(tmp_path / "out[1]") as folder:
         assert not list(folder.iterdir())
     assert (tmp_path / ".out1.part" / "content").exists()
     assert not list((tmp_path / "out[1]").iterdir())

@@ -9,8 +9,12 @@ import torch
 from pentameter.config.schema import Config
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import CorruptError
-from pentameter.evaluate.multiple_choice import choice_scores, evaluate_multiple_choice
-from pentameter.evaluate.questions import Question, encode_questions
+from pentameter.evaluate.multiple_choice import (
+    Question,
+    choice_scores,
+    encode_questions,
+    evaluate_multiple_choice,
+)
 from pentameter.parallel.assemble import assemble
 from pentameter.planning.plan import make_plan
 

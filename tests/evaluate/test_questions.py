@@ -8,7 +8,7 @@ from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.errors import ConfigError, CorruptError
-from pentameter.evaluate.questions import Question, encode_questions, read_questions
+from pentameter.evaluate.multiple_choice import Question, encode_questions, read_questions
 
 HELLASWAG = {
     "ind": 24,

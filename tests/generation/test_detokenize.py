@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
-from pentameter.generation.detokenize import TextPieces
+from pentameter.generation.loop import TextPieces
 
 
 class Bytes:

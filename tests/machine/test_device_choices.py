@@ -37,12 +37,12 @@ def machine(*, amx=False, avx512=False, gpu=None, runtime=None, mps=False):
 
 
 def nvidia(name, major, minor):
-    gpu = GpuCapabilities(name, f"sm_{major}{minor}", major, minor, 80 * 2**30)
+    gpu = GpuCapabilities(name, f"sm_{major}{minor}", 80 * 2**30)
     return machine(gpu=gpu, runtime="cuda 12.8")
 
 
 def amd(architecture):
-    return machine(gpu=GpuCapabilities("AMD", architecture, 9, 0, 64 * 2**30), runtime="rocm 6.4")
+    return machine(gpu=GpuCapabilities("AMD", architecture, 64 * 2**30), runtime="rocm 6.4")
 
 
 A100 = nvidia("NVIDIA A100-SXM4-80GB", 8, 0)

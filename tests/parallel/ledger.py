@@ -22,6 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode  # documented by this path
 
+from pentameter.parallel import divided_norm, parts, product_3d, summa
+from pentameter.parallel.context_parallel import exchanged
+from pentameter.parallel.ring_attention import attend_around, differentiate_around
 from pentameter.planning.layout import MESH_DIMENSIONS, Layout
 from pentameter.planning.traffic import WORLD, Kind, Traffic, TrafficCounter
 
@@ -37,11 +40,28 @@ OPERATIONS: dict[str, tuple[Kind, Callable[..., Any]]] = {
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter", lambda _, given, *__: given),
     "send": ("send", lambda tensors, *_: tensors),
     "recv_": ("receive", lambda tensors, *_: tensors),
+    "broadcast_": ("broadcast", lambda tensors, *_: tensors),
+    "reduce_": ("reduce", lambda tensors, *_: tensors),
+    "alltoall_base_": ("all_to_all", lambda _, given, *__: given),
     "all_reduce": ("all_reduce", lambda tensor, *_: tensor),
     "all_reduce_": ("all_reduce", lambda tensor, *_: tensor),
     "all_gather_into_tensor": ("all_gather", lambda tensor, n, *_: [tensor] * n),
     "reduce_scatter_tensor": ("reduce_scatter", lambda tensor, *_: tensor),
 }
+BODIES: dict[str, Callable[..., Any]] = {
+    "ring_attention": attend_around,
+    "ring_attention_backward": differentiate_around,
+    "exchange": exchanged,
+    "summa": summa.multiplied,
+    "summa_backward": summa.differentiated,
+    "product_3d": product_3d.multiplied,
+    "product_3d_backward": product_3d.differentiated,
+    "divided_norm": divided_norm.normed,
+    "divided_norm_backward": divided_norm.differentiated,
+    "gather_parts": parts.gathered_parts,
+    "sum_parts": parts.summed_part,
+}
+"""Operations of our own, which hide what they are made of from PyTorch's dispatch."""
 NOT_SENT = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
 
 
@@ -58,7 +78,7 @@ class Ledger(TorchDispatchMode):
         self._counter = TrafficCounter()
         self._dimensions: dict[str, str | None] = {  # by name of the group
             mesh.get_group(name).group_name: name if size > 1 else None
-            for name, size in zip(MESH_DIMENSIONS, layout.mesh_shape, strict=True)
+            for name, size in layout.parameter_sizes.items()
         }
 
     @property
@@ -72,6 +92,9 @@ class Ledger(TorchDispatchMode):
         """Run `func`, and count it if it is a collective."""
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # comes again as what a DTensor makes of it
+        if func.namespace == "pentameter":
+            with self:
+                return BODIES[func.name().partition("::")[2]](*args)
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count(func.name().partition("::")[2], args)
         return func(*args, **(kwargs or {}))

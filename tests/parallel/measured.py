@@ -22,6 +22,7 @@ from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch
 from pentameter.optim.build import build_optimizer
 from pentameter.parallel.assemble import assemble
+from pentameter.parallel.bounded_stage import BoundedStage
 from pentameter.parallel.engine import Engine
 from pentameter.planning.layout import parse_layout
 from pentameter.planning.plan import Plan, make_plan
@@ -45,7 +46,6 @@ SECONDS = 120
 
 def configuration(layout: str, model: dict[str, Any], train: dict[str, Any]) -> Config:
     degrees = parse_layout(layout).to_json()
-    degrees.pop("context")
     return Config.model_validate(
         {
             "model": {**MODEL, **model},
@@ -137,6 +137,30 @@ def sent(world: World, config: Config, changed: dict[str, Any]) -> dict[Any, Any
             for parameter in engine.parameters():
                 parameter.grad = None
     return dict(ledger.traffic)
+
+
+def first_step(world: World, config: Config) -> tuple[int, list[tuple[int, set[str]]]]:
+    """The most bytes of tensors in the first step of a pipeline, and of each of its stages then how
+    many micro-batches' inputs and gradients PyTorch keeps, and on which devices buffers are."""
+    made: list[BoundedStage] = []
+
+    def recorded(stage: BoundedStage) -> None:
+        made.append(stage)
+        original(stage)
+
+    original = BoundedStage.end_step
+    with patch.object(BoundedStage, "end_step", recorded), LiveBytes() as live:
+        _, engine = engine_of(world, config)
+        engine.forward_backward(own_batch(engine, 0), 0)
+    return live.most, [_receives(stage) for stage in made]
+
+
+def _receives(stage: BoundedStage) -> tuple[int, set[str]]:
+    every = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
+    buffers = [one.buffer for each in every for one in each if hasattr(one, "buffer")]
+    # The first stage's arguments have none; nor have receives between two steps, from 2.15 on.
+    devices = {buffer.device.type for buffer in buffers if buffer is not None}
+    return len(every), devices
 
 
 def held(world: World, config: Config) -> dict[str, int]:

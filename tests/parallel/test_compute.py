@@ -53,7 +53,7 @@ class TwoMachines(World):
     def on_main(self, action):
         return action()
 
-    def collect(self, value):
+    def all_gather(self, value):
         if isinstance(value, tuple):
             return [value, (False, "no compiler there") if self.lacks_compiler else value]
         return [value, "no AMX there"]

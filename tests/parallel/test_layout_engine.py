@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from pentameter.data.batches.step import Batch
 from pentameter.errors import ConfigError
+from pentameter.planning.layout import parse_layout
 from pentameter.processes.world import World
 
 TEXT = np.array([[3, 1, 4, 1, 5]])
@@ -16,17 +17,22 @@ TRAIN = {"micro_batch_size": 2, "precision": "bf16"}
 
 def of(layout: str):
     """The configuration of a layout, whose `[parallel]` takes part in no number."""
-    return configuration(layout, {"dropout": 0.0}, TRAIN)
+    rows = {"micro_batch_size": 1} if "3d" in layout else {}
+    return configuration(layout, {"dropout": 0.0, "d_ff": 16}, {**TRAIN, **rows})
+
+
+GRIDS = ["tensor=4,tensor_mode=2d", "tensor=8,tensor_mode=3d"]
 
 
 @pytest.mark.parametrize(
-    "layout", ["tensor=2", "pipeline=2", "pipeline=2,schedule=interleaved,virtual_stages=2"]
+    "layout", ["tensor=2", "pipeline=2", "pipeline=2,schedule=interleaved,virtual_stages=2", *GRIDS]
 )
 def test_sampling_does_not_round_as_training_does(processes, layout):
     _, alone = engine_of(World(), of("data=1"))
     with torch.no_grad():
         expected = alone.model.eval()(torch.from_numpy(TEXT))[:, -1, :13].double().numpy()
-    for logits in processes.run(2, logits_of, of(layout)):
+    size = parse_layout(layout).world_size
+    for logits in processes.run(size, logits_of, of(layout)):
         np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-6)
 
 

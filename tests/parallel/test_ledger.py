@@ -20,10 +20,19 @@ SMALL_BUCKETS = {
     PLAN + "SUM_BUCKET_BYTES": 700,
 }
 # Parts of 7 and 6 columns: on its own each process would take another number of rows at a time.
-SMALL_CHUNKS = {PLAN + "MAX_LOGITS": 26, "pentameter.model.loss.MAX_LOGITS": 26}
+SMALL_CHUNKS = {
+    PLAN + "MAX_LOGITS": 26,
+    "pentameter.planning.grid_traffic.MAX_LOGITS": 26,
+    "pentameter.model.loss.MAX_LOGITS": 26,
+}
 BF16 = {"precision": "bf16"}
 UNTIED = {"tied_head": False}
 PLAIN = {"bias": False, "qkv_bias": False, "norm": "rmsnorm", "positions": "sinusoidal"}
+
+TWO_D = "tensor=4,tensor_mode=2d"
+TWO_AND_A_HALF_D = "tensor=8,tensor_mode=2.5d"
+THREE_D = "tensor=8,tensor_mode=3d"
+EVEN = {"d_ff": 16}
 
 CASES = [
     # layout, of the model, of the training (micro-batches of 2 rows out of 8), constants
@@ -52,13 +61,38 @@ CASES = [
     ("tensor=2,pipeline=2", PLAIN, {}, {}),
     ("data=2,tensor=2,pipeline=2", {}, {}, {}),
     ("data=2,tensor=2,pipeline=2,zero=3", {}, BF16, {}),
+    ("context=2", {}, {}, SMALL_BUCKETS),
+    ("context=4", {"attention_dropout": 0.1, "context_length": 16}, BF16, {}),
+    ("context=2", UNTIED, {"activation_checkpoint": "full"}, {}),
+    ("context=2", {}, {**BF16, "activation_checkpoint": "selective"}, {}),
+    ("context=2,context_mode=all-to-all", {}, BF16, {}),
+    ("context=2,context_mode=all-to-all", {}, {"activation_checkpoint": "full"}, {}),
+    ("context=2,context_mode=all-to-all", {}, {"activation_checkpoint": "selective"}, {}),
+    ("data=2,context=2", {}, {}, {}),
+    ("data=2,zero=3,context=2", {}, BF16, {}),
+    ("data=4,zero=2,replicate=2,context=2", {}, {"micro_batch_size": 1}, {}),
+    ("tensor=2,sequence=1,context=2", {}, {}, SMALL_CHUNKS),
+    ("pipeline=2,context=2", {}, BF16, {}),
+    (TWO_D, {}, {}, SMALL_CHUNKS),
+    (TWO_D, UNTIED, BF16, SMALL_BUCKETS),
+    (TWO_D, PLAIN, {"activation_checkpoint": "full"}, {}),
+    (TWO_D, {"dropout": 0.0}, {"activation_checkpoint": "full"}, {}),
+    (TWO_D, {"norm_position": "post"}, {"activation_checkpoint": "selective"}, {}),
+    ("data=2,zero=1," + TWO_D, {}, BF16, {}),
+    ("pipeline=2," + TWO_D, {}, {}, {}),
+    (TWO_AND_A_HALF_D, {}, {}, {}),
+    (THREE_D, EVEN, {}, SMALL_CHUNKS),
+    (THREE_D, {**EVEN, **UNTIED}, {**BF16, "activation_checkpoint": "selective"}, {}),
+    (THREE_D, {**EVEN, **PLAIN, "head_bias": False}, {"activation_checkpoint": "full"}, {}),
 ]
 
 
 @pytest.mark.parametrize(("layout", "model", "train", "changed"), CASES)
 def test_counted_is_planned(processes, layout, model, train, changed):
-    config = configuration(layout, model, {"micro_batch_size": 2, **train})
-    size = parse_layout(layout).world_size
+    parsed = parse_layout(layout)
+    rows = 2 if parsed.n_row_parts < 4 else 1
+    config = configuration(layout, model, {"micro_batch_size": rows, **train})
+    size = parsed.world_size
     counted = processes.run(size, sent, config, changed)
     plan = make_plan(config, world_size=size)
     with constants(changed):
@@ -71,7 +105,7 @@ def test_counted_is_planned(processes, layout, model, train, changed):
 def test_groups_of_one_process_count_nothing_and_the_unknown_is_refused(processes):
     traffic, error = processes.run(1, count_alone)[0]
     assert traffic == {}
-    assert "does not know the collective alltoall" in error
+    assert "does not know the collective gather_" in error
 
 
 def count_alone(world):
@@ -82,7 +116,7 @@ def count_alone(world):
     error = ""
     try:
         with ledger:
-            dist.all_to_all_single(torch.ones(3), torch.ones(3))
+            dist.gather(torch.ones(3), [torch.empty(3)])
     except NotImplementedError as caught:
         error = str(caught)
     return dict(ledger.traffic), error

@@ -9,25 +9,31 @@ import torch.distributed as dist
 
 from pentameter.errors import ConfigError
 from pentameter.parallel.mesh import build_mesh
-from pentameter.planning.layout import MESH_DIMENSIONS, Layout
+from pentameter.planning.layout import PARAMETER_DIMENSIONS, Layout
 from pentameter.processes.world import World
 
-LAYOUT = Layout(pipeline=2, data=2, zero=3, replicate=1, tensor=2)
+LAYOUTS = [
+    Layout(pipeline=2, data=2, zero=3, replicate=1, tensor=2),
+    Layout(data=2, zero=1, context=2, tensor=2),
+    Layout(data=2, context=4),
+]
 
 
-def test_ranks_of_the_groups_lie_along_their_dimension(processes):
-    for rank, (places, groups) in enumerate(processes.run(8, places_and_groups)):
-        assert places == LAYOUT.coordinates(rank)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_ranks_of_the_groups_lie_along_their_dimension(processes, layout):
+    for rank, (places, groups) in enumerate(processes.run(8, places_and_groups, layout)):
+        assert places == layout.parameter_coordinates(rank)
         for name, ranks in groups.items():
-            others = [{**places, name: place} for place in range(len(ranks))]
-            assert ranks == [LAYOUT.rank_of(**other) for other in others]
+            others = {other: layout.parameter_coordinates(other) for other in range(8)}
+            along = [r for r, other in others.items() if {**other, name: places[name]} == places]
+            assert ranks == along
 
 
-def places_and_groups(world):
-    mesh = build_mesh(LAYOUT, "cpu", world)
+def places_and_groups(world, layout):
+    mesh = build_mesh(layout, "cpu", world)
     return (
-        {name: mesh.get_local_rank(name) for name in MESH_DIMENSIONS},
-        {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in MESH_DIMENSIONS},
+        {name: mesh.get_local_rank(name) for name in PARAMETER_DIMENSIONS},
+        {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in PARAMETER_DIMENSIONS},
     )
 
 
@@ -49,12 +55,12 @@ def wait_for_a_late_one(world):
     mesh = build_mesh(layout, "cpu", replace(world, timeout_seconds=1))
     start = time.perf_counter()
     if world.rank == 1:
-        world.share(None)  # until the others have given up
+        world.broadcast(None)  # until the others have given up
     elif world.rank == 0:
         with pytest.raises(RuntimeError, match=r"(?i)timed out"):
             dist.all_reduce(torch.ones(1), group=mesh.get_group("tensor"))
-        world.share(None)
+        world.broadcast(None)
     else:
         dist.all_reduce(torch.ones(1), group=mesh.get_group("tensor"))
-        world.share(None)
+        world.broadcast(None)
     return time.perf_counter() - start

@@ -18,10 +18,10 @@ def style_of(operation: Operation) -> type | None:
     by what it makes."""
     if operation.kind == "head":
         return VocabularyParallel
-    if AXIS_DIMENSIONS.get(operation.contracts) == "tensor":
+    if AXIS_DIMENSIONS.get(operation.contracts) == ("tensor",):
         return RowwiseParallel
     made = operation.result.axes[1]
-    return ColwiseParallel if AXIS_DIMENSIONS.get(made) == "tensor" else None
+    return ColwiseParallel if AXIS_DIMENSIONS.get(made) == ("tensor",) else None
 
 
 @pytest.mark.parametrize("changed", MODELS, ids=str)

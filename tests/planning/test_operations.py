@@ -18,7 +18,8 @@ from pentameter.model.gpt import GPT, TiedHead, build_model
 from pentameter.planning import layout as layouts
 from pentameter.planning.architecture import ParameterSpec, operations, parameter_table
 from pentameter.planning.costs import ActivationBytes, step_sizes
-from pentameter.planning.layout import Layout, check_layout
+from pentameter.planning.layout import Layout
+from pentameter.planning.layout_checks import check_layout
 from pentameter.planning.memory import step_memory
 from pentameter.planning.plan import make_plan
 from pentameter.planning.traffic import step_traffic
@@ -148,7 +149,7 @@ def test_a_block_saves_what_the_list_says(name: str) -> None:
 def divided_twice(monkeypatch: pytest.MonkeyPatch) -> Config:
     """A configuration, where from then on `embed` is divided over `tensor_rows`."""
     config = resolved(variant("gpt2"))
-    axes = {**layouts.AXIS_DIMENSIONS, "embed": "tensor_rows"}
+    axes = {**layouts.AXIS_DIMENSIONS, "embed": ("tensor_rows",)}
     monkeypatch.setattr(layouts, "AXIS_DIMENSIONS", axes)
     return config
 

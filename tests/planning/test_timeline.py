@@ -9,7 +9,12 @@ from pentameter.config.load import load_config
 from pentameter.planning.costs import PassSeconds
 from pentameter.planning.layout import Layout
 from pentameter.planning.plan import make_plan
-from pentameter.planning.timeline import bubble_fraction, pass_order, timeline
+from pentameter.planning.timeline import (
+    bubble_fraction,
+    pass_order,
+    timeline,
+    waiting_messages,
+)
 
 TORCHS = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
 LETTERS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
@@ -32,21 +37,48 @@ def bubble(name, p, m, v=1, seconds=(1.0, 1.0, 1.0)):
     return bubble_fraction(timeline(where, m, [PassSeconds(*seconds)] * where.n_stages))
 
 
-@pytest.mark.parametrize(("name", "p", "v", "m"), CASES)
-def test_the_order_is_torchs(name, p, v, m):
+def torchs(name, p, v, m):
     stages = [
         SimpleNamespace(
             group_size=p, group_rank=0, num_stages=p * v, stage_index=i * p, submod=None
         )
         for i in range(v)
     ]
-    theirs = TORCHS[name](stages, m).pipeline_order
+    return TORCHS[name](stages, m)
+
+
+@pytest.mark.parametrize(("name", "p", "v", "m"), CASES)
+def test_the_order_is_torchs(name, p, v, m):
+    theirs = torchs(name, p, v, m).pipeline_order
     for place, passes in enumerate(pass_order(layout(name, p, v), m)):
         assert [tuple(one) for one in passes] == [
             (LETTERS[action.computation_type.value], action.stage_index, action.microbatch_index)
             for action in theirs[place]
             if action is not None
         ]
+
+
+@pytest.mark.parametrize(("name", "p", "v", "m"), CASES)
+def test_as_many_messages_wait_as_in_torchs_lists(name, p, v, m):
+    """Torch's have idle turns in them, for which one more may be asked for ahead."""
+    theirs = torchs(name, p, v, m).pipeline_order_with_comms
+    planned = waiting_messages(layout(name, p, v), pass_order(layout(name, p, v), m))
+    for place, actions in theirs.items():
+        waiting = most = 0
+        for stage, kind, *_ in actions:
+            first, last = stage == 0, stage == p * v - 1
+            waiting += kind.value in ("RECV_F", "RECV_B")
+            waiting -= (kind.value == "F" and not first) or (kind.value in "BI" and not last)
+            most = max(most, waiting)
+        assert waiting == 0
+        assert planned[place] <= most <= planned[place] + 1
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_few_messages_wait_where_a_process_has_one_stage(name):
+    for p in (2, 3, 4):
+        for m in (p, 4 * p):
+            assert max(waiting_messages(layout(name, p), pass_order(layout(name, p), m))) <= 2
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])

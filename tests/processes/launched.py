@@ -40,11 +40,11 @@ def meet(folder: str) -> None:
     import torch.distributed as dist
 
     with joined_world("cpu", find_place()) as world:
-        ranks = world.collect((world.rank, world.local_rank, world.local_size))
+        ranks = world.all_gather((world.rank, world.local_rank, world.local_size))
         pair = dist.new_group([0, 1])
         total = torch.tensor([float(world.rank + 1)])
         dist.all_reduce(total, group=pair)
-        threads = world.collect(torch.get_num_threads())
+        threads = world.all_gather(torch.get_num_threads())
         print(f"a word\nfrom {world.rank}", file=sys.stderr)
         if world.is_main:
             print(f"ranks {ranks} sum {total.item()} threads {threads}", flush=True)
@@ -198,7 +198,7 @@ def script() -> NoReturn:
     import torch.distributed as dist
 
     with failure_ends_process(), joined_world("cpu", find_place(), timeout_seconds=10) as world:
-        world.wait()
+        world.barrier()
         if world.rank == 1:
             _unfinished = dist.all_reduce(torch.ones(1), async_op=True)
             raise ValueError("the planted bug")

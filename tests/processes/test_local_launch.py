@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pentameter.errors import InterruptedRunError
-from pentameter.machine.threads import chosen_threads, fair_share, usable_cores
+from pentameter.machine.cores import chosen_threads, fair_share, usable_cores
 from pentameter.processes.failure import Failure, WorkerFailedError, first_failure
 from pentameter.processes.local_launch import _relay, run_local, worker_environment
 

@@ -3,8 +3,8 @@ import time
 import pytest
 from pages import check_page, text_of
 
+from pentameter import wording
 from pentameter.errors import StorageError
-from pentameter.report import wording
 from pentameter.report.page import write_report
 
 

@@ -31,7 +31,7 @@ class SecondMachine(World):
     def __init__(self, local_rank: int) -> None:
         super().__init__(rank=8 + local_rank, size=16, local_rank=local_rank, local_size=8)
 
-    def share(self, value, source=0):
+    def broadcast(self, value, source=0):
         return ["known to all"]
 
 

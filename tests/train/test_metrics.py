@@ -1,8 +1,12 @@
 """metrics.jsonl: well-formed lines, and a rewind that leaves neither gap nor repeat."""
 
 import json
+from types import SimpleNamespace
 
-from pentameter.train.log_files import MetricsLog, rewind_metrics
+from pentameter.config.load import load_config
+from pentameter.processes.world import World
+from pentameter.train.log_files import rewind_metrics
+from pentameter.train.recorder import Recorder
 
 
 def read(path):
@@ -13,8 +17,19 @@ def fail(warning):
     raise AssertionError(warning)
 
 
+def recorder(path):
+    return Recorder(
+        SimpleNamespace(
+            world=World(),
+            config=load_config("grammar"),
+            folder=SimpleNamespace(metrics_path=path),
+            console=SimpleNamespace(say=fail),
+        )
+    )
+
+
 def test_non_finite_numbers_become_null(tmp_path):
-    log = MetricsLog(tmp_path / "metrics.jsonl", fail)
+    log = recorder(tmp_path / "metrics.jsonl")
     log.write("train", step=1, loss=float("nan"), grad_norm=float("inf"))
     log.close()
     path = tmp_path / "metrics.jsonl"
@@ -24,7 +39,7 @@ def test_non_finite_numbers_become_null(tmp_path):
 
 def test_rewind_cuts_what_will_be_written_again_and_keeps_the_checkpoints_own_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path, fail)
+    log = recorder(path)
     log.write("train", step=1)
     log.write("train", step=2)
     size = log.sync()["metrics_bytes"]

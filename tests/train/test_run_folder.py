@@ -22,7 +22,7 @@ class Elsewhere(World):
     def on_main(self, action):
         return self.folder, False
 
-    def collect(self, value):
+    def all_gather(self, value):
         return [None, value]
 
 

@@ -217,7 +217,7 @@ def test_a_process_whose_part_is_finite_hears_of_the_other():
         def largest(self, value):
             return 1
 
-        def collect(self, value):
+        def all_gather(self, value):
             return [value, "model tensor w on rank 1"]
 
     here = {"model": {"w": torch.ones(3)}}
@@ -227,15 +227,9 @@ def test_a_process_whose_part_is_finite_hears_of_the_other():
 def test_a_best_that_was_not_saved_does_not_give_up_the_best_before_it():
     pruned = []
     state = TrainState(step=30, best_step=20, saved_best_step=10, proved_step=29)
-    checkpoints = RunCheckpoints(
-        store=SimpleNamespace(prune=lambda *kept: pruned.append(kept)),
-        engine=SimpleNamespace(world=World(), plan=SimpleNamespace(config=config())),
-        optimizer=None,
-        state=state,
-        dataset=None,
-        log_ends=dict,
-        say=print,
-        last_step=30,
+    store = SimpleNamespace(prune=lambda *kept: pruned.append(kept))
+    run = SimpleNamespace(
+        config=config(), state=state, world=World(), folder=SimpleNamespace(store=store)
     )
-    checkpoints.prune()
+    RunCheckpoints(run, dict).prune()
     assert pruned == [(2, [20, 10, 29])]

@@ -15,7 +15,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from pentameter.data.batches.step import IGNORED
-from pentameter.parallel import assemble, data_parallel, engine, gradients
+from pentameter.model.dropout import StreamDropout
+from pentameter.parallel import (
+    assemble,
+    context_parallel,
+    data_parallel,
+    divided_norm,
+    engine,
+    gradients,
+    ring_attention,
+    summa,
+    tensor_grid,
+)
+from pentameter.planning.rules import LayoutRules
 from pentameter.verify import steps
 
 
@@ -121,6 +133,61 @@ def mask_by_own_row() -> None:
     engine.dropout_keys = lambda model, seed, step, rows: keys(model, seed, step, rows - rows[0])
 
 
+def skipped_block() -> None:
+    """A process of a ring leaves out the keys that come to it in the second step."""
+    blocks = ring_attention._Ring.blocks
+
+    def some(self, step, n_tokens, *, explicit):
+        return iter(()) if step == 1 else blocks(self, step, n_tokens, explicit=explicit)
+
+    ring_attention._Ring.blocks = some
+
+
+def merged_without_rescaling() -> None:
+    """Results of two blocks are added up, each with the sum of its own weights."""
+
+    def add(out, sums, queries, part, part_sums):
+        out[:, :, queries] += part
+        sums[:, :, queries] = torch.logaddexp(sums[:, :, queries], part_sums)
+
+    ring_attention._merge = add
+
+
+def gradients_stay_with_their_process() -> None:
+    """Keys and values get the gradient of their own process's queries alone."""
+    differentiate = ring_attention._differentiate_block
+
+    def own_only(*arguments):
+        q_grad, k_grad, v_grad = differentiate(*arguments)
+        block = arguments[6]
+        if not block.is_causal:
+            k_grad, v_grad = torch.zeros_like(k_grad), torch.zeros_like(v_grad)
+        return q_grad, k_grad, v_grad
+
+    ring_attention._differentiate_block = own_only
+
+
+def wrong_half() -> None:
+    """The positions of a process's late chunk are those of the chunk after its early one."""
+
+    def in_a_row(layout, place, positions):
+        return positions.chunk(layout.context)[place]
+
+    context_parallel.own_positions = in_a_row
+
+
+def heads_numbered_from_zero() -> None:
+    """Each process that got some of the heads drops the weights of the first ones."""
+    share = assemble.share_context
+
+    def share_unnumbered(model, group, layout):
+        share(model, group, layout)
+        for block in model.blocks.values():
+            block.attention.weights_dropout.head_offset = 0
+
+    assemble.share_context = share_unnumbered
+
+
 def evaluation_by_each_process() -> None:
     """Each process evaluates all rows, and the sum is theirs together."""
     own_rows = engine.Engine._own_rows
@@ -143,6 +210,82 @@ def nothing_finite() -> None:
         return norm(self)
 
     engine.Engine.gradient_norm = poison
+
+
+# -- grids of processes -------------------------------------------------------------------------
+
+
+def no_broadcast_of_blocks() -> None:
+    """Each step of SUMMA multiplies with the block that is here, whoever's turn it is."""
+
+    def own_only(own, shapes, group):
+        for shape in shapes:
+            block = own.new_zeros(shape)
+            both = tuple(slice(min(sizes)) for sizes in zip(shape, own.shape, strict=True))
+            block[both] = own[both]
+            yield block
+
+    summa._each = own_only
+
+
+def sum_to_the_wrong_process() -> None:
+    """The parts of a weight's gradient go to the process after the one whose block it is."""
+    reduce = dist.reduce
+
+    def misled(tensor, *, group_dst, group):
+        first, second = dist.get_process_group_ranks(group)
+        along_rows = second - first > 1
+        target = 1 - group_dst if along_rows else group_dst
+        return reduce(tensor, group_dst=target, group=group)
+
+    summa.dist = type("", (), {"reduce": staticmethod(misled), "broadcast": dist.broadcast})
+
+
+def norm_of_own_channels() -> None:
+    """Mean and variance of a part of the width."""
+    gather = dist.all_gather
+
+    def alone(parts, own, group):
+        gather(parts, own, group=group)
+        for part in parts:
+            part.copy_(own)
+
+    divided_norm.dist = type("", (), {"all_gather": alone, "all_reduce": dist.all_reduce})
+
+
+def no_sum_over_rows() -> None:
+    """Vectors keep the gradient of each process's own rows."""
+    LayoutRules.sums_copies_over = property(lambda self: ())
+
+
+def channels_from_zero() -> None:
+    """Every process draws the dropout of the first channels."""
+    share = assemble.share_grid
+
+    def from_zero(model, *arguments):
+        share(model, *arguments)
+        for module in model.modules():
+            if isinstance(module, StreamDropout):
+                module.first_channel = 0
+
+    assemble.share_grid = from_zero
+
+
+def heads_of_the_stream_rows() -> None:
+    """In three dimensions attention draws the masks of the stream's rows, which are not its own."""
+    engine.Engine._attention_rows = property(lambda self: self.rows)
+
+
+def targets_of_the_stream_rows() -> None:
+    """In three dimensions the loss takes the targets of the stream's rows, not of its own."""
+    gathered = tensor_grid.gather_parts
+
+    def own_only(own, most, n_whole, group_name):
+        every = gathered(own, most, n_whole, group_name)
+        are_targets = own.dtype == torch.int64 and bool((every == IGNORED).any())
+        return own.repeat(n_whole // len(own), 1) if are_targets else every
+
+    tensor_grid.gather_parts = own_only
 
 
 # -- no numbers at all --------------------------------------------------------------------------

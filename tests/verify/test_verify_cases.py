@@ -37,7 +37,14 @@ def test_all_has_every_layout_that_must_be_equal():
         "data=2,zero=3,activation_checkpoint=full",
         "data=2,zero=3,tensor=2,sequence=true,pipeline=2,schedule=interleaved,virtual_stages=2",
         "tensor=2,pipeline=2,tied_head=false",
+        "context=2",
+        "context=2,context_mode=all-to-all",
+        "data=2,context=2",
+        "data=2,zero=3,context=2",
+        "tensor=2,sequence=true,context=2",
+        "pipeline=2,schedule=zero-bubble,context=2",
     }
+    assert len(written) >= 50
 
 
 def test_the_other_head_is_the_one_that_the_configuration_has_not():
@@ -92,6 +99,10 @@ def test_the_configurations_own_layout_is_among_all():
         ({"zero": 3, "replicate": 2}, "data=4,zero=3,replicate=2"),
         ({"tensor": 4}, "data=2,tensor=4"),
         ({"tensor": 4, "pipeline": 2}, "tensor=4,pipeline=2"),
+        (
+            {"data": 2, "context": 16, "context_mode": "all-to-all", "tensor": 4},
+            "data=2,tensor=2,context=2,context_mode=all-to-all",
+        ),
         ({"data": 64}, "data=2"),
         ({"data": 16, "zero": 1, "replicate": 4}, "data=4,zero=1,replicate=2"),
         (
@@ -101,7 +112,7 @@ def test_the_configurations_own_layout_is_among_all():
     ],
 )
 def test_a_layout_too_large_for_a_laptop_is_verified_at_lower_degrees(parallel, layout):
-    large = load_config("quickstart", {"parallel": parallel, "model.n_heads": 4})
+    large = load_config("quickstart", {"parallel": parallel, "model.n_heads": 64})
     assert own_case(large) == Case(parse_layout(layout))
 
 

@@ -14,6 +14,7 @@ from pentameter.verify.compare import verify_layouts
 from pentameter.verify.shrink import shrink
 
 EMBEDDING, FINAL_NORM = "token_embedding.weight", "final_norm.bias"
+GRID, CUBE = "tensor=4,tensor_mode=2d", "tensor=8,tensor_mode=3d"
 
 
 @cache
@@ -52,7 +53,24 @@ def outcome_of(fault, layout, workers, **options):
         ("mask_by_own_row", "data=2,zero=1", "loss", "loss"),
         ("norm_of_every_copy", "tensor=2", "gradient norm", "gradient norm"),
         ("clip_by_own_norm", "data=2,zero=2", "weight", None),
+        ("no_sum_of_copies", "context=2", "gradient", FINAL_NORM),
+        ("count_of_own_targets", "data=2,context=2", "loss", "loss"),
+        ("skipped_block", "context=2", "loss", "loss"),
+        ("merged_without_rescaling", "context=2", "loss", "loss"),
+        ("gradients_stay_with_their_process", "context=2", "gradient", None),
+        ("wrong_half", "context=2", "loss", "loss"),
+        ("heads_numbered_from_zero", "context=2,context_mode=all-to-all", "loss", "loss"),
         ("evaluation_by_each_process", "data=2", "evaluation loss", "evaluation loss"),
+        ("no_broadcast_of_blocks", GRID, "loss", "loss"),
+        ("sum_to_the_wrong_process", GRID, "gradient", None),
+        ("norm_of_own_channels", GRID, "loss", "loss"),
+        ("norm_of_own_channels", CUBE, "loss", "loss"),
+        ("no_sum_over_rows", GRID, "gradient", FINAL_NORM),
+        ("no_sum_over_rows", CUBE, "gradient", FINAL_NORM),
+        ("no_sum_after_backward", "tensor=8,tensor_mode=2.5d", "gradient", FINAL_NORM),
+        ("channels_from_zero", GRID, "loss", "loss"),
+        ("heads_of_the_stream_rows", CUBE, "loss", "loss"),
+        ("targets_of_the_stream_rows", CUBE, "loss", "loss"),
     ],
 )
 def test_a_fault_is_caught_where_it_shows_first(fault, layout, kind, tensor, workers):
@@ -68,7 +86,7 @@ def test_a_fault_is_caught_where_it_shows_first(fault, layout, kind, tensor, wor
 
 def test_the_same_processes_and_cases_pass_without_a_fault(workers):
     """What the faults are planted in is not at fault itself."""
-    layouts = "data=2;data=2,pipeline=2;tensor=2,sequence=1;data=2,zero=3"
+    layouts = f"data=2;data=2,pipeline=2;tensor=2,sequence=1;data=2,zero=3;{GRID};{CUBE}"
     cases = chosen_cases(config(), layouts)
     for outcome in verify_layouts(shrink(config(), cases), cases, workers, n_steps=1):
         assert outcome.passed, outcome.problem

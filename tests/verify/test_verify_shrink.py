@@ -72,9 +72,10 @@ def test_a_padded_vocabulary_stays_padded_and_uneven():
 
 def test_layouts_of_higher_degrees_get_heads_layers_and_rows_enough():
     config = load_config("quickstart")
-    cases = chosen_cases(config, "tensor=4;tensor=3,sequence=1;pipeline=7;data=5")
+    layouts = "tensor=4;tensor=3,sequence=1,context=2;pipeline=7;data=5"
+    cases = chosen_cases(config, f"{layouts};tensor=2,context=4,context_mode=all-to-all")
     small = shrink(config, cases)
-    assert small.model.n_heads == 12
+    assert small.model.n_heads == 24
     assert small.model.n_layers == 8  # more than stages: the cut is uneven
     for case in cases:
         make_plan(case_config(small, case))

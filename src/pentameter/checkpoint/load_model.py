@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pentameter.checkpoint.manifest import MANIFEST_NAME, Manifest
+from pentameter.checkpoint.manifest import MANIFEST_NAME
 from pentameter.checkpoint.opening import (
     Checkpoint,
     find_checkpoint,
+    list_checkpoints,
     open_checkpoint,
+    read_own_manifest,
     read_state,
 )
-from pentameter.checkpoint.safetensors_writer import materialize
 from pentameter.checkpoint.state_dicts import load_model_state
 from pentameter.errors import ConfigError, CorruptError, PentameterError
 
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from pentameter.config.schema import Config
     from pentameter.data.tokenizers.base import Tokenizer
     from pentameter.model.gpt import GPT
-
-_N_TRIES = 5
 
 
 @dataclass(frozen=True)
@@ -63,70 +62,48 @@ def load_model(
     Face folder become fp32. Raises what `find_model` and `read_hf` raise; what was passed over or
     left out adds a line to `warnings`.
     """
-    for n_tries in range(1, _N_TRIES + 1):
-        stored = open_model(path, warnings=warnings)
-        try:
-            return _load(stored, device)
-        except PentameterError:
-            if not _is_pruned(stored.checkpoint) or n_tries == _N_TRIES:
-                raise
-    raise AssertionError("unreachable")
-
-
-def open_model(path: Path | str, *, warnings: list[str] | None = None) -> StoredModel:
-    """What `load_model` loads, still on disk: configuration, tokenizer and weights to be read."""
-    from pentameter.checkpoint.hugging_face.folder import read_hf
-
-    path = Path(path)
-    if is_hugging_face(path):
-        return read_hf(path, warnings=warnings)
-    for n_tries in range(1, _N_TRIES + 1):
-        checkpoint = find_model(path, warnings)
-        try:
-            return _open(checkpoint)
-        except PentameterError:
-            if not _is_pruned(checkpoint) or n_tries == _N_TRIES:
-                raise
-    raise AssertionError("unreachable")
-
-
-def _is_pruned(checkpoint: Checkpoint | None) -> bool:
-    """Whether training removed the checkpoint between our finding and our reading it."""
-    return checkpoint is not None and not checkpoint.path.is_dir()
-
-
-def _open(checkpoint: Checkpoint) -> StoredModel:
-    from pentameter.checkpoint.model_folder import StoredModel, check_weights
-    from pentameter.config.load import load_config
-    from pentameter.data.tokenizers.load import load_tokenizer
-
-    path = checkpoint.path
-    config = load_config(path / "config.toml")
-    tokenizer = load_tokenizer(path / "tokenizer.json")
-    tensors = checkpoint.tensors("model")
-    check_weights(config, tensors, path)
-    files = tuple(path / name for name in checkpoint.manifest.groups["model"])
-    return StoredModel(path, config, tokenizer, tensors, files, checkpoint)
-
-
-def _load(stored: StoredModel, device: torch.device | str) -> LoadedModel:
     import torch
 
     from pentameter.model.gpt import GPT
 
-    weights = stored.weights
+    stored = open_model(path, warnings=warnings)
     with torch.device("meta"):  # no memory and no random numbers for weights about to be replaced
         model = GPT(stored.config.model)
-    dtypes = {tensor.dtype for tensor in weights.values() if tensor.dtype.is_floating_point}
+    dtypes = {tensor.dtype for tensor in stored.weights.values() if tensor.dtype.is_floating_point}
     if len(dtypes) == 1:
         model.to(dtypes.pop())
     model.to_empty(device=device)
-    if stored.checkpoint is not None:
-        load_model_state(model, stored.checkpoint.tensors("model"))
-    else:
-        for name, own in model.state_dict().items():  # names and shapes were checked on opening
-            own.copy_(materialize(weights[name]))
+    load_model_state(model, stored.weights)
     return LoadedModel(model.eval(), stored.tokenizer, stored.config, stored.checkpoint)
+
+
+def open_model(path: Path | str, *, warnings: list[str] | None = None) -> StoredModel:
+    """The model that `load_model` loads, still on disk: its weights are mapped.
+
+    Where training removes a checkpoint after it was found, the next one is taken.
+    """
+    from pentameter.checkpoint.hugging_face.folder import read_hf
+    from pentameter.checkpoint.model_folder import StoredModel, check_weights
+    from pentameter.config.load import load_config
+    from pentameter.data.tokenizers.setting import load_tokenizer
+
+    path = Path(path)
+    if is_hugging_face(path):
+        return read_hf(path, warnings=warnings)
+    while True:
+        checkpoint = find_model(path, warnings)
+        here = checkpoint.path
+        try:
+            config = load_config(here / "config.toml")
+            tokenizer = load_tokenizer(here / "tokenizer.json")
+            weights = checkpoint.tensors("model")  # which stay readable from now on
+        except PentameterError:
+            if here.is_dir():
+                raise
+            continue
+        check_weights(config, weights, here)
+        files = tuple(here / name for name in checkpoint.manifest.groups["model"])
+        return StoredModel(here, config, tokenizer, weights, files, checkpoint)
 
 
 def is_hugging_face(path: Path) -> bool:
@@ -174,19 +151,13 @@ def find_model(path: Path, warnings: list[str] | None = None) -> Checkpoint:
 
 def _best(folder: Path) -> tuple[str, int] | None:
     """Run id and best step as the newest checkpoint that can say so has it."""
-    newest: list[tuple[str, int]] = []
-
-    def reads_state(path: Path, manifest: Manifest) -> bool:
-        if newest:
-            return False
-        best = read_state(path, manifest).get("best")
-        if isinstance(best, dict) and isinstance(best.get("step"), int):
-            newest.append((manifest.run_id, best["step"]))
-        return False
-
-    with suppress(CorruptError):
-        find_checkpoint(folder, reads_state, [])
-    return newest[0] if newest else None
+    for candidate in list_checkpoints(folder):
+        with suppress(CorruptError):
+            manifest = read_own_manifest(candidate.path)
+            best = read_state(candidate.path, manifest).get("best")
+            if isinstance(best, dict) and isinstance(best.get("step"), int):
+                return manifest.run_id, best["step"]
+    return None
 
 
 def _describe(path: Path) -> str:

@@ -15,12 +15,12 @@ from pentameter.disk.atomic import (
     FileRecord,
     check_file,
     read_regular,
-    sync_folder,
+    sync,
     write_hashed,
     write_verified,
 )
 from pentameter.errors import CorruptError
-from pentameter.machine.threads import usable_cores
+from pentameter.machine.cores import usable_cores
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
@@ -112,7 +112,7 @@ def seal(
     groups = {group: tuple(each.name for each in files) for group, files in tensors.items()}
     manifest = Manifest(run_id, step, config_hash, dict(layout), groups, tuple(records))
     write_hashed(folder / MANIFEST_NAME, [manifest.to_bytes()])
-    sync_folder(folder)
+    sync(folder)
     return manifest
 
 

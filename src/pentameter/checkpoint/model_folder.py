@@ -16,7 +16,8 @@ from pentameter.config.fingerprint import config_hash
 from pentameter.config.schema import Config
 from pentameter.config.write import to_toml
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.disk.atomic import building, refuse_existing, storage_errors, write_hashed
+from pentameter.disk.atomic import refuse_existing, storage_errors, write_hashed
+from pentameter.disk.lock import building
 from pentameter.errors import CorruptError
 from pentameter.planning.architecture import parameter_table
 
@@ -50,18 +51,15 @@ class StoredModel:
     @property
     def identity(self) -> str:
         """sha256, in hex, of the weights' files: the same weights, wherever they lie."""
-        return hashlib.sha256("".join(self._file_hashes()).encode()).hexdigest()
-
-    def _file_hashes(self) -> list[str]:
-        if self.checkpoint is not None:  # verified when it was opened
-            manifest = self.checkpoint.manifest
-            records = [manifest.record(name) for name in manifest.groups[_GROUP]]
-            return [record.sha256 for record in records if record is not None]
-        hashes = []
+        total = hashlib.sha256()
         for path in self.files:
+            record = self.checkpoint.manifest.record(path.name) if self.checkpoint else None
+            if record is not None:  # verified when it was opened
+                total.update(record.sha256.encode())
+                continue
             with storage_errors(path, "read"), path.open("rb") as file:
-                hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
-        return hashes
+                total.update(hashlib.file_digest(file, "sha256").hexdigest().encode())
+        return total.hexdigest()
 
 
 def check_weights(config: Config, weights: Weights, where: Path) -> None:

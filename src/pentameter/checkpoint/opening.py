@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pentameter.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -23,10 +23,6 @@ from pentameter.checkpoint.manifest import (
 from pentameter.checkpoint.tensor_reader import StoredTensors
 from pentameter.disk.atomic import is_temporary, read_regular, storage_errors
 from pentameter.errors import ConfigError, CorruptError, StorageError
-from pentameter.processes.world import World
-
-if TYPE_CHECKING:
-    import torch
 
 STATE_NAME = "state.json"
 REPLACED = ".replaced"
@@ -50,11 +46,6 @@ class Checkpoint:
         """Optimizer steps completed."""
         return self.manifest.step
 
-    @property
-    def run_id(self) -> str:
-        """The run that saved it."""
-        return self.manifest.run_id
-
     def tensors(self, group: str) -> StoredTensors:
         """Name → tensor of a group (`model`, `optimizer`), mapped from the files, on the CPU.
 
@@ -67,17 +58,6 @@ class Checkpoint:
             known = ", ".join(sorted(self.manifest.groups)) or "none"
             raise CorruptError(f"{self.path} has no tensors {group!r}; it has: {known}")
         return StoredTensors([self.path / name for name in self.manifest.groups[group]])
-
-    def load_into(
-        self, group: str, tensors: Mapping[str, torch.Tensor], world: World | None = None
-    ) -> None:
-        """Fill tensors of any layout in place with those of a group, whatever layout wrote them.
-
-        Each process of `world`, together with the others, reads what its parts need. Raises
-        CorruptError, before anything is changed, when a name is missing or a shape or dtype
-        differs, and what `tensors` raises.
-        """
-        self.tensors(group).load_into(tensors, world)
 
     def read(self, name: str) -> bytes:
         """The content of a small file (`config.toml`), checked again; CorruptError without it."""
@@ -165,7 +145,6 @@ def find_checkpoint(
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while time.monotonic() < deadline:
         damage: list[CorruptError] = []
-        vanished = False
         for candidate in list_checkpoints(folder):
             try:
                 if accepts(candidate.path, read_own_manifest(candidate.path)):
@@ -174,19 +153,17 @@ def find_checkpoint(
                     return checkpoint
             except (CorruptError, ConfigError, StorageError) as error:
                 if not candidate.path.is_dir():
-                    vanished = True
                     break
                 if not isinstance(error, CorruptError):
                     raise
                 damage.append(error)
-        if vanished:
-            continue
-        if damage:
-            raise CorruptError(
-                f"every checkpoint in {folder} is damaged ({len(damage)}); newest: {damage[0]}; "
-                "restore one from a copy, or start the run again in another folder"
-            )
-        return None
+        else:
+            if damage:
+                raise CorruptError(
+                    f"every checkpoint in {folder} is damaged ({len(damage)}); newest: {damage[0]}"
+                    "; restore one from a copy, or start the run again in another folder"
+                )
+            return None
     raise StorageError(f"{folder} keeps changing while it is read; try again")
 
 

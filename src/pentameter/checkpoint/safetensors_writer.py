@@ -1,4 +1,4 @@
-"""Named tensors, or regions of tensors, into one safetensors file: one in host memory at a time.
+"""Named tensors, whole or in regions, into safetensors files: which process writes what, and how.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes of header length, a JSON header
 `{name: {dtype, shape, data_offsets}}`, then the bytes of the tensors without gaps. Written here
@@ -6,9 +6,10 @@ rather than by the library because its writer wants every tensor in host memory 
 tensors that share storage, and lets nobody hash what passes. `tensor_reader` reads.
 
 A run of several processes saves a tensor in pieces: each process the region that lies in it, in a
-file of its own. Which region an entry holds stands in its file's header (`__metadata__`), so that
-any reader can put the tensor together, whatever layout wrote it. An entry that is a whole tensor
-needs no such word.
+file of its own; what several hold (a copy under data parallelism) one of them writes. Every process
+sees what all hold and comes to the same plan, so nobody has to hand it out. Which region an entry
+holds stands in its file's header (`__metadata__`), so that any reader can put the tensor together,
+whatever layout wrote it. An entry that is a whole tensor needs no such word.
 """
 
 from __future__ import annotations
@@ -19,8 +20,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from pydantic import NonNegativeInt
+
+from pentameter.parallel.local_parts import local_part
+from pentameter.processes.world import World
+
 if TYPE_CHECKING:
     import torch
+
+Groups = Mapping[str, Mapping[str, "torch.Tensor | LazyTensor"]]
+"""Group (`model`, `optimizer`) → name → tensor, whole or a DTensor."""
 
 METADATA_KEY = "pieces"
 
@@ -81,9 +90,9 @@ class Piece:
     """The tensor that an entry holds a region of, and where in it the region begins."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[NonNegativeInt, ...]
     """Of the whole tensor."""
-    offset: tuple[int, ...]
+    offset: tuple[NonNegativeInt, ...]
 
 
 def piece_key(piece: Piece, sizes: Sequence[int]) -> str:
@@ -140,3 +149,105 @@ def _host_bytes(tensor: torch.Tensor) -> memoryview:
 
     tensor = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+@dataclass(frozen=True)
+class Region:
+    """A region of a tensor that a process holds."""
+
+    group: str
+    piece: Piece
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of its elements."""
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+
+def files_to_write(groups: Groups, world: World) -> dict[str, tuple[str, TensorFile]]:
+    """Group → name and content of the file that this process writes of it, where it writes any.
+
+    Collective: each process passes the same groups with the tensors it has. Raises ValueError
+    where the processes do not hold all of a tensor between them, TypeError for a tensor that
+    cannot be saved; what one process raises, all raise.
+    """
+    held = world.agreed(lambda: _held(groups))
+    writer_of = _writers(world.all_gather(list(held)))
+
+    def plan() -> dict[str, tuple[str, TensorFile]]:
+        files = {}
+        for group in groups:
+            found = {writer for region, writer in writer_of.items() if region.group == group}
+            writers = sorted(found or {0})  # a group without tensors is a file of the main process
+            if world.rank in writers:
+                number = writers.index(world.rank)
+                part = f"-{number:05d}-of-{len(writers):05d}" if len(writers) > 1 else ""
+                own = {
+                    region: tensor
+                    for region, tensor in held.items()
+                    if region.group == group and writer_of[region] == world.rank
+                }
+                files[group] = (f"{group}{part}.safetensors", _file_of(own))
+        return files
+
+    return world.agreed(plan)
+
+
+def _held(groups: Groups) -> dict[Region, torch.Tensor | LazyTensor]:
+    """The regions in this process, and their elements."""
+    held: dict[Region, torch.Tensor | LazyTensor] = {}
+    for group, tensors in groups.items():
+        for name, tensor in tensors.items():
+            shape = tuple(tensor.shape)
+            local, offset = tensor, (0,) * len(shape)
+            if not isinstance(tensor, LazyTensor):
+                local, offset = local_part(tensor)
+            sizes = tuple(local.shape)
+            if math.prod(shape) and not math.prod(sizes):
+                continue  # an uneven division leaves the last processes with nothing
+            held[Region(group, Piece(name, shape, offset), tensor.dtype, sizes)] = local
+    return held
+
+
+def _writers(held_by_rank: Sequence[Sequence[Region]]) -> dict[Region, int]:
+    """Region → the rank that writes it: of those that hold it, the one with the least so far.
+
+    Raises ValueError for a tensor whose regions, all together, are not all of it.
+    """
+    ranks_of: dict[Region, list[int]] = {}
+    for rank, regions in enumerate(held_by_rank):
+        for region in regions:
+            ranks_of.setdefault(region, []).append(rank)
+    n_elements: dict[tuple[str, str, tuple[int, ...], torch.dtype], int] = {}
+    for region in ranks_of:
+        tensor = (region.group, region.piece.name, region.piece.shape, region.dtype)
+        n_elements[tensor] = n_elements.get(tensor, 0) + math.prod(region.sizes)
+    for (_, name, shape, dtype), n_found in n_elements.items():
+        if n_found != math.prod(shape):
+            raise ValueError(
+                f"{name!r} cannot be saved: the processes hold {n_found:,} of the "
+                f"{math.prod(shape):,} elements of its shape {shape}, {dtype}"
+            )
+    n_bytes = [0] * len(held_by_rank)
+    writer_of = {}
+    for region, ranks in ranks_of.items():
+        writer_of[region] = writer = min(ranks, key=n_bytes.__getitem__)
+        n_bytes[writer] += region.n_bytes
+    return writer_of
+
+
+def _file_of(held: Mapping[Region, torch.Tensor | LazyTensor]) -> TensorFile:
+    """The file of these regions of a group; a tensor that is whole goes by its own name."""
+    tensors: dict[str, torch.Tensor | LazyTensor] = {}
+    pieces: dict[str, Piece] = {}
+    for region, tensor in held.items():
+        key = region.piece.name
+        if region.sizes != region.piece.shape:
+            key = piece_key(region.piece, region.sizes)
+            pieces[key] = region.piece
+        if key in tensors:
+            raise ValueError(f"two tensors of a checkpoint would both be called {key!r}")
+        tensors[key] = tensor
+    return plan_file(tensors, pieces)

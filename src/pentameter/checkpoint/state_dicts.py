@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pentameter.checkpoint.safetensors_writer import LazyTensor, materialize
-from pentameter.checkpoint.tensor_reader import StoredTensor, StoredTensors, check_fits
+from pentameter.checkpoint.tensor_reader import StoredTensors, check_fits
 from pentameter.errors import CorruptError
 from pentameter.parallel.local_parts import copy_part
 from pentameter.processes.world import World
@@ -52,12 +52,6 @@ def load_model_state(
     world = World() if world is None else world
     own = model_state(model)
     _check_names("model", own.keys(), tensors.keys(), world)
-
-    def check() -> None:
-        for name, target in own.items():
-            check_fits(name, _described(tensors, name), target.shape, target.dtype)
-
-    world.agreed(check)
     _fill(own, tensors, world)
 
 
@@ -111,64 +105,49 @@ def load_optimizer_state(
     world = World() if world is None else world
     parts = _held(optimizer, named_parameters)
     slots_of = world.agreed(lambda: [_slots_to_load(part, held, tensors) for part, held in parts])
-    expected = [
-        f"{name}.{slot}"
+    parameter_of = {
+        f"{name}.{slot}": parameter
         for (_, held), slots in zip(parts, slots_of, strict=True)
-        for name, _ in held
+        for name, parameter in held
         for slot in slots
-    ]
-    _check_names("optimizer", expected, tensors.keys(), world)
-    states = world.agreed(
-        lambda: [
-            _empty_state(held, slots, tensors)
-            for (_, held), slots in zip(parts, slots_of, strict=True)
-        ],
-    )
-    targets = {
-        f"{name}.{slot}": value
-        for state in states
-        for name, values in state.items()
-        for slot, value in values.items()
     }
-    _fill(targets, tensors, world)
-    for (part, held), state in zip(parts, states, strict=True):
-        number_of = _numbers(part)
-        numbered = {number_of[id(p)]: state[name] for name, p in held if state[name]}
-        groups = part.state_dict()["param_groups"]
-        part.load_state_dict({"state": numbered, "param_groups": groups})
+    _check_names("optimizer", parameter_of, tensors.keys(), world)
+    new = world.agreed(
+        lambda: {name: _empty_slot(name, p, tensors[name]) for name, p in parameter_of.items()}
+    )
+    _fill(new, tensors, world)
+    for (part, held), slots in zip(parts, slots_of, strict=True):
+        numbers = _numbers(part)
+        state = {
+            numbers[id(parameter)]: {slot: new[f"{name}.{slot}"] for slot in sorted(slots)}
+            for name, parameter in held
+            if slots
+        }
+        part.load_state_dict({"state": state, "param_groups": part.state_dict()["param_groups"]})
 
 
-def _empty_state(
-    held: Held, slots: set[str], tensors: Tensors
-) -> dict[str, dict[str, torch.Tensor]]:
-    """Parameter → slot → a new tensor for what is stored, sharded like the parameter."""
+def _empty_slot(
+    name: str, parameter: nn.Parameter, stored: torch.Tensor | LazyTensor
+) -> torch.Tensor:
+    """A new tensor for a stored one of the parameter's state, sharded like the parameter."""
     import torch
 
-    state: dict[str, dict[str, torch.Tensor]] = {}
-    for name, parameter in held:
-        state[name] = {}
-        for slot in sorted(slots):
-            found = _described(tensors, f"{name}.{slot}")
-            if slot == "step":  # counted on the host until the optimizer asks for it elsewhere
-                state[name][slot] = torch.empty(tuple(found.shape), dtype=found.dtype)
-            else:
-                check_fits(f"{name}.{slot}", found, parameter.shape, None)
-                state[name][slot] = torch.empty_like(parameter.detach(), dtype=found.dtype)
-    return state
+    if name.endswith(".step"):  # counted on the host until the optimizer asks for it elsewhere
+        return torch.empty(tuple(stored.shape), dtype=stored.dtype)
+    check_fits(name, stored, parameter.shape, None)
+    return torch.empty_like(parameter.detach(), dtype=stored.dtype)
 
 
 def _fill(targets: Mapping[str, torch.Tensor], tensors: Tensors, world: World) -> None:
-    """Copy what is this process's of the tensors into the targets, which they fit."""
+    """Copy what is this process's of the tensors into the targets. Raises CorruptError, before
+    anything is changed, where one does not fit."""
     if isinstance(tensors, StoredTensors):
         tensors.load_into(targets, world)
         return
     for name, target in targets.items():
+        check_fits(name, tensors[name], target.shape, target.dtype)
+    for name, target in targets.items():
         copy_part(target, materialize(tensors[name]))
-
-
-def _described(tensors: Tensors, name: str) -> torch.Tensor | LazyTensor | StoredTensor:
-    """Something that has the tensor's shape and dtype, without reading it."""
-    return tensors.stored[name] if isinstance(tensors, StoredTensors) else tensors[name]
 
 
 def _slots_to_load(optimizer: torch.optim.Optimizer, held: Held, tensors: Tensors) -> set[str]:
@@ -233,7 +212,7 @@ def _slots(optimizer: torch.optim.Optimizer) -> set[str] | None:
 
 def _check_names(kind: str, expected: Iterable[str], found: Collection[str], world: World) -> None:
     """Raise CorruptError unless what all processes expect, together, is what was found."""
-    wanted = set().union(*world.collect(sorted(expected)))
+    wanted = set().union(*world.all_gather(sorted(expected)))
     if differences := name_differences(wanted, found):
         raise CorruptError(
             f"the checkpoint's {kind} tensors do not belong to this {kind}; {differences}"

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pentameter.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -36,7 +36,7 @@ from pentameter.checkpoint.opening import (
     read_own_manifest,
     step_folder_name,
 )
-from pentameter.checkpoint.save_plan import Groups, files_to_write
+from pentameter.checkpoint.safetensors_writer import Groups, files_to_write
 from pentameter.disk.atomic import (
     FileRecord,
     check_free_space,
@@ -44,14 +44,12 @@ from pentameter.disk.atomic import (
     make_folder,
     remove_tree,
     storage_errors,
-    sync_folder,
+    sync,
     temporary_name,
     write_verified,
 )
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.processes.world import World
-
-Result = TypeVar("Result")
 
 _SLACK_BYTES = 2**20  # folder entries, the manifest, block rounding
 
@@ -101,14 +99,18 @@ class CheckpointStore:
         """
         start_seconds = time.perf_counter()
         world = World() if world is None else world
-        temporary = world.share(self.folder / temporary_name(step_folder_name(step)))
+        temporary = world.broadcast(self.folder / temporary_name(step_folder_name(step)))
         files = files_to_write(tensors, world)
-        n_tensor_bytes = sum(world.collect(sum(file.n_bytes for _, file in files.values())))
-        small = world.agreed(lambda: {STATE_NAME: encode_json(dict(state)), **extra_files})
+        n_tensor_bytes = sum(world.all_gather(sum(file.n_bytes for _, file in files.values())))
+
+        def encode() -> dict[str, bytes]:
+            _check_names(extra_files, tensors)
+            return {STATE_NAME: encode_json(dict(state)), **extra_files}
+
+        small = world.agreed(encode)
 
         def begin() -> None:
             self._refuse_foreign(step)
-            _check_names(extra_files, tensors)
             make_folder(self.folder)
             n_bytes = n_tensor_bytes + sum(map(len, small.values()))
             check_free_space(self.folder, n_bytes + _SLACK_BYTES)
@@ -121,7 +123,7 @@ class CheckpointStore:
                 for group, (name, file) in files.items()
             }
             if records and not world.is_main:
-                sync_folder(temporary)  # on another machine than the main process's, perhaps
+                sync(temporary)  # on another machine than the main process's, perhaps
             return records
 
         def commit() -> int:
@@ -142,9 +144,9 @@ class CheckpointStore:
             return manifest.n_bytes
 
         try:
-            _on_main(world, begin)
-            written = world.collect(world.agreed(write))
-            n_bytes = _on_main(world, commit)
+            world.on_main(begin)
+            written = world.all_gather(world.agreed(write))
+            n_bytes = world.on_main(commit)
         except BaseException:
             if world.is_main:
                 with suppress(StorageError):
@@ -179,7 +181,7 @@ class CheckpointStore:
                     target.name + REPLACED if valid else temporary_name(target.name)
                 )
                 if aside.is_dir():  # left by a crash between the two renames below, long ago
-                    _discard(aside)
+                    self._discard(aside)
                 os.rename(target, aside)
             self._verified.pop(target, None)
             try:
@@ -189,11 +191,11 @@ class CheckpointStore:
                     with suppress(OSError):
                         os.rename(aside, target)
                 raise
-        sync_folder(self.folder)
+        sync(self.folder)
         self._verified[target] = manifest.to_bytes()  # by those who wrote it, each its files
         if aside is not None:
             with suppress(StorageError):  # the new one is committed; `clean` removes the rest
-                _discard(aside)
+                self._discard(aside)
 
     def latest(self) -> Checkpoint | None:
         """The verified checkpoint of this run's highest step; None when it has none.
@@ -233,9 +235,9 @@ class CheckpointStore:
             if not proper.exists():
                 with storage_errors(proper, "restore"):
                     os.rename(candidate.path, proper)
-                sync_folder(self.folder)
+                sync(self.folder)
             elif self._is_valid(proper):
-                _discard(candidate.path)
+                self._discard(candidate.path)
                 removed.append(candidate.path.name)
         return removed
 
@@ -254,8 +256,7 @@ class CheckpointStore:
             if n_kept < max(1, keep_last):
                 n_kept += self._is_valid(candidate.path)
             elif candidate.step not in kept_steps:
-                self._verified.pop(candidate.path, None)
-                _discard(candidate.path)
+                self._discard(candidate.path)
                 removed.append(candidate.step)
         return removed
 
@@ -266,8 +267,7 @@ class CheckpointStore:
             return []
         newer = [each for each in candidates if each.step > step]
         for each in newer:
-            self._verified.pop(each.path, None)
-            _discard(each.path)
+            self._discard(each.path)
         return [each.step for each in newer]
 
     def _is_own(self, path: Path) -> bool:
@@ -288,11 +288,13 @@ class CheckpointStore:
         self._verified[path] = manifest.to_bytes()
         return manifest.run_id == self.run_id
 
-
-def _on_main(world: World, work: Callable[[], Result]) -> Result:
-    """What `work` returns in the main process, where alone it runs; what it raises, all raise."""
-    result = world.agreed(lambda: work() if world.is_main else None)
-    return world.share(result)  # type: ignore[return-value]
+    def _discard(self, folder: Path) -> None:
+        """Remove a checkpoint, first its name, then its files: no moment shows half of it."""
+        self._verified.pop(folder, None)
+        temporary = folder.with_name(temporary_name(folder.name.partition(".")[0]))
+        with storage_errors(folder, "remove"):
+            os.rename(folder, temporary)
+        remove_tree(temporary)
 
 
 def _check_names(extra_files: Mapping[str, bytes], groups: Collection[str]) -> None:
@@ -301,12 +303,3 @@ def _check_names(extra_files: Mapping[str, bytes], groups: Collection[str]) -> N
     for name in [*extra_files, *groups]:
         if not is_plain_name(name) or name in taken:
             raise ValueError(f"a checkpoint cannot hold a file or group named {name!r}")
-
-
-def _discard(folder: Path) -> None:
-    """Remove a checkpoint so that no moment shows half of it: first its name, then its files."""
-    step_name = folder.name.partition(".")[0]
-    temporary = folder.with_name(temporary_name(step_name))
-    with storage_errors(folder, "remove"):
-        os.rename(folder, temporary)
-    remove_tree(temporary)

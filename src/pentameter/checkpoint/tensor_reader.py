@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from pentameter.checkpoint.safetensors_writer import (
     DTYPE_CODES,
@@ -81,19 +82,22 @@ class StoredTensors(Mapping[str, "torch.Tensor | LazyTensor"]):
 
         Targets are plain tensors or DTensors on any mesh; processes may pass different names.
         Collective where `world` has several processes: what one raises, all raise. Raises
-        CorruptError, before anything is changed here, when a name is missing or a shape or dtype
-        differs.
+        CorruptError, before anything is changed, for a missing name and another shape or dtype.
         """
+        world = World() if world is None else world
 
-        def load() -> None:
+        def check() -> None:
             for name, target in targets.items():
                 if name not in self.stored:
                     raise CorruptError(f"the checkpoint has no tensor {name!r}")
                 check_fits(name, self.stored[name], target.shape, target.dtype)
+
+        def fill() -> None:
             for name, target in targets.items():
                 self._fill(target, self.stored[name])
 
-        (World() if world is None else world).agreed(load)
+        world.agreed(check)
+        world.agreed(fill)
 
     def _fill(self, target: torch.Tensor, stored: StoredTensor) -> None:
         """Copy into what is here of the target the parts of stored regions that fall into it."""
@@ -144,7 +148,15 @@ class StoredTensors(Mapping[str, "torch.Tensor | LazyTensor"]):
             file = safe_open(str(path), framework="pt")
             keys: list[str] = list(file.keys())
             slices = {key: file.get_slice(key) for key in keys}
-            pieces = _decode_pieces((file.metadata() or {}).get(METADATA_KEY), path)
+            text = (file.metadata() or {}).get(METADATA_KEY, "{}")
+        try:
+            pieces = TypeAdapter(dict[str, Piece]).validate_json(text, strict=True)
+        except ValidationError as error:
+            what = error.errors()[0]
+            raise CorruptError(
+                f"{path} is malformed: its header's pieces: {'.'.join(map(str, what['loc']))}: "
+                f"{what['msg']}"
+            ) from error
         self._files[path] = file
         if absent := pieces.keys() - slices.keys():
             raise CorruptError(f"{path} is malformed: it lacks the piece {min(absent)!r}")
@@ -191,26 +203,6 @@ def check_fits(
             f"the checkpoint's {name} is {tuple(found.shape)} of {found.dtype}, "
             f"the configuration asks for {tuple(shape)} of {dtype or 'any dtype'}"
         )
-
-
-def _decode_pieces(text: str | None, path: Path) -> dict[str, Piece]:
-    """Entry → piece, from the header of the file `path`; CorruptError when it is malformed."""
-    if text is None:
-        return {}
-    try:
-        content = json.loads(text)
-        return {
-            key: Piece(str(entry["name"]), _integers(entry["shape"]), _integers(entry["offset"]))
-            for key, entry in content.items()
-        }
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CorruptError(f"{path} is malformed: its header's pieces are {error!r}") from error
-
-
-def _integers(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
-        raise ValueError(f"not a shape or offset: {values!r}")
-    return tuple(values)
 
 
 def check_cover(name: str, shape: tuple[int, ...], regions: Sequence[StoredRegion]) -> None:

@@ -55,7 +55,7 @@ def run(arguments: list[str]) -> int:
 
 def _lines(comparison: Comparison, width: int) -> Iterator[str]:
     """The tables, as many runs side by side as the width has room for."""
-    from pentameter.report import wording
+    from pentameter import wording
 
     rows = [("", [run.label for run in comparison.runs])]
     for row in comparison.rows:

@@ -45,8 +45,17 @@ def run(arguments: list[str]) -> int:
     facts = examine()
     if asked.json:
         print(json.dumps(facts))
-    else:
-        _print(facts)
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(style="dim", overflow="fold")
+    for row in _rows(facts):
+        table.add_row(*map(printable, row))
+    Console(highlight=False, markup=False).print(table)
     return 0
 
 
@@ -119,24 +128,13 @@ def _data_folders() -> dict[str, Any]:
     }
 
 
-def _print(facts: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(style="dim", overflow="fold")
-    for row in _rows(facts):
-        table.add_row(*map(printable, row))
-    Console(highlight=False, markup=False).print(table)
-
-
 def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     """(name, value, remark) of each line."""
     yield "device", facts["device"], facts["device_name"]
     cpu = facts["devices"]["cpu"]
-    yield "cpu", f"{cpu['cores']} cores", _cpu_remark(cpu)
+    able = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16"}
+    remark = ", ".join([cpu["name"], cpu["vector"], *(able[key] for key in able if cpu[key])])
+    yield "cpu", f"{cpu['cores']} cores", remark
     for index, gpu in enumerate(facts["devices"]["gpus"]):
         memory = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
         yield f"gpu {index}", memory, f"{gpu['name']}, {gpu['architecture']}"
@@ -154,8 +152,10 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     if facts["published_peak_flops"]:
         value = f"{facts['published_peak_flops'] / 1e12:.4g} TFLOP/s"
         yield "published", value, f"dense peak in {facts['precision']}, what MFU is a share of"
+    state = "tested" if facts["torch_is_tested"] else "not tested; it may work"
+    tested = f"{state} (tested: {', '.join(facts['torch_tested'])})"
     for name, version in facts["versions"].items():
-        yield name, version or "missing", _torch_remark(facts) if name == "torch" else ""
+        yield name, version or "missing", tested if name == "torch" else ""
     for extra, installed in facts["extras"].items():
         hint = "" if installed else f'pip install "pentameter[{extra}]"'
         yield f"extra {extra}", "installed" if installed else "not installed", hint
@@ -165,16 +165,3 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     yield "data folder", state, f"PENTAMETER_DATA_DIR={folder}" if folder else ""
     yield "cache", "found" if data["cache_found"] else "not yet there", data["cache"]
     yield "disk free", f"{facts['disk_free_bytes'] / 1e9:.0f} GB", "in this folder"
-
-
-def _torch_remark(facts: dict[str, Any]) -> str:
-    tested = ", ".join(facts["torch_tested"])
-    state = "tested" if facts["torch_is_tested"] else "not tested; it may work"
-    return f"{state} (tested: {tested})"
-
-
-def _cpu_remark(cpu: dict[str, Any]) -> str:
-    able = [
-        label for key, label in (("amx_bf16", "AMX"), ("avx512_bf16", "AVX-512 BF16")) if cpu[key]
-    ]
-    return f"{cpu['name']}, {cpu['vector']}" + (f", {', '.join(able)}" if able else "")

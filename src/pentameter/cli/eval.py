@@ -56,7 +56,7 @@ def run(arguments: list[str]) -> int:
         values, line = _multiple_choice(parsed, parsed.multiple_choice, overrides)
     else:
         values, line = _split(parsed, overrides)
-    from pentameter.report.results import strict
+    from pentameter.train.log_files import strict
 
     print(json.dumps(strict(values)) if parsed.json else line)
     return 0
@@ -104,8 +104,7 @@ def _multiple_choice(
     parsed: EvalArguments, file: Path, overrides: list[str]
 ) -> tuple[dict[str, Any], str]:
     """The object of `--json` for a file of questions, and the line for people."""
-    from pentameter.evaluate.multiple_choice import evaluate_multiple_choice
-    from pentameter.evaluate.questions import read_questions
+    from pentameter.evaluate.multiple_choice import evaluate_multiple_choice, read_questions
 
     if parsed.stride is not None or overrides:
         given = "--stride" if parsed.stride is not None else overrides[0]
@@ -126,6 +125,7 @@ def _multiple_choice(
 
 def _load(parsed: EvalArguments, overrides: list[str]) -> tuple[LoadedModel, Config, Engine]:
     """The model, its configuration with the overrides of the data section, and how it runs."""
+    from pentameter.config.load import load_config
     from pentameter.config.schema import ParallelConfig
     from pentameter.machine.choices import choose_device, choose_precision
     from pentameter.parallel.assemble import engine_of
@@ -135,23 +135,15 @@ def _load(parsed: EvalArguments, overrides: list[str]) -> tuple[LoadedModel, Con
     device = choose_device(parsed.device)
     precision, _ = choose_precision(parsed.precision, device)
     loaded = load_for_verb(parsed.model, device)
-    config = _with_other_data(loaded.config, overrides)
+    for path, _ in parse_overrides(overrides):
+        if not path.startswith("data."):
+            raise ConfigError(
+                f"eval takes overrides of the data section only, not {path}: --data.path FILE"
+            )
+    config = load_config(loaded.config, overrides) if overrides else loaded.config
     # The weights may be saved in another type: a double model trained, a half one imported.
     loaded.model.to(arithmetic(precision).weights)
     config = config.model_copy(update={"parallel": ParallelConfig()})  # here is one process
     engine = engine_of(loaded.model, make_plan(config), device, precision)
     set_matmul_precision(None, precision)
     return loaded, config, engine
-
-
-def _with_other_data(config: Config, overrides: list[str]) -> Config:
-    if not overrides:
-        return config
-    from pentameter.config.load import load_config
-
-    for path, _ in parse_overrides(overrides):
-        if not path.startswith("data."):
-            raise ConfigError(
-                f"eval takes overrides of the data section only, not {path}: --data.path FILE"
-            )
-    return load_config(config, overrides)

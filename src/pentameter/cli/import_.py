@@ -5,16 +5,12 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
 from pentameter.cli.arguments import parse, print_warnings
 from pentameter.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pentameter.checkpoint.model_folder import StoredModel
-    from pentameter.config.schema import Config
 
 MADE_FROM_TEXT = ("char", "word", "bpe")
 """Tokenizers that no imported weights can have been trained with."""
@@ -61,7 +57,11 @@ def run(arguments: list[str]) -> int:
         tokenizer = build_tokenizer(asked.tokenizer, lambda: iter(()))  # nothing is built of text
     warnings: list[str] = []
     stored = read_hf(asked.source, tokenizer=tokenizer, warnings=warnings)
-    save_model(stored, asked.out, _with_tokenizer_of(stored, asked.out))
+    config = stored.config
+    if config.data.tokenizer != "gpt2":  # the text is cut by the tokenizer that lies in the folder
+        setting = {"tokenizer": str((asked.out / "tokenizer.json").resolve())}
+        config = config.model_copy(update={"data": config.data.model_copy(update=setting)})
+    save_model(stored, asked.out, config)
     print_warnings(warnings)
     model = stored.config.model
     out, name = shlex.quote(str(asked.out)), f"{safe_name(asked.out.name)}-tuned"
@@ -73,12 +73,3 @@ def run(arguments: list[str]) -> int:
         "--data.path FILE"
     )
     return 0
-
-
-def _with_tokenizer_of(stored: StoredModel, out: Path) -> Config:
-    """The configuration, whose data are to be cut by the tokenizer that lies in `out`."""
-    config = stored.config
-    if config.data.tokenizer == "gpt2":
-        return config
-    setting = str((out / "tokenizer.json").resolve())
-    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": setting})})

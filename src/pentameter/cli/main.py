@@ -7,13 +7,12 @@ import io
 import keyword
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from pentameter.errors import ConfigError, nearest, printable, terminal_message
-from pentameter.machine.load import choose_wait_policy
-from pentameter.processes.failure import EXPECTED, WorkerFailedError, explanation, tell_failure
+from pentameter.errors import ConfigError, nearest
+from pentameter.machine.cores import choose_wait_policy
+from pentameter.processes.failure import explanation, failure_of, print_failure, tell_failure
 
 VERBS = {
     "train": "train a model, or continue a run: train PRESET-or-FILE-or-TEXT [--KEY VALUE …]",
@@ -48,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run_verb(arguments[0], arguments[1:])
     except (Exception, KeyboardInterrupt) as error:
         if not tell_failure(error, debug=debug):  # one process of several tells it itself
-            _tell(error, debug=debug)
+            if isinstance(error, BrokenPipeError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print_failure(failure_of(error), debug=debug)
         return explanation(error)[1]
 
 
@@ -62,20 +63,6 @@ def _run_verb(verb: str, arguments: list[str]) -> int:
     module = f"{verb}_" if keyword.iskeyword(verb) else verb  # `import` is in import_.py
     run: Callable[[list[str]], int] = importlib.import_module(f"pentameter.cli.{module}").run
     return run(arguments)
-
-
-def _tell(error: BaseException, *, debug: bool) -> None:
-    """Say on stderr what went wrong, with the traceback where that is asked for or needed."""
-    if isinstance(error, BrokenPipeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return
-    expected = isinstance(error, EXPECTED)
-    trace = "".join(traceback.format_exception(error))
-    if isinstance(error, WorkerFailedError):
-        expected, trace = error.expected, error.worker_traceback
-    if debug or not expected:
-        print(printable(trace, keep="\n\t"), end="", file=sys.stderr)
-    print(f"pentameter: {terminal_message(explanation(error)[0])}", file=sys.stderr)
 
 
 def usage() -> str:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -85,11 +85,9 @@ class Options:
 def run(arguments: list[str]) -> int:
     """Exit code 0 once the shards are written; the errors of `pentameter.errors` otherwise."""
     options = parse(Options, arguments, verb="prepare")
-    return _prepare(options)
-
-
-def _prepare(options: Options) -> int:
+    from pentameter.data.prepare.from_text import prepare
     from pentameter.data.prepare.from_tokens import token_files
+    from pentameter.data.prepare.splits import Splitting
     from pentameter.data.shards.dataset import open_shards
     from pentameter.data.shards.format import find_header
 
@@ -98,7 +96,18 @@ def _prepare(options: Options) -> int:
     if files := token_files([Path(source) for source in options.source]):
         _import(options, files)
     else:
-        _encode(options, warnings)
+        text = _text(options)
+        splits = (options.validation_fraction, options.test_fraction, options.split_by)
+        with _progress() as (progress, count_tokens):
+            prepare(
+                text,
+                options.out,
+                tokenizer=options.tokenizer,
+                splitting=Splitting(*splits),
+                progress=progress,
+                count_tokens=count_tokens,
+                warnings=warnings,
+            )
     seconds = time.perf_counter() - started
     header = find_header(options.out)
     assert header is not None
@@ -106,25 +115,6 @@ def _prepare(options: Options) -> int:
         print(f"warning: {terminal_message(warning)}", file=sys.stderr)
     _report(open_shards(header), options.out, seconds)
     return 0
-
-
-def _encode(options: Options, warnings: list[str]) -> None:
-    from pentameter.data.prepare.from_text import prepare
-    from pentameter.data.prepare.splits import Splitting
-
-    text = _text(options)
-    with _progress() as (progress, count_tokens):
-        prepare(
-            text,
-            options.out,
-            tokenizer=options.tokenizer,
-            splitting=Splitting(
-                options.validation_fraction, options.test_fraction, options.split_by
-            ),
-            progress=progress,
-            count_tokens=count_tokens,
-            warnings=warnings,
-        )
 
 
 def _import(options: Options, sources: Sequence[Path]) -> None:
@@ -191,36 +181,22 @@ def _text(options: Options) -> Text:
 
 def _data_section(options: Options, corpus: str | None) -> DataConfig:
     """The options as the `data` section of a configuration; ConfigError where it has rules."""
-    from dataclasses import asdict
-
     from pydantic import ValidationError
 
     from pentameter.config.messages import problems
     from pentameter.config.schema import Config
 
     section = {
-        "corpus": corpus,
-        "path": options.source[0] if corpus is None else None,
-        "validation_path": _as_text(options.validation_path),
-        "test_path": _as_text(options.test_path),
-        "tokenizer": options.tokenizer,
-        "encoding": options.encoding,
-        "text_field": options.text_field,
-        "split_by": options.split_by,
-        "validation_fraction": options.validation_fraction,
-        "test_fraction": options.test_fraction,
-        "max_bytes": options.max_bytes,
-        "grammar": asdict(options.grammar),
+        key: str(value) if isinstance(value, Path) else value
+        for key, value in asdict(options).items()
+        if key not in ("source", "out")
     }
+    section |= {"corpus": corpus, "path": options.source[0] if corpus is None else None}
     tree = {"data": section, "train": {"batch_size": 1}}  # a whole configuration, for its rules
     try:
         return Config.model_validate(tree).data
     except ValidationError as error:
-        raise ConfigError("; ".join(problems(error, tree))) from error
-
-
-def _as_text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
+        raise ConfigError("; ".join(problems(error, tree)[0])) from error
 
 
 def _report(dataset: Dataset, folder: Path, seconds: float) -> None:

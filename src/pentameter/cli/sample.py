@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -19,7 +18,7 @@ from pentameter.errors import ConfigError, StorageError
 if TYPE_CHECKING:
     import numpy as np
 
-    from pentameter.generation.detokenize import TextPieces
+    from pentameter.generation.loop import TextPieces
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,26 @@ class SampleArguments:
 def run(arguments: list[str]) -> int:
     """Return the exit code of `pentameter sample ARGUMENTS`."""
     asked = parse(SampleArguments, arguments, verb="sample")
-    _sample(asked, _prompt(asked))
+    prompt = _prompt(asked)
+    from pentameter.generation.loop import TextPieces, encode_prompt, stream_tokens
+    from pentameter.generation.sampling import Sampling
+    from pentameter.machine.choices import choose_device
+
+    sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
+    loaded = load_for_verb(asked.model, choose_device(asked.device))
+    prompt_ids = encode_prompt(loaded.tokenizer, prompt)
+    steps = stream_tokens(
+        loaded.model,
+        prompt_ids,
+        vocab_size=loaded.tokenizer.vocab_size,
+        max_new_tokens=asked.max_new_tokens,
+        sampling=sampling,
+        num_samples=asked.num_samples,
+        seed=asked.seed,
+    )
+    before = prompt_ids.tolist() if prompt else ()
+    samples = [TextPieces(loaded.tokenizer, before) for _ in range(asked.num_samples)]
+    (_print_json if asked.json else _print_text)(steps, samples, prompt)
     return 0
 
 
@@ -79,67 +97,33 @@ def _prompt(asked: SampleArguments) -> str:
         ) from error
 
 
-def _sample(asked: SampleArguments, prompt: str) -> None:
-    from pentameter.generation.detokenize import TextPieces
-    from pentameter.generation.loop import encode_prompt, stream_tokens
-    from pentameter.generation.sampling import Sampling
-    from pentameter.machine.choices import choose_device
-
-    sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
-    loaded = load_for_verb(asked.model, choose_device(asked.device))
-    prompt_ids = encode_prompt(loaded.tokenizer, prompt)
-    pieces = partial(TextPieces, loaded.tokenizer, prompt_ids.tolist() if prompt else ())
-    steps = stream_tokens(
-        loaded.model,
-        prompt_ids,
-        vocab_size=loaded.tokenizer.vocab_size,
-        max_new_tokens=asked.max_new_tokens,
-        sampling=sampling,
-        num_samples=asked.num_samples,
-        seed=asked.seed,
-    )
-    if asked.json:
-        _print_json(steps, pieces, prompt)
-    else:
-        _print_text(steps, pieces, prompt, asked.num_samples)
-
-
-def _print_json(
-    steps: Iterator[np.ndarray], new_pieces: Callable[[], TextPieces], prompt: str
-) -> None:
+def _print_json(steps: Iterator[np.ndarray], samples: list[TextPieces], prompt: str) -> None:
     """Print the object of the interface; the rate counts the new tokens of all samples."""
     start = time.perf_counter()
     ids_of_samples = list(zip(*(tokens.tolist() for tokens in steps), strict=True))
     seconds = time.perf_counter() - start
-    samples = []
-    for ids in ids_of_samples:
-        pieces = new_pieces()
+    found = []
+    for pieces, ids in zip(samples, ids_of_samples, strict=True):
         text = "".join(map(pieces.push, ids)) + pieces.flush()
-        samples.append({"text": text, "tokens": len(ids), "token_ids": list(ids)})
+        found.append({"text": text, "tokens": len(ids), "token_ids": list(ids)})
     rate = sum(len(ids) for ids in ids_of_samples) / seconds
-    print(json.dumps({"prompt": prompt, "samples": samples, "tokens_per_second": rate}), flush=True)
+    print(json.dumps({"prompt": prompt, "samples": found, "tokens_per_second": rate}), flush=True)
 
 
-def _print_text(
-    steps: Iterator[np.ndarray],
-    new_pieces: Callable[[], TextPieces],
-    prompt: str,
-    num_samples: int,
-) -> None:
+def _print_text(steps: Iterator[np.ndarray], samples: list[TextPieces], prompt: str) -> None:
     """Print the first sample while it grows and the others, complete, behind it."""
-    samples = [new_pieces() for _ in range(num_samples)]
-    texts: list[list[str]] = [[] for _ in range(num_samples)]
-    if num_samples > 1:
-        _write(_rule(0, num_samples))
+    texts: list[list[str]] = [[] for _ in samples]
+    if len(samples) > 1:
+        _write(_rule(0, len(samples)))
     _write(prompt)
     for tokens in steps:
         for index, token in enumerate(tokens.tolist()):
             texts[index].append(samples[index].push(token))
         _write(texts[0][-1])
     _write(samples[0].flush() + "\n")
-    for index in range(1, num_samples):
+    for index in range(1, len(samples)):
         text = prompt + "".join(texts[index]) + samples[index].flush()
-        _write(_rule(index, num_samples) + text + "\n")
+        _write(_rule(index, len(samples)) + text + "\n")
 
 
 def _rule(index: int, num_samples: int) -> str:

@@ -15,7 +15,7 @@ import tyro
 from pentameter.cli.arguments import parse_arguments
 from pentameter.config.overrides import parse_overrides
 from pentameter.errors import ConfigError, StorageError, terminal_message
-from pentameter.machine.load import check_memory, check_processes
+from pentameter.machine.cores import check_memory, check_processes
 from pentameter.processes.join import joined_world
 from pentameter.processes.local_launch import python_command, run_local
 from pentameter.processes.place import Place, find_place
@@ -81,7 +81,13 @@ def run(arguments: list[str]) -> int:
         _warn_of_random_weights(Path(parsed.source))
     if parsed.init_from is not None:
         config = _with_tokenizer_beside(config, parsed.init_from, say=is_main)
-    hooks = _hooks(parsed, config)
+    hooks = []
+    if parsed.profile is not None:
+        from pentameter.train.profile import parse_window
+
+        hooks.append(parse_window(parsed.profile))
+        if config.train.steps is not None:
+            hooks[0].check(config.train.steps)
     if parsed.print_config or parsed.dry_run:
         if is_main and parsed.print_config:
             print(to_toml(config), end="")
@@ -97,18 +103,6 @@ def run(arguments: list[str]) -> int:
         return 0
     _train(config, parsed, place, hooks)
     return 0
-
-
-def _hooks(parsed: TrainArguments, config: Config) -> list[Profile]:
-    """The hooks that the options ask for, checked as far as `config` tells."""
-    if parsed.profile is None:
-        return []
-    from pentameter.train.profile import parse_window
-
-    profile = parse_window(parsed.profile)
-    if config.train.steps is not None:
-        profile.check(config.train.steps)
-    return [profile]
 
 
 def configuration_of(
@@ -208,7 +202,8 @@ def _train(
 def _check_layout(config: Config, n_processes: int, place: Place | None) -> None:
     """Raise ConfigError where the layout does not fit the processes: those started at `place`, or
     `n_processes` on this machine."""
-    from pentameter.planning.layout import check_layout, make_layout
+    from pentameter.planning.layout import make_layout
+    from pentameter.planning.layout_checks import check_layout
     from pentameter.planning.plan import make_plan, needs_data
 
     local_size = n_processes if place is None else place.local_size

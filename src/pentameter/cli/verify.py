@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from pentameter.config.schema import Config
-    from pentameter.verify.cases import Case
     from pentameter.verify.compare import Outcome
     from pentameter.verify.data import DataOutcome
 
@@ -72,15 +71,19 @@ def run(arguments: list[str]) -> int:
 
 def _layouts(config: Config, parsed: VerifyArguments, again: Sequence[str]) -> bool:
     """Whether all layouts compute what one process does; says so. `again` is the command."""
+    from pentameter.planning.plan import make_plan
     from pentameter.verify.cases import chosen_cases
     from pentameter.verify.compare import TOLERANCE, verify_layouts
-    from pentameter.verify.shrink import described_changes, shrink
+    from pentameter.verify.shrink import case_config, described_changes, shrink
     from pentameter.verify.workers import Workers
 
     cases = chosen_cases(config, parsed.layouts)
     small = shrink(config, cases)
     for case in cases:
-        _check(small, case)
+        try:
+            make_plan(case_config(small, case))
+        except ConfigError as error:  # no run could have it
+            raise ConfigError(f"layout {str(case)!r}: {error}") from None
     changes = list(described_changes(config, small))
     if not parsed.json:
         _say(f"{config.name}, in float64 on CPU processes, made small: {', '.join(changes)}\n")
@@ -103,17 +106,6 @@ def _layouts(config: Config, parsed: VerifyArguments, again: Sequence[str]) -> b
     said = f"every loss, gradient and weight of {parsed.steps} steps within {TOLERANCE:.0e}"
     _say(_summary(outcomes, said))
     return passed
-
-
-def _check(small: Config, case: Case) -> None:
-    """Raise ConfigError for a case that no run could have."""
-    from pentameter.planning.plan import make_plan
-    from pentameter.verify.shrink import case_config
-
-    try:
-        make_plan(case_config(small, case))
-    except ConfigError as error:
-        raise ConfigError(f"layout {str(case)!r}: {error}") from None
 
 
 def _data(config: Config, parsed: VerifyArguments) -> bool:

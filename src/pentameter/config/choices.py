@@ -53,6 +53,12 @@ TAKES_SEVERAL_STAGES = {"gpipe": False, "1f1b": False, "interleaved": True, "zer
 SPLITS_BACKWARD = {"gpipe": False, "1f1b": False, "interleaved": False, "zero-bubble": True}
 """`parallel.schedule` → whether it computes the gradients of inputs and of weights apart."""
 
+CHUNKS_OF_TIME = {"ring": 2, "all-to-all": 1}
+"""`parallel.context_mode` → pieces of each sequence that a process computes."""
+
+EXCHANGES_HEADS = {"ring": False, "all-to-all": True}
+"""`parallel.context_mode` → whether processes exchange time for heads, which they divide then."""
+
 ROWS_ARE_DOCUMENTS = {
     "random": False,
     "shuffled": False,

@@ -3,14 +3,12 @@ the value that a text on the command line stands for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
-
-from pydantic.fields import FieldInfo
+from typing import Any
 
 from pentameter.config.schema import ABSENT, Config, Section
 
@@ -20,7 +18,8 @@ class Leaf:
     """One key that holds a value (not a section)."""
 
     path: str
-    annotation: Any
+    options: Sequence[Mapping[str, Any]]
+    """The JSON schema of each kind of value that it accepts, as pydantic writes it."""
     default: Any
     description: str
 
@@ -37,7 +36,8 @@ class Leaf:
     @property
     def expected(self) -> str:
         """The values that the key accepts, in words: "a whole number of at least 1 or none"."""
-        return _expected(self.annotation)
+        words = [_expected(option) for option in self.options]
+        return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 @cache
@@ -49,25 +49,22 @@ def sections() -> dict[str, type[Section]]:
 def _sections_from(path: str, section: type[Section]) -> Iterator[tuple[str, type[Section]]]:
     yield path, section
     for key, field in section.model_fields.items():
-        inner = _section_of(field)
-        if inner is not None:
-            yield from _sections_from(f"{path}.{key}".lstrip("."), inner)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _sections_from(f"{path}.{key}".lstrip("."), field.annotation)
 
 
 @cache
 def leaves() -> dict[str, Leaf]:
     """Every key of the configuration by dotted path, section by section."""
+    schema = Config.model_json_schema()
     found: dict[str, Leaf] = {}
     for section, kind in sections().items():
-        for key, field in kind.model_fields.items():
-            if _section_of(field) is not None:
-                continue
+        described = schema["$defs"][kind.__name__] if section else schema
+        for key, field in described["properties"].items():
             path = f"{section}.{key}".lstrip(".")
-            annotation = field.annotation
-            if field.metadata:  # pydantic moves the outermost Annotated's constraints here
-                annotation = Annotated[(annotation, *field.metadata)]  # type: ignore[assignment]
-            default = None if field.is_required() else field.default
-            found[path] = Leaf(path, annotation, default, field.description or "")
+            if path not in sections():
+                options, default = field.get("anyOf", [field]), kind.model_fields[key].default
+                found[path] = Leaf(path, options, default, field.get("description", ""))
     return found
 
 
@@ -83,66 +80,37 @@ def value_in(tree: Any, path: str) -> Any:
     return tree
 
 
-def _section_of(field: FieldInfo) -> type[Section] | None:
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+def choices_of(option: Mapping[str, Any]) -> Sequence[Any]:
+    """The words or numbers that one option of a Leaf names; empty where it is a kind of value."""
+    return option.get("enum") or ([option["const"]] if "const" in option else [])
 
 
-def _strip(annotation: Any) -> tuple[Any, list[Any]]:
-    """The bare type and the flat list of its constraints."""
-    if get_origin(annotation) is not Annotated:
-        return annotation, []
-    bare, *metadata = get_args(annotation)
-    constraints: list[Any] = []
-    for item in metadata:
-        constraints.extend(item.metadata if isinstance(item, FieldInfo) else [item])
-    return bare, constraints
-
-
-def _options(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a union, or the one annotation."""
-    bare, _ = _strip(annotation)
-    return get_args(bare) if get_origin(bare) in (Union, UnionType) else (annotation,)
-
-
-def _expected(annotation: Any) -> str:
-    words = [_expected_one(option) for option in _options(annotation)]
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def _expected_one(annotation: Any) -> str:
-    bare, constraints = _strip(annotation)
-    if get_origin(bare) is Literal:
-        values = [str(value) for value in get_args(bare)]
-        return values[0] if len(values) == 1 else "one of " + ", ".join(values)
-    if get_origin(bare) is tuple:
-        inner = get_args(bare)
+def _expected(option: Mapping[str, Any]) -> str:
+    if choices := choices_of(option):
+        return ("one of " if len(choices) > 1 else "") + ", ".join(map(str, choices))
+    if option["type"] == "array":
+        inner = option["prefixItems"]
         return f"{len(inner)} values, each {_expected(inner[0])}"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    word = ABSENT if bare is type(None) else names[bare]
-    bounds = " and ".join(_bounds(constraints))
-    return f"{word} {bounds}" if bounds else word
-
-
-def _bounds(constraints: Iterable[Any]) -> Iterator[str]:
+    word = {
+        "integer": "a whole number",
+        "number": "a number",
+        "boolean": "true or false",
+        "string": "text",
+        "null": ABSENT,
+    }[option["type"]]
     phrases = {
-        "gt": "above {}",
-        "ge": "of at least {}",
-        "lt": "below {}",
-        "le": "of at most {}",
-        "min_length": "of at least {} characters",
-        "max_length": "of at most {} characters",
+        "exclusiveMinimum": "above {}",
+        "minimum": "of at least {}",
+        "exclusiveMaximum": "below {}",
+        "maximum": "of at most {}",
+        "minLength": "of at least {} characters",
+        "maxLength": "of at most {} characters",
         "pattern": "matching {}",
     }
-    found = {
-        name: getattr(constraint, name)
-        for constraint in constraints
-        for name in phrases
-        if getattr(constraint, name, None) is not None
-    }
-    if "ge" in found and "le" in found:
-        yield f"from {found.pop('ge')} to {found.pop('le')}"
-    yield from (phrases[name].format(bound) for name, bound in found.items())
+    bounds = [words.format(option[name]) for name, words in phrases.items() if name in option]
+    if {"minimum", "maximum"} <= option.keys():
+        bounds = [f"from {option['minimum']} to {option['maximum']}"]
+    return " ".join([word, *([" and ".join(bounds)] if bounds else [])])
 
 
 def parse_value(leaf: Leaf, text: str) -> Any:
@@ -150,39 +118,31 @@ def parse_value(leaf: Leaf, text: str) -> Any:
 
     The schema then refuses it with the dotted path: there is one place that judges values.
     """
-    for option in _options(leaf.annotation):
-        value = _read_one(option, text.strip())
+    for option in leaf.options:
+        value = _read(option, text.strip())
         if value is not None:
             return value
     return text
 
 
-def _read_one(annotation: Any, text: str) -> Any:
-    bare, _ = _strip(annotation)
-    if get_origin(bare) is tuple:
-        inner = get_args(bare)[0]
+def _read(option: Mapping[str, Any], text: str) -> Any:
+    if option["type"] == "array":
+        inner = option["prefixItems"][0]
         items = [item.strip() for item in text.strip("[]()").split(",") if item.strip()]
-        values = [_read_one(inner, item) for item in items]
+        values = [_read(inner, item) for item in items]
         return None if None in values else values
-    if get_origin(bare) is Literal:  # one of numbers; words are text as they are
-        return next((v for v in get_args(bare) if not isinstance(v, str) and str(v) == text), None)
-    if bare is bool:
+    if choices := choices_of(option):  # one of numbers; words are text as they are
+        return next((v for v in choices if not isinstance(v, str) and str(v) == text), None)
+    if option["type"] == "boolean":
         return {"true": True, "false": False}.get(text.lower())
-    if bare in (int, float):
-        return _read_number(bare, text)
+    kind = {"integer": int, "number": float}.get(option["type"])
+    if kind is not None:
+        with suppress(ValueError):
+            return kind(text)
+        with suppress(ValueError):  # 1e4 steps
+            value = whole(float(text))
+            return value if isinstance(value, int) else None
     return None
-
-
-def _read_number(kind: type[int] | type[float], text: str) -> int | float | None:
-    try:
-        return kind(text)
-    except ValueError:
-        pass
-    try:
-        value = whole(float(text))  # 1e4 steps
-    except ValueError:
-        return None
-    return value if isinstance(value, int) else None
 
 
 def whole(value: Any) -> Any:
@@ -192,4 +152,4 @@ def whole(value: Any) -> Any:
 
 def takes_whole_number(leaf: Leaf) -> bool:
     """True if `leaf` holds a whole number (or nothing)."""
-    return any(_strip(option)[0] is int for option in _options(leaf.annotation))
+    return any(o["type"] == "integer" and not choices_of(o) for o in leaf.options)

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pentameter.config.fields import leaves, parse_value, takes_whole_number, value_in, whole
-from pentameter.config.messages import Problems, shown
+from pentameter.config.messages import problems, shown
 from pentameter.config.overrides import parse_overrides
 from pentameter.config.schema import ABSENT, Config
 from pentameter.errors import ConfigError, nearest, printable
@@ -71,22 +71,26 @@ def load_config(
     """
     tree = source.model_dump() if isinstance(source, Config) else _read_chain(source)
     label = source.name if isinstance(source, Config) else str(source)
-    wrong = Problems()
-    tree = merge(tree, _override_tree(overrides, wrong))
+    layer, unknown = _override_tree(overrides)
+    tree = merge(tree, layer)
     for name in ("data", "train"):  # absent ones fail with the validator's advice, not "missing"
         tree.setdefault(name, {})
     for leaf in filter(takes_whole_number, leaves().values()):
         place = value_in(tree, leaf.section) if leaf.section else tree
         if isinstance(place, dict) and leaf.key in place:  # TOML writes 10000 as 1e4 too
             place[leaf.key] = whole(place[leaf.key])
-    config: Config | None = None
+    refused: ValidationError | None = None
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        wrong.add_refused(error, tree)
-    if wrong or config is None:
-        raise _refusal(label, wrong)
-    return config
+        refused = error
+    if refused is None and not unknown:
+        return config
+    sentences, n_problems = problems(refused, tree, unknown)
+    if n_problems == 1:
+        raise ConfigError(f"{printable(label)}: {sentences[0]}")
+    lines = "".join(f"\n  {sentence}" for sentence in sentences)
+    raise ConfigError(f"{printable(label)}: {n_problems:,} problems{lines}")
 
 
 def preset_names() -> list[str]:
@@ -125,9 +129,8 @@ def text_name(text: str) -> str:
 def _text_of(tree: Tree) -> tuple[str, str] | None:
     """The key and the value with which `tree` chooses a text; None where it chooses none."""
     section, *keys = EXCLUSIVE[0]
-    data = tree.get(section)
     for key in keys:
-        value = data.get(key) if isinstance(data, dict) else None
+        value = value_in(tree, f"{section}.{key}")
         if isinstance(value, str) and value != ABSENT:
             return key, value
     return None
@@ -151,14 +154,6 @@ def _merge_keys(base: Tree, layer: Tree) -> Tree:
         else:
             merged[key] = value
     return merged
-
-
-def _refusal(source: str, wrong: Problems) -> ConfigError:
-    sentences = wrong.sentences()
-    if len(sentences) == 1:
-        return ConfigError(f"{printable(source)}: {sentences[0]}")
-    lines = "".join(f"\n  {sentence}" for sentence in sentences)
-    return ConfigError(f"{printable(source)}: {len(wrong):,} problems{lines}")
 
 
 # Sources: presets, files and what they extend
@@ -278,43 +273,36 @@ def _parse(text: bytes, label: str) -> Tree:
         ) from None
 
 
-def _is_deep(tree: Tree) -> bool:
-    """True if tables and lists are nested deeper than DEEPEST; found without recursion."""
-    level: list[Any] = [tree]
-    for _ in range(DEEPEST):
-        inner = [
-            each
-            for container in level
-            for each in (container.values() if isinstance(container, dict) else container)
-            if isinstance(each, dict | list)
-        ]
-        if not inner:
-            return False
-        level = inner
-    return True
+def _is_deep(value: Any, n_levels: int = DEEPEST) -> bool:
+    """True if `value` holds tables and lists within each other on more than `n_levels` levels."""
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return n_levels == 0 or any(_is_deep(each, n_levels - 1) for each in inner)
 
 
 # Overrides
 
 
-def _override_tree(overrides: Sequence[str] | Mapping[str, Any], wrong: Problems) -> Tree:
-    """The overrides as one layer; a path that does not exist is noted in `wrong`."""
+def _override_tree(overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Tree, list[str]]:
+    """The overrides as one layer, and the dotted paths among them that the schema does not have."""
     if isinstance(overrides, str):
         raise TypeError("overrides must be a list of arguments, not one string")
     pairs: Sequence[tuple[str, Any]]
     pairs = _flat(overrides) if isinstance(overrides, Mapping) else parse_overrides(overrides)
     tree: Tree = {}
+    unknown: list[str] = []
     for path, value in pairs:
         leaf = leaves().get(path)
         if leaf is None:
-            wrong.add_unknown(path)
+            unknown.append(path)
             continue
         *section, key = path.split(".")
         place = tree
         for part in section:
             place = place.setdefault(part, {})
         place[key] = parse_value(leaf, value) if isinstance(value, str) else value
-    return tree
+    return tree, unknown
 
 
 def _flat(overrides: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -6,7 +6,7 @@ pydantic finds the problems; the words are these, as its own name no path, value
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -44,41 +44,22 @@ MOST_PROBLEMS = 10
 nearest known one takes a while for each."""
 
 
-class Problems:
-    """The problems of a configuration, each path once, in the order found; worded on demand."""
-
-    def __init__(self) -> None:
-        self._sayings: dict[str, Callable[[], str]] = {}
-
-    def __len__(self) -> int:
-        return len(self._sayings)
-
-    def add_unknown(self, path: str) -> None:
-        """Note a dotted path that the schema does not have."""
-        self._sayings.setdefault(path, lambda: _unknown_key(path))
-
-    def add_refused(self, error: ValidationError, asked: dict[str, Any]) -> None:
-        """Note each thing that pydantic refused in `asked`."""
-        for detail in error.errors(include_url=False, include_input=False):
-            if detail["type"] == "extra_forbidden":
-                self.add_unknown(".".join(str(part) for part in detail["loc"]))
-                continue
+def problems(
+    error: ValidationError | None, asked: dict[str, Any], unknown: Iterable[str] = ()
+) -> tuple[list[str], int]:
+    """Sentences of what is wrong in `asked`, and the number of things that are: the paths `unknown`
+    to the schema, and what pydantic refused. One sentence stands for all beyond MOST_PROBLEMS."""
+    sayings = {path: partial(_unknown_key, path) for path in unknown}
+    for detail in error.errors(include_url=False, include_input=False) if error else ():
+        if detail["type"] == "extra_forbidden":
+            path = ".".join(map(str, detail["loc"]))
+            sayings.setdefault(path, partial(_unknown_key, path))
+        else:
             path = _known_path(detail["loc"])  # once: a union reports each of its options
-            self._sayings.setdefault(path, partial(_problem, detail, path, asked))
-
-    def sentences(self) -> list[str]:
-        """One for each problem, without pydantic's own words, and one for those beyond the first
-        MOST_PROBLEMS."""
-        said = [say() for say in itertools.islice(self._sayings.values(), MOST_PROBLEMS)]
-        rest = len(self) - len(said)
-        return [*said, f"and {rest:,} more"] if rest else said
-
-
-def problems(error: ValidationError, asked: dict[str, Any]) -> list[str]:
-    """The sentences of what pydantic refused in `asked`."""
-    found = Problems()
-    found.add_refused(error, asked)
-    return found.sentences()
+            sayings.setdefault(path, partial(_problem, detail, path, asked))
+    said = [say() for say in itertools.islice(sayings.values(), MOST_PROBLEMS)]
+    rest = len(sayings) - len(said)
+    return [*said, f"and {rest:,} more"] if rest else said, len(sayings)
 
 
 def _problem(detail: Any, path: str, asked: dict[str, Any]) -> str:

@@ -7,20 +7,17 @@ from collections.abc import Collection, Sequence
 
 from pentameter.errors import ConfigError
 
-TOP_LEVEL_KEYS = ("name", "seed")
-"""Keys without a section; every other override has a dot."""
-
 
 def split_overrides(
-    arguments: Sequence[str], own_options: Collection[str] | None = None
+    arguments: Sequence[str], own_options: Collection[str]
 ) -> tuple[list[str], list[str]]:
     """A verb's own arguments, and the overrides, each in the order given.
 
-    An option is an override when its name has a dot or is one of the top-level keys. With
-    `own_options` (`{"run-dir", "resume", "help"}`) every other option is one too, so that a
-    forgotten section (`--n-layers 4`) reaches the loader, which knows the right path.
+    Every option but `own_options` (`{"run-dir", "resume", "help"}`) is an override, so that one
+    whose section was forgotten (`--n-layers 4`) reaches the loader, which knows the right path.
     After `--` everything is the verb's own.
     """
+    own_names = {option.replace("_", "-") for option in own_options}
     own: list[str] = []
     overrides: list[str] = []
     rest = deque(arguments)
@@ -28,22 +25,14 @@ def split_overrides(
         argument = rest.popleft()
         if argument == "--":
             return [*own, *rest], overrides
-        if not argument.startswith("--") or not _is_override(argument, own_options):
+        name = argument.partition("=")[0].removeprefix("--").replace("_", "-")
+        if not argument.startswith("--") or name in own_names:
             own.append(argument)
             continue
         overrides.append(argument)
         if "=" not in argument and rest and not rest[0].startswith("--"):
             overrides.append(rest.popleft())
     return own, overrides
-
-
-def _is_override(argument: str, own_options: Collection[str] | None) -> bool:
-    name = argument[2:].partition("=")[0]
-    if "." in name or name in TOP_LEVEL_KEYS:
-        return True
-    if own_options is None:
-        return False
-    return name.replace("_", "-") not in {option.replace("_", "-") for option in own_options}
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str]]:

@@ -212,7 +212,14 @@ class DataConfig(Section):
                 raise ValueError(
                     f"data.{key}={getattr(self, key)!r} stands beside data.path, which is not set"
                 )
-        self._check_files()
+        if problem := encoding_problem(self.encoding):
+            raise ValueError(f"data.encoding={self.encoding!r} {problem}")
+        for key, usual in FILE_DEFAULTS.items():
+            if self.corpus is not None and getattr(self, key) != usual:
+                raise ValueError(
+                    f"data.{key}={getattr(self, key)!r} is of the files at data.path, and "
+                    f"data.corpus={self.corpus!r} has its own; leave one of them out"
+                )
         if self.packing and self.order != "documents":
             raise ValueError(
                 f"data.packing=true fills rows with documents, but data.order={self.order!r}; set "
@@ -224,17 +231,6 @@ class DataConfig(Section):
                 f"{self.test_fraction} leave nothing to train on; their sum must stay below 1"
             )
         return self
-
-    def _check_files(self) -> None:
-        """Refuse an encoding that is none, and what says nothing of a corpus."""
-        if problem := encoding_problem(self.encoding):
-            raise ValueError(f"data.encoding={self.encoding!r} {problem}")
-        for key, usual in FILE_DEFAULTS.items():
-            if self.corpus is not None and getattr(self, key) != usual:
-                raise ValueError(
-                    f"data.{key}={getattr(self, key)!r} is of the files at data.path, and "
-                    f"data.corpus={self.corpus!r} has its own; leave one of them out"
-                )
 
 
 class OptimizerConfig(Section):
@@ -340,6 +336,8 @@ class TrainConfig(Section):
 
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+ContextMode = Literal["ring", "all-to-all"]
+TensorMode = Literal["1d", "2d", "2.5d", "3d"]
 
 
 class ParallelConfig(Section):
@@ -355,8 +353,21 @@ class ParallelConfig(Section):
     tensor: Positive = 1
     """Processes that share each matrix: attention by head, the feed-forward layer by column,
     the vocabulary by row. They should be in one machine."""
+    tensor_mode: TensorMode = "1d"
+    """What they divide: `1d` matrices, by rows or by columns; `2d` matrices, activations and rows
+    of the batch, over q × q processes (SUMMA; Xu et al. 2021, "Optimus"); `2.5d` the same over
+    d × q × q, which have d copies of the matrices (Wang et al. 2021, "Tesseract"); `3d` all over
+    l × l × l (Bian et al. 2021). `tensor` is their number."""
+    tensor_depth: Positive | None = None
+    """d of `2.5d`; when absent the smallest above 1 that leaves a square of `tensor`."""
     sequence: Switch = False
     """Between the shared matrices, the tensor-parallel processes also share out the tokens."""
+    context: Positive = 1
+    """Processes that divide the time of each sequence, for contexts too long for one."""
+    context_mode: ContextMode = "ring"
+    """How attention reaches the other processes' tokens: keys and values travel round a `ring`
+    while a block of them is at work (Liu et al. 2023), or an `all-to-all` exchanges time for heads,
+    which `context` must divide (Jacobs et al. 2023, "DeepSpeed Ulysses")."""
     pipeline: Positive = 1
     """Processes that each hold some of the layers."""
     schedule: ScheduleName = "1f1b"
@@ -381,6 +392,17 @@ class ParallelConfig(Section):
             raise ValueError(
                 "parallel.sequence=true shares tokens among tensor-parallel processes, and "
                 "parallel.tensor=1; raise it, or leave sequence out"
+            )
+        if self.sequence and self.tensor_mode != "1d":
+            raise ValueError(
+                "parallel.sequence=true divides time, and parallel.tensor_mode="
+                f"{self.tensor_mode!r} divides the stream already, by rows and by channels; leave "
+                "sequence out"
+            )
+        if self.tensor_depth not in (None, 1) and self.tensor_mode != "2.5d":
+            raise ValueError(
+                f"parallel.tensor_depth={self.tensor_depth} is the depth of parallel.tensor_mode="
+                f"'2.5d', which is {self.tensor_mode!r}; leave it out"
             )
         several = look_up(TAKES_SEVERAL_STAGES, self.schedule, "parallel.schedule", "the schema")
         if self.virtual_stages > 1 and not several:

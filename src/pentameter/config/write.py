@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from typing import Any
 
@@ -32,25 +33,9 @@ def to_toml(config: Config) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """`value` as TOML writes it; None as `"none"`."""
-    if value is None:
-        return f'"{ABSENT}"'
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, (tuple, list)):
-        return f"[{', '.join(map(toml_value, value))}]"
-    assert isinstance(value, str), f"the schema has no values of type {type(value)}"
-    return '"' + "".join(map(_escape, value)) + '"'
-
-
-def _escape(character: str) -> str:
-    named = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
-    if character in named:
-        return named[character]
-    # TOML forbids raw control characters; DEL is one too.
-    return f"\\u{ord(character):04x}" if ord(character) < 0x20 or character == "\x7f" else character
+    """`value` as TOML writes it, which is as JSON does; None as `"none"`."""
+    text = json.dumps(ABSENT if value is None else value, ensure_ascii=False, allow_nan=False)
+    return text.replace("\x7f", "\\u007f")  # the one control character that only TOML escapes
 
 
 def _summary(section: type[Section]) -> str:

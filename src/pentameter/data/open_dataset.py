@@ -13,21 +13,20 @@ from pathlib import Path
 from pentameter.config.schema import FILE_DEFAULTS, DataConfig
 from pentameter.data.corpora.registry import corpus_text
 from pentameter.data.corpora.text import Text
-from pentameter.data.prepare.first_pass import Contents, read_contents
-from pentameter.data.prepare.from_text import prepare
+from pentameter.data.prepare.from_text import Contents, prepare, read_contents
 from pentameter.data.prepare.splits import Splitting
 from pentameter.data.progress import Progress
 from pentameter.data.shards.dataset import Dataset, open_shards
 from pentameter.data.shards.format import TOKENIZER_FILE, find_header
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.char import CharTokenizer
-from pentameter.data.tokenizers.load import load_tokenizer
 from pentameter.data.tokenizers.setting import (
     GPT2,
     chosen_tokenizer,
     gpt2_is_at_hand,
     is_gpt2,
     is_made_from_text,
+    load_tokenizer,
 )
 from pentameter.disk.cache import cache_folder
 from pentameter.errors import ConfigError, CorruptError

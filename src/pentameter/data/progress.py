@@ -55,14 +55,15 @@ class ProgressLines:
         if now - self._last_line < LINE_SECONDS or name == AWAITING:
             return
         self._last_line = now
-        parts = [f"{pass_in_words(name)}: {_percent(done, total)}"]
+        parts = [f"{pass_in_words(name)}: {min(done, total) / max(total, 1):.0%}"]
         parts.append(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
         seconds, n_bytes = now - self._began, done - self._first_bytes
-        if seconds > 0 and n_bytes > 0:
+        has_rate = seconds > 0 and n_bytes > 0
+        if has_rate:
             parts.append(f"{n_bytes / 1e6 / seconds:,.1f} MB/s")
         if self._n_tokens:
             parts.append(f"{self._n_tokens:,} tokens")
-        if seconds > 0 and n_bytes > 0:
+        if has_rate:
             left = max(0, total - done) * seconds / n_bytes
             parts.append(f"{timedelta(seconds=round(left))} left")
         self._say(" · ".join(parts))
@@ -70,7 +71,3 @@ class ProgressLines:
     def count_tokens(self, n_tokens: int) -> None:
         """Take the number of tokens so far, for the next line."""
         self._n_tokens = n_tokens
-
-
-def _percent(done: int, total: int) -> str:
-    return f"{100 * min(done, total) / total:.0f}%" if total else "0%"

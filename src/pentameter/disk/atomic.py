@@ -11,7 +11,6 @@ import hashlib
 import os
 import re
 import shutil
-import socket
 import stat
 import uuid
 from collections import deque
@@ -19,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
 from pentameter.errors import ConfigError, CorruptError, StorageError
@@ -80,23 +80,17 @@ def is_temporary(name: str) -> bool:
 def sync(path: Path) -> None:
     """Make a file, or the entries of a folder (creations, renames), survive a power loss.
 
-    Raises OSError, but not for a folder on a network file system that does not sync folders: it
-    does not need it.
+    A folder on a network file system that does not sync folders does not need it.
     """
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
-            raise
-    finally:
-        os.close(fd)
-
-
-def sync_folder(path: Path) -> None:
-    """As `sync`, of a folder; a failure is a StorageError."""
-    with storage_errors(path, "sync the folder"):
-        sync(path)
+    with storage_errors(path, "sync"):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+                raise
+        finally:
+            os.close(fd)
 
 
 def make_folder(path: Path) -> None:
@@ -113,7 +107,7 @@ def make_folder(path: Path) -> None:
                 os.mkdir(folder)
             if not folder.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        sync_folder(folder.parent)
+        sync(folder.parent)
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -127,7 +121,7 @@ def write_atomic(path: Path, data: bytes) -> None:
         with suppress(OSError):
             os.unlink(temporary)
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
@@ -192,94 +186,19 @@ def check_free_space(folder: Path, n_bytes: int) -> None:
         )
 
 
-@contextmanager
-def building(target: Path, *, keep_existing: bool = False) -> Iterator[Path]:
-    """A temporary folder beside `target` that becomes `target`, in one rename, on leaving.
-
-    An error on the way removes it and leaves nothing. If `target` has appeared meanwhile, it is
-    kept when `keep_existing` (another process prepared the same), else ConfigError is raised.
-    Temporary folders whose process is gone are removed first. Raises StorageError when writing
-    fails.
-    """
-    with folder_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(target.parent)
-        owner = f"{socket.gethostname()}-{os.getpid()}"
-        folder = target.parent / f".{target.name}.tmp-{uuid.uuid4().hex[:12]}-{owner}"
-        with becoming(folder, target, keep_existing=keep_existing):
-            yield folder
-
-
-@contextmanager
-def becoming(folder: Path, target: Path, *, keep_existing: bool) -> Iterator[None]:
-    """Make the new `folder` `target` on leaving; an error of the body removes it instead."""
-    folder.mkdir()
-    try:
-        yield
-        place_folder(folder, target, keep_existing=keep_existing)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def folder_errors(target: Path) -> Iterator[None]:
-    """Turn an OSError of the body, which makes the folder `target`, into a StorageError."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {error.filename or target}: {error.strerror}; "
-            "free space or choose another folder"
-        ) from error
-
-
-def place_folder(folder: Path, target: Path, *, keep_existing: bool) -> None:
-    """Rename a finished folder to `target`, and sync both.
-
-    Where a `target` with content stands by now, ConfigError is raised, or with `keep_existing` the
-    folder stays where it is.
-    """
-    sync(folder)
-    try:
-        folder.rename(target)  # an empty folder is replaced, one with content is not
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-            raise
-        if not keep_existing:
-            refuse_existing(target)
-            raise
-    sync(target.parent)
+class FolderExistsError(ConfigError):
+    """A folder to be made stands there already, with content."""
 
 
 def refuse_existing(folder: Path) -> None:
-    """Raise ConfigError unless `folder` can be made anew: it is absent, or an empty folder."""
+    """Raise FolderExistsError unless `folder` can be made: it is absent, or an empty folder."""
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if folder.exists() or folder.is_symlink():
-        raise ConfigError(
+        raise FolderExistsError(
             f"{folder} exists and is not an empty folder; choose another, or delete it where you "
             "need nothing in it"
         )
-
-
-def _remove_abandoned(parent: Path) -> None:
-    """Remove temporary folders that processes of this machine left when they were killed."""
-    for folder in parent.glob(".*.tmp-*"):
-        name, _, pid = folder.name.rpartition("-")
-        is_ours = name.endswith("-" + socket.gethostname()) and pid.isdigit()
-        if is_ours and not is_running(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def is_running(pid: int) -> bool:
-    """Whether this machine has a process of that number; a zombie is one."""
-    try:
-        os.kill(pid, 0)  # signal 0 only asks whether the process is there
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def remove_tree(path: Path) -> None:
@@ -290,10 +209,8 @@ def remove_tree(path: Path) -> None:
 
 def read_regular(path: Path, *, max_bytes: int) -> bytes:
     """The content of a regular file; CorruptError when it is missing, a link, or too large."""
-    with _open_regular(path) as fd:
-        data = b""
-        while chunk := os.read(fd, min(2**20, max_bytes + 1 - len(data))):
-            data += chunk
+    with _open_regular(path) as file:
+        data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise CorruptError(f"{path} is larger than {max_bytes:,} bytes, so it is not what it says")
     return data
@@ -302,31 +219,29 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
 def check_file(folder: Path, record: FileRecord, *, hash_content: bool) -> None:
     """Raise CorruptError, naming the file, unless it is there with its size (and its hash)."""
     path = folder / record.name
-    with _open_regular(path) as fd:
-        n_bytes = os.fstat(fd).st_size
+    with _open_regular(path) as file:
+        n_bytes = os.fstat(file.fileno()).st_size
         if n_bytes != record.n_bytes:
             raise CorruptError(
                 f"{path} is damaged: it has {n_bytes:,} bytes, its manifest says {record.n_bytes:,}"
             )
         if not hash_content:
             return
-        digest = hashlib.sha256()
-        buffer = memoryview(bytearray(min(_PIECE_BYTES, max(1, n_bytes))))
-        while n_read := os.readv(fd, [buffer]):
-            digest.update(buffer[:n_read])
+        digest = hashlib.file_digest(file, "sha256")
     if digest.hexdigest() != record.sha256:
         raise CorruptError(f"{path} is damaged: its sha256 is not the one in its manifest")
 
 
 @contextmanager
-def _open_regular(path: Path) -> Iterator[int]:
+def _open_regular(path: Path) -> Iterator[BufferedReader]:
     try:
         # Non-blocking, so that a pipe planted under the name cannot hang the reader.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise CorruptError(f"{path} is not a regular file")
-            yield fd
+            with open(fd, "rb", closefd=False) as file:
+                yield file
         finally:
             os.close(fd)
     except OSError as error:

@@ -1,27 +1,16 @@
-"""The data folder and the cache: public files, downloaded once, and folders of prepared data."""
+"""The data folder and the cache, and public files, which are downloaded once."""
 
 from __future__ import annotations
 
 import hashlib
 import http.client
 import os
-import shutil
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentameter.disk.atomic import (
-    becoming,
-    building,
-    folder_errors,
-    make_folder,
-    refuse_existing,
-    write_atomic,
-)
-from pentameter.disk.lock import locked
+from pentameter.disk.atomic import make_folder, write_atomic
 from pentameter.errors import CorruptError, StorageError
 
 DOWNLOAD_TIMEOUT_SECONDS = 30
@@ -129,30 +118,3 @@ def _download(file: PublicFile, folders: list[Path]) -> bytes:
             "nothing was kept"
         )
     return content
-
-
-@contextmanager
-def building_alone(
-    target: Path, *, keep_existing: bool = False, waiting: Callable[[], None] | None = None
-) -> Iterator[Path | None]:
-    """As `building`, one process at a time: others call `waiting` and wait for the first.
-
-    None when `target` has appeared meanwhile and `keep_existing`, else ConfigError. What a killed
-    process left, on whichever machine, is removed first. Where the file system has no locks, this
-    is `building`. Raises StorageError when writing fails.
-    """
-    with folder_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with locked(target.with_name(f".{target.name}.lock"), waiting) as has_lock:
-            if keep_existing and target.exists():
-                yield None
-                return
-            refuse_existing(target)
-            if not has_lock:
-                with building(target, keep_existing=keep_existing) as folder:
-                    yield folder
-                return
-            folder = target.with_name(f".{target.name}.part")  # of whoever has the lock
-            shutil.rmtree(folder, ignore_errors=True)
-            with becoming(folder, target, keep_existing=keep_existing):
-                yield folder

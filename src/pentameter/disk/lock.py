@@ -1,10 +1,10 @@
 """Locks between processes, on `flock`: the kernel drops it with the process, however that ends.
 
-`locked` makes others wait. `RunLock` (run.lock) refuses them and names the owner, so that one
-process at a time owns a run folder: there the file's record says who holds it, and decides where
-`flock` does not reach: another machine on a shared disk, or a file system without locks. Ages are
-never compared with a clock: a newcomer watches whether the owner's beat still moves, so a clock
-that jumps changes nothing.
+`building` makes a folder while others wait. `RunLock` (run.lock) refuses them and names the owner,
+so that one process at a time owns a run folder: there the file's record says who holds it, and
+decides where `flock` does not reach: another machine on a shared disk, or a file system without
+locks. Ages are never compared with a clock: a newcomer watches whether the owner's beat still
+moves, so a clock that jumps changes nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 import threading
 import time
@@ -23,7 +24,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from pentameter.disk.atomic import is_running, make_folder, storage_errors
+from pentameter.disk.atomic import (
+    make_folder,
+    refuse_existing,
+    storage_errors,
+    sync,
+    temporary_name,
+)
 from pentameter.errors import RunFolderInUseError
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
@@ -102,7 +109,7 @@ class RunLock:
             if abroad is not None:
                 watched = self._watch(abroad)
         self._stop.clear()
-        self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
+        self._thread = threading.Thread(target=self._beat, args=[self._owner], daemon=True)
         self._thread.start()
 
     def release(self) -> None:
@@ -140,25 +147,17 @@ class RunLock:
                     raise self._in_use(record)
                 if record != watched:
                     return record
-            self._owner, self._fd = me, fd
-            self._write_record(0)
-            if locked is None and not self._is_confirmed(fd):
-                self._owner = None
-                raise self._in_use(_read_record(fd))
-            fd = -1
+            _write_record(fd, me, 0)
+            if locked is None:  # the last writer wins: does ours still stand after a moment?
+                time.sleep(0.2)
+                record = _read_record(fd)
+                if record is None or record[0] != me:
+                    raise self._in_use(record)
+            self._owner, self._fd, fd = me, fd, -1
             return None
-        except OSError:
-            self._owner = None
-            raise
         finally:
             if fd >= 0:
                 os.close(fd)
-
-    def _is_confirmed(self, fd: int) -> bool:
-        """Whether our record still stands after a moment; without `flock` the last writer wins."""
-        time.sleep(0.2)
-        record = _read_record(fd)
-        return record is not None and record[0] == self._owner
 
     def _watch(self, seen: tuple[Owner, int]) -> tuple[Owner, int]:
         """`seen` once its beat stood still for `stale_seconds`; RunFolderInUseError if it moves."""
@@ -183,18 +182,12 @@ class RunLock:
             "wait for it, end it, or use another --run-dir"
         )
 
-    def _write_record(self, beat: int) -> None:
-        assert self._owner is not None
-        text = json.dumps({"beat": beat, **asdict(self._owner)}, indent=1) + "\n"
-        os.pwrite(self._fd, text.encode().ljust(_RECORD_BYTES), 0)
-        os.fsync(self._fd)
-
-    def _beat(self) -> None:
+    def _beat(self, owner: Owner) -> None:
         beat = 0
         while not self._stop.wait(self.beat_seconds):
             beat += 1
             with suppress(OSError):  # a full disk must not end the run; the lock itself holds
-                self._write_record(beat)
+                _write_record(self._fd, owner, beat)
 
 
 @contextmanager
@@ -202,22 +195,15 @@ def _folder_guard(folder: Path) -> Iterator[bool]:
     """Let one newcomer of this machine in at a time; whether the file system can do that."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            guarded = True
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            guarded = False
-        yield guarded
+        yield _flock(fd, wait=True) is not None
     finally:
         os.close(fd)
 
 
-def _flock(fd: int) -> bool | None:
+def _flock(fd: int, *, wait: bool = False) -> bool | None:
     """Whether the lock is now ours; None where the file system has no locks."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -238,45 +224,64 @@ def _give_back(fd: int, path: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[bool]:
-    """Hold the lock of the file `path`, which is made for it and removed after.
+def building(target: Path, waiting: Callable[[], None] | None = None) -> Iterator[Path]:
+    """A temporary folder that becomes `target`, synced and in one rename, on leaving.
 
-    While another process holds it, `waiting` is called once and this one waits. False, and nothing
-    is held, where there are no locks or the file cannot be made: that is told later.
+    One process at a time: others call `waiting` once and wait for the first. An error on the way
+    leaves nothing, and what a killed process left, on whichever machine, is removed first. Where
+    the file system has no locks, each process has a folder of its own. Raises FolderExistsError
+    when `target` exists, also when it has appeared meanwhile, StorageError when writing fails.
     """
-    fd = _wait_for(path, waiting)
-    try:
-        yield fd is not None
-    finally:
-        if fd is not None:
-            _give_back(fd, path)
+    with storage_errors(target, "write"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock, part = (target.with_name(f".{target.name}.{kind}") for kind in ("lock", "part"))
+        fd = _wait_for(lock, waiting)
+        folder = part.with_name(temporary_name(part.name)) if fd is None else part
+        try:
+            refuse_existing(target)
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            yield folder
+            sync(folder)
+            try:
+                folder.rename(target)  # an empty folder is replaced, one with content is not
+            except OSError as error:
+                if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                    refuse_existing(target)
+                raise
+            sync(target.parent)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            if fd is not None:
+                _give_back(fd, lock)
 
 
 def _wait_for(path: Path, waiting: Callable[[], None] | None) -> int | None:
-    """The descriptor that holds the file's lock; None where there are no locks."""
+    """The descriptor that holds the lock of the file `path`, which is made for it; None where there
+    are no locks or the file cannot be made: that is told later."""
     while True:
         try:
             # A file, and writable: NFS has no other locks.
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         except OSError:
             return None  # another user's, or a folder that nobody may write
+        is_ours = False
         try:
             is_locked = _flock(fd)
             if is_locked is False:
                 if waiting is not None:
                     waiting()
-                fcntl.flock(fd, fcntl.LOCK_EX)
-            if is_locked is not None and _is_same_file(fd, path):
+                is_locked = _flock(fd, wait=True)
+            if is_locked is None:
+                # The file stays: another process may hold it, where locks only fail now and then.
+                return None
+            if is_ours := _is_same_file(fd, path):
                 return fd
         except OSError:
-            is_locked = None
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
-        if is_locked is None:
-            # The file stays: another process may hold it, where locks only fail now and then.
             return None
+        finally:
+            if not is_ours:
+                os.close(fd)
 
 
 def _is_same_file(fd: int, path: Path) -> bool:
@@ -285,6 +290,12 @@ def _is_same_file(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
         return False
+
+
+def _write_record(fd: int, owner: Owner, beat: int) -> None:
+    text = json.dumps({"beat": beat, **asdict(owner)}, indent=1) + "\n"
+    os.pwrite(fd, text.encode().ljust(_RECORD_BYTES), 0)
+    os.fsync(fd)
 
 
 def _read_record(fd: int) -> tuple[Owner, int] | None:
@@ -314,8 +325,11 @@ def _is_dead(owner: Owner, me: Owner) -> bool:
     """Whether the owner ran on this machine and does no more; False when that cannot be known."""
     if not _is_same_machine(owner, me):
         return False
-    if not is_running(owner.pid):
-        return True
+    with suppress(PermissionError):  # another user's
+        try:
+            os.kill(owner.pid, 0)  # signal 0 only asks whether the process is there
+        except ProcessLookupError:
+            return True
     start = _process_start(owner.pid)
     return start is not None and owner.process_start not in (0, start)
 
@@ -330,8 +344,6 @@ def _process_start(pid: int) -> int | None:
 
 
 def _read_text(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+    with suppress(OSError):
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    return ""

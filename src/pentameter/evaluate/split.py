@@ -84,7 +84,7 @@ def evaluation_batch_size(plan: Plan) -> int:
     For each data-parallel part as many as a micro-batch has, or more where rows are short.
     """
     own = max(plan.micro_batch_size, EVALUATION_TOKENS // plan.config.model.context_length)
-    return plan.layout.data * own
+    return plan.layout.n_row_parts * own
 
 
 def perplexity(loss: float) -> float:

@@ -9,6 +9,7 @@ Shapes: M rows, N batch × heads, T time, K head size.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from pentameter.fused_cpu import amx, attention, kernels
+from pentameter.fused_cpu import amx, kernels
 
 QUERY_BLOCKS = 2  # more save products but add calls: 2 was fastest at 256 tokens
 
@@ -163,14 +164,15 @@ class CausalAttention(Function):
     ) -> Tensor:
         """(B, T, H·K)."""
         T, width = qkv.shape[1:]
-        scale = attention.score_scale(width // (3 * n_heads))
-        ends = _block_ends(T)
-        mask = attention.causal_mask(T, qkv.dtype)
-        queries, k, v = attention.split_heads(qkv, bias, n_heads, len(ends))
+        scale = 1 / math.sqrt(width // (3 * n_heads))
+        n_blocks = QUERY_BLOCKS if T % QUERY_BLOCKS == 0 else 1
+        mask = kernels.causal_mask(T, qkv.dtype)
+        queries, k, v = kernels.split_heads(qkv, bias, n_heads, n_blocks)
         outputs, weights, inverses = [], [], []
-        for i, end in enumerate(ends):
+        for i in range(n_blocks):
+            end = k[i].shape[1]
             first = end - queries[i].shape[1]
-            e, dropped, inverse = attention.softmax_forward(
+            e, dropped, inverse = kernels.softmax_forward(
                 torch.bmm(queries[i], k[i].transpose(1, 2)),
                 mask[first:end, :end].contiguous(),
                 scale,
@@ -182,7 +184,7 @@ class CausalAttention(Function):
             outputs.append(torch.bmm(dropped, v[i]))
             weights.append(e)
             inverses.append(inverse)
-        y = attention.merge_heads(outputs, inverses, n_heads)
+        y = kernels.merge_heads(outputs, inverses, n_heads)
         ctx.save_for_backward(y, keys, *queries, *k, *v, *weights, *inverses)
         ctx.n_heads, ctx.context_length, ctx.p = n_heads, context_length, p
         ctx.has_bias = bias is not None
@@ -194,13 +196,13 @@ class CausalAttention(Function):
         y, keys, *saved = ctx.saved_tensors
         n = len(saved) // 5
         queries, k, v, weights, inverses = (saved[i * n : (i + 1) * n] for i in range(5))
-        g_blocks, g_scaled, deltas = attention.split_gradient(
+        g_blocks, g_scaled, deltas = kernels.split_gradient(
             g.contiguous(), y, inverses, ctx.n_heads
         )
-        scale = attention.score_scale(queries[0].shape[2])
+        scale = 1 / math.sqrt(queries[0].shape[2])
         g_q, g_k, g_v = [], [], []
         for i in range(n):
-            g_scores, dropped = attention.softmax_backward(
+            g_scores, dropped = kernels.softmax_backward(
                 torch.bmm(g_blocks[i], v[i].transpose(1, 2)),
                 weights[i],
                 deltas[i],
@@ -215,7 +217,7 @@ class CausalAttention(Function):
             g_k.append(torch.bmm(g_scores.transpose(1, 2), queries[i]))
             seen = weights[i] if dropped is None else dropped
             g_v.append(torch.bmm(seen.transpose(1, 2), g_scaled[i]))
-        joined = attention.join_heads(g_q, g_k, g_v, ctx.n_heads)
+        joined = kernels.join_heads(g_q, g_k, g_v, ctx.n_heads)
         g_bias = kernels.sum_rows(joined) if ctx.has_bias else None
         return joined, g_bias, None, None, None, None
 
@@ -248,9 +250,3 @@ class AmxAttention(Function):
         )
         g_bias = None if bias is None else kernels.sum_rows(g_qkv)
         return g_qkv, g_bias, None, None, None, None
-
-
-def _block_ends(T: int) -> list[int]:
-    """The ends of the blocks of queries: equal blocks, or one where T does not divide."""
-    n_blocks = QUERY_BLOCKS if T % QUERY_BLOCKS == 0 else 1
-    return [T // n_blocks * (i + 1) for i in range(n_blocks)]

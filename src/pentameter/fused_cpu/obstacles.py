@@ -23,28 +23,15 @@ from pentameter.processes.world import World
 ANY = None
 
 FUSES: Mapping[str, Collection[object] | None] = {
-    "vocab_size": ANY,
-    "vocab_multiple": ANY,
-    "context_length": ANY,
-    "n_layers": ANY,
-    "n_heads": ANY,
-    "d_model": ANY,
-    "d_ff": ANY,
     "activation": ACTIVATIONS,
     "norm": CENTRED,
     "norm_position": ("pre",),
     "positions": ("learned", "sinusoidal"),
-    "tied_head": ANY,
-    "head_bias": ANY,
-    "qkv_bias": ANY,
-    "bias": ANY,
-    "dropout": ANY,
-    "attention_dropout": ANY,
-    "embedding_dropout": ANY,
-    "init": ANY,
-    "init_std": ANY,
-    "residual_init_scale": ANY,
-    "embedding_scale": ANY,
+    **dict.fromkeys(("vocab_size", "vocab_multiple", "context_length"), ANY),
+    **dict.fromkeys(("n_layers", "n_heads", "d_model", "d_ff"), ANY),
+    **dict.fromkeys(("tied_head", "head_bias", "qkv_bias", "bias", "embedding_scale"), ANY),
+    **dict.fromkeys(("dropout", "attention_dropout", "embedding_dropout"), ANY),
+    **dict.fromkeys(("init", "init_std", "residual_init_scale"), ANY),
 }
 """Key of `[model]` → the values that `fused_loss_sum` computes, ANY where it takes them all from
 the plain module. A key or a value that is not here is left to the plain module as a whole."""
@@ -89,7 +76,7 @@ def choose_kernels(
     size = head_size(model)
     if missing is None and not amx.can_attend(torch.bfloat16, size):
         missing = f"the AMX kernels want heads of a multiple of 32, not {size}"
-    missing_anywhere = next((each for each in world.collect(missing) if each is not None), None)
+    missing_anywhere = next((each for each in world.all_gather(missing) if each is not None), None)
     if missing is None and missing_anywhere is not None:
         amx.unload()  # they round differently from what the others compute with
     return f"; {missing_anywhere or 'with AMX kernels'}", missing_anywhere is None

@@ -1,18 +1,17 @@
-"""The sampling loop: several samples as one batch through the key/value cache.
+"""The sampling loop, several samples as one batch through the key/value cache, and ids to text.
 
-Learned and sinusoidal positions end at the context length, so a text longer than that needs a
-rule for what the model still sees. It is a function of the text's length alone (`window_tokens`):
-everything while it fits, and each time the window is full the last half of it, which is encoded
-anew and grows again. A token therefore costs one pass over one token, except one in
-context_length/2 that costs a pass over half a window; and continuing a text gives what an
-uninterrupted run would have given.
+A model's positions end at its context length. What it sees of a longer text is a function of the
+text's length alone (`window_tokens`): everything while it fits, and each time the window is full
+the last half of it, which is encoded anew and grows again. A token therefore costs one pass over
+one token, except one in context_length/2 that costs a pass over half a window; and continuing a
+text gives what an uninterrupted run would have given.
 
 Shapes: B samples, T time, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ import torch
 
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.errors import ConfigError
-from pentameter.generation.detokenize import TextPieces
 from pentameter.generation.sampling import Floats, Sampling, Tokens, choose, uniform_numbers
 from pentameter.model.cache import KVCache
 from pentameter.model.gpt import GPT
@@ -51,7 +49,7 @@ def generate(
 
     Arguments and errors are those of `stream`.
     """
-    texts: list[list[str]] = [[] for _ in range(num_samples)]
+    texts = [""] * num_samples
     for sample, piece in stream(
         model,
         tokenizer,
@@ -63,8 +61,8 @@ def generate(
         num_samples=num_samples,
         seed=seed,
     ):
-        texts[sample].append(piece)
-    return ["".join(pieces) for pieces in texts]
+        texts[sample] += piece
+    return texts
 
 
 def stream(
@@ -125,10 +123,18 @@ def stream_tokens(
         raise ConfigError(f"num_samples={num_samples} must be 1 or more")
     if len(prompt) < 1:
         raise ConfigError("prompt=[] must hold at least one token to continue from")
-    n_prompt = len(prompt)
-    text = np.empty((num_samples, n_prompt + max_new_tokens), dtype=np.int64)
-    text[:, :n_prompt] = prompt
-    return _tokens(model, text, n_prompt, vocab_size=vocab_size, sampling=sampling, seed=seed)
+    text = _text(prompt, num_samples, max_new_tokens)
+
+    def tokens() -> Iterator[Tokens]:
+        was_training = model.training
+        model.eval()
+        try:
+            window = _Window(model, num_samples, vocab_size)
+            yield from _chosen(window.next_logits, text, len(prompt), sampling, seed)
+        finally:
+            model.train(was_training)
+
+    return tokens()
 
 
 def sample_text(
@@ -148,8 +154,7 @@ def sample_text(
             + generate(engine.model, tokenizer, prompt, max_new_tokens=max_new_tokens, seed=seed)[0]
         )
     ids = encode_prompt(tokenizer, prompt)
-    text = np.empty((1, len(ids) + max_new_tokens), dtype=np.int64)
-    text[:, : len(ids)] = ids
+    text = _text(ids, 1, max_new_tokens)
     context_length = engine.plan.config.model.context_length
 
     def next_logits(seen: Tokens) -> Floats:
@@ -205,23 +210,11 @@ def _pieces(
             yield sample, piece
 
 
-def _tokens(
-    model: GPT,
-    text: Tokens,
-    n_prompt: int,
-    *,
-    vocab_size: int,
-    sampling: Sampling,
-    seed: int,
-) -> Iterator[Tokens]:
-    """Fill text (B, n) from n_prompt on, yielding each new column."""
-    was_training = model.training
-    model.eval()
-    try:
-        window = _Window(model, text.shape[0], vocab_size)
-        yield from _chosen(window.next_logits, text, n_prompt, sampling, seed)
-    finally:
-        model.train(was_training)
+def _text(prompt: Tokens, n_samples: int, max_new_tokens: int) -> Tokens:
+    """The ids (n_samples, len(prompt) + max_new_tokens), as yet with the prompt alone."""
+    text = np.empty((n_samples, len(prompt) + max_new_tokens), dtype=np.int64)
+    text[:, : len(prompt)] = prompt
+    return text
 
 
 def _chosen(
@@ -231,19 +224,15 @@ def _chosen(
     sampling: Sampling,
     seed: int,
 ) -> Iterator[Tokens]:
+    """Fill text (B, n) from n_prompt on, yielding each new column."""
     n_samples, n_total = text.shape
-    draws = _draws(seed, n_samples, n_prompt, n_total)
-    for n_tokens, uniforms in enumerate(draws, start=n_prompt):
-        chosen = choose(next_logits(text[:, :n_tokens]), sampling, uniforms)
-        text[:, n_tokens] = chosen
-        yield chosen
-
-
-def _draws(seed: int, n_samples: int, first: int, last: int) -> Iterator[Floats]:
-    """Yield the uniform numbers (B,) of the positions first … last - 1."""
-    for start in range(first, last, _DRAWS_AT_ONCE):
-        positions = np.arange(start, min(start + _DRAWS_AT_ONCE, last), dtype=np.int32)
-        yield from uniform_numbers(seed, n_samples, positions).T
+    for start in range(n_prompt, n_total, _DRAWS_AT_ONCE):
+        positions = np.arange(start, min(start + _DRAWS_AT_ONCE, n_total), dtype=np.int32)
+        draws = uniform_numbers(seed, n_samples, positions).T
+        for n_tokens, uniforms in zip(positions.tolist(), draws, strict=True):
+            chosen = choose(next_logits(text[:, :n_tokens]), sampling, uniforms)
+            text[:, n_tokens] = chosen
+            yield chosen
 
 
 class _Window:
@@ -295,3 +284,39 @@ def _without_onednn() -> Iterator[None]:
         yield
     finally:
         settings.enabled = before
+
+
+class TextPieces:
+    """Turns one sample's ids into text piece by piece; all pieces joined equal `decode(all ids)`.
+
+    A byte-level tokenizer can end in the middle of a character, which decodes to U+FFFD for now:
+    that last character is held back until the next ids settle it. A tokenizer may also join its
+    tokens (words with spaces), so each piece is decoded behind the token before it.
+
+    prompt: ids that the sample continues and that are shown already: the pieces are then what
+    decoding all of it adds to them, so that a word is set off from the prompt's last word.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Iterable[int] = ()) -> None:
+        self._decode = tokenizer.decode
+        # The last settled token, then those not settled yet.
+        self._ids: list[int] = [int(token) for token in prompt][-1:]
+        self._n_shown = len(self._decode(self._ids))  # characters of them that were given out
+
+    def push(self, token: int) -> str:
+        """Return the text that `token` settles, perhaps none."""
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        n_settled = len(text) - text.endswith("\N{REPLACEMENT CHARACTER}")
+        piece = text[self._n_shown : n_settled]
+        self._n_shown = max(self._n_shown, n_settled)
+        if n_settled == len(text):
+            self._ids = [token]
+            self._n_shown = len(self._decode(self._ids))
+        return piece
+
+    def flush(self) -> str:
+        """Return what was held back, at the end of the sample."""
+        piece = self._decode(self._ids)[self._n_shown :]
+        self._ids, self._n_shown = [], 0
+        return piece

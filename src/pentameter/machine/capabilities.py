@@ -9,15 +9,14 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from pentameter.machine.load import host_memory_bytes
-from pentameter.machine.threads import usable_cores
+from pentameter.machine.cores import host_memory_bytes, usable_cores
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,6 @@ class GpuCapabilities:
     name: str
     architecture: str
     """`sm_80` for CUDA, `gfx942` for ROCm."""
-    major: int
-    minor: int
     memory_bytes: int
 
 
@@ -59,11 +56,6 @@ class Capabilities:
     gpu_runtime: str | None
     """`cuda 12.8`, `rocm 6.4`, or None for a torch built for the CPU only."""
     mps: bool
-
-    @property
-    def rocm(self) -> bool:
-        """Whether the GPUs are AMD's."""
-        return (self.gpu_runtime or "").startswith("rocm")
 
 
 @dataclass(frozen=True)
@@ -85,56 +77,27 @@ def machine_capabilities() -> Capabilities:
             if torch.version.hip:
                 # "gfx942:sramecc+:xnack-": what follows the colon are modes, not the chip
                 architecture = str(getattr(properties, "gcnArchName", "gfx")).split(":")[0]
-            gpus.append(
-                GpuCapabilities(
-                    name=properties.name,
-                    architecture=architecture,
-                    major=properties.major,
-                    minor=properties.minor,
-                    memory_bytes=properties.total_memory,
-                )
-            )
+            gpus.append(GpuCapabilities(properties.name, architecture, properties.total_memory))
     runtime = None
     if torch.version.hip:
         runtime = f"rocm {torch.version.hip}"
     elif torch.version.cuda:
         runtime = f"cuda {torch.version.cuda}"
-    return Capabilities(_cpu(), tuple(gpus), runtime, torch.backends.mps.is_available())
-
-
-def _cpu() -> CpuCapabilities:
-    flags = _cpu_flags()
-    cpuinfo = _proc_cpuinfo()
-    name = cpuinfo.get("model name") or str(flags.get("cpu_name") or platform.processor())
-    return CpuCapabilities(
-        name=name or platform.machine(),
+    about: dict[str, str] = {}
+    with suppress(OSError):  # no /proc: no other system runs on a processor that multiplies bf16
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        fields = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
+        about = {key.strip(): value.strip() for key, _, value in fields}
+    flags = about.get("flags", "").split()
+    cpu = CpuCapabilities(
+        name=about.get("model name") or platform.processor() or platform.machine(),
         n_cores=len(usable_cores()),
         n_threads=torch.get_num_threads(),
-        amx_bf16=bool(flags.get("amx_bf16")),
-        avx512_bf16=bool(flags.get("avx512_bf16")),
+        amx_bf16="amx_bf16" in flags,
+        avx512_bf16="avx512_bf16" in flags,
         vector=torch.backends.cpu.get_cpu_capability(),
     )
-
-
-def _cpu_flags() -> Mapping[str, object]:
-    """Feature names → value, from torch where it can say, else from the kernel."""
-    capabilities = getattr(torch.cpu, "get_capabilities", None)
-    if capabilities is not None:
-        try:
-            return capabilities()
-        except RuntimeError:  # built without cpuinfo
-            pass
-    return dict.fromkeys(_proc_cpuinfo().get("flags", "").split(), True)
-
-
-def _proc_cpuinfo() -> dict[str, str]:
-    """The first processor's fields in Linux's /proc/cpuinfo; empty elsewhere."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return {}
-    fields = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
-    return {key.strip(): value.strip() for key, _, value in fields}
+    return Capabilities(cpu, tuple(gpus), runtime, torch.backends.mps.is_available())
 
 
 def memory_bytes(device: torch.device) -> int | None:
@@ -153,18 +116,18 @@ extern "C" int pentameter_probe(void) { return PY_MAJOR_VERSION; }
 def find_compiler(device_type: str) -> Compiler:
     """The compiler that `torch.compile` would call for a device, tried once (0.3 s on a CPU).
 
-    Args:
-        device_type: `cpu`, `cuda` or `mps`.
-
     On a CPU the generated C++ includes Python.h and OpenMP, so a small source that does the same
     is really built. On a GPU Triton generates the kernels; it needs only a C compiler.
     """
     if device_type == "mps":
         return Compiler(None, False, "torch.compile for MPS is still a prototype")
-    if sys.platform == "win32":
-        return Compiler(None, False, "torch.compile is not used on Windows")
     if device_type == "cuda":
-        return _triton()
+        if find_spec("triton") is None:
+            return Compiler(None, False, "triton is not installed")
+        command = _first_found("CC", ("gcc", "clang", "cc"))
+        if command is None:
+            return Compiler(None, False, "triton needs a C compiler; install gcc or clang")
+        return Compiler(command, True, f"triton with {command}")
     # torch looks for this one name unless $CXX says another
     command = _first_found("CXX", ("clang++" if sys.platform == "darwin" else "g++",))
     if command is None:
@@ -172,21 +135,10 @@ def find_compiler(device_type: str) -> Compiler:
     return _try_building(command)
 
 
-def _triton() -> Compiler:
-    if find_spec("triton") is None:
-        return Compiler(None, False, "triton is not installed")
-    command = _first_found("CC", ("gcc", "clang", "cc"))
-    if command is None:
-        return Compiler(None, False, "triton needs a C compiler; install gcc or clang")
-    return Compiler(command, True, f"triton with {command}")
-
-
 def _first_found(variable: str, names: tuple[str, ...]) -> str | None:
+    """The first of `names` that can be called, or the compiler that the variable names."""
     named = os.environ.get(variable, "").strip()
-    for name in (named,) if named else names:
-        if shutil.which(name):
-            return name
-    return None
+    return next(filter(shutil.which, [named] if named else names), None)
 
 
 def _try_building(command: str) -> Compiler:

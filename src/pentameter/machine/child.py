@@ -16,6 +16,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import shutil
 import signal
 import subprocess
@@ -143,18 +144,14 @@ class PythonChild(Child):
         python = [sys.executable, "-P", "-c", _START, str(_PACKAGE / "__init__.py")]
         with theirs:
             what = [self._role, str(theirs.fileno()), json.dumps(sys.path), function, *arguments]
-            try:
-                super().__init__(
-                    [*python, *what],
-                    environment,
-                    folder=folder,
-                    stdout=output or subprocess.DEVNULL,
-                    stderr=output,
-                    pass_fds=[theirs.fileno()],
-                )
-            except BaseException:
-                self.connection.close()
-                raise
+            super().__init__(
+                [*python, *what],
+                environment,
+                folder=folder,
+                stdout=output or subprocess.DEVNULL,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+            )
 
     def ask(self, request: Any) -> Any:
         """The answer to `request`; raises the PentameterError that answering raised, and
@@ -263,7 +260,7 @@ def serve(role: str, descriptor: str, path: str, *arguments: str) -> None:
     else:
         folder = end_with_parent()
         function, *own_arguments = arguments
-        _answer(connection, _named(function)(*own_arguments))
+        _answer(connection, pkgutil.resolve_name(function)(*own_arguments))
         _end(folder)
 
 
@@ -276,11 +273,7 @@ def _serve_forks(connection: Connection, module: str) -> NoReturn:
     gc.collect()
     gc.freeze()  # what is never written to is shared with the workers
     workers: set[int] = set()
-    while True:
-        try:
-            request = connection.recv()
-        except (EOFError, OSError):
-            break
+    for request in _requests(connection):
         if isinstance(request, str):
             handle = recv_handle(connection)
             worker = os.fork()
@@ -302,7 +295,7 @@ def _work(server: Connection, connection: Connection, function: str) -> NoReturn
     try:
         server.close()
         end_with_parent()
-        _answer(connection, _named(function))
+        _answer(connection, pkgutil.resolve_name(function))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -311,11 +304,7 @@ def _work(server: Connection, connection: Connection, function: str) -> NoReturn
 
 def _answer(connection: Connection, answer: Callable[[Any], Any]) -> None:
     """Answer requests for as long as there can be any."""
-    while True:
-        try:
-            request = connection.recv()
-        except (EOFError, OSError):
-            return
+    for request in _requests(connection):
         try:
             result = answer(request)
         except PentameterError as error:
@@ -324,18 +313,19 @@ def _answer(connection: Connection, answer: Callable[[Any], Any]) -> None:
         del request, result  # they may be large, and the next request may take its time
 
 
+def _requests(connection: Connection) -> Iterator[Any]:
+    """The requests that come, until there can be none any more."""
+    with suppress(EOFError, OSError):
+        while True:
+            yield connection.recv()
+
+
 def _is_here(entry: str) -> bool:
     """Whether an entry of a search path is the current folder."""
     try:
         return os.path.abspath(entry) == os.getcwd()
     except OSError:  # that has been removed
         return not entry
-
-
-def _named(function: str) -> Callable[..., Any]:
-    module, _, name = function.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
 
 
 def _kill(worker: int) -> int:

@@ -36,15 +36,8 @@ _EAGER_SHARE_OF_PEAK = 0.3
 
 
 def choose_device(name: str, capabilities: Capabilities | None = None) -> torch.device:
-    """The device for `train.device`.
-
-    Args:
-        name: `auto` (CUDA or ROCm, else MPS, else the CPU), `cpu`, `cuda` or `mps`.
-        capabilities: of the machine; looked up when absent.
-
-    Raises:
-        ConfigError: the machine has no such device; the message says what it has.
-    """
+    """The device for `train.device`: `auto` (CUDA or ROCm, else MPS, else the CPU), or one by name.
+    Raises ConfigError where the machine has no such device, saying what it has."""
     capabilities = capabilities or machine_capabilities()
     present = ["cpu"]
     if capabilities.mps:
@@ -69,31 +62,30 @@ def choose_device(name: str, capabilities: Capabilities | None = None) -> torch.
 def choose_precision(
     setting: str, device: torch.device, capabilities: Capabilities | None = None
 ) -> tuple[str, str]:
-    """The arithmetic of the matrix products, and why.
-
-    Args:
-        setting: `train.precision`: `auto`, `fp64`, `fp32`, `tf32`, `bf16` or `fp16`.
-        device: where the products run.
-        capabilities: of the machine; looked up when absent.
+    """The arithmetic of the matrix products on `device` for `train.precision`, and why.
 
     `auto` is bf16 where the hardware multiplies it faster than fp32 (AMX or AVX-512 BF16 on a
-    CPU, sm_80 and later, AMD's matrix units), fp16 on older tensor cores, else fp32.
-
-    Raises:
-        ConfigError: the device cannot do what is asked; the message lists what it can.
+    CPU, sm_80 and later, AMD's matrix units), fp16 on older tensor cores, else fp32. Raises
+    ConfigError where the device cannot do what is asked, listing what it can.
     """
     capabilities = capabilities or machine_capabilities()
     if device.type == "cuda":
         index = device.index or 0
         if index >= len(capabilities.gpus):
             raise ConfigError(f"{device} is not here: this machine has {len(capabilities.gpus)}")
-        supported, best, reason = _gpu_precisions(capabilities.gpus[index], capabilities.rocm)
+        supported, best, reason = _gpu_precisions(capabilities.gpus[index])
     elif device.type == "mps":
         supported, best = ("fp32", "bf16", "fp16"), "fp32"
         reason = "on MPS fp32 is the safe choice; bf16 can be asked for"
     else:
         supported = ("fp64", "fp32", "bf16", "fp16")
-        best, reason = _cpu_precision(capabilities)
+        best = "bf16" if capabilities.cpu.fast_bf16 else "fp32"
+        if capabilities.cpu.amx_bf16:
+            reason = "this CPU multiplies bf16 matrices in hardware (AMX)"
+        elif capabilities.cpu.avx512_bf16:
+            reason = "this CPU multiplies bf16 in hardware (AVX-512 BF16)"
+        else:
+            reason = "this CPU has neither AMX nor AVX-512 BF16, so bf16 would be slower"
     if setting == "auto":
         return best, reason
     if setting not in supported:
@@ -109,26 +101,19 @@ def choose_precision(
     return setting, f"asked for{note}"
 
 
-def _cpu_precision(capabilities: Capabilities) -> tuple[str, str]:
-    if capabilities.cpu.amx_bf16:
-        return "bf16", "this CPU multiplies bf16 matrices in hardware (AMX)"
-    if capabilities.cpu.avx512_bf16:
-        return "bf16", "this CPU multiplies bf16 in hardware (AVX-512 BF16)"
-    return "fp32", "this CPU has neither AMX nor AVX-512 BF16, so bf16 would be slower"
-
-
-def _gpu_precisions(gpu: GpuCapabilities, rocm: bool) -> tuple[tuple[str, ...], str, str]:
+def _gpu_precisions(gpu: GpuCapabilities) -> tuple[tuple[str, ...], str, str]:
     """Precisions a GPU supports, the best of them, and the reason."""
     where = f"{gpu.name}, {gpu.architecture}"
-    if rocm:
+    if gpu.architecture.startswith("gfx"):  # AMD
         if not gpu.architecture.startswith(_ROCM_BF16):
             return ("fp64", "fp32", "fp16"), "fp16", f"{where} has no bf16 matrix units"
         tf32 = ("tf32",) if gpu.architecture.startswith(_ROCM_TF32) else ()
         return ("fp64", "fp32", *tf32, "bf16", "fp16"), "bf16", f"{where} has bf16 matrix units"
-    if (gpu.major, gpu.minor) >= (8, 0):
+    generation = int(gpu.architecture.removeprefix("sm_"))
+    if generation >= 80:
         all_of_them = ("fp64", "fp32", "tf32", "bf16", "fp16")
         return all_of_them, "bf16", f"{where} has bf16 tensor cores"
-    if gpu.major == 7:
+    if generation >= 70:
         reason = f"{where} has fp16 tensor cores and no bf16"
         return ("fp64", "fp32", "fp16"), "fp16", reason
     return ("fp64", "fp32"), "fp32", f"{where} has no tensor cores"
@@ -142,19 +127,13 @@ def choose_compile(
     precision: str | None = None,
     capabilities: Capabilities | None = None,
 ) -> tuple[bool, str]:
-    """Whether to `torch.compile` the step, and why.
+    """Whether to `torch.compile` the step for `train.compile`, and why.
 
-    Args:
-        setting: `train.compile`. `auto` compiles when a compiler works and the whole run is long
-            enough for the saved time to pay for about 40 s of compiling.
-        device: where the step runs.
-        total_flops: floating-point operations of the whole run, Plan's total. The whole run and
-            not what is left of it, so that a resumed run chooses the same.
-        precision: of the matrix products, as `choose_precision` gave it; assumed its `auto`.
-        capabilities: of the machine; looked up when absent.
-
-    Raises:
-        ConfigError: compiling is asked for and no compiler works.
+    `auto` compiles when a compiler works and the whole run, of `total_flops`, is long enough for
+    the saved time to pay for about 40 s of compiling. The whole run and not what is left of it, so
+    that a resumed run chooses the same. Products have the `precision` that `choose_precision` gave,
+    by default that of its `auto`. Raises ConfigError where compiling is asked for and no compiler
+    works.
     """
     match setting:
         case False:
@@ -212,17 +191,15 @@ def tune_allocator(*, sparing: bool = False) -> bool:
     """
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
-    settings: tuple[tuple[int, int], ...] = (
-        (_M_MMAP_MAX, 0),  # large blocks come from the heap …
-        (_M_TRIM_THRESHOLD, -1),  # … which never shrinks …
-        (_M_TOP_PAD, 256 * 2**20),  # … and grows by 256 MiB at a time …
-        (_M_ARENA_MAX, 1),  # … and is one heap, so that any thread reuses what another freed
-    )
     if sparing:
-        settings = ((_M_MMAP_THRESHOLD, 2**20), (_M_TRIM_THRESHOLD, 2**20))
-    accepted = [mallopt(option, value) == 1 for option, value in settings]
+        settings = {_M_MMAP_THRESHOLD: 2**20, _M_TRIM_THRESHOLD: 2**20}
+    else:
+        settings = {
+            _M_MMAP_MAX: 0,  # large blocks come from the heap …
+            _M_TRIM_THRESHOLD: -1,  # … which never shrinks …
+            _M_TOP_PAD: 256 * 2**20,  # … and grows by 256 MiB at a time …
+            _M_ARENA_MAX: 1,  # … and is one heap, so that any thread reuses what another freed
+        }
+    mallopt = ctypes.CDLL(None).mallopt
+    accepted = [mallopt(option, value) == 1 for option, value in settings.items()]
     return all(accepted)

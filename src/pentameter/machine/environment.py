@@ -6,6 +6,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,19 +21,18 @@ PACKAGES = ("pentameter", "torch", "numpy", "safetensors", "tokenizers", "pydant
 def environment(
     device: torch.device | None = None, capabilities: Capabilities | None = None
 ) -> dict[str, Any]:
-    """Versions, devices, git commit, command line and flags, as JSON values.
-
-    Args:
-        device: that the run trains on; left out of the answer when absent.
-        capabilities: of the machine; looked up when absent.
-    """
-    capabilities = capabilities or machine_capabilities()
+    """Versions, devices, git commit, command line and flags, as JSON values; and the `device` that
+    the run trains on, where it is given."""
+    devices = asdict(capabilities or machine_capabilities())
+    cpu = devices["cpu"]
+    cpu["cores"], cpu["threads"] = cpu.pop("n_cores"), cpu.pop("n_threads")
+    devices["gpus"] = list(devices["gpus"])  # as JSON reads them back
     facts: dict[str, Any] = {
         "versions": {"python": platform.python_version(), **versions(PACKAGES)},
         "platform": platform.platform(),
         "command": shlex.join(sys.argv),
         "git": git_state(Path.cwd()),
-        "devices": describe_devices(capabilities),
+        "devices": devices,
         "flags": {
             "threads": torch.get_num_threads(),
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
@@ -57,48 +57,19 @@ def versions(names: tuple[str, ...]) -> dict[str, str | None]:
     return found
 
 
-def describe_devices(capabilities: Capabilities) -> dict[str, Any]:
-    """The machine's devices as JSON values."""
-    cpu = capabilities.cpu
-    return {
-        "cpu": {
-            "name": cpu.name,
-            "cores": cpu.n_cores,
-            "threads": cpu.n_threads,
-            "vector": cpu.vector,
-            "avx512_bf16": cpu.avx512_bf16,
-            "amx_bf16": cpu.amx_bf16,
-        },
-        "gpu_runtime": capabilities.gpu_runtime,
-        "gpus": [
-            {"name": g.name, "architecture": g.architecture, "memory_bytes": g.memory_bytes}
-            for g in capabilities.gpus
-        ],
-        "mps": capabilities.mps,
-    }
-
-
-def device_name(device: torch.device, capabilities: Capabilities | None = None) -> str:
+def device_name(device: torch.device, capabilities: Capabilities) -> str:
     """The name of a device's product, as its driver or the kernel says it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    name = (capabilities or machine_capabilities()).cpu.name
-    return f"{name} (MPS)" if device.type == "mps" else name
+    return f"{capabilities.cpu.name}{' (MPS)' if device.type == 'mps' else ''}"
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
     """`commit` and `dirty` of the git checkout around a folder, None outside of one."""
-    commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None:
-        return None
-    status = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "dirty": bool(status)}
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
     try:
         result = subprocess.run(
-            ["git", "-C", str(folder), *arguments],
+            ["git", "describe", "--always", "--abbrev=64", "--exclude=*", "--dirty"],
+            cwd=folder,
             capture_output=True,
             text=True,
             errors="replace",
@@ -107,4 +78,5 @@ def _git(folder: Path, *arguments: str) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return result.stdout.strip() if result.returncode == 0 else None
+    commit, dirty, _ = result.stdout.strip().partition("-dirty")
+    return {"commit": commit, "dirty": bool(dirty)} if result.returncode == 0 else None

@@ -61,37 +61,25 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """The published dense peak in FLOP/s, or None where none is known.
-
-    Args:
-        device_name: as the driver says it, e.g. "NVIDIA A100-SXM4-80GB".
-        precision: fp64, fp32, tf32, bf16 or fp16: the arithmetic of the matrix products.
+    """The published dense peak in FLOP/s of a device that its driver calls `device_name` ("NVIDIA
+    A100-SXM4-80GB") in a precision of the matrix products; None where none is known.
 
     A CPU has no figure worth the name, because clocks fall under wide vectors: there MFU is
     counted against the measured product (`product_ceiling`). The same goes for
     a device or a precision that the table lacks.
     """
-    for pattern, teraflops in _PEAKS:
-        if re.search(pattern, device_name):
-            value = teraflops.get(precision)
-            return None if value is None else value * 1e12
-    return None
+    found = (teraflops for pattern, teraflops in _PEAKS if re.search(pattern, device_name))
+    value = next(found, {}).get(precision)
+    return None if value is None else value * 1e12
 
 
 def product_ceiling(device: torch.device | str, dtype: torch.dtype, seconds: float = 0.3) -> float:
-    """FLOP/s of the best of several n×n×n products.
-
-    Args:
-        device: where to multiply.
-        dtype: of both factors and of the result.
-        seconds: to spend on it, about. Sizes grow up to 4096 on a CPU and 8192 on a GPU, as long
-            as one product leaves time for three more.
+    """FLOP/s of the best of several n×n×n products of `dtype`, measured for about `seconds`.
 
     The best and not the mean: others' load on the machine only ever subtracts. A product counts
-    2·n³. Measured once a process for the same arguments.
-
-    Raises:
-        ConfigError: the device cannot multiply this type (float64 on MPS).
+    2·n³. Sizes grow up to 4096 on a CPU and 8192 on a GPU, as long as one product leaves time for
+    three more. Measured once a process for the same arguments. Raises ConfigError where the device
+    cannot multiply this type (float64 on MPS).
     """
     return _measured(str(device), dtype, seconds)
 
@@ -129,27 +117,21 @@ def _best_seconds(device: str, dtype: torch.dtype, n: int, budget_seconds: float
         for _ in range(2)
     )
     out = torch.empty_like(left)
-    # a GPU is asked for several at once, so that launching them does not count
-    repeats = 1 if torch.device(device).type == "cpu" else 8
+    repeats, wait = 1, lambda: None
+    if torch.device(device).type != "cpu":
+        # a GPU is asked for several at once, so that launching them does not count
+        repeats, wait = 8, lambda: torch.accelerator.synchronize(device)
     best = float("inf")
     with torch.inference_mode():
         torch.mm(left, right, out=out)  # the first call packs, plans and pages in
-        _wait_for(device)
+        wait()
         deadline = time.perf_counter() + budget_seconds
         while True:
             start = time.perf_counter()
             for _ in range(repeats):
                 torch.mm(left, right, out=out)
-            _wait_for(device)
+            wait()
             now = time.perf_counter()
             best = min(best, (now - start) / repeats)
             if now >= deadline:
                 return best
-
-
-def _wait_for(device: str) -> None:
-    kind = torch.device(device).type
-    if kind == "cuda":
-        torch.cuda.synchronize(device)
-    elif kind == "mps":
-        torch.mps.synchronize()

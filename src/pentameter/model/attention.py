@@ -6,6 +6,8 @@ Shapes: B batch, T time, D d_model, H heads, K head size; Q the new tokens (quer
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,6 +24,22 @@ from pentameter.model.positions import Positions
 from pentameter.planning.architecture import head_size
 
 
+class Attend(Protocol):
+    """Causal attention of queries to keys and values, as `attend` below computes it."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        dropout: AttentionDropout,
+        dropout_keys: Tensor | None,
+        positions: Tensor,
+    ) -> Tensor:
+        """Return each query's mix of values, (B, H, Q, K)."""
+
+
 class Attention(nn.Module):
     """Causal multi-head self-attention; the fused projection's rows are (H, 3, K), head by head."""
 
@@ -34,6 +52,9 @@ class Attention(nn.Module):
         self.weights_dropout = AttentionDropout(
             attention_weights_site(layer), config.attention_dropout, config.context_length
         )
+        self.attend: Attend = attend
+        """How queries, keys and values become a mix of values; processes that divide time put
+        another function here, which reaches the keys and values of the others."""
         self.out = nn.Linear(D, D, bias=config.bias)
         self.dropout = StreamDropout(attention_output_site(layer), config.dropout)
 
@@ -50,7 +71,7 @@ class Attention(nn.Module):
         q, k, v = qkv.view(B, T, -1, 3, self.head_size).transpose(1, 2).unbind(3)  # (B, H, T, K)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, H, past + T, K)
-        y = attend(
+        y = self.attend(
             q,
             k,
             v,

@@ -70,6 +70,11 @@ def keep_bound(p: float) -> int:
     return round(p * 2**32) - 2**31
 
 
+def drop(x: Tensor, row_keys: Tensor, index: Tensor, p: float) -> Tensor:
+    """Return x (B, *index.shape) with a share p zeroed and the rest scaled by 1 / (1 - p)."""
+    return torch.where(keep_mask(row_keys, index, p), x * (1 / (1 - p)), 0.0)
+
+
 class KeyedDropout(nn.Module):
     """The base of both kinds of dropout: a site, a probability, and when they act."""
 
@@ -84,8 +89,7 @@ class KeyedDropout(nn.Module):
 
     def drop(self, x: Tensor, keys: Tensor, index: Tensor) -> Tensor:
         """Return x (B, *index.shape) with a share p zeroed and the rest scaled by 1 / (1 - p)."""
-        keep = keep_mask(keys[:, self.site], index, self.p)
-        return torch.where(keep, x * (1 / (1 - self.p)), 0.0)
+        return drop(x, keys[:, self.site], index, self.p)
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows."""
@@ -93,7 +97,16 @@ class KeyedDropout(nn.Module):
 
 
 class StreamDropout(KeyedDropout):
-    """Dropout on the residual stream (B, T, D); channel d at position t has number t · D + d."""
+    """Dropout on the residual stream (B, T, D); channel d at position t has number t · D + d.
+
+    Where processes divide channels, `first_channel` is the first that is here, `d_model` the number
+    of all.
+    """
+
+    def __init__(self, site: int, p: float) -> None:
+        super().__init__(site, p)
+        self.first_channel = 0
+        self.d_model: int | None = None
 
     def forward(self, x: Tensor, keys: Tensor | None, positions: Tensor) -> Tensor:
         """Return x (B, T, D), dropped from where `keys` (B, n_sites, 2) are given in training.
@@ -103,8 +116,9 @@ class StreamDropout(KeyedDropout):
         """
         if keys is None or not self.acts(keys):
             return x
-        D = x.shape[2]
-        channel = torch.arange(D, dtype=torch.int32, device=x.device)
+        first, last = self.first_channel, self.first_channel + x.shape[2]
+        channel = torch.arange(first, last, dtype=torch.int32, device=x.device)
+        D = x.shape[2] if self.d_model is None else self.d_model
         return self.drop(x, keys, _word(positions)[:, None] * D + channel)  # index (T, D)
 
 
@@ -134,11 +148,19 @@ class AttentionDropout(KeyedDropout):
         if keys is None or not self.acts(keys):
             return weights
         first, last = self.head_offset, self.head_offset + weights.shape[1]
-        head = torch.arange(first, last, dtype=torch.int32, device=weights.device)
-        row = head[:, None] * self.context_length + _word(query_positions)  # (H, Q)
-        return self.drop(
-            weights, keys, row[:, :, None] * self.context_length + _word(key_positions)
+        index = weight_index(
+            range(first, last), query_positions, key_positions, self.context_length
         )
+        return self.drop(weights, keys, index)
+
+
+def weight_index(
+    heads: range, query_positions: Tensor, key_positions: Tensor, context_length: int
+) -> Tensor:
+    """Return the numbers of attention weights within their row, int32 (H, Q, S)."""
+    head = torch.arange(heads.start, heads.stop, dtype=torch.int32, device=query_positions.device)
+    row = head[:, None] * context_length + _word(query_positions)  # (H, Q)
+    return row[:, :, None] * context_length + _word(key_positions)
 
 
 def _word(positions: Tensor) -> Tensor:

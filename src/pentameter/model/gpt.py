@@ -64,9 +64,14 @@ class GPT(nn.Module):
         self.is_first = self.first_layer == 0
         self.is_last = self.last_layer == config.n_layers
         self.has_final_norm = has_final_norm(config)
+        self.attention_positions: Callable[[Tensor], Tensor] | None = None
+        """Picks from the positions (context_length,) of a sequence those that this process's
+        attention gets, where processes divide the context; None where it gets all."""
         self.stream_positions: Callable[[Tensor], Tensor] | None = None
-        """Picks from the positions (T,) of a sequence those whose residual stream is here, where
-        processes divide time; None where all of it is."""
+        """Picks from these the ones whose residual stream is here, where processes that share
+        matrices divide time; None where all of it is."""
+        self.stream_channels = slice(None)
+        """Channels of the residual stream that are here, where processes divide them."""
         V, D = padded_vocab_size(config), config.d_model
 
         if self.is_first or (self.is_last and config.tied_head):
@@ -137,10 +142,7 @@ class GPT(nn.Module):
         n_new = x.shape[1]
         self._check_context(n_past, n_new, dropout_keys, cache)
         if positions is None:
-            # A later slice gets its part of a divided stream, of which the whole is the context.
-            divided = self.stream_positions is not None and not self.is_first
-            n_seen = self.config.context_length if divided else n_new
-            positions = torch.arange(n_past, n_past + n_seen, device=x.device)
+            positions = self._positions(n_past, n_new, x.device)
         of_stream = positions if self.stream_positions is None else self.stream_positions(positions)
         both = Positions(of_stream, positions)
         if self.is_first:
@@ -154,6 +156,16 @@ class GPT(nn.Module):
             x = self.final_norm(x)
         return x
 
+    def _positions(self, n_past: int, n_new: int, device: torch.device) -> Tensor:
+        """Return the positions of the tokens that attention sees, int64 (T,), after n_past."""
+        if self.attention_positions is not None:
+            whole = torch.arange(self.config.context_length, device=device)
+            return self.attention_positions(whole)
+        # A later slice gets its part of a divided stream, of which the whole is the context.
+        divided = self.stream_positions is not None and not self.is_first
+        n_seen = self.config.context_length if divided else n_new
+        return torch.arange(n_past, n_past + n_seen, device=device)
+
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return what the first block sees, (B, T, D), of tokens (B, T) at `positions` (T,).
 
@@ -166,7 +178,8 @@ class GPT(nn.Module):
             case "learned":
                 return x + self.position_embedding(positions)
             case "sinusoidal":
-                return x + sinusoidal_positions(positions, self.config.d_model, x.dtype)
+                table = sinusoidal_positions(positions, self.config.d_model, x.dtype)
+                return x + table[:, self.stream_channels]
             case unknown:
                 refuse_unknown(unknown, "model.positions", "the model")
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pentameter.config.schema import ModelConfig
 from pentameter.keyed import bits, make_key
-from pentameter.machine.threads import usable_cores
+from pentameter.machine.cores import usable_cores
 from pentameter.planning.architecture import ParameterSpec, parameter_table
 
 BLOCK_ELEMENTS = 2**16  # its float64 temporaries stay in a core's cache; divides 2^32

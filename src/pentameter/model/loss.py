@@ -12,7 +12,7 @@ process's part of it).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,18 @@ RowLoss = Callable[[Tensor, Tensor | None, Tensor, int, bool], Tensor]
 Reduce = Callable[[Tensor, Literal["max", "sum"]], None]
 """Replaces a tensor by the largest, or the sum, of what all processes that share a vocabulary
 passed, in place."""
+
+
+class Product(Protocol):
+    """The product of a head whose matrix and inputs are divided among processes by more than rows.
+    Collective: the processes that share them call it together."""
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return this process's columns of the logits (R, V), of its parts of x (R, D) and of the
+        weight (V, D)."""
+
+    def differentiate(self, g: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of its parts of x and of the weight, given that of the logits."""
 
 
 def loss_sum(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
@@ -68,6 +80,8 @@ class HeadLoss(nn.Module):
         """Rows of the largest part's weight, where the vocabulary is shared out."""
         self.reduce: Reduce | None = None
         """Makes the whole vocabulary's figures out of those of its parts, where it has parts."""
+        self.product: Product | None = None
+        """How inputs and weight are multiplied, where both are divided."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
         """Return the sum in nats, 0-dim; targets of -1 do not count, rows from vocab_size on only
@@ -84,6 +98,7 @@ class HeadLoss(nn.Module):
             first_column=self.first_column,
             widest=self.widest,
             reduce=self.reduce,
+            product=self.product,
         )
 
 
@@ -178,6 +193,7 @@ class ChunkedLoss(Function):
         targets: Tensor,
         of_rows: Callable[[Tensor, Tensor | None, Tensor], Tensor],
         chunks: list[slice],
+        product: Product | None,
     ) -> Tensor:
         """The loss, 0-dimensional; products in x's dtype, sums over chunks in the weight's."""
         with torch.autocast(x.device.type, enabled=False):
@@ -186,10 +202,14 @@ class ChunkedLoss(Function):
             g_bias = None if bias is None else torch.zeros_like(bias)
             losses = []
             for rows in chunks:
-                g = x[rows] @ low.t()  # logits, and after the next line their gradient
+                g = _logits(x[rows], low, product)  # and after the next line their gradient
                 losses.append(of_rows(g, bias, targets[rows]))
-                torch.mm(g, low, out=g_x[rows])
-                _add_product(g_weight, g, x[rows])
+                if product is None:
+                    torch.mm(g, low, out=g_x[rows])
+                    _add_product(g_weight, g, x[rows])
+                else:
+                    g_x[rows], g_low = product.differentiate(g, x[rows], low)
+                    g_weight.add_(g_low)
                 if g_bias is not None:
                     g_bias.add_(g.sum(0, dtype=g_bias.dtype))
         ctx.save_for_backward(g_x, g_weight, g_bias)
@@ -200,7 +220,7 @@ class ChunkedLoss(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients, times that of the loss: in place, since they are needed once."""
         given = (None if kept is None else kept.mul_(g) for kept in ctx.saved_tensors)
-        return *given, None, None, None
+        return *given, None, None, None, None
 
 
 @torch.compiler.disable(recursive=False)  # it compiles what pays, and counts its chunks
@@ -215,6 +235,7 @@ def chunked_loss_sum(
     first_column: int = 0,
     widest: int | None = None,
     reduce: Reduce | None = None,
+    product: Product | None = None,
 ) -> Tensor:
     """Return what `loss_sum` returns for the logits of a head, without ever holding them all.
 
@@ -228,6 +249,7 @@ def chunked_loss_sum(
         first_column, reduce: of a part of the vocabulary (see `row_loss`). The loss is the whole
             one in each process; the gradient of x is this part's, to be summed by the caller.
         widest: rows of the largest part's weight: whoever reduces together takes the same chunks.
+        product: multiplies x and weight, where processes divide both.
     """
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     if torch.is_autocast_enabled(x.device.type):
@@ -242,10 +264,10 @@ def chunked_loss_sum(
         return row_loss(logits, bias, targets, *part)
 
     if differentiate:
-        return ChunkedLoss.apply(x, weight, bias, targets, of_rows, chunks)
+        return ChunkedLoss.apply(x, weight, bias, targets, of_rows, chunks, product)
     with torch.autocast(x.device.type, enabled=False):
         low = weight.to(x.dtype)
-        losses = [of_rows(x[rows] @ low.t(), bias, targets[rows]) for rows in chunks]
+        losses = [of_rows(_logits(x[rows], low, product), bias, targets[rows]) for rows in chunks]
     return torch.stack(losses).sum()
 
 
@@ -254,13 +276,23 @@ def exceeds_chunk(n_rows: int, width: int) -> bool:
     return n_rows * width > MAX_LOGITS
 
 
+def _logits(x: Tensor, weight: Tensor, product: Product | None) -> Tensor:
+    return x @ weight.t() if product is None else product.multiply(x, weight)
+
+
 def _add_product(total: Tensor, g: Tensor, x: Tensor) -> None:
     """Add gᵀ · x, of g (R, V) and x (R, D), to `total` (V, D)."""
     if total.dtype == x.dtype:
         total.addmm_(g.t(), x)
-    elif x.dtype != torch.float16:
-        total.add_(g.t() @ x)
     else:
-        # A token in every row sums R entries of x: beyond 65,504, and no loss scale would help.
-        scale = 2.0 ** -(len(x) // 256).bit_length()
-        total.add_(g.t() @ (x * scale), alpha=1 / scale)
+        total.add_(precise_product(g, x))
+
+
+def precise_product(g: Tensor, x: Tensor) -> Tensor:
+    """Return gᵀ · x (V, D), of g (R, V) and x (R, D), in float32 at least."""
+    precise = torch.promote_types(x.dtype, torch.float32)
+    if x.dtype != torch.float16:
+        return (g.t() @ x).to(precise)
+    # A token in every row sums R entries of x: beyond 65,504, and no loss scale would help.
+    scale = 2.0 ** -(len(x) // 256).bit_length()
+    return (g.t() @ (x * scale)).to(precise).div_(scale)

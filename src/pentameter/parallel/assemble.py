@@ -12,12 +12,14 @@ from torch import nn
 from pentameter.fused_cpu.obstacles import fused_obstacle
 from pentameter.model.gpt import GPT
 from pentameter.model.initial import fill
+from pentameter.parallel.context_parallel import share_context
 from pentameter.parallel.data_parallel import share_state, with_copies
 from pentameter.parallel.engine import Engine
 from pentameter.parallel.local_parts import local_part
-from pentameter.parallel.mesh import build_mesh
+from pentameter.parallel.mesh import build_mesh, group_along
 from pentameter.parallel.precision import arithmetic, set_matmul_precision
 from pentameter.parallel.stage_module import StageModule, recompute_activations
+from pentameter.parallel.tensor_grid import Grid, share_grid
 from pentameter.parallel.tensor_parallel import share_matrices
 from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
@@ -39,12 +41,18 @@ def assemble(
     world, layout, rules = world or World(), plan.layout, plan.rules
     set_matmul_precision(plan.config.train.matmul_precision, precision)
     mesh = build_mesh(layout, device.type, world) if world.size > 1 or layout.zero else None
+    divides_time = group_along("context", layout, world) if layout.context > 1 else None
+    grid = Grid.of(layout, world) if layout.tensor_mode != "1d" else None
     wrapped: dict[int, nn.Module] = {}
     stage_modules: list[StageModule] = []
     for number in layout.stages_of(layout.coordinates(world.rank)["pipeline"]):
         module = StageModule(_slice(plan, number, precision), device, precision)
-        if mesh is not None and layout.tensor > 1:
+        if mesh is not None and grid is not None:
+            share_grid(module.model, mesh["row", "tensor"], grid)
+        elif mesh is not None and layout.tensor > 1:
             share_matrices(module.model, mesh["tensor"], sequence=layout.sequence)
+        if divides_time is not None:
+            share_context(module.model, divides_time, layout)
         if plan.config.train.activation_checkpoint is not None:
             recompute_activations(module.model, plan.config.train.activation_checkpoint)
         if mesh is not None and rules.data_sum == "fsdp":

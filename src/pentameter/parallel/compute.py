@@ -84,7 +84,7 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
 
     compiled, compile_reason = world.on_main(compilation)
     if compiled:
-        compiled, compile_reason = min(world.collect(compilation()))
+        compiled, compile_reason = min(world.all_gather(compilation()))
     amx_kernels = False
     if device.type == "cpu":
         tune_allocator(sparing=plan.layout.zero > 0)

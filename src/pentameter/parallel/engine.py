@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from pentameter.data.batches.step import IGNORED, Batch
 from pentameter.errors import ConfigError
-from pentameter.model.dropout import dropout_keys
+from pentameter.model.dropout import attention_weights_site, dropout_keys
 from pentameter.model.gpt import GPT
 from pentameter.optim.clip import clip_gradients, gradient_norm, unscale_gradients
 from pentameter.parallel import gradients
@@ -74,7 +74,8 @@ class Engine:
             self._pipeline = Pipeline(wrapped, stage_modules[0], plan, mesh)
             self._tied = TiedCopies(plan, mesh, world, dict(self.named_parameters()))
         places = plan.layout.coordinates(world.rank)
-        self._speaks_for_rows = places["tensor"] == places["pipeline"] == 0
+        self._places = places
+        self._pieces = plan.layout.positions(places["context"], plan.config.model.context_length)
 
     # -- what it consists of --------------------------------------------------------------------
 
@@ -113,12 +114,18 @@ class Engine:
     def is_whole(self) -> bool:
         """True if each process has the whole model, and can use it without the others."""
         layout = self.plan.layout
-        return layout.pipeline == layout.tensor == 1 and not layout.zero
+        return layout.pipeline == layout.tensor == layout.context == 1 and not layout.zero
 
     @property
     def rows(self) -> np.ndarray:
         """Row numbers in the global batch, int64, that this process computes."""
         rows = self.plan.layout.rows(self.world.rank, self.plan.batch_size)
+        return np.arange(rows.start, rows.stop, dtype=np.int64)
+
+    @property
+    def _attention_rows(self) -> np.ndarray:
+        """The same of the rows whose heads this process computes."""
+        rows = self.plan.layout.attention_rows(self.world.rank, self.plan.batch_size)
         return np.arange(rows.start, rows.stop, dtype=np.int64)
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
@@ -164,7 +171,7 @@ class Engine:
         else:
             total = self._accumulate(tokens, targets, keys, factor)
         self._settle()
-        return LossSum(self._over_world(total.item()), n_targets)
+        return LossSum(self._loss_over_world(total), n_targets)
 
     def _accumulate(
         self, tokens: Tensor, targets: Tensor, keys: Tensor | None, factor: float
@@ -188,9 +195,12 @@ class Engine:
             return
         rules = self.plan.rules
         gradients.placed_as_parameters(self.parameters())
-        if rules.sums_over_tensor:
-            whole = [p for p in self.parameters() if not gradients.lies_on(p, "tensor")]
-            gradients.add_up(_local_gradients(whole), self._mesh["tensor"].get_group())
+        for dimension in rules.sums_copies_over:
+            # DTensor itself sums what lies on its mesh as a copy; in other modes nobody does yet.
+            in_1d = self.plan.layout.tensor_mode == "1d"
+            is_done = gradients.lies_on if in_1d else gradients.is_divided
+            whole = [p for p in self.parameters() if not is_done(p, dimension)]
+            gradients.add_up(_local_gradients(whole), self._mesh[dimension].get_group())
         if rules.data_sum == "after_backward":
             group = self._mesh["data"].get_group()
             gradients.add_up(_local_gradients(self.parameters()), group)
@@ -241,13 +251,13 @@ class Engine:
             (stage_module,) = self.stage_modules
             total = stage_module(tokens, targets).sum()
         self._give_up_gathered()
-        return LossSum(self._over_world(total.item()), batch.n_targets)
+        return LossSum(self._loss_over_world(total), batch.n_targets)
 
     def _own_rows(self, batch: Batch) -> Batch:
         """This process's rows of an evaluation batch: as many as every other's, the missing ones
         filled up with rows that count nothing."""
-        n_data = self.plan.layout.data
-        n_rows = -(-len(batch.rows) // (n_data * self._n_evaluated)) * self._n_evaluated
+        n_parts = self.plan.layout.n_row_parts
+        n_rows = -(-len(batch.rows) // (n_parts * self._n_evaluated)) * self._n_evaluated
         first = self.plan.layout.data_index(self.world.rank) * n_rows
         inputs, targets = (
             _filled(array[first : first + n_rows], n_rows, value)
@@ -268,7 +278,7 @@ class Engine:
         n_seen = text.shape[1]
         filled = np.zeros((len(text), T), dtype=np.int64)  # what follows is not seen
         filled[:, :n_seen] = text
-        tokens = torch.from_numpy(filled).to(self.device)
+        tokens = self._of_own_time(filled)
         if self._pipeline is not None:
             logits = self._pipeline.logits(tokens)
         else:
@@ -276,11 +286,13 @@ class Engine:
             logits = stage_module(tokens)
         self._give_up_gathered()
         vocab_size = self.plan.config.model.vocab_size
+        layout = self.plan.layout
+        place, index = layout.holder(n_seen - 1, T)
         own = None
-        if logits is not None:
-            own = logits[:, n_seen - 1, :vocab_size].to("cpu", torch.float64).numpy()
-        last = self.plan.layout.rank_of(pipeline=self.plan.layout.pipeline - 1)
-        result = self.world.share(own, source=last)
+        if logits is not None and place == layout.coordinates(self.world.rank)["context"]:
+            own = logits[:, index, :vocab_size].to("cpu", torch.float64).numpy()
+        last = layout.rank_of(pipeline=layout.pipeline - 1, context=place)
+        result = self.world.broadcast(own, source=last)
         assert result is not None  # the last stage has logits
         return result
 
@@ -306,28 +318,43 @@ class Engine:
 
     def _over_rows(self, count: int) -> int:
         """The sum of a count over all rows of the global batch, given that of this rank's rows."""
-        return round(self._over_world(float(count) if self._speaks_for_rows else 0.0))
+        speaks = not any(self._places[name] for name in ("context", "tensor", "pipeline"))
+        return round(self._over_world(float(count) if speaks else 0.0))
+
+    def _loss_over_world(self, own: Tensor) -> float:
+        """The sum of a loss over all ranks, that of processes which share a vocabulary once."""
+        sharing = self.plan.layout.divided_axes.get("vocab", ())
+        speaks = not any(self._places[name] for name in sharing)
+        return self._over_world(own.item() if speaks else 0.0)
 
     def _over_world(self, value: float) -> float:
-        """The sum of a value over all ranks, those of one tensor group counted once."""
+        """The sum of a value over all ranks."""
         if self.world.size == 1:
             return value
-        if self.plan.layout.coordinates(self.world.rank)["tensor"]:
-            value = 0.0
         total = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(total)
         return float(total.item())
 
     def _to_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        return self._copied(torch.from_numpy(batch.inputs)), self._copied(
-            torch.from_numpy(batch.targets)
-        )
+        """Tokens and targets (B, T) of this process's positions, on the device."""
+        return self._of_own_time(batch.inputs), self._of_own_time(batch.targets)
+
+    def _of_own_time(self, array: np.ndarray) -> Tensor:
+        """Of an array (B, T) the positions that this process computes, on the device."""
+        if self.plan.layout.context > 1:
+            array = np.concatenate([array[:, each.start : each.stop] for each in self._pieces], 1)
+        return self._copied(torch.from_numpy(array))
 
     def _keys(self, step: int, rows: np.ndarray) -> Tensor | None:
         model = self.plan.config.model
         if not (model.dropout or model.attention_dropout or model.embedding_dropout):
             return None
-        return self._copied(dropout_keys(model, self.plan.config.seed, step, rows))
+        keys = dropout_keys(model, self.plan.config.seed, step, rows)
+        if self.plan.layout.tensor_mode == "3d":  # attention is computed of other rows
+            attended = self._attention_rows[: len(rows)]
+            sites = [attention_weights_site(layer) for layer in range(model.n_layers)]
+            keys[:, sites] = dropout_keys(model, self.plan.config.seed, step, attended)[:, sites]
+        return self._copied(keys)
 
     def _copied(self, tensor: Tensor) -> Tensor:
         """`tensor` on the device; out of pinned memory, a GPU's host need not wait for it."""

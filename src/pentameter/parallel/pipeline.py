@@ -1,6 +1,6 @@
 """Pipeline parallelism: stages of layers in different processes, driven by PyTorch's schedules.
 
-Shapes: B rows of a micro-batch, T time (with sequence parallelism, this rank's part), D d_model.
+Shapes: B rows of a micro-batch, T time (this rank's part of it), D d_model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
@@ -20,8 +19,10 @@ from torch.distributed.pipelining import (
 )
 
 from pentameter.config.choices import TAKES_SEVERAL_STAGES, look_up
+from pentameter.parallel.bounded_stage import SCHEDULES_LET_GO, BoundedStage, SendingStage
 from pentameter.parallel.precision import arithmetic
 from pentameter.parallel.stage_module import StageModule
+from pentameter.planning.architecture import residual_stream
 from pentameter.planning.plan import Plan
 
 SCHEDULES: dict[str, Any] = {
@@ -30,6 +31,14 @@ SCHEDULES: dict[str, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero-bubble": ScheduleInterleavedZeroBubble,
 }
+STAGES: dict[str, type[BoundedStage]] = {
+    "gpipe": SendingStage,
+    "1f1b": BoundedStage,
+    "interleaved": SendingStage,
+    "zero-bubble": SendingStage,
+}
+"""`parallel.schedule` → its stages, unless SCHEDULES_LET_GO: PyTorch's 1F1B posts a send and a
+receive as one call, and lets go of each message; the others hold what they sent until the end."""
 Use = Literal["train", "evaluate", "logits"]
 
 
@@ -53,7 +62,7 @@ class Pipeline:
         if plan.layout.zero:
             self._logits_dtype = arithmetic(module.precision).autocast or self._stream_dtype
         self._holds_first = 0 in modules
-        self._schedules: dict[tuple[str, str, int, int], Any] = {}
+        self._schedules: dict[tuple[str, str, int, int], tuple[Any, list[BoundedStage]]] = {}
         self._factor = 1.0
         self._losses: list[Tensor] = []
 
@@ -62,25 +71,26 @@ class Pipeline:
         `factor` are added to the parameters'. The micro-batches are the Plan's."""
         self._factor = factor
         n_micro_batches = len(tokens) // self._plan.micro_batch_size
-        schedule = self._schedule(
+        schedule, stages = self._schedule(
             "train", self._plan.layout.schedule, self._plan.micro_batch_size, n_micro_batches
         )
         self._run(schedule.step, tokens, targets, keys)
-        return self._collected()
+        return self._collected(stages)
 
     def evaluate(self, tokens: Tensor, targets: Tensor, n_micro_batches: int) -> Tensor:
         """The summed loss, (), without gradients; rows are divided into equal micro-batches."""
-        schedule = self._schedule(
+        schedule, stages = self._schedule(
             "evaluate", self._forward_only, len(tokens) // n_micro_batches, n_micro_batches
         )
         self._run(schedule.eval, tokens, targets, None)
-        return self._collected()
+        return self._collected(stages)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Logits (B, T, V) of one micro-batch; None where the last stage is elsewhere."""
-        schedule = self._schedule("logits", self._forward_only, len(tokens), 1)
+        schedule, stages = self._schedule("logits", self._forward_only, len(tokens), 1)
         inputs = (tokens,) if self._holds_first else ()
         result: Tensor | None = schedule.step(*inputs)
+        _end(stages)
         return result
 
     def _run(
@@ -96,7 +106,8 @@ class Pipeline:
         self._losses.append(loss.detach())
         return loss.sum() * self._factor
 
-    def _collected(self) -> Tensor:
+    def _collected(self, stages: list[BoundedStage]) -> Tensor:
+        _end(stages)
         losses, self._losses = self._losses, []
         return torch.cat(losses).sum() if losses else torch.zeros((), device=self._device)
 
@@ -106,8 +117,10 @@ class Pipeline:
         name = self._plan.layout.schedule
         return name if _takes_several_stages(name) else "gpipe"
 
-    def _schedule(self, use: Use, name: str, micro_batch_size: int, n_micro_batches: int) -> Any:
-        """PyTorch's schedule for a use and a shape, made at its first call.
+    def _schedule(
+        self, use: Use, name: str, micro_batch_size: int, n_micro_batches: int
+    ) -> tuple[Any, list[BoundedStage]]:
+        """PyTorch's schedule for a use and a shape, made at its first call, and its stages.
 
         Shapes are fixed for a schedule's life, and so is whether what is received has a gradient,
         which the first step settles. Schedules hold no parameters.
@@ -115,29 +128,31 @@ class Pipeline:
         key = (use, name, micro_batch_size, n_micro_batches)
         if key not in self._schedules:
             stages = [
-                self._stage(use, number, module, micro_batch_size)
+                self._stage(use, name, number, module, micro_batch_size)
                 for number, module in self._modules.items()
             ]
-            self._schedules[key] = SCHEDULES[name](
+            schedule = SCHEDULES[name](
                 stages if _takes_several_stages(name) else stages[0],
                 n_micro_batches,
                 loss_fn=None if use == "logits" else self._loss,
                 scale_grads=False,  # the loss is divided by the global count of targets
             )
+            self._schedules[key] = schedule, stages
         return self._schedules[key]
 
     def _stage(
-        self, use: Use, number: int, module: nn.Module, micro_batch_size: int
-    ) -> PipelineStage:
+        self, use: Use, schedule: str, number: int, module: nn.Module, micro_batch_size: int
+    ) -> BoundedStage:
         plan, layout = self._plan, self._plan.layout
-        T = plan.config.model.context_length
+        (T,) = layout.local_shape((plan.config.model.context_length,), ("context",))
         has_loss = use != "logits"
         on_meta: dict[str, Any] = {"device": "meta"}
         tokens = torch.empty(micro_batch_size, T, dtype=torch.int64, **on_meta)
         stream = torch.empty(
             micro_batch_size,
-            T // layout.tensor if layout.sequence else T,
-            plan.config.model.d_model,
+            *layout.local_shape(
+                residual_stream(plan.config.model, "stream").shape, ("time", "embed")
+            ),
             dtype=self._stream_dtype,
             requires_grad=has_loss,
             **on_meta,
@@ -147,7 +162,8 @@ class Pipeline:
         else:
             shape = (micro_batch_size, T, plan.vocab_size_padded)
             end = torch.empty(shape, dtype=self._logits_dtype, **on_meta)
-        return PipelineStage(
+        stage = BoundedStage if SCHEDULES_LET_GO else STAGES[schedule]
+        return stage(
             module,
             number,
             layout.n_stages,
@@ -156,6 +172,11 @@ class Pipeline:
             output_args=end if number == layout.n_stages - 1 else stream,
             group=self._group,
         )
+
+
+def _end(stages: list[BoundedStage]) -> None:
+    for stage in stages:
+        stage.end_step()
 
 
 def _takes_several_stages(schedule: str) -> bool:

@@ -25,6 +25,7 @@ from pentameter.model.loss import compiled_row_loss
 from pentameter.parallel.precision import arithmetic
 
 _SAVED_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_SAVED_NAMES = ("scaled_dot_product", "ring_attention", "summa", "product_3d")
 
 
 class StageModule(nn.Module):
@@ -120,7 +121,7 @@ def _recomputed(forward: Callable[..., Tensor], options: dict[str, Any], *argume
 
 def _policy(ctx: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
     """Whether to keep the result of an operation of a block. Attention has a name for each device:
-    flash, efficient, cuDNN …"""
-    if op in _SAVED_PRODUCTS or "scaled_dot_product" in str(op):
+    flash, efficient, cuDNN …; a ring's is ours, and so are products of divided matrices."""
+    if op in _SAVED_PRODUCTS or any(name in str(op) for name in _SAVED_NAMES):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

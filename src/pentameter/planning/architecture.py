@@ -106,6 +106,8 @@ class Operation:
     """The axis that a matrix sums over; where it is divided, the result is a partial sum."""
     saves: tuple[ActivationTensor, ...] = ()
     """What the backward pass reads again, parameters not counted."""
+    saves_by_blocks: tuple[ActivationTensor, ...] = ()
+    """Of attention, what its backward pass reads where the weights are never written out whole."""
     token_products: int = 0
     """Multiplications of activations with activations, for each token of a full context."""
 
@@ -371,18 +373,27 @@ class _Operations:
         T, D, H = self.model.context_length, self.model.d_model, self.model.n_heads
         qkv = self.linear(f"{path}.qkv", x)
         result = self.computed(path, D, "heads")
-        saves = [qkv]
+        sums = self.computed(f"{path}.exponential_sums", H, "heads", "float32")
+        by_blocks: tuple[ActivationTensor, ...] = (qkv, result, sums)
+        saves = by_blocks
         if self.model.attention_dropout:
-            saves += [
+            saves = (
+                qkv,
                 self.computed(f"{path}.scaled_queries", D, "heads"),
                 self.computed(f"{path}.weights", H * T, "heads", "softmax"),
                 self.computed(f"{path}.mask", H * T, "heads", "bool"),
                 self.computed(f"{path}.weights_left", H * T, "heads"),
-            ]
-        else:
-            saves += [result, self.computed(f"{path}.exponential_sums", H, "heads", "float32")]
+            )
         n_products = 2 * D * T  # q·kᵀ and the weights' product with v, nothing masked
-        self.add(path, "attention", (qkv,), result, saves=tuple(saves), token_products=n_products)
+        self.add(
+            path,
+            "attention",
+            (qkv,),
+            result,
+            saves=saves,
+            saves_by_blocks=by_blocks,
+            token_products=n_products,
+        )
         self.linear(f"{path}.out", result)
         self.dropout(f"{path}.dropout", self.model.dropout)
 

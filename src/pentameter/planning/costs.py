@@ -97,7 +97,7 @@ def step_sizes(config: Config, layout: Layout, precision: str | None = None) -> 
     precision = precision or train.precision
     element_bytes, product_bytes = look_up(BYTES, precision, "train.precision", "the planner")
     return StepSizes(
-        n_rows=train.batch_size // layout.data,
+        n_rows=train.batch_size // layout.n_row_parts,
         micro_batch_size=train.micro_batch_size,
         element_bytes=element_bytes,
         product_bytes=product_bytes,
@@ -209,11 +209,50 @@ class ActivationBytes:
     def _block(self, block: Sequence[Operation]) -> int:
         """Bytes one block keeps for backward without checkpointing: what its operations save, and
         its matrices where they are rounded for products (and were not gathered so)."""
-        kept = self.of(tensor for op in block for tensor in op.saves)
-        if self.rounds_weights and not self.layout.zero:
+        kept = self.of(tensor for op in block for tensor in self._saves(op))
+        if self.layout.exchanges_heads:  # of the result, whose other half-way form attention saves
+            kept += self.of(op.result for op in block if op.kind == "attention")
+        in_1d = self.layout.tensor_mode == "1d"  # else each pass rounds them anew
+        if self.rounds_weights and not self.layout.zero and in_1d:
             products = [op for op in block if op.kind == "product"]
             kept += sum(self.rounded_weight(op) for op in products)
         return kept
+
+    def _saves(self, op: Operation) -> tuple[ActivationTensor, ...]:
+        """What the backward pass of an operation reads; a ring's attention goes by blocks."""
+        return op.saves_by_blocks if self._has_ring and op.kind == "attention" else op.saves
+
+    @property
+    def _has_ring(self) -> bool:
+        return self.layout.context > 1 and not self.layout.exchanges_heads
+
+    def attending(self, run: Sequence[Operation]) -> int:
+        """Extra bytes while a ring's attention is differentiated, when what the block keeps after
+        it is gone: its own buffers, and two gradients of the stream; 0 where there is no ring."""
+        if not self._has_ring:
+            return 0
+        most = 0
+        for block in _blocks(run):
+            kept = self._kept_of_block(block)
+            if self.config.train.activation_checkpoint is not None:
+                kept -= self.stream
+            for index, op in enumerate(block):
+                if op.kind == "attention":
+                    before = self._block(block[: index + 1])
+                    most = max(most, before - kept + self._ring_buffers(op) + 2 * self.stream)
+        return most
+
+    def _ring_buffers(self, op: Operation) -> int:
+        """Bytes of the backward pass of a ring's attention: keys and values at work and on their
+        way, in the products' dtype; their gradients, likewise and this process's own, and that of
+        the queries, as they are added up."""
+        (qkv,) = op.reads
+        n_q, n_qkv = (
+            math.prod(self.layout.local_shape(each.shape, each.axes)) for each in (op.result, qkv)
+        )
+        summed = max(4, self.sizes.element_bytes)
+        each_row = 2 * (n_qkv - n_q) * self.sizes.product_bytes + (3 * (n_qkv - n_q) + n_q) * summed
+        return self.sizes.micro_batch_size * each_row
 
     def _kept_of_block(self, block: Sequence[Operation]) -> int:
         """Bytes one block keeps for backward, with activation checkpointing where it is on."""
@@ -266,7 +305,33 @@ class ActivationBytes:
             return rounded + 3 * max(4, e) * n_tokens * width
         n_rows = row_chunks(n_tokens, width, MAX_LOGITS)[0].stop
         logits = n_rows * width * (p if p == e else p + 4)
-        return rounded + logits + self.of(head.saves)
+        return rounded + logits + self.of(head.saves) + self._blocks_of_product(head, n_rows)
+
+    def multiplying(self, run: Sequence[Operation]) -> int:
+        """Extra bytes while a product in a block is differentiated, in tensor modes of several
+        dimensions."""
+        n_tokens = self.sizes.micro_batch_size * self.config.model.context_length
+        n_tokens = self.layout.local_shape((n_tokens,), ("context",))[0]
+        products = (op for op in run if op.kind == "product")
+        return max((self._blocks_of_product(op, n_tokens) for op in products), default=0)
+
+    def _blocks_of_product(self, op: Operation, n_tokens: int) -> int:
+        """Bytes of others' blocks in the backward pass of a product of so many tokens: of SUMMA two
+        of the weight and of the result's gradient, and a sum for another process; in three
+        dimensions inputs, weight and gradients as they are gathered."""
+        mode, weight = self.layout.tensor_mode, op.parameters[0]
+        if mode == "1d":
+            return 0
+        p, summed = self.sizes.product_bytes, max(4, self.sizes.product_bytes)
+        n_in, n_out = (
+            self.layout.local_shape(tensor.shape, tensor.axes)[1]
+            for tensor in (*op.reads, op.result)
+        )
+        if mode == "3d":
+            rows = self.layout.sizes["row"] * n_tokens
+            return p * rows * (n_in + n_out) + (p + summed) * n_in * n_out
+        n_block = math.prod(self.layout.parameter_shape(weight.shape, weight.axes))
+        return (2 * p + summed) * n_block + 2 * p * n_tokens * n_out
 
     @property
     def rounds_weights(self) -> bool:
@@ -276,7 +341,7 @@ class ActivationBytes:
     def rounded_weight(self, op: Operation) -> int:
         """Bytes of an operation's matrix, as products read it."""
         weight = op.parameters[0]
-        n_elements = math.prod(self.layout.local_shape(weight.shape, weight.axes))
+        n_elements = math.prod(self.layout.parameter_shape(weight.shape, weight.axes))
         return self.sizes.product_bytes * n_elements
 
 

@@ -11,24 +11,47 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pentameter.config.choices import refuse_unknown
-from pentameter.config.schema import ModelConfig, ParallelConfig, ScheduleName
-from pentameter.errors import ConfigError, nearest, nearest_divisors
-from pentameter.planning.architecture import Axis, even_sizes, padded_vocab_size
+from pentameter.config.choices import CHUNKS_OF_TIME, EXCHANGES_HEADS, look_up, refuse_unknown
+from pentameter.config.schema import (
+    ContextMode,
+    ParallelConfig,
+    ScheduleName,
+    TensorMode,
+)
+from pentameter.errors import ConfigError, either, listed, nearest, nearest_divisors
+from pentameter.planning.architecture import Axis
 
-MESH_DIMENSIONS = ("pipeline", "data", "shard", "context", "tensor")
+MESH_DIMENSIONS = ("pipeline", "data", "shard", "context", "depth", "row", "tensor")
 """Dimensions of the mesh, from far apart to close together: neighbouring ranks, which share a
 machine, differ in `tensor`. `data` holds copies, `shard` parts of what ZeRO shares out; together
-they divide the batch."""
+they divide the batch. `context` divides the time of each sequence. `depth` and `row` have several
+processes in tensor modes of two and three dimensions, and divide the batch there."""
 
-AXIS_DIMENSIONS: Mapping[Axis, str] = {
-    "vocab": "tensor",
-    "heads": "tensor",
-    "mlp": "tensor",
-    "time": "tensor",
+PARAMETER_DIMENSIONS = ("pipeline", "data", "shard", "row", "tensor")
+"""Dimensions of the mesh that parameters lie on. Processes that divide time hold the same
+parameters, as those that divide the batch do: here `context` is part of `shard` with ZeRO, and of
+`data` without. So is `depth` in 2.5 dimensions; in three it divides parameters, and is part of
+`row`."""
+
+AXIS_DIMENSIONS: Mapping[Axis, tuple[str, ...]] = {
+    "vocab": ("tensor",),
+    "heads": ("tensor",),
+    "mlp": ("tensor",),
+    "context": ("context",),
+    "time": ("context", "tensor"),
 }
-"""Axis of a parameter or an activation → the mesh dimension whose processes divide it; `time` is
-divided with `sequence` only. An axis that is not here is whole in every process."""
+"""Axis of a parameter or an activation → the mesh dimensions whose processes divide it, one after
+the other; `tensor` divides `time` with `sequence` only. An axis that is not here is whole in every
+process."""
+
+GRID_DIMENSIONS: Mapping[TensorMode, Mapping[Axis, tuple[str, ...]]] = {
+    "2d": dict.fromkeys(("vocab", "heads", "mlp", "embed"), ("tensor",)),
+    "2.5d": dict.fromkeys(("vocab", "heads", "mlp", "embed"), ("tensor",)),
+    "3d": {"vocab": ("depth",), "heads": ("depth",), "mlp": ("depth",), "embed": ("tensor",)},
+}
+"""The same of activations in the other tensor modes, which leave `context` and `time` to
+`context`, and divide rows of the batch over `depth` and `row`. In three dimensions rows of the
+stream are so divided; rows of what is between two products of a layer over `tensor` and `row`."""
 
 Shape = tuple[int, ...]
 
@@ -47,7 +70,9 @@ class Layout:
     schedule: ScheduleName = "1f1b"
     virtual_stages: int = 1
     context: int = 1
-    """Always 1: no engine divides the context yet. plan.json and checkpoints record it."""
+    context_mode: ContextMode = "ring"
+    tensor_mode: TensorMode = "1d"
+    tensor_depth: int = 1
 
     @property
     def world_size(self) -> int:
@@ -57,7 +82,7 @@ class Layout:
     @property
     def shard(self) -> int:
         """Processes that share out what ZeRO shares."""
-        return self.data // self.replicate if self.zero else 1
+        return self.parameter_sizes["shard"]
 
     @property
     def n_stages(self) -> int:
@@ -67,49 +92,109 @@ class Layout:
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Processes along each of MESH_DIMENSIONS, by name and in their order."""
+        shard = self.data // self.replicate if self.zero else 1
+        depth, row, tensor = grid_sizes(self.tensor_mode, self.tensor, self.tensor_depth)
         return {
             "pipeline": self.pipeline,
-            "data": self.data // self.shard,
-            "shard": self.shard,
+            "data": self.data // shard,
+            "shard": shard,
             "context": self.context,
-            "tensor": self.tensor,
+            "depth": depth,
+            "row": row,
+            "tensor": tensor,
         }
-
-    @property
-    def mesh_shape(self) -> tuple[int, ...]:
-        """Sizes of MESH_DIMENSIONS."""
-        return tuple(self.sizes.values())
 
     @cached_property
-    def divided_axes(self) -> dict[Axis, str]:
-        """The axes that this layout divides, and the mesh dimension that does: AXIS_DIMENSIONS,
-        where that dimension has several processes."""
-        sizes = self.sizes
-        return {
-            axis: dimension
-            for axis, dimension in AXIS_DIMENSIONS.items()
-            if sizes[dimension] > 1 and (axis != "time" or self.sequence)
-        }
+    def parameter_sizes(self) -> dict[str, int]:
+        """Processes along each of PARAMETER_DIMENSIONS, by name and in their order."""
+        sizes = dict(self.sizes)
+        copies = "shard" if self.zero else "data"
+        sizes[copies] *= sizes.pop("context")
+        sizes["row" if self.tensor_mode == "3d" else copies] *= sizes.pop("depth")
+        return sizes
+
+    @property
+    def n_row_parts(self) -> int:
+        """Parts that the rows of the batch are divided into: by data, and by tensor modes."""
+        return self.data * self.sizes["depth"] * self.sizes["row"]
+
+    @cached_property
+    def divided_axes(self) -> dict[Axis, tuple[str, ...]]:
+        """The axes that this layout divides, and the mesh dimensions that do: AXIS_DIMENSIONS,
+        where such a dimension has several processes."""
+        divided: dict[Axis, tuple[str, ...]] = {}
+        table = AXIS_DIMENSIONS
+        if self.tensor_mode != "1d":
+            table = {**AXIS_DIMENSIONS, **GRID_DIMENSIONS[self.tensor_mode]}
+        for axis, dimensions in table.items():
+            dividing = tuple(
+                dimension
+                for dimension in dimensions
+                if self.sizes[dimension] > 1
+                and (self.sequence or (axis, dimension) != ("time", "tensor"))
+            )
+            if dividing:
+                divided[axis] = dividing
+        return divided
+
+    @cached_property
+    def dividing_dimensions(self) -> tuple[str, ...]:
+        """The mesh dimensions that divide some axis."""
+        return tuple(dict.fromkeys(itertools.chain(*self.divided_axes.values())))
 
     def local_shape(
         self, shape: Shape, axes: Sequence[Axis], places: Mapping[str, int] | None = None
     ) -> Shape:
         """The shape of what the process at `places` has of a tensor whose dimensions run over
         `axes`; a mesh dimension that is left out is at 0, which has the largest part."""
-        divided, sizes, places = self.divided_axes, self.sizes, places or {}
+        places = places or {}
+        local = list(shape)
+        for index, axis in enumerate(axes):
+            for dimension in self.divided_axes.get(axis, ()):
+                place = places.get(dimension, 0)
+                local[index] = self._part(local[index], axis, dimension, place)
+        return tuple(local)
+
+    def _part(self, n: int, axis: Axis, dimension: str, place: int) -> int:
+        """The part of n that the process at a place of a dimension has. In three dimensions `row`
+        cuts what `depth` has cut of a vocabulary, and all cuts are where both would cut at once."""
+        size = self.sizes[dimension]
+        if (axis, dimension) != ("vocab", "depth"):
+            return part_size(n, size, place)
+        most = part_size(n, size * self.sizes["row"], 0) * self.sizes["row"]
+        return min(most, max(0, n - place * most))
+
+    def parameter_divisions(self, axes: Sequence[Axis]) -> tuple[str | None, ...]:
+        """For each dimension of a parameter the one of PARAMETER_DIMENSIONS that divides it in a
+        tensor mode of several dimensions; None where it is whole. Positions are looked up alike by
+        all rows, so only their channels are divided."""
+        if self.tensor_mode == "3d":
+            of_axis: Mapping[Axis, str | None] = {"embed": "tensor", "position": None}
+            return tuple(of_axis.get(axis, "row") for axis in axes)
+        if len(axes) == 1:
+            return ("tensor",)
+        return (None if axes[0] == "position" else "row", "tensor")
+
+    def parameter_shape(
+        self, shape: Shape, axes: Sequence[Axis], places: Mapping[str, int] | None = None
+    ) -> Shape:
+        """The shape of the part of a parameter at `places` of PARAMETER_DIMENSIONS, before ZeRO
+        shards it; a dimension that is left out is at 0, which has the largest part."""
+        places = places or {}
+        if self.tensor_mode == "1d":
+            return self.local_shape(shape, axes, places)
         return tuple(
-            part_size(n, sizes[divided[axis]], places.get(divided[axis], 0))
-            if axis in divided
-            else n
-            for n, axis in zip(shape, axes, strict=True)
+            n if name is None else part_size(n, self.parameter_sizes[name], places.get(name, 0))
+            for n, name in zip(shape, self.parameter_divisions(axes), strict=True)
         )
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank along each of MESH_DIMENSIONS; ranks count them row by row."""
-        places: dict[str, int] = {}
-        for name, size in reversed(self.sizes.items()):
-            rank, places[name] = divmod(rank, size)
-        return places
+        return _places(rank, self.sizes)
+
+    def parameter_coordinates(self, rank: int) -> dict[str, int]:
+        """The place of a rank along each of PARAMETER_DIMENSIONS."""
+        return _places(rank, self.parameter_sizes)
 
     def rank_of(self, **places: int) -> int:
         """The rank at a place of the mesh; dimensions that are left out are at 0."""
@@ -119,15 +204,64 @@ class Layout:
         return rank
 
     def data_index(self, rank: int) -> int:
-        """The part of the batch that a rank computes, in 0 … data - 1."""
-        places = self.coordinates(rank)
-        return places["data"] * self.shard + places["shard"]
+        """The part of the batch that a rank computes, in 0 … n_row_parts - 1."""
+        places, index = self.coordinates(rank), 0
+        for name in ("data", "shard", "depth", "row"):
+            index = index * self.sizes[name] + places[name]
+        return index
 
     def rows(self, rank: int, batch_size: int) -> range:
         """Numbers, in the global batch of `batch_size`, of the rows that a rank computes."""
-        n_rows = batch_size // self.data
+        n_rows = batch_size // self.n_row_parts
         first = self.data_index(rank) * n_rows
         return range(first, first + n_rows)
+
+    def attention_rows(self, rank: int, batch_size: int) -> range:
+        """Numbers of the rows that a rank has between two products of a layer: in three dimensions
+        those that its mirror image, `depth` for `tensor`, has of the stream; else its own."""
+        if self.tensor_mode != "3d":
+            return self.rows(rank, batch_size)
+        places = self.coordinates(rank)
+        mirrored = {**places, "depth": places["tensor"], "tensor": places["depth"]}
+        return self.rows(self.rank_of(**mirrored), batch_size)
+
+    @property
+    def chunks_of_time(self) -> int:
+        """Pieces of each sequence that a process computes."""
+        if self.context == 1:
+            return 1
+        key = "parallel.context_mode"
+        return look_up(CHUNKS_OF_TIME, self.context_mode, key, "the layout")
+
+    @property
+    def exchanges_heads(self) -> bool:
+        """Whether processes that divide time exchange it for heads."""
+        mode, key = self.context_mode, "parallel.context_mode"
+        return self.context > 1 and look_up(EXCHANGES_HEADS, mode, key, "the layout")
+
+    def positions(self, context_place: int, context_length: int) -> tuple[range, ...]:
+        """Positions in each sequence that the processes at `context_place` compute, in order.
+
+        In a ring each has an early and a late chunk of 2 · context equal ones, so that all have as
+        many earlier tokens to attend to (zig-zag); otherwise one piece.
+        """
+        n_chunks = self.chunks_of_time * self.context
+        own = (context_place, n_chunks - 1 - context_place)[: self.chunks_of_time]
+        size = context_length // n_chunks
+        return tuple(range(chunk * size, (chunk + 1) * size) for chunk in own)
+
+    def holder(self, position: int, context_length: int) -> tuple[int, int]:
+        """The place along `context` of the processes that compute a position of each sequence, and
+        its index among the positions that they compute."""
+        for place in range(self.context):
+            own = list(itertools.chain(*self.positions(place, context_length)))
+            if position in own:
+                return place, own.index(position)
+        raise ValueError(f"position {position} is not in 0 … {context_length - 1}")
+
+    def n_heads_here(self, n_heads: int) -> int:
+        """Of so many heads those that a process computes, of all the time that it has."""
+        return self.local_shape((n_heads,), ("heads",))[0]
 
     def stages_of(self, pipeline_index: int) -> tuple[int, ...]:
         """The stages that a process of the pipeline holds: every `pipeline`-th one."""
@@ -152,20 +286,17 @@ class Layout:
         return ",".join(parts) or "data=1"
 
 
-def parse_layout(text: str, world_size: int | None = None, *, also: Sequence[str] = ()) -> Layout:
+def parse_layout(text: str, *, also: Sequence[str] = ()) -> Layout:
     """The Layout that `data=2,tensor=2,pipeline=2,zero=3,schedule=1f1b` describes.
 
-    What is left out is 1 (`zero` 0); `data` may be left out where `world_size` is given: it is
-    that divided by the rest. Raises ConfigError for what cannot be, saying what can: `also` what
-    else may stand where the text comes from.
+    What is left out is 1 (`zero` 0). Raises ConfigError for what cannot be, saying what can: `also`
+    what else may stand where the text comes from.
     """
     values: dict[str, Any] = {}
     known = [name for name in ParallelConfig.model_fields if name != "partition"]
     for part in text.split(","):
         name, sign, value = (piece.strip() for piece in part.partition("="))
         name = name.replace("-", "_")
-        if name == "context" and value == "1":
-            continue
         if name not in known or not sign:
             names = [*known, *also]
             near = nearest(name, names)
@@ -186,11 +317,11 @@ def parse_layout(text: str, world_size: int | None = None, *, also: Sequence[str
             for item in error.errors()
         ]
         raise ConfigError(f"layout {text!r}: {'; '.join(reasons)}") from None
-    return make_layout(parallel, world_size)
+    return make_layout(parallel)
 
 
 def _value(text: str, name: str, value: str) -> Any:
-    if name == "schedule":
+    if name in ("schedule", "context_mode", "tensor_mode"):
         return value
     if name == "sequence" and value.lower() in ("0", "1", "true", "false"):
         return value.lower() in ("1", "true")
@@ -199,14 +330,57 @@ def _value(text: str, name: str, value: str) -> Any:
     raise ConfigError(f"layout {text!r}: {name}={value!r} must be a whole number")
 
 
+def grid_sizes(mode: TensorMode, tensor: int, depth: int) -> tuple[int, int, int]:
+    """Processes along `depth`, `row` and `tensor` that `tensor` processes of a mode make up."""
+    match mode:
+        case "1d":
+            return 1, 1, tensor
+        case "2d" | "2.5d":
+            q = math.isqrt(tensor // depth)
+            return depth, q, q
+        case "3d":
+            edge = round(tensor ** (1 / 3))
+            return edge, edge, edge
+        case unknown:
+            refuse_unknown(unknown, "parallel.tensor_mode", "the layout")
+
+
+def _resolved_depth(parallel: ParallelConfig) -> int:
+    """The depth of a configuration's tensor mode: its own, or the smallest above 1 that makes up
+    `tensor`. Raises ConfigError, with the nearest numbers of processes that can be, for others."""
+    mode, n, asked = parallel.tensor_mode, parallel.tensor, parallel.tensor_depth
+    if n == 1:
+        return 1
+    depths = [1] if mode != "2.5d" else [asked] if asked is not None else range(2, n // 4 + 1)
+    for depth in depths:
+        sizes = grid_sizes(mode, n, depth)
+        if math.prod(sizes) == n and (mode == "1d" or sizes[-1] > 1):
+            return depth
+    edges = range(2, n + 2)
+    possible = {
+        "2d": [q * q for q in edges],
+        "2.5d": sorted({d * q * q for q in edges for d in ([asked] if asked else edges)}),
+        "3d": [edge**3 for edge in edges],
+    }[mode]
+    near = [each for each in possible if each < n][-1:] + [each for each in possible if each > n][
+        :1
+    ]
+    form = {"2d": "q · q", "2.5d": f"{asked or 'd'} · q · q", "3d": "l · l · l"}[mode]
+    raise ConfigError(
+        f"parallel.tensor={n} must be {form} for parallel.tensor_mode='{mode}'; nearest possible: "
+        + listed(near)
+    )
+
+
 def make_layout(parallel: ParallelConfig, world_size: int | None = None) -> Layout:
     """The Layout that a configuration asks for, of `world_size` processes.
 
     Without `world_size`, `data` is the configuration's (1 when absent). Raises ConfigError where
     the degrees do not make up the number of processes.
     """
-    rest = parallel.tensor * parallel.pipeline
-    degrees = [name for name in ("tensor", "pipeline") if getattr(parallel, name) > 1]
+    sharing = ("context", "tensor", "pipeline")
+    rest = math.prod(getattr(parallel, name) for name in sharing)
+    degrees = [name for name in sharing if getattr(parallel, name) > 1]
     named = " × ".join(f"parallel.{name}={getattr(parallel, name)}" for name in degrees)
     lower = " ".join(f"--parallel.{name} 1" for name in degrees)
     are = "is" if world_size == 1 else "are"
@@ -217,7 +391,7 @@ def make_layout(parallel: ParallelConfig, world_size: int | None = None) -> Layo
             fitting = [n * rest for n in (data, data + 1) if n]
             raise ConfigError(
                 f"{named} {'need' if len(degrees) > 1 else 'needs'} a multiple of {rest} "
-                f"processes, there {are} {world_size}: start {_or(fitting)} "
+                f"processes, there {are} {world_size}: start {either(fitting)} "
                 f"({_starting(fitting[0])}), or lower a degree ({lower})"
             )
     elif world_size is not None and data * rest != world_size:
@@ -229,104 +403,22 @@ def make_layout(parallel: ParallelConfig, world_size: int | None = None) -> Layo
     if data % parallel.replicate:
         raise ConfigError(
             f"parallel.replicate={parallel.replicate} must divide parallel.data={data}; nearest "
-            f"possible: {_listed(nearest_divisors(data, parallel.replicate))}"
+            f"possible: {listed(nearest_divisors(data, parallel.replicate))}"
         )
     match parallel.zero:  # elsewhere it is compared as a number
         case 0 | 1 | 2 | 3:
             pass
         case unknown:
             refuse_unknown(unknown, "parallel.zero", "the layout")
-    copied = set(Layout.__dataclass_fields__) - {"data"}
+    depth = _resolved_depth(parallel)
+    copied = set(Layout.__dataclass_fields__) - {"data", "tensor_depth"}
     values = parallel.model_dump(include=copied, warnings="none")
-    layout = Layout(data=data, **values)
+    layout = Layout(data=data, tensor_depth=depth, **values)
+    if layout.tensor == 1:
+        layout = replace(layout, tensor_mode="1d")
+    if layout.context == 1:
+        layout = replace(layout, context_mode="ring")
     return replace(layout, virtual_stages=1, schedule="1f1b") if layout.pipeline == 1 else layout
-
-
-def check_layout(layout: Layout, model: ModelConfig, local_size: int | None = None) -> None:
-    """Raise ConfigError unless a model can be cut so, naming the values that are possible.
-
-    `local_size` is the number of processes in each machine, where it is known.
-    """
-    for dimension in dict.fromkeys(layout.divided_axes.values()):
-        _check_division(layout, model, dimension)
-    t = layout.tensor
-    if local_size is not None and local_size % t:
-        raise ConfigError(
-            f"parallel.tensor={t} must divide the {local_size} processes of a machine, as its "
-            "processes exchange every layer's activations; possible: "
-            + _listed(_divisors(local_size))
-        )
-    if layout.n_stages > model.n_layers:
-        each = f" × parallel.virtual_stages={layout.virtual_stages}"
-        raise ConfigError(
-            f"parallel.pipeline={layout.pipeline}{each if layout.virtual_stages > 1 else ''} makes "
-            f"{layout.n_stages} stages of model.n_layers={model.n_layers} layers; at most "
-            f"{model.n_layers} are possible"
-        )
-
-
-def _check_division(layout: Layout, model: ModelConfig, dimension: str) -> None:
-    """Raise ConfigError unless a mesh dimension can divide its axes: those of `even_sizes` into
-    equal parts, the vocabulary so that every process has rows."""
-    n = layout.sizes[dimension]
-    axes = [axis for axis, divider in layout.divided_axes.items() if divider == dimension]
-    even = even_sizes(model)
-    sizes = {k: v for axis in axes for k, v in even.get(axis, {}).items()}
-    for key, size in sizes.items():
-        if size % n:
-            raise ConfigError(
-                f"parallel.{dimension}={n} must divide model.{key}={size}; possible: "
-                + _listed(_divisors(math.gcd(*sizes.values())))
-            )
-    if "vocab" in axes and model.vocab_size is not None:
-        n_rows = padded_vocab_size(model)
-        if not part_size(n_rows, n, n - 1):
-            raise ConfigError(
-                f"parallel.{dimension}={n} cuts the {n_rows} rows of the vocabulary into parts of "
-                f"{part_size(n_rows, n, 0)}, which leaves the last process none; pad it: "
-                f"--model.vocab-multiple {n}"
-            )
-    if "time" in axes and model.context_length % n:
-        raise ConfigError(
-            f"parallel.sequence=true: parallel.{dimension}={n} must divide model.context_length="
-            f"{model.context_length}; nearest possible: "
-            f"{_listed(nearest_divisors(model.context_length, n))}"
-        )
-
-
-def check_micro_batches(layout: Layout, n_micro_batches: int, micro_batch_size: int) -> None:
-    """Raise ConfigError unless the pipeline's schedule can take so many micro-batches.
-
-    1F1B fills the pipeline before it alternates between forward and backward; schedules that
-    alternate between stages too work in rounds of `pipeline` micro-batches.
-    """
-    if layout.pipeline == 1:
-        return
-    match layout.schedule:
-        case "gpipe":
-            pass
-        case "1f1b" if n_micro_batches < layout.pipeline:
-            remedy = "lower train.micro_batch_size"
-            if n_micro_batches * micro_batch_size < layout.pipeline:
-                least = layout.data * layout.pipeline
-                remedy = f"raise train.batch_size to {least}, or lower parallel.data or pipeline"
-            raise ConfigError(
-                f"parallel.schedule='1f1b' over parallel.pipeline={layout.pipeline} processes "
-                f"takes at least as many micro-batches, there are {n_micro_batches}; {remedy}, or "
-                "use 'gpipe'"
-            )
-        case "1f1b":
-            pass
-        case "interleaved" | "zero-bubble":
-            rounds = max(1, n_micro_batches // layout.pipeline)
-            if n_micro_batches % rounds:
-                raise ConfigError(
-                    f"parallel.schedule='{layout.schedule}' takes {n_micro_batches} micro-batches "
-                    f"in {rounds} equal rounds: choose train.micro_batch_size so that they are a "
-                    f"multiple of parallel.pipeline={layout.pipeline}, or fewer than twice as many"
-                )
-        case unknown:
-            refuse_unknown(unknown, "parallel.schedule", "the layout")
 
 
 def part_size(n: int, n_parts: int, place: int) -> int:
@@ -361,17 +453,13 @@ def stage_layers(
     return tuple(range(a, b) for a, b in itertools.pairwise(starts))
 
 
+def _places(rank: int, sizes: dict[str, int]) -> dict[str, int]:
+    """The place of a rank along dimensions of these sizes; ranks count them row by row."""
+    places: dict[str, int] = {}
+    for name, size in reversed(sizes.items()):
+        rank, places[name] = divmod(rank, size)
+    return {name: places[name] for name in sizes}
+
+
 def _starting(n_processes: int) -> str:
     return f"--nproc {n_processes}, or torchrun's --nproc-per-node"
-
-
-def _divisors(n: int) -> Sequence[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def _listed(values: Any) -> str:
-    return ", ".join(map(str, values))
-
-
-def _or(values: Any) -> str:
-    return " or ".join(map(str, values))

@@ -19,11 +19,12 @@ from pentameter.planning.shares import (
     stage_tables,
     units,
 )
-from pentameter.planning.timeline import Pass, pass_order
+from pentameter.planning.timeline import Pass, pass_order, waiting_messages
 from pentameter.planning.traffic import SUM_BUCKET_BYTES
 
 REPEATS = {"gpipe": False, "1f1b": True, "interleaved": True, "zero-bubble": True}
-"""`parallel.schedule` → whether its passes repeat once the pipeline is full."""
+"""`parallel.schedule` → whether its passes repeat once the pipeline is full, so that more
+micro-batches keep no more activations under way."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Memory:
     """Bytes beyond these at the peak: weights gathered from shards, or rounded for products, and
     what is on its way between processes."""
     received_bytes: int
-    """Receive buffers of a pipeline: PyTorch keeps them for every micro-batch."""
+    """Messages of a pipeline under way: activations and gradients that no pass has read yet, and
+    gradients sent. A received activation that was read is among the activations."""
     activations_bytes: int
     """The most that the forward passes under way have kept for their backward passes."""
     total_bytes: int
@@ -59,23 +61,23 @@ def step_memory(
     taken to be in full precision. The first of the processes that share tensors or shards holds
     the largest parts. Muon's work on a matrix is left out.
     """
-    passes = pass_order(layout, _enough_micro_batches(config, layout))
+    n_micro_batches = step_sizes(config, layout).n_micro_batches
+    few = _several_rounds(n_micro_batches, layout)
+    repeats = look_up(REPEATS, layout.schedule, "parallel.schedule", "the planner's memory")
+    passes = pass_order(layout, few if repeats else n_micro_batches)
+    waiting = waiting_messages(layout, pass_order(layout, few))
     each = (
-        _RankMemory(config, layout, stages, place, passes[place], precision).memory()
+        _RankMemory(config, layout, stages, place, passes[place], precision).memory(waiting[place])
         for place in range(layout.pipeline)
     )
     return max(each, key=lambda memory: memory.total_bytes)
 
 
-def _enough_micro_batches(config: Config, layout: Layout) -> int:
-    """Micro-batches of a step, or so many that more do not keep more under way at a time: but for
-    GPipe's, a pipeline's passes repeat once it is full."""
-    n_micro_batches = step_sizes(config, layout).n_micro_batches
-    several_rounds = 4 * layout.pipeline
-    repeats = look_up(REPEATS, layout.schedule, "parallel.schedule", "the planner's memory")
-    if not repeats or n_micro_batches % several_rounds:
-        return n_micro_batches
-    return several_rounds
+def _several_rounds(n_micro_batches: int, layout: Layout) -> int:
+    """Micro-batches that fill a pipeline several times, or all of a step where they are fewer or
+    no multiple of that: more of them have no more messages under way."""
+    several = 4 * layout.pipeline
+    return n_micro_batches if n_micro_batches % several else several
 
 
 def optimizer_slots(optimizer: OptimizerConfig, spec: ParameterSpec) -> int:
@@ -150,8 +152,8 @@ class _RankMemory:
         gradients, after the first backward pass.
 
         Each forward pass adds what its stage keeps, until the backward pass is done, and what is
-        between its halves where it is split. Added is what one block needs that is computed again,
-        and what the loss needs.
+        between its halves where it is split: the gradients of what it received and sent among it.
+        Added is what one block needs that is computed again, and what the loss needs.
         """
         costs, kept, split, at_once = self.costs, {}, {}, 0
         for number, layers in stages.items():
@@ -159,7 +161,9 @@ class _RankMemory:
             is_last = number == self.layout.n_stages - 1
             kept[number] = costs.stage(run) + (0 if is_last else costs.stream)  # what was sent
             split[number] = costs.between_backward_halves(run)
-            at_once = max(at_once, costs.recomputing(run), costs.loss(run))
+            split[number] += costs.stream * ((number > 0) + (not is_last))
+            at_once = max(at_once, costs.recomputing(run), costs.attending(run), costs.loss(run))
+            at_once = max(at_once, costs.multiplying(run))
         held = most = later = 0
         has_gradients = False
         for one in passes:
@@ -174,14 +178,14 @@ class _RankMemory:
             later = max(later, held) if has_gradients else 0
         return most + at_once, later + at_once if later else 0
 
-    def memory(self) -> Memory:
-        """The bytes of this process."""
+    def memory(self, waiting: int) -> Memory:
+        """The bytes of this process, where at most so many messages wait to be read."""
         weights = self.element_bytes * sum(self.elements(spec) for spec in self.specs)
         optimizer = self.element_bytes * sum(
             self.elements(spec) * optimizer_slots(self.config.optimizer, spec)
             for spec in self.specs
         )
-        received = self.received_bytes()
+        received = self.received_bytes(waiting)
         points = list(self.with_fsdp() if self.rules.data_sum == "fsdp" else self.with_copies())
         gradients = self.gradients_bytes()
         peak = max(point.state_bytes + received + point.activations_bytes for point in points)
@@ -197,21 +201,18 @@ class _RankMemory:
 
     def elements(self, spec: ParameterSpec) -> int:
         """Numbers of a parameter that stay here."""
-        local = self.layout.local_shape(spec.shape, spec.axes)
+        local = self.layout.parameter_shape(spec.shape, spec.axes)
         return shard_elements(local, self.layout.shard, 0)
 
     def whole_elements(self, spec: ParameterSpec) -> int:
         """Numbers of a parameter that are here while it is gathered from its shards."""
-        return math.prod(self.layout.local_shape(spec.shape, spec.axes))
+        return math.prod(self.layout.parameter_shape(spec.shape, spec.axes))
 
-    def received_bytes(self) -> int:
-        """Bytes of pipeline receive buffers: per micro-batch and neighbour one activation and one
-        gradient buffer, kept for the whole step, and the gradient of each received activation."""
-        if self.layout.pipeline == 1:
-            return 0
-        last = self.layout.n_stages - 1
-        n_buffers = sum(2 * (number > 0) + (number < last) for number in self.numbers)
-        return n_buffers * self.sizes.n_micro_batches * self.costs.stream
+    def received_bytes(self, waiting: int) -> int:
+        """Bytes of a pipeline's messages under way: those that wait, the gradient that a backward
+        pass makes to be sent, and the one sent before by each stage."""
+        n_sending = sum(number > 0 for number in self.numbers)
+        return self.costs.stream * (waiting + n_sending + (n_sending > 0))
 
     def gradients_bytes(self) -> int:
         """Bytes of gradients held from one micro-batch to the next, or to the optimizer's step."""
@@ -237,6 +238,8 @@ class _RankMemory:
             return 0
         part = self.element_bytes * self.whole_elements(self.specs[0])
         whole = self.element_bytes * self.specs[0].n_elements
+        if self.layout.tensor_mode != "1d":
+            whole = part  # which looks up without DTensor
         if self.config.model.tied_head and self.has_last:
             return whole + part * (1 if whole == part else 2)  # it, and the sum with the head's
         return whole - part + (whole if self.accumulates else 0)
@@ -274,7 +277,7 @@ class _RankMemory:
                 e, p = self.element_bytes, self.product_bytes
                 if name == ROOT:
                     p = e
-                shapes = [self.layout.local_shape(spec.shape, spec.axes) for spec in specs]
+                shapes = [self.layout.parameter_shape(spec.shape, spec.axes) for spec in specs]
                 whole = [math.prod(shape) for shape in shapes]
                 padded = sum(gathered_elements(shape, self.layout.shard) for shape in shapes)
                 unit = _FsdpUnit(

@@ -24,13 +24,8 @@ from pentameter.planning.costs import (
     padding_elements,
     step_sizes,
 )
-from pentameter.planning.layout import (
-    Layout,
-    check_layout,
-    check_micro_batches,
-    make_layout,
-    stage_layers,
-)
+from pentameter.planning.layout import Layout, make_layout, stage_layers
+from pentameter.planning.layout_checks import check_layout, check_micro_batches
 from pentameter.planning.memory import Memory, step_memory
 from pentameter.planning.rules import LayoutRules
 from pentameter.planning.timeline import planned_bubble
@@ -112,17 +107,6 @@ class Plan:
             return self.planned_memory
         return step_memory(self.config, self.layout, self.stages, precision)
 
-    def warnings(self) -> list[str]:
-        """Warnings of what is possible and likely not meant, in sentences."""
-        memory = self.planned_memory
-        if 2 * memory.received_bytes < memory.total_bytes:
-            return []
-        return [
-            f"{memory.received_bytes / 1e9:,.1f} of the {memory.total_bytes / 1e9:,.1f} GB of the "
-            f"fullest process receive what stages send of all {self.n_micro_batches} micro-batches "
-            "of a step; a higher parallel.data, or a smaller batch, needs less"
-        ]
-
     def traffic(self, rank: int = 0, precision: str | None = None) -> StepTraffic:
         """Calls and bytes that a rank sends and receives in a step, by (dimension, kind)."""
         return step_traffic(self.config, self.layout, self.stages, rank, precision)
@@ -152,7 +136,6 @@ class Plan:
             "memory": asdict(self.planned_memory),
             "communication": by_dimension(busiest(self.config, self.layout, self.stages)),
             "time": {"bubble_fraction": self.bubble_fraction},
-            "warnings": self.warnings(),
         }
 
 
@@ -295,12 +278,13 @@ def _resolve(
 def _micro_batch_size(asked: int | None, batch_size: int, layout: Layout) -> int:
     """Sequences of a process's forward pass: as asked, or all of them at once; a pipeline takes
     at least four micro-batches for each of its processes, where the batch has them."""
-    rows, rest = divmod(batch_size, layout.data)
+    n_parts = layout.n_row_parts
+    rows, rest = divmod(batch_size, n_parts)
     if rest:
-        batches = [n * layout.data for n in (rows, rows + 1) if n]
+        batches = [n * n_parts for n in (rows, rows + 1) if n]
         raise ConfigError(
-            f"parallel.data={layout.data} must divide the {batch_size} sequences of a step; "
-            f"nearest possible: {', '.join(map(str, nearest_divisors(batch_size, layout.data)))}, "
+            f"{_row_parts(layout)} must divide the {batch_size} sequences of a step; "
+            f"nearest possible: {', '.join(map(str, nearest_divisors(batch_size, n_parts)))}, "
             f"or a batch of {' or '.join(map(str, batches))} sequences"
         )
     if asked is None:
@@ -310,12 +294,21 @@ def _micro_batch_size(asked: int | None, batch_size: int, layout: Layout) -> int
         )
         return rows // n_micro
     if rows % asked:
-        whose = "of a step" if layout.data == 1 else "that a step gives each part of the data"
+        whose = "of a step" if n_parts == 1 else "that a step gives each part of the data"
         raise ConfigError(
             f"train.micro_batch_size={asked} must divide the {rows} sequences {whose}; "
             f"nearest possible: {', '.join(map(str, nearest_divisors(rows, asked)))}"
         )
     return asked
+
+
+def _row_parts(layout: Layout) -> str:
+    """What divides the rows of a step, in words."""
+    in_mode = layout.n_row_parts // layout.data
+    data = f"parallel.data={layout.data}"
+    if in_mode == 1:
+        return data
+    return f"{data} × {in_mode} of parallel.tensor_mode='{layout.tensor_mode}'"
 
 
 def _resolve_schedule(

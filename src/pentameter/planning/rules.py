@@ -21,7 +21,7 @@ class LayoutRules:
 
     @property
     def data_sum(self) -> DataSum:
-        """How gradients are summed over the processes that compute different rows.
+        """How gradients are summed over the processes that compute different rows or times.
 
         `fsdp` reduce-scatters them to ZeRO's shards. Whole copies are summed by `ddp` during the
         last backward pass of a step, or `after_backward` by our own all-reduce where the model is
@@ -30,15 +30,20 @@ class LayoutRules:
         layout = self.layout
         if layout.zero:
             return "fsdp"
-        if layout.data == 1:
+        if layout.parameter_sizes["data"] == 1:
             return "none"
         return "ddp" if layout.tensor == layout.pipeline == 1 else "after_backward"
 
     @property
-    def sums_over_tensor(self) -> bool:
-        """Whether gradients of parameters that tensor-parallel processes hold whole are summed
-        over them after the backward pass: with `sequence` each has those of its own tokens."""
-        return self.layout.sequence
+    def sums_copies_over(self) -> tuple[str, ...]:
+        """The dimensions over which gradients of parameters that tensor-parallel processes hold
+        alike are summed after the backward pass, as each has those of its own tokens: with
+        `sequence`, and in tensor modes that divide rows of the batch."""
+        if self.layout.tensor_mode != "1d":
+            return tuple(
+                name for name in ("row", "tensor") if self.layout.parameter_sizes[name] > 1
+            )
+        return ("tensor",) if self.layout.sequence else ()
 
     @property
     def reduces_each_micro_batch(self) -> bool:
@@ -50,7 +55,7 @@ class LayoutRules:
     @property
     def sums_shard_copies(self) -> bool:
         """Whether the shards' gradients are all-reduced over copies of the shards (HSDP)."""
-        return self.layout.zero > 0 and self.layout.data > self.layout.shard
+        return self.layout.zero > 0 and self.layout.parameter_sizes["data"] > 1
 
     @property
     def weights_stay_gathered(self) -> bool:

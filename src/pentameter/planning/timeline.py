@@ -112,6 +112,42 @@ def timeline(
     return made
 
 
+def waiting_messages(layout: Layout, passes: Sequence[Sequence[Pass]]) -> list[int]:
+    """The most activations and gradients at a time that have come to each process, or may come, and
+    that no pass has read yet.
+
+    `passes` are those of `pass_order`. A receive is posted as soon as the pass that sends is made,
+    where each process makes a pass in turn: so PyTorch orders them.
+    """
+    place_of = {stage: i for i in range(layout.pipeline) for stage in layout.stages_of(i)}
+    queues = [deque(each) for each in passes]
+    made: set[Pass] = set()
+    waiting, most = [0] * layout.pipeline, [0] * layout.pipeline
+    while any(queues):
+        for place, queue in enumerate(queues):
+            if not queue or not (needs := _needs(queue[0], layout)) <= made:
+                continue
+            one = queue.popleft()
+            made.add(one)
+            waiting[place] -= sum(place_of[need.stage] != place for need in needs)
+            reader = place_of.get(_reading_stage(one), place)
+            if reader != place:
+                waiting[reader] += 1
+                most[reader] = max(most[reader], waiting[reader])
+    return most
+
+
+def _reading_stage(one: Pass) -> int:
+    """The stage that reads what a pass makes; there may be none of that number."""
+    match one.kind:
+        case "forward":
+            return one.stage + 1
+        case "backward" | "backward_input":
+            return one.stage - 1
+        case "backward_weight":
+            return one.stage
+
+
 def _needs(one: Pass, layout: Layout) -> set[Pass]:
     """Results of other stages that a pass starts from."""
     if one.kind == "forward":

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import Config
 from pentameter.planning.architecture import (
     ActivationTensor,
@@ -24,6 +25,7 @@ from pentameter.planning.architecture import (
     operations,
 )
 from pentameter.planning.costs import MAX_LOGITS, ActivationBytes, row_chunks, step_sizes
+from pentameter.planning.grid_traffic import GridTraffic
 from pentameter.planning.layout import Layout, Shape
 from pentameter.planning.rules import LayoutRules
 from pentameter.planning.shares import (
@@ -44,7 +46,16 @@ WORLD = "world"
 """The dimension of single numbers (the count of targets, the loss, the norm), whichever group of
 processes they are summed over."""
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "send", "receive"]
+Kind = Literal[
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "send",
+    "receive",
+]
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,11 @@ def step_traffic(
     if layout.world_size > 1:
         step.count_numbers()
         step.count_messages()
-        step.count_divided_matrices()
+        if layout.tensor_mode == "1d":
+            step.count_divided_matrices()
+        else:
+            step.count_grid()
+        step.count_context()
         step.count_loss()
         step.count_whole_parameters()
         step.count_copies()
@@ -150,6 +165,7 @@ class _RankTraffic:
         self.rules = LayoutRules(layout)
         self.counter = TrafficCounter()
         self.places = layout.coordinates(rank)
+        self.parameter_places = layout.parameter_coordinates(rank)
         self.sizes = step_sizes(config, layout, precision)
         self.n_micro_batches = self.sizes.n_micro_batches
         self.element_bytes = self.sizes.element_bytes
@@ -165,11 +181,11 @@ class _RankTraffic:
 
     def local_shape(self, spec: ParameterSpec) -> Shape:
         """The shape of this process's part of a parameter, before ZeRO shards it."""
-        return self.layout.local_shape(spec.shape, spec.axes, self.places)
+        return self.layout.parameter_shape(spec.shape, spec.axes, self.parameter_places)
 
     def gradient_bytes(self, specs: Sequence[ParameterSpec]) -> list[int]:
         """Bytes of the gradients that this process has after the backward pass."""
-        shard, place = self.layout.shard, self.places["shard"]
+        shard, place = self.layout.shard, self.parameter_places["shard"]
         return [
             self.element_bytes * shard_elements(self.local_shape(spec), shard, place)
             for spec in specs
@@ -202,16 +218,28 @@ class _RankTraffic:
         axes = self.layout.divided_axes
         matrices = [(op, op.contracts) for op in self.operations if op.contracts]
         repeated = _recomputed_results(self.operations) if self.recomputes else set()
-        for dimension in dict.fromkeys(axes.values()):
+        for dimension in self.layout.dividing_dimensions:
             for op, contracted in matrices:
-                if axes.get(contracted) == dimension:
+                if dimension in axes.get(contracted, ()):
                     n_sums = 2 if op.name in repeated else 1
                     self.count_sum(dimension, op.result, n_sums=n_sums, n_gathers=1)
             for op, _ in matrices:
-                if axes.get(op.result.axes[1]) == dimension:
+                if dimension in axes.get(op.result.axes[1], ()):
                     n_gathers = 2 if self.recomputes and op.layer is not None else 1
                     for read in op.reads:
                         self.count_sum(dimension, read, n_sums=1, n_gathers=n_gathers)
+
+    def count_grid(self) -> None:
+        """The collectives of a tensor mode of several dimensions, in each micro-batch."""
+        repeated: set[str] = set()
+        if self.recomputes:  # what we save is saved by an operation that has run
+            repeated = _recomputed_results(self.operations, with_last=True)
+        grid = GridTraffic(self.config, self.layout, self.sizes, self.places, repeated)
+        for op in self.operations:
+            for each in grid.of(op):
+                self.counter.add(
+                    each.dimension, each.kind, each.n_bytes, each.calls * self.n_micro_batches
+                )
 
     def count_sum(
         self, dimension: str, tensor: ActivationTensor, *, n_sums: int, n_gathers: int
@@ -221,20 +249,52 @@ class _RankTraffic:
         whole_axes: tuple[Axis, Axis] = ("context", tensor.axes[1])
         n_elements = math.prod(self.layout.local_shape(tensor.shape, whole_axes, self.places))
         n_bytes = self.sizes.micro_batch_size * n_elements * self.sizes.bytes_of(tensor)
-        if self.layout.divided_axes.get("time") == dimension:
+        if dimension in self.layout.divided_axes.get("time", ()):
             M = self.n_micro_batches
             self.counter.add(dimension, "reduce_scatter", n_bytes, M * n_sums)
             self.counter.add(dimension, "all_gather", n_bytes, M * n_gathers)
         else:
             self.counter.add(dimension, "all_reduce", n_bytes, self.n_micro_batches * n_sums)
 
+    def count_context(self) -> None:
+        """What attention needs of the other processes' time. In a ring keys and values travel past
+        all of them in each pass, and their gradients once, added up in float32 at least; or two
+        exchanges give each all the time of some heads, and take the result back."""
+        n, M = self.layout.context, self.n_micro_batches
+        if n == 1:
+            return
+        repeated = _recomputed_results(self.operations) if self.recomputes else set()
+        for op in self.operations:
+            if op.kind != "attention":
+                continue
+            (qkv,) = op.reads
+            n_q, n_qkv = (
+                self.sizes.micro_batch_size
+                * math.prod(self.layout.local_shape(each.shape, each.axes, self.places))
+                for each in (op.result, qkv)
+            )
+            n_forward = 2 if op.name in repeated else 1
+            match self.layout.context_mode:
+                case "ring":
+                    if self.config.train.activation_checkpoint == "selective":
+                        n_forward = 1  # whose result is kept
+                    n_bytes = (n_qkv - n_q) * self.sizes.product_bytes
+                    n_summed = (n_qkv - n_q) * max(4, self.element_bytes)
+                    for kind in ("send", "receive"):
+                        self.counter.add("context", kind, n_bytes, M * (n - 1) * (n_forward + 1))
+                        self.counter.add("context", kind, n_summed, M * (n - 1))
+                case "all-to-all":
+                    for n_elements in (n_qkv, n_q):
+                        n_bytes = n_elements * self.sizes.product_bytes
+                        self.counter.add("context", "all_to_all", n_bytes, M * (n_forward + 1))
+                case unknown:
+                    refuse_unknown(unknown, "parallel.context_mode", "the planner's traffic")
+
     def count_loss(self) -> None:
         """The loss's all-reduces over the parts of the vocabulary: of each row its largest logit,
         then its sum of exponentials with the logit of its target."""
-        dimension = self.layout.divided_axes.get("vocab")
-        for head in self.operations:
-            if head.kind != "head" or dimension is None:
-                continue
+        heads = [op for op in self.operations if op.kind == "head"]
+        for head, dimension in itertools.product(heads, self.layout.divided_axes.get("vocab", ())):
             T, width = self.layout.local_shape(head.result.shape, head.result.axes)
             for rows in row_chunks(self.sizes.micro_batch_size * T, width, MAX_LOGITS):
                 n_rows = rows.stop - rows.start
@@ -244,8 +304,19 @@ class _RankTraffic:
 
     def count_whole_parameters(self) -> None:
         """The gradients of norms and positions, which sequence parallelism leaves whole in every
-        process: each has those of its own tokens. (A bias after a sum gets all tokens'.)"""
-        if not self.rules.sums_over_tensor:
+        process: each has those of its own tokens. (A bias after a sum gets all tokens'.) In tensor
+        modes that divide rows those of all that a dimension does not divide."""
+        if self.layout.tensor_mode != "1d":
+            every = [spec for table in self.stages.values() for spec in table]
+            for dimension in self.rules.sums_copies_over:
+                alike = [
+                    spec
+                    for spec in every
+                    if dimension not in self.layout.parameter_divisions(spec.axes)
+                ]
+                self.count_sums(dimension, self.gradient_bytes(alike))
+            return
+        if not self.rules.sums_copies_over:
             return
         on_stream = {
             spec
@@ -310,14 +381,15 @@ class _RankTraffic:
                 self.counter.add("pipeline", "all_reduce", size)
 
 
-def _recomputed_results(run: Sequence[Operation]) -> set[str]:
+def _recomputed_results(run: Sequence[Operation], *, with_last: bool = False) -> set[str]:
     """Operations whose results activation checkpointing computes again: those before the last one
-    of their block that saves something. What only adds to the stream after it is not looked at."""
+    of their block that saves something, and it too `with_last`. What only adds to the stream after
+    it is not looked at."""
     last_saving = {op.layer: index for index, op in enumerate(run) if op.saves}
     return {
         op.name
         for index, op in enumerate(run)
-        if op.layer is not None and index < last_saving[op.layer]
+        if op.layer is not None and index < last_saving[op.layer] + with_last
     }
 
 

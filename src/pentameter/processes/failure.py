@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -59,6 +59,8 @@ _LATE = (
     "collective operation timeout",
 )
 
+_MOST_RANKS_NAMED = 8
+
 
 class LostProcessError(TrainingFailedError):
     """Another process of the run ended or stopped answering. Why, that process knows."""
@@ -68,11 +70,9 @@ class WorkerFailedError(PentameterError):
     """The failure of a process that `--nproc` started, with that process's exit code."""
 
     def __init__(self, failure: Failure) -> None:
-        rank = f"rank {failure.rank}: " if failure.rank else ""
-        super().__init__(rank + failure.message)
+        super().__init__(failure.message)
         self.exit_code = failure.exit_code
-        self.worker_traceback = failure.traceback
-        self.expected = failure.expected
+        self.failure = failure
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,16 @@ def lost_process(error: BaseException) -> Literal["gone", "late"] | None:
                 return "late"
         each = each.__cause__ or each.__context__  # leaving a block may fail in a second way
     return None
+
+
+def spelled(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 1, 2 and 5`, a few of many."""
+    if len(ranks) < 2:
+        return "".join(f"rank {rank}" for rank in ranks)
+    if len(ranks) > _MOST_RANKS_NAMED:
+        shown = ", ".join(map(str, ranks[:_MOST_RANKS_NAMED]))
+        return f"ranks {shown} and {len(ranks) - _MOST_RANKS_NAMED} more"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def first_failure(failures: list[Failure]) -> Failure:
@@ -147,6 +157,33 @@ def explanation(error: BaseException) -> tuple[str, int]:
     return f"{type(error).__name__}: {error}", 1
 
 
+def failure_of(error: BaseException, rank: int = 0) -> Failure:
+    """The report of `error`, which the process `rank` has met; for a worker's failure its own."""
+    if isinstance(error, WorkerFailedError):
+        return error.failure
+    message, exit_code = explanation(error)
+    return Failure(
+        rank=rank,
+        exit_code=exit_code,
+        message=message,
+        time=time.time(),
+        traceback="".join(traceback.format_exception(error)),
+        expected=isinstance(error, EXPECTED),
+        consequence=isinstance(error, LostProcessError),
+        agreed=isinstance(error, InterruptedRunError) and error.agreed,
+    )
+
+
+def print_failure(failure: Failure, *, debug: bool) -> None:
+    """Say on stderr what went wrong, with the traceback where that is asked for or needed."""
+    if not failure.message:
+        return
+    if debug or not failure.expected:
+        print(printable(failure.traceback, keep="\n\t"), end="", file=sys.stderr)
+    rank = f"rank {failure.rank}: " if failure.rank else ""
+    print(f"pentameter: {rank}{terminal_message(failure.message)}", file=sys.stderr)
+
+
 def tell_failure(error: BaseException, *, debug: bool = False) -> bool:
     """Tell the failure of a process of several; False for one that runs alone.
 
@@ -159,28 +196,21 @@ def tell_failure(error: BaseException, *, debug: bool = False) -> bool:
         return False  # which is likely the error itself
     if place is None:
         return False
-    message, exit_code = explanation(error)
-    failure = Failure(
-        rank=place.rank,
-        exit_code=exit_code,
-        message=message,
-        time=time.time(),
-        traceback="".join(traceback.format_exception(error)),
-        expected=isinstance(error, EXPECTED),
-        consequence=isinstance(error, LostProcessError),
-        agreed=isinstance(error, InterruptedRunError) and error.agreed,
-    )
+    failure = failure_of(error, place.rank)
     if place.source == "--nproc":
         path = report_path(Path(os.environ[LAUNCH_FOLDER]), place.rank)
         with suppress(OSError):  # a full disk; the exit code still tells
             path.write_text(json.dumps(asdict(failure)), encoding="utf-8")
     else:
         _tell_here(error, failure, debug=debug)
-    if _group_stands():
+    # Not by an import: where a signal has cut off that of torch, parts of it are there, and to
+    # import it again would fail.
+    is_initialized = getattr(sys.modules.get("torch.distributed"), "is_initialized", None)
+    if is_initialized is not None and is_initialized():
         with suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(exit_code)
+        os._exit(failure.exit_code)
     return True
 
 
@@ -218,15 +248,4 @@ def _tell_here(error: BaseException, failure: Failure, *, debug: bool) -> None:
 
         get_error_handler().record_exception(error)  # torchrun shows it
         return
-    if debug or not failure.expected:
-        print(printable(failure.traceback, keep="\n\t"), end="", file=sys.stderr)
-    rank = f"rank {failure.rank}: " if failure.rank else ""
-    if failure.message:
-        print(f"pentameter: {rank}{terminal_message(failure.message)}", file=sys.stderr)
-
-
-def _group_stands() -> bool:
-    # Not by an import: where a signal has cut off that of torch, parts of it are there, and to
-    # import it again would fail.
-    is_initialized = getattr(sys.modules.get("torch.distributed"), "is_initialized", None)
-    return is_initialized is not None and bool(is_initialized())
+    print_failure(failure, debug=debug)

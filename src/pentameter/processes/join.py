@@ -1,27 +1,32 @@
-"""Joining the other processes of a run, and leaving them."""
+"""Joining the other processes of a run, and leaving them.
+
+They meet through one store. torchrun keeps its agent's store over restarts, so a process that is
+started again finds there what the dead attempt has left: gloo would connect to its addresses and
+wait for minutes. No count in the environment tells attempts apart either (each agent counts the
+restarts of its own node). So the processes first agree, through the store, on a name for this
+rendezvous that no earlier one had, and all that follows lies below that name.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import platform
+import sys
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pentameter.errors import ConfigError
-from pentameter.machine.threads import chosen_threads, fair_share, usable_cores
-from pentameter.processes.failure import LostProcessError, lost_process
+from pentameter.machine.cores import chosen_threads, fair_share, usable_cores
+from pentameter.processes.failure import LostProcessError, lost_process, spelled
 from pentameter.processes.place import LAUNCH_FOLDER, Place, find_place
 from pentameter.processes.progress import Progress, progress_path
-from pentameter.processes.rendezvous import (
-    RENDEZVOUS_SECONDS,
-    absent_ranks,
-    open_store,
-    spelled,
-)
 from pentameter.processes.worker import watch_agent
 from pentameter.processes.world import World
 
@@ -29,8 +34,17 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
+RENDEZVOUS_SECONDS = 300.0
+"""Longest wait for processes that were started together to come; imports may take minutes where a
+thousand of them read the same disk."""
+
+SAY_AFTER_SECONDS = 15.0
+"""Wait after which rank 0 says whom it waits for."""
+
 SETTLE_SECONDS = 0.05
 """Given to gloo's threads, which want some microseconds, before the process may end."""
+
+_POLL_SECONDS = (0.001, 0.05)  # from the first look to the later ones
 
 _OTHERS_SECONDS = {"gone": 1.0, "late": 3.0}
 """Wait for the others to say that they, too, lost somebody. Those that were to hear from the lost
@@ -79,6 +93,7 @@ def joined_world(
     if n_processes == 1 and not always_group:
         yield World()
         return
+    import torch
     import torch.distributed as dist
 
     from pentameter.config.schema import ParallelConfig
@@ -87,15 +102,26 @@ def joined_world(
         timeout_seconds = ParallelConfig().timeout_seconds
     place = place or Place(0, 1, 0, 1, "", "one process")
     store = open_store(place, min(RENDEZVOUS_SECONDS, timeout_seconds))
-    progress = _progress(place, timeout_seconds)
+    launched = place.source == "--nproc"  # the launcher reads progress, and asks for stacks
+    path = progress_path(Path(os.environ[LAUNCH_FOLDER]), place.rank) if launched else None
+    dump_stacks = place.world_size > 1 and not launched
+    progress = Progress(path, timeout_seconds, dump_stacks=dump_stacks)
     sizes = (place.rank, place.world_size, place.local_rank, place.local_size)
     world = World(*sizes, timeout_seconds, progress, store)
     try:
-        _make_group(place, device_type, store, timeout_seconds)
+        if device_type == "cuda" and torch.cuda.device_count() > place.local_rank:
+            torch.cuda.set_device(place.local_rank)  # what nccl and allocations use unless told
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
         if world.size > 1:
             set_threads(world)
         yield world
-        world.wait()  # rank 0 may hold what the others need to say goodbye
+        world.barrier()  # rank 0 may hold what the others need to say goodbye
         # Gloo's threads have yet to let go of the last tensors, for which they need the lock of the
         # interpreter; one that still asks for it when Python ends aborts the process
         # (https://github.com/pytorch/pytorch/pull/179291).
@@ -124,46 +150,18 @@ def loss_behind(error: Exception, world: World) -> LostProcessError | None:
     if how is None or world.store is None:
         return None
     absent = absent_ranks(world.store, world.rank, world.size, _OTHERS_SECONDS[how])
-    return LostProcessError(_lost(how, absent, world))
-
-
-def _progress(place: Place, timeout_seconds: float) -> Progress:
-    """The Progress of this process: under `--nproc` the launcher reads it, and asks for stacks."""
-    if place.source == "--nproc":
-        path = progress_path(Path(os.environ[LAUNCH_FOLDER]), place.rank)
-        return Progress(path, timeout_seconds)
-    return Progress(None, timeout_seconds, dump_stacks=place.world_size > 1)
-
-
-def _lost(how: str, absent: list[int], world: World) -> str:
-    """The message of a LostProcessError: who was lost, and while this process was where.
-
-    Several that do not tell need not all be lost: one that is may keep others from noticing.
-    """
-    where, back = world.progress.latest, "The same command goes back to the last checkpoint"
+    # Several that do not tell need not all be lost: one that is may keep others from noticing.
     who = spelled(absent) if len(absent) == 1 else f"at least one of {spelled(absent)}"
+    waited = f"within {world.timeout_seconds:g} s (parallel.timeout_seconds)"
+    said = f"{who} did not answer {waited} {world.progress.latest}."
     if how == "gone":
         who = who if absent else "another process of the run"
-        return f"{who} went away {where}; look for its message. {back}"
-    waited = f"within {world.timeout_seconds:g} s (parallel.timeout_seconds) {where}"
-    if absent:
-        return f"{who} did not answer {waited}. {back}"
-    return f"no answer {waited}, and no process hangs: is the network cut? {back}"
-
-
-def _make_group(place: Place, device_type: str, store: Store, timeout_seconds: float) -> None:
-    import torch
-    import torch.distributed as dist
-
-    if device_type == "cuda" and torch.cuda.device_count() > place.local_rank:
-        torch.cuda.set_device(place.local_rank)  # what nccl and allocations use unless told
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
-        store=store,
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
+        said = f"{who} went away {world.progress.latest}; look for its message."
+    elif not absent:
+        said = (
+            f"no answer {waited} {world.progress.latest}, and no process hangs: is the network cut?"
+        )
+    return LostProcessError(f"{said} The same command goes back to the last checkpoint")
 
 
 def local_device(device: torch.device, world: World) -> torch.device:
@@ -183,7 +181,7 @@ def local_device(device: torch.device, world: World) -> torch.device:
         )
     n_gpus = torch.cuda.device_count()
     index = world.local_rank if n_gpus >= world.local_size else 0
-    gpus = world.collect(str(torch.cuda.get_device_properties(index).uuid))
+    gpus = world.all_gather(str(torch.cuda.get_device_properties(index).uuid))
     if 1 < n_gpus < world.local_size or len(set(gpus)) < len(gpus):
         raise ConfigError(
             f"there are {world.local_size} processes in this machine and {n_gpus} "
@@ -198,9 +196,159 @@ def set_threads(world: World) -> int:
     import torch
 
     machine, mine = platform.node(), usable_cores()
-    places = world.collect((machine, mine))
+    places = world.all_gather((machine, mine))
     n_threads = chosen_threads()
     if n_threads is None:
         n_threads = fair_share(mine, [cores for name, cores in places if name == machine])
     torch.set_num_threads(n_threads)
     return n_threads
+
+
+# -- the rendezvous ------------------------------------------------------------------------------
+
+
+def open_store(place: Place, timeout_seconds: float) -> Store:
+    """The store of this rendezvous, once every process of `place`'s world has come.
+
+    Raises LostProcessError, naming the ranks, where some have not come within `timeout_seconds`,
+    and ConfigError where the port is in use.
+    """
+    import torch.distributed as dist
+
+    if place.world_size == 1:
+        return dist.HashStore()
+    where = place.init_method
+    if where == "env://":
+        where = "MASTER_ADDR={MASTER_ADDR} MASTER_PORT={MASTER_PORT}".format(**os.environ)
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        store = _reach(place, where, timeout_seconds)
+        name = _agree(store, place, where, deadline)
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise ConfigError(
+                f"the port of {where} is in use on this machine; set MASTER_PORT to another"
+            ) from error
+        if lost_process(error) is None:
+            raise
+        raise _did_not_come(place, where, timeout_seconds, None) from error
+    return dist.PrefixStore(f"pentameter/{name}", store)
+
+
+def absent_ranks(store: Store, rank: int, world_size: int, timeout_seconds: float) -> list[int]:
+    """Ranks that do not say within `timeout_seconds` that they, too, miss another process.
+
+    Every process that lost another one calls this; those that do not are dead, or hang. Empty
+    where the store itself is gone.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    absent = [other for other in range(world_size) if other != rank]
+    with contextlib.suppress(RuntimeError):
+        store.set(f"misses-another/{rank}", "1")
+        while absent and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS[1])
+            absent = [other for other in absent if not store.check([f"misses-another/{other}"])]
+        return absent
+    return []
+
+
+def _reach(place: Place, where: str, timeout_seconds: float) -> Store:
+    """The store that the launcher, or rank 0, keeps for all; it may hold an earlier attempt's keys.
+
+    It is made here, not by `init_process_group`, so that waiting for the others can name them.
+    """
+    import torch.distributed as dist
+
+    if place.init_method.startswith("file://"):
+        # Not by a URL, where a ? or # in the path would end it.
+        return dist.FileStore(place.init_method.removeprefix("file://"), place.world_size)
+    if place.init_method == "env://":
+        host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    else:
+        host, _, port = place.init_method.removeprefix("tcp://").rpartition(":")
+    kept_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return dist.TCPStore(
+        host.strip("[]"),
+        int(port),
+        is_master=place.rank == 0 and not kept_by_agent,
+        timeout=timedelta(seconds=timeout_seconds),
+        wait_for_workers=False,
+    )
+
+
+def _agree(store: Store, place: Place, where: str, deadline: float) -> str:
+    """A name that the processes of this attempt, all of them and no others, have agreed on.
+
+    Each writes a word of its own below its rank. Rank 0 proposes the words it finds, until every
+    process has answered that its own, and not a dead one's, is among them.
+    """
+    come = _propose if place.rank == 0 else _answer
+    mine = uuid.uuid4().hex
+    store.set(f"came/{place.rank}", mine)
+    start, pause = time.monotonic(), _POLL_SECONDS[0]
+    has_said = False
+    while True:
+        name, missing = come(store, place, mine)
+        if name is not None:
+            return name
+        now = time.monotonic()
+        if now > deadline:
+            raise _did_not_come(place, where, now - start, missing)
+        if place.rank == 0 and now > start + SAY_AFTER_SECONDS and not has_said:
+            has_said = True
+            who = f"{spelled(missing)} of {place.world_size}"
+            print(f"pentameter: waiting for {who} to come to {where}", file=sys.stderr, flush=True)
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL_SECONDS[1])
+
+
+def _propose(store: Store, place: Place, mine: str) -> tuple[str | None, list[int]]:
+    """One turn of rank 0: the name once all have agreed to it, or the ranks that have not."""
+    others = range(1, place.world_size)
+    read = _reader(store)
+    words = [mine, *(read(f"came/{rank}") for rank in others)]
+    absent = [rank for rank in others if not words[rank]]
+    if absent:
+        return None, absent
+    proposal = json.dumps(words)
+    if read("proposal") != proposal:
+        store.set("proposal", proposal)
+    name = _name(proposal)
+    missing = [rank for rank in others if read(f"agreed/{rank}") != name]
+    if missing:
+        return None, missing
+    store.set(f"begun/{name}", "1")
+    return name, []
+
+
+def _answer(store: Store, place: Place, mine: str) -> tuple[str | None, list[int]]:
+    """One turn of another rank: the name once rank 0 says that all agree."""
+    read = _reader(store)
+    proposal = read("proposal")
+    words = json.loads(proposal) if proposal else []
+    # An attempt before may have had another size.
+    if len(words) != place.world_size or words[place.rank] != mine:
+        return None, [0]
+    name = _name(proposal)
+    if read(f"agreed/{place.rank}") != name:
+        store.set(f"agreed/{place.rank}", name)
+    return (name, []) if store.check([f"begun/{name}"]) else (None, [0])
+
+
+def _reader(store: Store) -> Callable[[str], str]:
+    """A function that reads a key without waiting for it; the empty string where it is not set."""
+    return lambda key: store.get(key).decode() if store.check([key]) else ""
+
+
+def _name(proposal: str) -> str:
+    return hashlib.sha256(proposal.encode()).hexdigest()[:16]
+
+
+def _did_not_come(
+    place: Place, where: str, seconds: float, missing: list[int] | None
+) -> LostProcessError:
+    which = f" ({spelled(missing)})" if missing and place.rank == 0 else ""
+    return LostProcessError(
+        f"not all of the {place.world_size} processes that {place.source} names came to {where} "
+        f"within {seconds:.3g} s{which}; look for the message of one that did not"
+    )

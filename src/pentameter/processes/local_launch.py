@@ -14,30 +14,29 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 
 from pentameter.errors import InterruptedRunError, StorageError, TrainingFailedError
 from pentameter.machine.child import Child, exit_reason
-from pentameter.machine.threads import chosen_threads, usable_cores
+from pentameter.machine.cores import chosen_threads, usable_cores
 from pentameter.processes.failure import (
     Failure,
     WorkerFailedError,
     first_failure,
     read_report,
+    spelled,
 )
 from pentameter.processes.place import LAUNCH_FOLDER
 from pentameter.processes.progress import Watchdog, culprits, is_stopped, stacks
-from pentameter.processes.rendezvous import spelled
 from pentameter.processes.worker import minded_stop_signals
 
 GRACE_SECONDS = 4.0
 """Time for the others to end by themselves after a failure, and again after SIGTERM."""
 
 _POLL_SECONDS = 0.05
-_Handler = Callable[[int, FrameType | None], object]
 # Signals that come from outside the program; an abort may be the answer to another's failure.
 _ROOT_CAUSES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
 
@@ -55,14 +54,15 @@ def run_local(
     Raises WorkerFailedError with the first failure; its exit code is that of the process, 70 for
     one that was killed. Call it in the main thread.
     """
-    with tempfile.TemporaryDirectory(prefix="pentameter-", ignore_cleanup_errors=True) as folder:
-        workers = _Workers(Path(folder), grace_seconds)
-        with _handlers(workers.on_signal, workers.on_suspend):
-            try:
-                workers.start(command, n_processes)
-                failures = workers.wait()
-            finally:
-                workers.end()
+    with ExitStack() as stack:
+        folder = tempfile.TemporaryDirectory(prefix="pentameter-", ignore_cleanup_errors=True)
+        workers = _Workers(Path(stack.enter_context(folder)), grace_seconds)
+        handlers = dict.fromkeys(minded_stop_signals(), workers.on_signal)
+        for number, handler in {**handlers, signal.SIGTSTP: workers.on_suspend}.items():
+            stack.callback(signal.signal, number, signal.signal(number, handler))
+        stack.callback(workers.end)
+        workers.start(command, n_processes)
+        failures = workers.wait()
     if failures:
         failure = first_failure(failures)
         if failure.message:
@@ -116,29 +116,26 @@ class _Workers:
             for rank in range(n_processes):
                 if self._received:
                     break
-                self._start(command, rank, n_processes)
+                child = Child(
+                    command,
+                    worker_environment(rank, n_processes, self._folder),
+                    folder=self._folder,
+                    stdout=subprocess.PIPE if rank else None,
+                    stderr=subprocess.STDOUT if rank else None,
+                )
+                self._children.append(child)
+                for number in self._received:  # those that came while it was being started
+                    child.process.send_signal(number)
+                if child.process.stdout is not None:
+                    said = io.TextIOWrapper(child.process.stdout, "utf-8", errors="replace")
+                    relay = threading.Thread(target=_relay, args=(rank, said), daemon=True)
+                    relay.start()
+                    self._relays.append(relay)
         except OSError as error:
             raise StorageError(
                 f"cannot start process {len(self._children) + 1} of {n_processes}: "
                 f"{error.strerror}; a smaller --nproc may fit"
             ) from error
-
-    def _start(self, command: Sequence[str], rank: int, n_processes: int) -> None:
-        child = Child(
-            command,
-            worker_environment(rank, n_processes, self._folder),
-            folder=self._folder,
-            stdout=subprocess.PIPE if rank else None,
-            stderr=subprocess.STDOUT if rank else None,
-        )
-        self._children.append(child)
-        for number in self._received:  # those that came while it was being started
-            child.process.send_signal(number)
-        if child.process.stdout is not None:
-            lines = io.TextIOWrapper(child.process.stdout, encoding="utf-8", errors="replace")
-            relay = threading.Thread(target=_relay, args=(rank, lines), daemon=True)
-            relay.start()
-            self._relays.append(relay)
 
     def wait(self) -> list[Failure]:
         """The failures, once every process has ended."""
@@ -240,9 +237,14 @@ class _Workers:
         if len(self._received) > 1 and (code == stopped or self._ended_by_us):
             message = "stopped at once by a second signal; the same command continues"
             return [Failure(rank, stopped, message, now)]
-        if code > 0:
-            return [Failure(rank, code, f"{exit_reason(code)} and no report", now)]
-        return [] if self._ended_by_us else [_killed(rank, -code)]
+        if code < 0 and self._ended_by_us:
+            return []
+        message = f"{exit_reason(code)} and no report"
+        if code < 0:
+            message = f"{exit_reason(code)}; the same command goes back to the last checkpoint"
+            now = 0.0 if -code in _ROOT_CAUSES else now
+            code = TrainingFailedError.exit_code
+        return [Failure(rank, code, message, now)]
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Pass a signal that asks to stop on to all workers."""
@@ -267,16 +269,8 @@ class _Workers:
 
     def end(self) -> None:
         """End those that still run."""
-        self._kill()
         for child in self._children:
             child.close()
-
-
-def _killed(rank: int, number: int) -> Failure:
-    """The failure of a process that a signal ended which we did not send."""
-    message = f"{exit_reason(-number)}; the same command goes back to the last checkpoint"
-    seen = 0.0 if number in _ROOT_CAUSES else time.time()
-    return Failure(rank, TrainingFailedError.exit_code, message, seen)
 
 
 def _relay(rank: int, lines: Iterator[str]) -> None:
@@ -285,15 +279,3 @@ def _relay(rank: int, lines: Iterator[str]) -> None:
     for line in lines:
         with suppress(OSError, ValueError):  # nobody reads; keep the process's pipe empty
             print(f"{name}{line.rstrip().removeprefix(name)}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _handlers(on_signal: _Handler, on_suspend: _Handler) -> Iterator[None]:
-    """While active, signals to this process are the workers' business."""
-    wanted = {**dict.fromkeys(minded_stop_signals(), on_signal), signal.SIGTSTP: on_suspend}
-    previous = {number: signal.signal(number, handler) for number, handler in wanted.items()}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -6,7 +6,6 @@ times and tell each process its place by environment variables. Nothing set mean
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ LAUNCH_FOLDER = "PENTAMETER_LAUNCH_FOLDER"
 """The private folder of `--nproc`: where its processes meet, and where they leave their reports."""
 
 _FIRST_PORT, _N_PORTS = 10_000, 20_000  # below the ports that Linux gives to outgoing connections
-_HOSTS = r"(?:[^,\[\]\s]|\[[^\[\]]*\])+"  # one item of a list of nodes, ranges and all
+_HOSTS = r"(?:[^,\[\]\s]|\[\d+[-,\d]*\])+"  # one item of a list of nodes, ranges and all
 
 
 @dataclass(frozen=True)
@@ -41,23 +40,20 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
 
     Raises ConfigError for variables that contradict each other, naming them.
     """
-    place = _named_place(environ)
-    return None if place is None or place.world_size == 1 else place
-
-
-def _named_place(environ: Mapping[str, str]) -> Place | None:
-    if LAUNCH_FOLDER in environ:
-        meet = f"file://{os.path.join(environ[LAUNCH_FOLDER], 'rendezvous')}"
-        return _place(environ, "--nproc", meet)
     # srun alone sets the step's number of tasks: a batch script itself is one process.
     is_srun_task = "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ
+    if LAUNCH_FOLDER in environ:
+        meet = f"file://{os.path.join(environ[LAUNCH_FOLDER], 'rendezvous')}"
+        place = _place(environ, "--nproc", meet)
     # A batch script can export WORLD_SIZE for all its tasks, but not the RANK of each.
-    if "RANK" in environ or ("WORLD_SIZE" in environ and not is_srun_task):
-        return _torch_place(environ)
-    if not is_srun_task:
+    elif "RANK" in environ or ("WORLD_SIZE" in environ and not is_srun_task):
+        place = _torch_place(environ)
+    elif is_srun_task:
+        place = _slurm_place(environ)
+    else:
         _refuse_unknown_launcher(environ)
         return None
-    return _slurm_place(environ)
+    return None if place.world_size == 1 else place
 
 
 def _refuse_unknown_launcher(environ: Mapping[str, str]) -> None:
@@ -112,7 +108,6 @@ def _slurm_place(environ: Mapping[str, str]) -> Place:
     if world_size == 1:
         return Place(0, 1, 0, 1, "", "SLURM")
     tasks = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    hosts = expand_nodes(environ.get("SLURM_STEP_NODELIST", ""))
     node = _number(environ, "SLURM_NODEID", remedy)
     if sum(tasks) != world_size or node >= len(tasks):
         raise ConfigError(
@@ -125,17 +120,16 @@ def _slurm_place(environ: Mapping[str, str]) -> Place:
             "to the nodes in turn, and ranks that work closely together would be far apart; "
             "start with srun --distribution=block"
         )
-    host = environ.get("MASTER_ADDR") or hosts[0]
+    host = environ.get("MASTER_ADDR") or first_node(environ.get("SLURM_STEP_NODELIST", ""))
     port = rendezvous_port(environ)
     if environ.get("MASTER_PORT"):
         port = _number(environ, "MASTER_PORT", "")
     host = f"[{host}]" if ":" in host else host
-    return _checked(
-        Place(rank, world_size, local_rank, tasks[node], f"tcp://{host}:{port}", "SLURM")
-    )
+    return Place(rank, world_size, local_rank, tasks[node], f"tcp://{host}:{port}", "SLURM")
 
 
 def _place(environ: Mapping[str, str], source: str, init_method: str) -> Place:
+    """The place by the variables of torch.distributed that count ranks, which must fit together."""
     remedy = "torchrun sets it; unset RANK and WORLD_SIZE to run as one process"
     if "LOCAL_RANK" in environ or "LOCAL_WORLD_SIZE" in environ:
         local_rank = _number(environ, "LOCAL_RANK", remedy)
@@ -143,7 +137,18 @@ def _place(environ: Mapping[str, str], source: str, init_method: str) -> Place:
     else:  # a pod of a PyTorchJob has one process
         local_rank, local_size = 0, 1
     rank, world_size = _number(environ, "RANK", remedy), _number(environ, "WORLD_SIZE", remedy)
-    return _checked(Place(rank, world_size, local_rank, local_size, init_method, source))
+    for name, number, of, count in (
+        ("RANK", rank, "WORLD_SIZE", world_size),
+        ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size),
+    ):
+        if number >= count:
+            raise ConfigError(f"{name}={number} must be below {of}={count}; ranks count from 0")
+    if local_size > world_size:
+        raise ConfigError(
+            f"LOCAL_WORLD_SIZE={local_size} of one machine cannot be more than WORLD_SIZE="
+            f"{world_size} of all; set both, or unset both"
+        )
+    return Place(rank, world_size, local_rank, local_size, init_method, source)
 
 
 def _number(environ: Mapping[str, str], name: str, remedy: str) -> int:
@@ -154,45 +159,15 @@ def _number(environ: Mapping[str, str], name: str, remedy: str) -> int:
     raise ConfigError(f"{what}{f'; {remedy}' if remedy else ''}")
 
 
-def _checked(place: Place) -> Place:
-    """`place`, or ConfigError where its numbers cannot be."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    if place.source == "SLURM":
-        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "the tasks of the node")
-    rank, size, local_rank, local_size = names
-    for number, name, count, of in (
-        (place.rank, rank, place.world_size, size),
-        (place.local_rank, local_rank, place.local_size, local_size),
-    ):
-        if number >= count:
-            raise ConfigError(f"{name}={number} must be below {of}={count}; ranks count from 0")
-    if place.local_size > place.world_size:
-        raise ConfigError(
-            f"{local_size}={place.local_size} of one machine cannot be more than {size}="
-            f"{place.world_size} of all; set both, or unset both"
-        )
-    return place
-
-
 # -- the notation of SLURM: node[01-03,7] and 2(x3),1 -------------------------------------------
 
 
-def expand_nodes(text: str) -> list[str]:
-    """The hosts that a list like `node[001-003,7],gpu3` names, in its order.
-
-    Raises ConfigError for what is no such list.
-    """
-    hosts: list[str] = []
-    if not re.fullmatch(rf"{_HOSTS}(,{_HOSTS})*", text):
+def first_node(text: str) -> str:
+    """The first host that a list like `node[001-003,7],gpu3` names. Raises ConfigError."""
+    match = re.fullmatch(rf"({_HOSTS})(?:,{_HOSTS})*", text)
+    if match is None:
         raise _unreadable("SLURM_STEP_NODELIST", text, "node[01-03,7],gpu3")
-    for item in re.findall(_HOSTS, text):
-        parts = re.split(r"\[([^\[\]]*)\]", item)  # text, ranges, text, ranges, …, text
-        choices = [
-            [part] if index % 2 == 0 else _expand_ranges(part, text)
-            for index, part in enumerate(parts)
-        ]
-        hosts += ["".join(pieces) for pieces in itertools.product(*choices)]
-    return hosts
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[1])
 
 
 def expand_counts(text: str) -> list[int]:
@@ -211,18 +186,6 @@ def rendezvous_port(environ: Mapping[str, str]) -> int:
     digits = [environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
     job, step = (int(text) if text.isdecimal() else 0 for text in digits)
     return _FIRST_PORT + (31 * job + step) % _N_PORTS
-
-
-def _expand_ranges(ranges: str, whole: str) -> list[str]:
-    """`001-003,7` as its numbers, with the zeros they are written with."""
-    numbers: list[str] = []
-    for item in ranges.split(","):
-        first, dash, last = item.partition("-")
-        last = last if dash else first
-        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-            raise _unreadable("SLURM_STEP_NODELIST", whole, "node[01-03,7],gpu3")
-        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
-    return numbers
 
 
 def _unreadable(name: str, value: str, example: str) -> ConfigError:

@@ -172,13 +172,11 @@ def _stacks_path(folder: Path, rank: int) -> Path:
 
 def stacks(folder: Path, pids: dict[int, int]) -> dict[int, str]:
     """Rank → the stacks of its process as text, where it could be asked and has answered."""
-    ready = {rank: pid for rank, pid in pids.items() if _stacks_path(folder, rank).exists()}
-    for rank, pid in list(ready.items()):
-        if is_stopped(pid):
-            del ready[rank]
-            continue
+    can_write = (rank for rank in pids if _stacks_path(folder, rank).exists())
+    ready = [rank for rank in can_write if not is_stopped(pids[rank])]
+    for rank in ready:
         with suppress(ProcessLookupError):
-            os.kill(pid, STACKS_SIGNAL)
+            os.kill(pids[rank], STACKS_SIGNAL)
     deadline = time.monotonic() + _STACKS_SECONDS
     found: dict[int, str] = {}
     while len(found) < len(ready) and time.monotonic() < deadline:
@@ -194,7 +192,12 @@ def culprits(ranks: Collection[int], shown: dict[int, str]) -> list[int]:
     """The ranks that others wait for: those that cannot answer, else those whose stack is not that
     of waiting, else all."""
     mute = [rank for rank in ranks if rank not in shown]
-    at_work = [rank for rank, text in shown.items() if not _waits(text)]
+    at_work = []
+    for rank, text in shown.items():
+        main = text.rpartition("Current thread")[2]  # which the signal interrupts
+        frames = re.findall(r'File "([^"]*)"', main)[:_INNERMOST_FRAMES]
+        if not any(part in frame for frame in frames for part in _WAITS_FOR_OTHERS):
+            at_work.append(rank)
     return mute or at_work or list(ranks)
 
 
@@ -204,10 +207,3 @@ def is_stopped(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except OSError:
         return False
-
-
-def _waits(stacks_text: str) -> bool:
-    """True if the main thread, which the signal interrupts, is in a call that waits for others."""
-    main = stacks_text.rpartition("Current thread")[2]
-    frames = re.findall(r'File "([^"]*)"', main)[:_INNERMOST_FRAMES]
-    return any(part in frame for frame in frames for part in _WAITS_FOR_OTHERS)

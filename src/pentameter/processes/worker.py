@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import MutableMapping
+from functools import cache
 from pathlib import Path
 
 from pentameter.machine.child import LIFELINE, end_with_parent
@@ -20,7 +20,6 @@ ORPHAN_SECONDS = 25
 """Time that a worker whose torchrun agent is gone has to save and leave."""
 
 _PARENT_POLL_SECONDS = 1.0
-_WATCH_NAME = "watch-agent"
 
 
 def minded_stop_signals() -> list[signal.Signals]:
@@ -28,24 +27,21 @@ def minded_stop_signals() -> list[signal.Signals]:
     return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
-def watch_launcher(environ: MutableMapping[str, str] = os.environ) -> None:
+def watch_launcher() -> None:
     """From now on, end this process and what it started when `--nproc`'s launcher is gone, and
     write all stacks to a file at the launcher's STACKS_SIGNAL."""
-    if LIFELINE not in environ:
+    if LIFELINE not in os.environ:
         return  # this is not a worker, though it may be something that a worker started
-    end_with_parent(environ)
-    write_stacks_when_asked(Path(environ[LAUNCH_FOLDER]), int(environ["RANK"]))
+    end_with_parent()
+    write_stacks_when_asked(Path(os.environ[LAUNCH_FOLDER]), int(os.environ["RANK"]))
 
 
+@cache  # once for a process is enough
 def watch_agent() -> None:
     """From now on, stop this process, as SIGTERM does, when its parent is gone: an agent of
     torchrun that was killed leaves its workers behind, which would train on with nobody to start
     them again. What has not left after ORPHAN_SECONDS is ended."""
-    if any(thread.name == _WATCH_NAME for thread in threading.enumerate()):
-        return  # once for a process is enough
-    threading.Thread(
-        target=_end_with_parent, args=(os.getppid(),), name=_WATCH_NAME, daemon=True
-    ).start()
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 
 
 def _end_with_parent(parent: int) -> None:

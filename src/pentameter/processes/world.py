@@ -41,8 +41,8 @@ class World:
         """True for rank 0, which speaks and writes the run folder."""
         return self.rank == 0
 
-    def share(self, value: T, source: int = 0) -> T:
-        """Broadcast: the value that rank `source` passed, in every process."""
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """The value that rank `source` passed, in every process."""
         if self.size == 1:
             return value
         import torch.distributed as dist
@@ -51,8 +51,8 @@ class World:
         dist.broadcast_object_list(box, src=source)
         return box[0]  # type: ignore[return-value]
 
-    def collect(self, value: T) -> list[T]:
-        """All-gather: the values of all processes, by rank, in every process."""
+    def all_gather(self, value: T) -> list[T]:
+        """The values of all processes, by rank, in every process."""
         if self.size == 1:
             return [value]
         import torch.distributed as dist
@@ -61,8 +61,8 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def largest(self, value: int) -> int:
-        """All-reduce: the largest of the values that ranks passed; cheap enough for every step."""
+    def all_reduce_max(self, value: int) -> int:
+        """The largest of the values that ranks passed; cheap enough for every step."""
         if self.size == 1:
             return value
         import torch
@@ -72,9 +72,9 @@ class World:
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return int(tensor.item())
 
-    def wait(self) -> None:
-        """Barrier: return once every process has come here."""
-        self.largest(0)
+    def barrier(self) -> None:
+        """Return once every process has come here."""
+        self.all_reduce_max(0)
 
     def agreed(self, work: Callable[[], T]) -> T:
         """What `work` returns in this process; where it raises in any, each process raises that.
@@ -87,7 +87,9 @@ class World:
             result = work()
         except BaseException as caught:
             own = caught
-        failures = [(rank, each) for rank, each in enumerate(self.collect(own)) if each is not None]
+        failures = [
+            (rank, each) for rank, each in enumerate(self.all_gather(own)) if each is not None
+        ]
         if failures:
             ours = [failure for failure in failures if isinstance(failure[1], PentameterError)]
             rank, error = (ours or failures)[0]
@@ -95,19 +97,6 @@ class World:
         return result  # type: ignore[return-value]
 
     def on_main(self, action: Callable[[], T]) -> T:
-        """Run `action` in the main process only, and broadcast its result or its error.
-
-        Raises in every process the PentameterError or OSError that `action` raised.
-        """
-        result: T | None = None
-        error: BaseException | None = None
-        if self.is_main:
-            try:
-                result = action()
-            except (PentameterError, OSError) as caught:
-                error = caught
-        if self.size > 1:
-            result, error = self.share((result, error))
-        if error is not None:
-            raise error
-        return result  # type: ignore[return-value]
+        """The result of `action`, which the main process alone runs; what it raises, all raise."""
+        result = self.agreed(lambda: action() if self.is_main else None)
+        return self.broadcast(result)  # type: ignore[return-value]

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from pentameter import wording
 from pentameter.config.fields import leaves
 from pentameter.config.fingerprint import NOT_THE_TRAINING
 from pentameter.errors import ConfigError
-from pentameter.report import wording
-from pentameter.report.markup import (
-    badge,
-    document,
-    dotted,
-    head,
-    note,
-    nothing,
-    pair,
-    plot_card,
-    section,
-    table,
-    tabs,
-    text,
-)
+from pentameter.report.markup import render
 from pentameter.report.plots import (
     AXES,
     LOSSES,
@@ -36,8 +24,9 @@ from pentameter.report.plots import (
     useful_axes,
 )
 from pentameter.report.reading import RecordedRun, read_run
-from pentameter.report.results import Results, outcome, results, strict
+from pentameter.report.results import Results, RunOutcome, outcome, progress, results
 from pentameter.report.settings import Settings, settings
+from pentameter.train.log_files import strict
 
 SAME_TEXT = ("data.tokenizer", "data.order", "data.packing")
 """Keys of [data] that leave open which text is held out."""
@@ -51,6 +40,7 @@ class Run:
     label: str
     record: RecordedRun
     results: Results
+    outcome: RunOutcome
     settings: Settings
 
 
@@ -81,7 +71,7 @@ class Comparison:
                 {
                     "run": str(run.record.folder),
                     "label": run.label,
-                    "outcome": outcome(run.record).label,
+                    "outcome": run.outcome.label,
                     **strict(asdict(run.results)),
                 }
                 for run in self.runs
@@ -110,7 +100,7 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
     names = [record.name for record in records]
     labels = names if len(set(names)) == len(names) else [str(folder) for folder in folders]
     runs = tuple(
-        Run(label, record, results(record), settings(record.config))
+        Run(label, record, results(record), outcome(record), settings(record.config))
         for label, record in zip(labels, records, strict=True)
     )
     differing = _differing(runs)
@@ -150,55 +140,40 @@ def _differing(runs: Sequence[Run]) -> dict[str, tuple[Any, ...]]:
     return dict(sorted(differing.items(), key=lambda item: item[0] in NOT_THE_TRAINING))
 
 
-def _rows(runs: Sequence[Run]) -> list[Row]:
-    """The lines of the table that hold something for any run."""
-    fixed = wording.fixed
-    lowest, highest = min, max
-    rows = [
-        _row(runs, "best validation loss", lambda r: fixed(r.best_loss), lambda r: r.best_loss,
-             lowest),
-        _row(runs, "at step", lambda r: "–" if r.best_step is None else f"{r.best_step:,}"),
-        _row(runs, "final validation loss", lambda r: fixed(r.final_loss), lambda r: r.final_loss,
-             lowest),
-        _row(runs, "perplexity", lambda r: fixed(r.perplexity, 3), lambda r: r.perplexity, lowest),
-        _row(runs, "bits per byte", lambda r: fixed(r.bits_per_byte), lambda r: r.bits_per_byte,
-             lowest),
-        _row(runs, "train loss", lambda r: fixed(r.train_loss), lambda r: r.train_loss, lowest),
-        _row(runs, "steps", lambda r: f"{r.steps:,}" + _of(r)),
-        _row(runs, "tokens", lambda r: wording.count(r.tokens)),
-        _row(runs, "time", lambda r: wording.duration(r.training_seconds)),
-        _row(runs, "tokens per second", lambda r: wording.count(r.tokens_per_second),
-             lambda r: r.tokens_per_second, highest),
-        _row(runs, "MFU", lambda r: wording.percent(r.mfu)),
-        _row(runs, "peak memory", lambda r: wording.size(r.peak_memory_bytes)),
-        _row(runs, "parameters", lambda r: f"{r.parameters:,}" if r.parameters else "–"),
-        _row(runs, "layout", lambda r: r.layout or "–"),
-        _row(runs, "precision", lambda r: r.precision or "–"),
-        _row(runs, "device", lambda r: r.device or "–"),
-    ]  # fmt: skip
-    ended = Row("outcome", tuple(outcome(run.record).label for run in runs))
-    return [ended, *(row for row in rows if set(row.cells) != {"–"})]
+FIGURES: tuple[tuple[str, str, Callable[[Any], str], Callable[..., float] | None], ...] = (
+    ("outcome", "outcome.label", str, None),
+    ("best validation loss", "results.best_loss", wording.fixed, min),
+    ("at step", "results.best_step", wording.whole, None),
+    ("final validation loss", "results.final_loss", wording.fixed, min),
+    ("perplexity", "results.perplexity", lambda value: wording.fixed(value, 3), min),
+    ("bits per byte", "results.bits_per_byte", wording.fixed, min),
+    ("train loss", "results.train_loss", wording.fixed, min),
+    ("steps", "record", progress, None),
+    ("tokens", "results.tokens", wording.count, None),
+    ("time", "results.training_seconds", wording.duration, None),
+    ("tokens per second", "results.tokens_per_second", wording.count, max),
+    ("MFU", "results.mfu", wording.percent, None),
+    ("peak memory", "results.peak_memory_bytes", wording.size, None),
+    ("parameters", "results.parameters", wording.whole, None),
+    ("layout", "results.layout", lambda name: name or "–", None),
+    ("precision", "results.precision", lambda name: name or "–", None),
+    ("device", "results.device", lambda name: name or "–", None),
+)
+"""Title of each line of the table, its value in a `Run`, the words for it, and which is best."""
 
 
-def _row(
-    runs: Sequence[Run],
-    title: str,
-    shown: Callable[[Results], str],
-    value: Callable[[Results], float] | None = None,
-    choose: Callable[[list[float]], float] = min,
-) -> Row:
-    """A line; where it has a `value` the best of them are marked, unless all are the same."""
-    best: frozenset[int] = frozenset()
-    if value is not None:
-        values = [value(run.results) for run in runs]
-        finite = [v for v in values if math.isfinite(v)]
-        if len(set(finite)) > 1:
-            best = frozenset(i for i, v in enumerate(values) if v == choose(finite))
-    return Row(title, tuple(shown(run.results) for run in runs), best)
-
-
-def _of(found: Results) -> str:
-    return f" of {found.planned_steps:,}" if found.planned_steps else ""
+def _rows(runs: Sequence[Run]) -> Iterator[Row]:
+    """The lines of the table that hold something for any run; the best are marked, unless all are
+    the same."""
+    for title, place, shown, choose in FIGURES:
+        values = [attrgetter(place)(run) for run in runs]
+        cells = tuple(map(shown, values))
+        finite = [value for value in values if choose and math.isfinite(value)]
+        best: frozenset[int] = frozenset()
+        if choose and len(set(finite)) > 1:
+            best = frozenset(i for i, value in enumerate(values) if value == choose(finite))
+        if set(cells) != {"–"}:
+            yield Row(title, cells, best)
 
 
 def _verdict(runs: Sequence[Run], differing: dict[str, Any]) -> str:
@@ -236,83 +211,29 @@ def _verdict(runs: Sequence[Run], differing: dict[str, Any]) -> str:
 
 def render_comparison(comparison: Comparison) -> str:
     """The whole page as HTML."""
-    labels = [run.label for run in comparison.runs]
-    return document(
-        f"{', '.join(labels)} – pentameter compare",
-        (
-            _header(comparison),
-            _losses(comparison),
-            section("Results", _table(comparison, "", _result_rows(comparison))),
-            _settings(comparison),
-        ),
-        ", ".join(str(run.record.folder) for run in comparison.runs),
+    return render(
+        "comparison.html",
+        comparison=comparison,
+        losses=list(_losses([(run.label, run.record) for run in comparison.runs])),
+        n_colours=len(RUN_COLOURS),
+        not_the_training=NOT_THE_TRAINING,
     )
 
 
-def _header(comparison: Comparison) -> str:
-    runs = "".join(
-        f"<li>{_key(index)}<b>{text(run.label)}</b> {badge(ended.kind, ended.label)} "
-        f"<span>{text(ended.sentence)}</span></li>"
-        for index, run in enumerate(comparison.runs)
-        if (ended := outcome(run.record))
-    )
-    verdict = f'<p class="outcome">{text(comparison.verdict)}</p>' if comparison.verdict else ""
-    return (
-        f"<header><h1>{len(comparison.runs)} runs compared</h1>{verdict}"
-        f'<ul class="runs">{runs}</ul></header>'
-    )
-
-
-def _losses(comparison: Comparison) -> str:
-    runs = [(run.label, run.record) for run in comparison.runs]
+def _losses(runs: Sequence[tuple[str, RecordedRun]]) -> Iterable[dict[str, Any]]:
+    """The losses over each axis that tells the runs apart, and those of the whole runs."""
     labels = {"step": "by step", "tokens": "by tokens", "elapsed_seconds": "by time"}
     asked = [(labels[axis], axis, True) for axis in useful_axes(runs)]
     if is_cut(runs):
         asked.append(("whole run", "step", False))
-    views = []
     for label, axis, settled in asked:
-        figures = []
+        plots = []
         for loss in LOSSES:
             figure = overlay_figure(loss, runs, axis=axis, settled=settled)
             if figure is None:
                 continue
             name = "-".join((loss.split()[0], axis.replace("_", "-"), str(settled))).lower()
             svg = page_svg(figure, name, f"{loss} of {len(runs)} runs over {AXES[axis]}")
-            figures.append(plot_card(loss, svg))
-        if figures:
-            views.append((label, pair(figures)))
-    if not views:
-        return section("Loss", nothing("No step has been logged yet."))
-    return section("Loss", tabs("axis", views))
-
-
-def _result_rows(comparison: Comparison) -> Iterable[str]:
-    for row in comparison.rows:
-        cells = "".join(
-            f"<td{' class=best' if index in row.best else ''}>{text(cell)}</td>"
-            for index, cell in enumerate(row.cells)
-        )
-        yield f'<tr><th scope="row">{text(row.title)}</th>{cells}</tr>'
-
-
-def _settings(comparison: Comparison) -> str:
-    if not comparison.differing:
-        return section("Settings that differ", nothing("The runs have the same settings."))
-    rows = []
-    for path, values in comparison.differing.items():
-        cells = "".join(f"<td>{text(wording.scalar(value))}</td>" for value in values)
-        aside = " class=muted" if path in NOT_THE_TRAINING else ""
-        rows.append(f'<tr{aside}><th scope="row">{dotted(path)}</th>{cells}</tr>')
-    some_pale = comparison.differing.keys() & NOT_THE_TRAINING.keys()
-    said = "Pale: changes no weight of a step." if some_pale else ""
-    return section("Settings that differ", _table(comparison, "setting", rows) + note(said))
-
-
-def _table(comparison: Comparison, corner: str, rows: Iterable[str]) -> str:
-    """A table with a column for each run."""
-    runs = [head(_key(i) + text(run.label)) for i, run in enumerate(comparison.runs)]
-    return table([head(text(corner)), *runs], rows, "rows settings")
-
-
-def _key(index: int) -> str:
-    return f'<i class="key run-{index % len(RUN_COLOURS) + 1}"></i>'
+            plots.append((loss, svg))
+        if plots:
+            yield {"label": label, "plots": plots}

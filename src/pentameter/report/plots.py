@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter
 
 from pentameter.errors import ConfigError, StorageError
 from pentameter.report.curves import Series, envelope, limits, settled_limits, smoothed, thinned
-from pentameter.report.hover import hover_attribute
 from pentameter.report.reading import RecordedRun
 
 WIDE_INCHES = (8.4, 3.5)
@@ -32,6 +34,8 @@ LOSSES: dict[str, Callable[[RecordedRun], Series]] = {
     "Training loss, smoothed": lambda record: record.train.get("loss", Series()),
 }
 """Losses of which those of several runs can be drawn in one figure."""
+THINNEST_POINTS = 1.5
+"""Lines thinner than this, in points, are noise behind a curve, grid or marks."""
 DASHES = ((0, ()), (0, (4, 1.5)), (0, (1, 1)))
 
 
@@ -68,11 +72,8 @@ def loss_figure(
 ) -> Figure | None:
     """Training and validation loss over steps, the best marked; None when there is no loss.
 
-    Args:
-        record: the run. Its `entropy_rate`, known of a grammar corpus, becomes the floor line.
-        size_inches: width and height.
-        palette: the colours.
-        settled: leave the fall at the start above the axis, and say so; None where there is none.
+    An `entropy_rate`, known of a grammar corpus, becomes the floor line. `settled` leaves the fall
+    at the start above the axis, and says so; None where there is none.
     """
     train, validation = record.train.get("loss", Series()), record.split_losses("val")
     floor = entropy_rate(record)
@@ -152,13 +153,10 @@ def overlay_figure(
     axis: str = "step",
     settled: bool = True,
 ) -> Figure | None:
-    """A loss of all runs, each in its colour; None where no run has values.
+    """A loss (a key of LOSSES) of all runs, each with its label and in its colour, over an axis (a
+    key of AXES); None where no run has values.
 
-    Args:
-        loss: a key of LOSSES.
-        runs: label and record of each, in the order that gives them their colours.
-        axis: a key of AXES.
-        settled: leave the fall at the start above the axis where there is one, and say so.
+    `settled` leaves the fall at the start above the axis where there is one, and says so.
     """
     curves = [LOSSES[loss](record) for _, record in runs]
     whole = limits(tuple(curves))
@@ -213,12 +211,7 @@ def _along(record: RecordedRun, axis: str, steps: np.ndarray) -> np.ndarray:
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """`path`, written in the format its suffix names: svg, png or pdf.
-
-    Raises:
-        ConfigError: another suffix.
-        StorageError: it cannot be written.
-    """
+    """`path`, written in the format its suffix names, svg, png or pdf; ConfigError for another."""
     suffix = path.suffix.lower().lstrip(".")
     if suffix not in ("svg", "png", "pdf"):
         raise ConfigError(f"--plot {path}: the suffix names the format; possible: svg, png, pdf")
@@ -234,10 +227,8 @@ def save_figure(figure: Figure, path: Path) -> Path:
 def page_svg(figure: Figure, name: str, description: str) -> str:
     """A figure drawn with the PAGE palette as an SVG element to stand inside a page.
 
-    Args:
-        figure: to draw.
-        name: unique on the page, of letters and hyphens; the element's ids start with it.
-        description: for a reader who cannot see it; plain words, no markup.
+    `name` is unique on the page, of letters and hyphens: the element's ids start with it. The
+    `description` is for a reader who cannot see it; plain words, no markup.
     """
     buffer = io.StringIO()
     # text stays text, in the page's font; ids follow from the content and not from chance
@@ -258,11 +249,53 @@ def page_svg(figure: Figure, name: str, description: str) -> str:
     assert box is not None
     svg = (
         f'<svg {box[0]} role="img" aria-label="{description}"'
-        f"{hover_attribute(figure)}>{svg[opening.end() :].rstrip()}"
+        f"{_hover_attribute(figure)}>{svg[opening.end() :].rstrip()}"
     )
     for colour, variable in _PAGE_VARIABLES.items():
         svg = svg.replace(colour, variable)
     return svg
+
+
+def _hover_attribute(figure: Figure) -> str:
+    """`data-hover` with the curves of a figure that was drawn, as an attribute of its SVG element.
+
+    It holds the plot's corners in the SVG's units, the limits of both axes, and of each curve its
+    label, colour and points. "" where there is none.
+    """
+    axes = figure.axes[0]
+    curves = [line for line in axes.get_lines() if _is_curve(line)]
+    if not curves:
+        return ""
+    width, height = 72 * figure.get_size_inches()
+    box = axes.get_position()
+    values = {
+        "box": [box.x0 * width, (1 - box.y1) * height, box.x1 * width, (1 - box.y0) * height],
+        "x": axes.get_xlim(),
+        "y": axes.get_ylim(),
+        "log": axes.get_yscale() == "log",
+        "unit": axes.get_xlabel(),
+        "curves": [
+            {
+                "name": "" if str(line.get_label()).startswith("_") else line.get_label(),
+                "colour": line.get_color(),
+                "x": line.get_xdata(),
+                "y": line.get_ydata(),
+            }
+            for line in curves
+        ],
+    }
+    text = json.dumps(values, default=_short, ensure_ascii=False, separators=(",", ":"))
+    return f' data-hover="{escape(text)}"'
+
+
+def _is_curve(line: Line2D) -> bool:
+    return line.get_linewidth() >= THINNEST_POINTS and np.size(line.get_xdata()) > 1
+
+
+def _short(array: object) -> list[float | int]:
+    """Numbers with five digits: more cannot be seen, and a page has tens of thousands."""
+    numbers = [float(f"{value:.5g}") for value in np.asarray(array, dtype=float)]
+    return [int(number) if number.is_integer() else number for number in numbers]
 
 
 def _say_cut(axes: Axes, highest: float, palette: Palette) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 import tomllib
 from collections.abc import Callable, Iterator
@@ -97,17 +96,27 @@ def read_run(folder: Path) -> RecordedRun:
     if not folder.is_dir():
         raise StorageError(f"{folder} is not a run folder: there is no such folder")
     events, unreadable = _read_events(folder / "metrics.jsonl")
-    train = _by_step(events, "train")
+    train = _latest(events, "train")
     sessions = [e for e in events if e.get("event") in ("start", "resume", "end")]
     starts = [e for e in sessions if e["event"] != "end"]
     end = sessions[-1] if sessions and sessions[-1]["event"] == "end" else None
     start: dict[str, Any] = {}
     for event in starts:  # a resume repeats what may have changed: device, precision
         start.update({k: v for k, v in event.items() if k not in ("event", "step")})
-    evaluations = tuple(_evaluations(events))
+    evaluations = tuple(
+        Evaluation(
+            event["step"],
+            str(event.get("split") or "val"),
+            *(number(event.get(key)) for key in ("loss", "perplexity", "bits_per_byte")),
+        )
+        for event in _latest(events, "eval", "split")
+    )
     elapsed = _elapsed_seconds(train)
+    seconds = number((end or {}).get("seconds"))  # a run that ended says so itself
+    if not math.isfinite(seconds):
+        seconds = elapsed.values[-1] if len(elapsed) else NAN
     last_step = max(
-        *(step for step, _ in train[-1:]),
+        *(e["step"] for e in train[-1:]),
         *(e.step for e in evaluations),
         _integer((end or {}).get("step")),  # the lines of `train` may end before it
         0,
@@ -116,8 +125,7 @@ def read_run(folder: Path) -> RecordedRun:
         folder=folder,
         start=start,
         train={
-            key: _series([(step, number(e[key])) for step, e in train if key in e])
-            for key in CURVES
+            key: _series([(e["step"], number(e[key])) for e in train if key in e]) for key in CURVES
         }
         | {"elapsed_seconds": elapsed},
         evaluations=evaluations,
@@ -128,15 +136,15 @@ def read_run(folder: Path) -> RecordedRun:
                 if e.get("event") in ("resume", "skip", "rollback")
             )
         ),
-        checkpoints=_checkpoints(folder, events),
+        checkpoints=tuple(_checkpoints(folder, events)),
         end=end,
         last_step=last_step,
-        tokens=max((_integer(e.get("tokens")) for _, e in train), default=0),
-        training_seconds=_training_seconds(elapsed, end),
+        tokens=max((_integer(e.get("tokens")) for e in train), default=0),
+        training_seconds=seconds,
         unreadable_lines=unreadable,
-        config=_read_toml(folder / "config.toml"),
-        plan=_read_json(folder / "plan.json"),
-        environment=_read_json(folder / "environment.json"),
+        config=_read_table(folder / "config.toml", tomllib.loads),
+        plan=_read_table(folder / "plan.json", json.loads),
+        environment=_read_table(folder / "environment.json", json.loads),
         samples=tuple(_samples(folder / "samples")),
         log_tail=_read_text(folder / "log.txt")[-MAX_LOG_CHARACTERS:],
         locked=_is_beating(folder / "run.lock"),
@@ -161,21 +169,15 @@ def _read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
     return events, unreadable
 
 
-def _by_step(events: list[dict[str, Any]], kind: str) -> list[tuple[int, dict[str, Any]]]:
-    """Events of a kind in the order of their steps; of a repeated step the later one."""
-    latest = {_integer(e.get("step")): e for e in events if e.get("event") == kind and "step" in e}
-    return sorted(latest.items(), key=lambda item: item[0])
-
-
-def _evaluations(events: list[dict[str, Any]]) -> Iterator[Evaluation]:
-    latest: dict[tuple[int, str], dict[str, Any]] = {}
-    for event in events:
-        if event.get("event") == "eval":
-            latest[_integer(event.get("step")), str(event.get("split") or "val")] = event
-    for (step, split), event in sorted(latest.items(), key=lambda item: item[0]):
-        loss = number(event.get("loss"))
-        perplexity = number(event.get("perplexity"))
-        yield Evaluation(step, split, loss, perplexity, number(event.get("bits_per_byte")))
+def _latest(events: list[dict[str, Any]], kind: str, *keys: str) -> list[dict[str, Any]]:
+    """Events of a kind in the order of their steps; of a repeated step, or of one with the same
+    values of `keys`, the later one."""
+    latest = {
+        (_integer(event.get("step")), *(str(event.get(key)) for key in keys)): event
+        for event in events
+        if event.get("event") == kind and "step" in event
+    }
+    return [{**event, "step": place[0]} for place, event in sorted(latest.items())]
 
 
 def _series(points: list[tuple[int, float]]) -> Series:
@@ -188,54 +190,34 @@ def _series(points: list[tuple[int, float]]) -> Series:
     )
 
 
-def _training_seconds(elapsed: Series, end: dict[str, Any] | None) -> float:
-    """Seconds of training over all sessions of the run, NaN when unknown.
-
-    A run that ended says so itself.
-    """
-    seconds = NAN if end is None else number(end.get("seconds"))
-    if math.isfinite(seconds):
-        return seconds
-    return elapsed.values[-1] if len(elapsed) else NAN
-
-
-def _elapsed_seconds(train: list[tuple[int, dict[str, Any]]]) -> Series:
+def _elapsed_seconds(train: list[dict[str, Any]]) -> Series:
     """Seconds of training until each line: the tokens between two lines over the tokens per second
     of the later one, summed."""
     points: list[tuple[int, float]] = []
     total, previous_tokens = 0.0, 0
-    for step, event in train:
+    for event in train:
         tokens, rate = _integer(event.get("tokens")), number(event.get("tokens_per_second"))
         if tokens > previous_tokens and math.isfinite(rate) and rate > 0:
             total += (tokens - previous_tokens) / rate
-            points.append((step, total))
+            points.append((event["step"], total))
         previous_tokens = max(previous_tokens, tokens)
     return _series(points)
 
 
-def _checkpoints(folder: Path, events: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+def _checkpoints(folder: Path, events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The checkpoints that were written, each with `kept`: whether its folder is still there."""
-    latest: dict[int, dict[str, Any]] = {}
-    for event in events:
-        if event.get("event") == "checkpoint":
-            latest[_integer(event.get("step"))] = event
-    rows = []
-    for step in sorted(latest):
-        name = Path(str(latest[step].get("path") or f"step-{step:08d}")).name
+    for event in _latest(events, "checkpoint"):
+        name = Path(str(event.get("path") or f"step-{event['step']:08d}")).name
         kept = bool(name) and (folder / "checkpoints" / name).is_dir()
-        rows.append({**latest[step], "step": step, "name": name, "kept": kept})
-    return tuple(rows)
+        yield {**event, "name": name, "kept": kept}
 
 
 def _samples(folder: Path) -> Iterator[Sample]:
-    found = []
-    for path in _listed(folder):
-        match = re.fullmatch(r"step-(\d+)\.txt", path.name)
-        if match:
-            found.append((int(match[1]), path))
-    for step, path in sorted(found):
-        text = _read_text(path)
-        yield Sample(step, text[:MAX_SAMPLE_CHARACTERS], max(0, len(text) - MAX_SAMPLE_CHARACTERS))
+    for path in sorted(folder.glob("step-*.txt"), key=lambda path: (len(path.name), path.name)):
+        if (step := path.stem.removeprefix("step-")).isdecimal():
+            text = _read_text(path)
+            omitted = max(0, len(text) - MAX_SAMPLE_CHARACTERS)
+            yield Sample(int(step), text[:MAX_SAMPLE_CHARACTERS], omitted)
 
 
 def _is_beating(lock: Path) -> bool:
@@ -243,13 +225,6 @@ def _is_beating(lock: Path) -> bool:
         return time.time() - lock.stat().st_mtime < BEATS_SECONDS
     except OSError:
         return False
-
-
-def _listed(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
 
 
 def _read_text(path: Path) -> str:
@@ -262,18 +237,10 @@ def _read_text(path: Path) -> str:
         raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return _parsed(_read_text(path), json.loads)
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    return _parsed(_read_text(path), tomllib.loads)
-
-
-def _parsed(text: str, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """The text's top-level table, {} when it is not one. Both parsers' errors are ValueErrors."""
+def _read_table(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """The file's top-level table, {} when it is not one. Both parsers' errors are ValueErrors."""
     try:
-        return as_table(parse(text))
+        return as_table(parse(_read_text(path)))
     except ValueError:
         return {}
 

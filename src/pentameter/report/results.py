@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from pentameter.report import wording
+from pentameter import wording
 from pentameter.report.curves import Series
 from pentameter.report.reading import NAN, RecordedRun, as_table
 
@@ -81,12 +79,10 @@ def planned_steps(record: RecordedRun) -> int | None:
     return planned if isinstance(planned, int) else None
 
 
-def strict(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` as strict JSON has them, which every reader accepts: NaN and infinity are null."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in values.items()
-    }
+def progress(record: RecordedRun) -> str:
+    """The steps made, of those planned where that is known: "200 of 400"."""
+    planned = planned_steps(record)
+    return f"{record.last_step:,}" + (f" of {planned:,}" if planned else "")
 
 
 def _median(record: RecordedRun, key: str) -> float:
@@ -105,9 +101,8 @@ class RunOutcome:
 
 def outcome(record: RecordedRun) -> RunOutcome:
     """The outcome of a run, so far as its folder tells."""
-    planned = planned_steps(record)
-    of = f" of {planned:,}" if planned else ""
-    at = f"step {record.last_step:,}{of}"
+    made = progress(record)
+    at = f"step {made}"
     if record.end is None:
         return _unfinished(record, at)
     reason = " ".join(str(record.end.get("reason") or "completed").split())
@@ -115,7 +110,7 @@ def outcome(record: RecordedRun) -> RunOutcome:
     also = f"; {best}" if best else ""
     if reason == "completed":
         took = wording.duration(record.training_seconds)
-        done = f"Completed {record.last_step:,}{of} steps"
+        done = f"Completed {made} steps"
         done += f" in {took}" if math.isfinite(record.training_seconds) else ""
         return RunOutcome("finished", "good", f"{done}{also}.")
     if reason.startswith("error"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ class Choices:
 
 def settings(config: Mapping[str, Any]) -> Settings:
     """A run's config.toml by dotted path: the schema's keys in its order, then unknown ones."""
-    found = dict(_flat(config, ""))
+    found = dict(flat(config))
     for path, leaf in leaves().items():
         if found.get(path) == ABSENT and ABSENT in leaf.expected.split():
             found[path] = None
@@ -47,12 +47,18 @@ def choices(found: Settings, rows_per_epoch: int | None) -> Choices | None:
     if not found.keys() & leaves().keys():
         return None
     presets = [load_config(name) for name in preset_names()]
-    preset = min(presets, key=lambda config: len(_stated_differences(config, found)))
+    known = [path for path in found if path in leaves() and path != "name"]
+
+    def n_differences(config: Config) -> int:  # from what it states
+        stated = values_of(config)
+        return sum(_plain(stated[path]) not in (None, found[path]) for path in known)
+
+    preset = min(presets, key=n_differences)
     resolved = _resolved(preset, found, rows_per_epoch)
     on_its_text = _resolved(_on_text_of(preset, found), found, rows_per_epoch)
     differs = [
         path
-        for path in _known(found)
+        for path in known
         if found[path] != resolved.get(path)
         and (path in TEXT_KEYS or found[path] != on_its_text.get(path))
     ]
@@ -84,16 +90,6 @@ def _on_text_of(preset: Config, found: Settings) -> Config:
         return preset
 
 
-def _known(found: Settings) -> list[str]:
-    return [path for path in found if path in leaves() and path != "name"]
-
-
-def _stated_differences(preset: Config, found: Settings) -> list[str]:
-    """The settings that differ from what a preset states."""
-    stated = values_of(preset)
-    return [path for path in _known(found) if _plain(stated[path]) not in (None, found[path])]
-
-
 def _resolved(config: Config, found: Settings, rows_per_epoch: int | None) -> Settings:
     """The settings as a run folder would have them, where the Plan can be made."""
     vocab_size = found.get("model.vocab_size")
@@ -106,11 +102,12 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _flat(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = []
+def flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted path and value of every leaf of nested tables, and of lists of tables by index."""
     for key, value in values.items():
         if isinstance(value, dict):
-            pairs += _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            yield from flat(dict(enumerate(value)), f"{prefix}{key}.")
         else:
-            pairs.append((f"{prefix}{key}", value))
-    return pairs
+            yield f"{prefix}{key}", value

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from traceback import format_exception
-from types import TracebackType
 from typing import Self
 from unicodedata import category
 
@@ -36,6 +35,7 @@ from pentameter.train.hooks import (
     is_logged,
 )
 from pentameter.train.log_files import LogFile
+from pentameter.wording import duration, size
 
 REFRESH_SECONDS = 0.1
 
@@ -61,9 +61,7 @@ class Console:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._live is not None:
             self._live.stop()
         if error is not None and not self._world.is_main:  # the main one's is told, see `failure`
@@ -93,7 +91,7 @@ class Console:
     def warn(self, warnings: Sequence[str]) -> None:
         """Say each of `warnings`; every process but the main one prints only those that the main
         one does not have. Collective."""
-        told = self._world.share(list(warnings))
+        told = self._world.broadcast(list(warnings))
         for warning in warnings:
             self.say(f"warning: {warning}")
             if warning not in told:
@@ -175,7 +173,7 @@ class Console:
 
     def on_end(self, run: TrainingRun, end: RunEnd) -> None:
         """Print why the run ended, and how long it trained."""
-        self.say(f"ended at step {end.step}: {end.reason}, {_duration(end.seconds)} of training")
+        self.say(f"ended at step {end.step}: {end.reason}, {duration(end.seconds)} of training")
 
     def _to_log(self, text: str) -> None:
         text = _shown(text)
@@ -214,22 +212,3 @@ def _rough_duration(seconds: float) -> str:
     if seconds < 59.5:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 59.5 * 60 else f"{seconds / 3600:.1f} h"
-
-
-def _duration(seconds: float) -> str:
-    """`seconds` in words: 42 s, 3 min 20 s, 2 h 05 min."""
-    total = max(0, round(seconds))
-    if total < 60:
-        return f"{total} s"
-    if total < 3600:
-        return f"{total // 60} min {total % 60:02d} s"
-    return f"{total // 3600} h {total % 3600 // 60:02d} min"
-
-
-def size(n_bytes: float) -> str:
-    """`n_bytes` in words, in the largest unit that keeps it above one: 1.5 MB."""
-    for unit in ("B", "KB", "MB"):
-        if n_bytes < 1000:
-            return f"{n_bytes:.3g} {unit}"
-        n_bytes /= 1000
-    return f"{n_bytes:.3g} GB"

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentameter.checkpoint.manifest import Manifest
 from pentameter.checkpoint.opening import (
     Checkpoint,
     find_checkpoint,
@@ -261,7 +260,8 @@ def plan_run(request: Request, plan_of: Callable[[Config], Plan]) -> Plan:
     plan = plan_of(config)
     if request.resume not in ("auto", "must", "extend"):
         return plan
-    found = world.on_main(lambda: _recorded(path))
+    source = path / "config.toml"
+    found = world.on_main(lambda: load_config(source) if source.exists() else None)
     if found is None:
         if extends:
             raise no_checkpoint(request)
@@ -283,19 +283,13 @@ def plan_run(request: Request, plan_of: Callable[[Config], Plan]) -> Plan:
     return plan_of(_beginning_at(config, start))
 
 
-def _recorded(path: Path) -> Config | None:
-    source = path / "config.toml"
-    return load_config(source) if source.exists() else None
-
-
 def _last_step(path: Path) -> int | None:
     identity = read_identity(path)
     assert identity is not None  # there is a config.toml
-
-    def is_own(_: Path, manifest: Manifest) -> bool:
-        return manifest.run_id == identity["run_id"]
-
-    checkpoint = find_checkpoint(path / "checkpoints", is_own, [])
+    run_id = identity["run_id"]
+    checkpoint = find_checkpoint(
+        path / "checkpoints", lambda _, manifest: manifest.run_id == run_id, []
+    )
     return None if checkpoint is None else checkpoint.step
 
 

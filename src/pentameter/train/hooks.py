@@ -11,21 +11,24 @@ run like any other error.
 
 from __future__ import annotations
 
-import difflib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pentameter.config.schema import Config
+from pentameter.errors import nearest
 
 if TYPE_CHECKING:
+    from pentameter.data.batches.step import TrainingBatches
     from pentameter.data.shards.dataset import Dataset
     from pentameter.optim.build import AnyOptimizer
     from pentameter.parallel.compute import Compute
     from pentameter.parallel.engine import Engine
     from pentameter.planning.plan import Plan
     from pentameter.processes.world import World
+    from pentameter.train.console import Console
     from pentameter.train.run_folder import RunFolder
     from pentameter.train.state import TrainState
 
@@ -42,20 +45,18 @@ HOOK_METHODS = (
 )
 
 
-class Speaker(Protocol):
-    """The part of the console that hooks use."""
+class TrainingRun(ABC):
+    """The running run that a hook is given, to read and to call; `Trainer` is one.
 
-    def say(self, text: str) -> None:
-        """Print a line in the main process, and write it into this process's log."""
-
-
-class TrainingRun(Protocol):
-    """The running run that a hook is given, to read and to call; `Trainer` is one."""
+    `train/start.py` fills it in.
+    """
 
     config: Config
     """The configuration with every value that the Plan derived."""
     plan: Plan
     dataset: Dataset
+    batches: TrainingBatches
+    sample_prompt: str
     compute: Compute
     run_dir: Path
     folder: RunFolder
@@ -63,14 +64,14 @@ class TrainingRun(Protocol):
     optimizer: AnyOptimizer
     state: TrainState
     world: World
+    console: Console
+    """The console and log.txt; `say` prints a line in the main process, and logs it in every."""
 
-    @property
-    def console(self) -> Speaker:
-        """The console and log.txt."""
-
+    @abstractmethod
     def stop(self, reason: str) -> None:
         """End the run after the current step, as if it were complete."""
 
+    @abstractmethod
     def record(self, event: str, **values: float | str | None) -> None:
         """Add a line to metrics.jsonl, and tell the trackers; `values` hold its step."""
 
@@ -154,10 +155,11 @@ def check_hook(hook: object) -> None:
     for name in dir(hook):
         if not name.startswith("on_") or name in HOOK_METHODS or not callable(getattr(hook, name)):
             continue
-        nearest = difflib.get_close_matches(name, HOOK_METHODS, n=1, cutoff=0)[0]
+        near = nearest(name, HOOK_METHODS)
         raise TypeError(
-            f"{hook!r} has a method {name}, which is never called; did you mean {nearest}? Hooks "
-            f"have any of {known}, and no other method that begins with on_"
+            f"{hook!r} has a method {name}, which is never called"
+            f"{f'; did you mean {near}?' if near else '.'} Hooks have any of {known}, and no other "
+            "method that begins with on_"
         )
     if not any(hasattr(hook, name) for name in HOOK_METHODS):
         raise TypeError(f"{hook!r} is no hook: it has none of {known}")

@@ -118,28 +118,6 @@ class LogFile:
         return (os.stat(self.path) if self._fd is None else os.fstat(self._fd)).st_size
 
 
-class MetricsLog:
-    """metrics.jsonl, to which events are appended; what the disk refuses is written later."""
-
-    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
-        self._file = LogFile(path, warn)
-
-    def write(self, event: str, **values: Any) -> None:
-        """Append one event. Non-finite numbers become null, which every JSON reader accepts."""
-        self._file.append(_line(event, values))
-
-    def sync(self) -> dict[str, Any]:
-        """Sync the file, and return a checkpoint's record of it, for `rewind_metrics`:
-        `metrics_bytes` of whole lines, and `metrics_unwritten`, lines that wait for the disk."""
-        n_bytes = self._file.sync()
-        unwritten = [line.decode().rstrip("\n") for line in self._file.unwritten]
-        return {"metrics_bytes": n_bytes, "metrics_unwritten": unwritten}
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
 def rewind_metrics(
     path: Path,
     *,
@@ -164,7 +142,7 @@ def rewind_metrics(
     if checkpoint is not None and not _find_checkpoint(kept, checkpoint["step"]):
         # A checkpoint that was saved again has its line in what is kept.
         line = _find_checkpoint(rest, checkpoint["step"])
-        kept += line or f"{_line('checkpoint', checkpoint)}\n".encode()
+        kept += line or f"{event_line('checkpoint', checkpoint)}\n".encode()
     if raw.startswith(kept):  # needs no room on a full disk
         with storage_errors(path, "write"):
             os.truncate(path, len(kept))
@@ -188,14 +166,14 @@ def _find_checkpoint(lines: bytes, step: int) -> bytes | None:
     return None
 
 
-def _line(event: str, values: Mapping[str, Any]) -> str:
-    record = {"event": event, **{key: _jsonable(value) for key, value in values.items()}}
-    return json.dumps(record, ensure_ascii=False)
+def event_line(event: str, values: Mapping[str, Any]) -> str:
+    """The line of metrics.jsonl for an event."""
+    return json.dumps({"event": event, **strict(values)}, ensure_ascii=False, default=str)
 
 
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Path):
-        return str(value)
-    return value
+def strict(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` as strict JSON has them, which every reader accepts: NaN and infinity are null."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in values.items()
+    }

@@ -17,7 +17,7 @@ from pentameter.config.schema import Config
 from pentameter.errors import ConfigError, InterruptedRunError, StorageError
 from pentameter.evaluate.split import evaluate, evaluation_batch_size, perplexity
 from pentameter.generation.loop import sample_text
-from pentameter.machine.load import OtherPrograms
+from pentameter.machine.cores import OtherPrograms
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.engine import LossSum
 from pentameter.processes.join import lone_world, loss_behind
@@ -31,19 +31,19 @@ from pentameter.train.hooks import (
     SampledText,
     SkippedStep,
     StepMetrics,
+    TrainingRun,
     check_hook,
 )
 from pentameter.train.profile import Stopwatch
-from pentameter.train.recorder import Recorder
 from pentameter.train.signals import StopSignals
 from pentameter.train.start import start_run
-from pentameter.train.state import TrainState
+from pentameter.train.state import EpochSums, TrainState
 from pentameter.train.update import update_weights
 
 MAX_CONSECUTIVE_SKIPS = 3
 
 
-class Trainer:
+class Trainer(TrainingRun):
     """Trains what a configuration asks for, in its run folder, continuing where it stopped.
 
     `fit` returns how the run ended. Beside the configuration: `run_dir` (runs/NAME when absent),
@@ -91,7 +91,6 @@ class Trainer:
         self._stop_word: str | None = None
         self._new_best = False
         self._has_lost_a_sample = False
-        self._recorder: Recorder | None = None
 
     def fit(self) -> RunEnd:
         """Train to the end: all steps, patience, or a hook's stop.
@@ -106,7 +105,7 @@ class Trainer:
             stack.enter_context(self.console)
             others = OtherPrograms()
             self._start(stack)
-            if (warning := others.warning(self.world.collect)) is not None:
+            if (warning := others.warning(self.world.all_gather)) is not None:
                 self.console.say(f"warning: {warning}")
             try:
                 self._hooks.call("on_start", self)
@@ -118,9 +117,12 @@ class Trainer:
                 if lost is None:
                     raise
                 raise lost from error
-            if end.reason == self._signals.agreed:
-                raise InterruptedRunError(self._interruption(end))
-            return end
+            if end.reason != self._signals.agreed:
+                return end
+            what = f"stopped by {end.reason} after step {end.step}"
+            if self._checkpoints.last_step == end.step:
+                raise InterruptedRunError(f"{what}, which is saved; the same command continues")
+            raise InterruptedRunError(f"{what}, whose update was skipped; {self._checkpoints}")
 
     def stop(self, reason: str) -> None:
         """Ask the run to end after the current step, as if it were complete."""
@@ -129,31 +131,16 @@ class Trainer:
     def record(self, event: str, **values: float | str | None) -> None:
         """Record an event in metrics.jsonl and trackers, for a hook that measures something; its
         step is among `values`. Does nothing in other processes than the main one."""
-        if self._recorder is not None:
-            self._recorder.write(event, **values)
-
-    def _interruption(self, end: RunEnd) -> str:
-        """The message for a run that a signal stopped: after which step, and where it goes on."""
-        what = f"stopped by {end.reason} after step {end.step}"
-        if self._checkpoints.last_step == end.step:
-            return f"{what}, which is saved; the same command continues"
-        return f"{what}, whose update was skipped; {self._checkpoints}"
+        self._recorder.write(event, **values)
 
     def _start(self, stack: contextlib.ExitStack) -> None:
-        """Set the run up, and keep what the loop and the hooks work with."""
-        start = start_run(self._request, self.console, stack)
-        self.plan, self.config = start.plan, start.plan.config
-        self.dataset, self._batches = start.dataset, start.batches
-        self.compute, self.folder = start.compute, start.folder
-        self.engine, self.optimizer, self.state = start.engine, start.optimizer, start.state
-        self.sample_prompt = start.sample_prompt
+        """Set the run up, and keep what the loop works with."""
+        self._checkpoints, self._recorder = start_run(self, self._request, stack)
         self.stopwatch = Stopwatch(self.plan, self.compute)
-        self._checkpoints, self._recorder = start.checkpoints, start.recorder
         self._rate = self._schedule or partial(
             learning_rate, optimizer=self.config.optimizer, schedule=self.config.schedule
         )
-        recorders = () if self._recorder is None else (self._recorder,)
-        self._hooks = Hooks((*recorders, self.console, *self._user_hooks))
+        self._hooks = Hooks((self._recorder, self.console, *self._user_hooks))
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -175,7 +162,7 @@ class Trainer:
             "training", state.step + 1, nothing_to_lose=self._signals.nothing_to_lose
         )
         with self.stopwatch:
-            batch = self._batches.batch(state.step, self.engine.rows)
+            batch = self.batches.batch(state.step, self.engine.rows)
             scale = state.loss_scale.scale if self.compute.precision == "fp16" else 1.0
             loss = self.engine.forward_backward(batch, state.step, loss_scale=scale)
             rate = self._rate(state.step)
@@ -210,7 +197,7 @@ class Trainer:
                 epoch, step, loss, perplexity(loss), sums.n_targets, sums.n_steps, sums.seconds
             )
             self._hooks.call("on_epoch", self, metrics)
-        sums.reset()
+        self.state.epoch = EpochSums()
 
     def _step_metrics(self, loss: LossSum, rate: float, norm: float) -> StepMetrics:
         watch = self.stopwatch
@@ -221,7 +208,7 @@ class Trainer:
             learning_rate=rate,
             grad_norm=norm,
             step_seconds=watch.step_seconds,
-            tokens_per_second=watch.tokens_per_second(loss.n_targets),
+            tokens_per_second=loss.n_targets / watch.step_seconds,
             mfu=watch.mfu,
             peak_memory_bytes=self.compute.peak_memory_bytes(),
             eta_seconds=watch.eta_seconds(self.plan.steps - self.state.step),
@@ -236,7 +223,7 @@ class Trainer:
         state = self.state
         what = "loss" if not math.isfinite(loss) else "gradient norm"
         value = loss if what == "loss" else norm
-        batch = self._batches.batch(state.step - 1)  # of all processes
+        batch = self.batches.batch(state.step - 1)  # of all processes
         reason = f"{what} is {value} on batch {batch.hash()[:16]}"
         if self.compute.precision == "fp16" and state.loss_scale.scale > 1:
             reason += f"; loss scale falls to {state.loss_scale.scale:g}"

@@ -14,23 +14,20 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterable
-from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from pentameter.errors import ConfigError
+from pentameter.parallel.compute import Compute
+from pentameter.planning.plan import Plan
 from pentameter.train.hooks import RunEnd, SkippedStep, StepMetrics, TrainingRun
-
-if TYPE_CHECKING:
-    from torch.profiler import profile
-
-    from pentameter.parallel.compute import Compute
-    from pentameter.planning.plan import Plan
 
 WINDOW_STEPS = 20
 """Latest steps whose median tells how long the remaining ones will take."""
 
-FOLDER = "profile"
 _RULE = "the numbers of two steps, counted from 1 as the log counts them"
 N_LONGEST = 10
 LEAST_TRACE_BYTES = 100  # a gzipped trace of nothing has 27
@@ -60,10 +57,6 @@ class Stopwatch:
         if self._n_steps == 2:
             self._recent.clear()  # the first step compiled, and says nothing about the rest
         self._recent.append(self.step_seconds)
-
-    def tokens_per_second(self, n_targets: int) -> float:
-        """Target tokens per second of the latest step, which had `n_targets` without padding."""
-        return n_targets / self.step_seconds
 
     @property
     def mfu(self) -> float | None:
@@ -151,9 +144,6 @@ class Profile:
             self._begin_span(done + 1)
 
     def _start(self, run: TrainingRun, step: int) -> None:
-        import torch
-        from torch.profiler import ProfilerActivity, profile
-
         activities = [ProfilerActivity.CPU]
         if _is_on_gpu(run):
             activities.append(ProfilerActivity.CUDA)
@@ -164,8 +154,6 @@ class Profile:
         self._begin_span(step)
 
     def _begin_span(self, step: int) -> None:
-        from torch.profiler import record_function
-
         self._end_span()
         self._span = record_function(f"step {step}")
         self._span.__enter__()
@@ -185,16 +173,16 @@ class Profile:
 
     def _finish(self, run: TrainingRun, last: int) -> None:
         """Write the trace, the snapshot and the table; a disk that refuses them ends no run."""
-        import torch
-
         if _is_on_gpu(run):
             torch.cuda.synchronize()  # kernels of the last step would be missing
         recording = self._stop()
-        path = run.run_dir / FOLDER / f"rank-{run.world.rank:05d}.json.gz"
+        rank = f"rank-{run.world.rank:05d}"
+        path = run.run_dir / "profile" / f"{rank}.json.gz"
         try:
             path.parent.mkdir(exist_ok=True)
             if _is_on_gpu(run):
-                torch.cuda.memory._dump_snapshot(str(memory_path(path)))
+                memory = path.with_name(f"{rank}-memory.pickle")
+                torch.cuda.memory._dump_snapshot(str(memory))
             recording.export_chrome_trace(str(path))
             if path.stat().st_size < LEAST_TRACE_BYTES:  # a full disk is not told otherwise
                 raise OSError(f"{path} is empty; is the disk full?")
@@ -234,16 +222,9 @@ def longest_operations(averages: Iterable[Any], *, on_gpu: bool) -> list[str]:
     ]
 
 
-def memory_path(trace: Path) -> Path:
-    """The path of the memory snapshot that belongs to a trace."""
-    return trace.with_name(trace.name.replace(".json.gz", "-memory.pickle"))
-
-
 def _forget_memory(run: TrainingRun) -> None:
     """Stop recording allocations."""
     if _is_on_gpu(run):
-        import torch
-
         torch.cuda.memory._record_memory_history(enabled=None)
 
 

@@ -1,4 +1,4 @@
-"""The hook of the main process that records a run's events, in metrics.jsonl and trackers."""
+"""The hook that records a run's events, in metrics.jsonl and trackers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,35 @@ from pentameter.train.hooks import (
     TrainingRun,
     is_logged,
 )
-from pentameter.train.log_files import MetricsLog, checkpoint_event
-from pentameter.train.trackers import Trackers
+from pentameter.train.log_files import LogFile, checkpoint_event, event_line
+from pentameter.train.trackers import open_trackers
 
 
 class Recorder:
-    """The hook that turns what happens into events of metrics.jsonl and of trackers."""
+    """The hook that turns what happens into events of metrics.jsonl and of trackers; in other
+    processes than the main one it records nothing."""
 
-    def __init__(self, log: MetricsLog, trackers: Trackers) -> None:
-        self._log, self._trackers = log, trackers
+    def __init__(self, run: TrainingRun) -> None:
+        self._is_main = run.world.is_main
+        self._log = LogFile(run.folder.metrics_path, run.console.say)
+        self._trackers = open_trackers(run)
 
     def write(self, event: str, **values: Any) -> None:
         """Record one event, in the log and in every tracker."""
-        self._log.write(event, **values)
-        self._trackers.write(event, **values)
+        if self._is_main:
+            self._log.append(event_line(event, values))
+            self._trackers.write(event, **values)
+
+    def sync(self) -> dict[str, Any]:
+        """Sync metrics.jsonl, and return a checkpoint's record of it, for `rewind_metrics`:
+        `metrics_bytes` of whole lines, and `metrics_unwritten`, lines that wait for the disk."""
+        n_bytes = self._log.sync()
+        unwritten = [line.decode().rstrip("\n") for line in self._log.unwritten]
+        return {"metrics_bytes": n_bytes, "metrics_unwritten": unwritten}
+
+    def close(self) -> None:
+        """Close metrics.jsonl."""
+        self._log.close()
 
     def on_start(self, run: TrainingRun) -> None:
         """Record `start` for a new run, `resume` for one that continues."""

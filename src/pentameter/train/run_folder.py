@@ -128,7 +128,7 @@ def _check_shared(folder: RunFolder, world: World) -> None:
     while not (is_there := _holds(folder.path, folder.run_id)) and time.monotonic() < deadline:
         time.sleep(0.1)
     where = None if is_there else f"rank {world.rank} on {socket.gethostname()}"
-    without = [place for place in world.collect(where) if place is not None]
+    without = [place for place in world.all_gather(where) if place is not None]
     if without:
         raise ConfigError(
             f"--run-dir {folder.path}, which rank 0 has opened, is not there for "
@@ -154,7 +154,7 @@ def _open(request: Request, plan: Plan, dataset: Dataset) -> RunFolder:
     refuse_foreign(path, identity)
     if identity is not None and not step_folders(path) and resume == "auto":
         identity = None  # it failed before its first checkpoint: there is nothing to continue
-    parent = None if given is None else {"run_id": given.run_id, "step": given.step}
+    parent = None if given is None else {"run_id": given.manifest.run_id, "step": given.step}
     if identity is None:
         if resume in ("must", "extend"):
             raise no_checkpoint(request)
@@ -174,7 +174,13 @@ def _open(request: Request, plan: Plan, dataset: Dataset) -> RunFolder:
             weights = initial_weights(init_from, plan.config, dataset.tokenizer)
             identity["init_from"] = weights.origin
     else:
-        _check_data(path, checkpoint, dataset.hash)
+        data_hash = saved_state(checkpoint)[1].data_hash
+        if data_hash not in (None, dataset.hash):
+            raise ConfigError(
+                f"the data has changed since step {checkpoint.step} of {path} was saved "
+                f"(sha256 {data_hash[:16]}…, now {dataset.hash[:16]}…); restore it, or start "
+                "anew with another --run-dir or --name"
+            )
         check_same_run(path, checkpoint, plan, request.config)
     check_start_step(path, plan, checkpoint)
     record = None if checkpoint is None else saved_state(checkpoint)[1]
@@ -232,17 +238,6 @@ def _open_given(resume: str, init_from: Path | None) -> Checkpoint:
     return checkpoint
 
 
-def _check_data(path: Path, checkpoint: Checkpoint, data_hash: str) -> None:
-    """Raise ConfigError where the run began with other data."""
-    saved = saved_state(checkpoint)[1].data_hash
-    if saved not in (None, data_hash):
-        raise ConfigError(
-            f"the data has changed since step {checkpoint.step} of {path} was saved "
-            f"(sha256 {saved[:16]}…, now {data_hash[:16]}…); restore it, or start "
-            "anew with another --run-dir or --name"
-        )
-
-
 def _write_identity(
     path: Path, plan: Plan, identity: Mapping[str, Any], warnings: list[str], *, is_new: bool
 ) -> None:
@@ -288,7 +283,7 @@ def _rewind(folder: RunFolder, record: SavedRun | None) -> None:
         event = checkpoint_event(
             checkpoint.step, checkpoint.path, checkpoint.manifest.n_bytes, None
         )
-    record = record or SavedRun(metrics_bytes=0, log_bytes=0)
+    record = record or SavedRun()
     rewind_metrics(
         folder.metrics_path,
         n_bytes=record.metrics_bytes,

@@ -21,40 +21,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 
 from pentameter.checkpoint.state_dicts import model_state, optimizer_state
-from pentameter.checkpoint.store import CheckpointStore, Saved
+from pentameter.checkpoint.store import Saved
 from pentameter.config.choices import ENDS_RUN, look_up
 from pentameter.config.write import to_toml
-from pentameter.data.shards.dataset import Dataset
 from pentameter.errors import StorageError, TrainingFailedError
-from pentameter.optim.build import AnyOptimizer
-from pentameter.parallel.engine import Engine
 from pentameter.parallel.local_parts import local_part
 from pentameter.processes.world import World
-from pentameter.train.hooks import CheckpointMetrics
-from pentameter.train.state import TrainState
+from pentameter.train.hooks import CheckpointMetrics, TrainingRun
 
 
-@dataclass
 class RunCheckpoints:
-    """The checkpoints of a running run, under the rules above. Methods are collective."""
+    """The checkpoints of a running run, under the rules above. Methods are collective.
 
-    store: CheckpointStore
-    engine: Engine
-    optimizer: AnyOptimizer
-    state: TrainState
-    dataset: Dataset
-    log_ends: Callable[[], Mapping[str, Any]]
-    """Syncs the logs, in the main process, and returns where a resumed run cuts them back to."""
-    say: Callable[[str], None]
-    last_step: int
-    """Step of the newest checkpoint, 0 without one."""
-    _is_owed: bool = False
+    `log_ends` syncs the logs, in the main process, and returns where a resumed run cuts them back
+    to.
+    """
+
+    def __init__(self, run: TrainingRun, log_ends: Callable[[], Mapping[str, Any]]) -> None:
+        self.run, self._log_ends = run, log_ends
+        self.last_step = run.state.step
+        """Step of the newest checkpoint, 0 without one."""
+        self._is_owed = False
 
     def __str__(self) -> str:
         """The step from which the run would go on, in words."""
@@ -71,7 +63,7 @@ class RunCheckpoints:
         weights or optimizer state that are not finite, StorageError where the save fails and must
         not; earlier checkpoints are untouched then.
         """
-        state, settings = self.state, self.engine.plan.config.checkpoint
+        state, settings = self.run.state, self.run.config.checkpoint
         assert settings.interval is not None  # the plan resolved it
         new_best = new_best and settings.keep_best
         due = complete or interrupted or new_best or self._is_owed
@@ -87,7 +79,7 @@ class RunCheckpoints:
             ends = look_up(ENDS_RUN, settings.on_error, "checkpoint.on_error", "the trainer")
             if complete or interrupted or ends:
                 raise
-            self.say(f"warning: step {state.step} is not saved: {error}")
+            self.run.console.say(f"warning: step {state.step} is not saved: {error}")
             return None
         again, self.last_step = self.last_step == state.step, state.step
         if state.best_step == state.step:
@@ -99,74 +91,72 @@ class RunCheckpoints:
 
     def prove(self) -> None:
         """Note that something computed from the newest checkpoint's weights was finite."""
-        if self.last_step and self.state.proved_step != self.last_step:
-            self.state.proved_step = self.last_step
+        if self.last_step and self.run.state.proved_step != self.last_step:
+            self.run.state.proved_step = self.last_step
             self.prune()
 
     def prune(self) -> None:
         """Remove all but the newest checkpoints, the best and the newest proved one."""
-        state, settings = self.state, self.engine.plan.config.checkpoint
+        state, settings = self.run.state, self.run.config.checkpoint
         # The best one may not have been saved, on a full disk: the best before it is kept then.
         best = (state.best_step, state.saved_best_step) if settings.keep_best else ()
         keep = [step for step in (*best, state.proved_step) if step is not None]
+        store = self.run.folder.store
         try:
-            self._on_main(lambda: self.store.prune(settings.keep_last, keep))
+            self.run.world.on_main(lambda: store.prune(settings.keep_last, keep))
         except StorageError as error:  # the new checkpoint stands; only the old ones stay too
-            self.say(f"warning: an old checkpoint could not be removed: {error}")
+            self.run.console.say(f"warning: an old checkpoint could not be removed: {error}")
 
     def say_warnings(self) -> None:
         """Say what the store has passed over since the last time."""
-        while self.store.warnings:
-            self.say(f"warning: {self.store.warnings.pop(0)}")
+        warnings = self.run.folder.store.warnings
+        while warnings:
+            self.run.console.say(f"warning: {warnings.pop(0)}")
 
     def give_up(self, why: str) -> NoReturn:
         """Remove the checkpoints from which the run could not go on either, and raise
         TrainingFailedError."""
-        proved, settings = self.state.proved_step, self.engine.plan.config.optimizer
+        proved, store = self.run.state.proved_step, self.run.folder.store
         if proved is not None and proved < self.last_step:
             with suppress(StorageError):
-                if self._on_main(lambda: self.store.discard_after(proved)):
+                if self.run.world.on_main(lambda: store.discard_after(proved)):
                     why += f"; step {self.last_step} is removed, nothing finite came of its weights"
                     self.last_step = proved
         raise TrainingFailedError(
             f"{why}; {self}. Where that ends here again, lower optimizer.learning_rate="
-            f"{settings.learning_rate} or look at the data; `pentameter report "
-            f"{self.store.folder.parent}` shows what happened"
+            f"{self.run.config.optimizer.learning_rate} or look at the data; `pentameter report "
+            f"{store.folder.parent}` shows what happened"
         )
 
     def _save(self) -> Saved:
-        engine, world = self.engine, self.engine.world
-        world.progress.note("saving", self.state.step)
+        run, engine, world = self.run, self.run.engine, self.run.world
+        world.progress.note("saving", run.state.step)
         # First, as it shards what FSDP left gathered: the parameters below are the optimizer's.
         model = model_state(engine.models)
         named = dict(engine.named_parameters())
         copies = named.keys() - {name for name, _ in engine.owned_parameters()}
         tensors = {
             "model": {name: tensor for name, tensor in model.items() if name not in copies},
-            "optimizer": optimizer_state(self.optimizer, named.items(), copies),
+            "optimizer": optimizer_state(run.optimizer, named.items(), copies),
         }
         wrong = first_non_finite(tensors, world)
         if wrong is not None:
-            self.give_up(f"step {self.state.step} is not saved: {wrong} is not finite")
-        return self.store.save(
-            self.state.step,
+            self.give_up(f"step {run.state.step} is not saved: {wrong} is not finite")
+        return run.folder.store.save(
+            run.state.step,
             tensors,
             {
-                **self.state.to_json(),
-                "data_hash": self.dataset.hash,
-                **self._on_main(self.log_ends),
+                **run.state.to_json(),
+                "data_hash": run.dataset.hash,
+                **world.on_main(self._log_ends),
             },
             extra_files={
-                "config.toml": to_toml(engine.plan.portable_config).encode(),
-                "tokenizer.json": self.dataset.tokenizer.to_bytes(),
+                "config.toml": to_toml(run.plan.portable_config).encode(),
+                "tokenizer.json": run.dataset.tokenizer.to_bytes(),
             },
-            layout=engine.plan.layout.degrees(),
+            layout=run.plan.layout.degrees(),
             world=world,
         )
-
-    @property
-    def _on_main(self) -> Callable[[Callable[[], Any]], Any]:
-        return self.engine.world.on_main
 
 
 def first_non_finite(
@@ -184,9 +174,9 @@ def first_non_finite(
         ),
         None,
     )
-    if not world.largest(own is not None):
+    if not world.all_reduce_max(own is not None):
         return None
-    return next(each for each in world.collect(own) if each is not None)
+    return next(each for each in world.all_gather(own) if each is not None)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from pentameter.errors import InterruptedRunError
@@ -43,12 +43,7 @@ class StopSignals:
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
@@ -65,9 +60,9 @@ class StopSignals:
         process's own `word`. Collective.
         """
         number = signal.Signals[self.received].value + _SIGNALS_FROM if self.received else 0
-        most = world.largest(number or (_HAS_WORD if word is not None else 0))
+        most = world.all_reduce_max(number or (_HAS_WORD if word is not None else 0))
         if most == _HAS_WORD:
-            return next(other for other in world.collect(word) if other is not None)
+            return next(other for other in world.all_gather(word) if other is not None)
         if most:
             self.agreed = signal.Signals(most - _SIGNALS_FROM).name
         return self.agreed

@@ -1,4 +1,5 @@
-"""Setting up a run: from its configuration to data, Plan, run folder, engine, optimizer and state.
+"""Setting up a run: from its configuration to data, Plan, run folder, engine, optimizer and state;
+what is refused before its first step, and what is warned of.
 
 What needs no run folder comes first (data, Plan, device, memory), so that most mistakes are
 refused before anything is written.
@@ -7,8 +8,9 @@ refused before anything is written.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
+
+import torch
 
 from pentameter.checkpoint.hugging_face.tokenizer_files import gpt2_beside
 from pentameter.checkpoint.state_dicts import load_model_state, load_optimizer_state
@@ -19,169 +21,200 @@ from pentameter.data.open_dataset import open_dataset
 from pentameter.data.shards.dataset import Dataset
 from pentameter.disk.lock import RunLock
 from pentameter.errors import ConfigError, StorageError
-from pentameter.optim.build import AnyOptimizer, build_optimizer
+from pentameter.machine.capabilities import memory_bytes
+from pentameter.optim.build import build_optimizer
 from pentameter.parallel.assemble import assemble
-from pentameter.parallel.compute import Compute, choose_compute
-from pentameter.parallel.engine import Engine
+from pentameter.parallel.compute import choose_compute
 from pentameter.parallel.muon import ShardedMuon
 from pentameter.planning.plan import Plan, make_plan
-from pentameter.processes.world import World
-from pentameter.train.console import Console, size
 from pentameter.train.continuing import Request, plan_run, saved_layout
-from pentameter.train.log_files import MetricsLog
-from pentameter.train.precheck import check_run
+from pentameter.train.hooks import TrainingRun
 from pentameter.train.recorder import Recorder
-from pentameter.train.run_folder import RunFolder, open_run_folder
+from pentameter.train.run_folder import open_run_folder
 from pentameter.train.saving import RunCheckpoints
 from pentameter.train.state import TrainState, saved_state
-from pentameter.train.trackers import open_trackers, require_trackers
+from pentameter.train.trackers import require_trackers
+from pentameter.wording import size
+
+FEW_WINDOWS = 8
+"""Contexts (model.context_length tokens) that a validation split should have to be relied on."""
+
+MANY_PASSES = 10
+"""Passes over the text from which on a small model without dropout may overfit."""
 
 
-@dataclass(frozen=True)
-class Start:
-    """A run that has been set up: everything that its loop works with."""
+def start_run(
+    run: TrainingRun, request: Request, stack: ExitStack
+) -> tuple[RunCheckpoints, Recorder]:
+    """Fill in `run`, the one that is asked for, rewound to where it continues, and introduce it.
 
-    plan: Plan
-    dataset: Dataset
-    batches: TrainingBatches
-    sample_prompt: str
-    compute: Compute
-    folder: RunFolder
-    engine: Engine
-    optimizer: AnyOptimizer
-    state: TrainState
-    checkpoints: RunCheckpoints
-    recorder: Recorder | None
-    """None in every process but the main one."""
-
-
-def start_run(request: Request, console: Console, stack: ExitStack) -> Start:
-    """Set up the run that is asked for, rewound to where it continues, and introduce it.
-
-    The main process holds the run folder's lock until `stack` is closed. Collective. Raises the
-    errors of `pentameter.errors` for a configuration, data, a machine or a folder that cannot be.
+    Returns its checkpoints, and what records its events. The main process holds the run folder's
+    lock until `stack` is closed. Collective. Raises the errors of `pentameter.errors` for a
+    configuration, data, a machine or a folder that cannot be.
     """
-    world = request.world
-    plan, dataset, batches, sample_prompt, compute = _prepare(request, console)
-    world.on_main(lambda: _lock(request, stack))
-    folder = open_run_folder(request, plan, dataset)
-    engine, optimizer, state = _build(plan, compute, folder, world)
-    metrics = MetricsLog(folder.metrics_path, console.say)
-    stack.callback(metrics.close)
-    checkpoints = RunCheckpoints(
-        store=folder.store,
-        engine=engine,
-        optimizer=optimizer,
-        state=state,
-        dataset=dataset,
-        log_ends=lambda: {**metrics.sync(), "log_bytes": console.sync()},
-        say=console.say,
-        last_step=state.step,
-    )
+    console, world = run.console, run.world
+    _prepare(run, request)
+
+    def lock() -> None:
+        require_trackers(request.config.log)  # only this process has any
+        stack.enter_context(RunLock(request.run_dir / "run.lock"))
+
+    world.on_main(lock)  # once all that needs no folder is known
+    folder = run.folder = open_run_folder(request, run.plan, run.dataset)
+    _build(run)
+    console.open_log(folder.log_path_of(world.rank))
+    recorder = Recorder(run)
+    stack.callback(recorder.close)
+    checkpoints = RunCheckpoints(run, lambda: {**recorder.sync(), "log_bytes": console.sync()})
     checkpoints.prune()  # what a kill between a save and its pruning left
     if folder.initial_weights is not None:
         for warning in folder.initial_weights.warnings:
             console.say(f"warning: {warning}")
-    console.open_log(folder.log_path_of(world.rank))
-    recorder = None
     if world.is_main:
         try:
-            folder.write_environment(compute.environment())
+            folder.write_environment(run.compute.environment())
         except StorageError as error:
             console.say(f"warning: {error}. Training goes on")
-        recorder = Recorder(metrics, open_trackers(plan.config, folder, state.step, console.say))
-    start = Start(
-        plan,
-        dataset,
-        batches,
-        sample_prompt,
-        compute,
-        folder,
-        engine,
-        optimizer,
-        state,
-        checkpoints,
-        recorder,
-    )
-    for line in _describe(start):
+    for line in _describe(run):
         console.say(line)
     checkpoints.say_warnings()
-    return start
+    return checkpoints, recorder
 
 
-def _prepare(
-    request: Request, console: Console
-) -> tuple[Plan, Dataset, TrainingBatches, str, Compute]:
-    """What needs no run folder: the Plan, the data, its batches, the prompt of samples, and what
-    the run computes on."""
-    config, world = request.config, request.world
+def _prepare(run: TrainingRun, request: Request) -> None:
+    """Fill in what needs no run folder: the Plan, the data, its batches, the prompt of samples, and
+    what the run computes on."""
+    config, world = request.config, run.world
     warnings: list[str] = []
-    dataset = open_dataset(
+    run.dataset = open_dataset(
         config.data,
         tokenizer=gpt2_beside(config.data.tokenizer, request.init_from, request.run_dir),
         verify=world.local_rank == 0,
-        progress=console.progress,
+        progress=run.console.progress,
         warnings=warnings,
     )
-    batches = training_batches(config, dataset.split("train"))
+    run.batches = training_batches(config, run.dataset.split("train"))
     plan_of = partial(
         make_plan,
-        vocab_size=dataset.vocab_size,
-        rows_per_epoch=batches.rows_per_epoch,
+        vocab_size=run.dataset.vocab_size,
+        rows_per_epoch=run.batches.rows_per_epoch,
         world_size=world.size,
         local_size=world.local_size,
     )
-    plan = plan_run(request, plan_of)
-    sample_prompt = config.train.sample_prompt
+    run.plan = plan_run(request, plan_of)
+    run.config = run.plan.config
+    run.sample_prompt = config.train.sample_prompt
     try:
-        dataset.tokenizer.encode(sample_prompt)
+        run.dataset.tokenizer.encode(run.sample_prompt)
     except ConfigError as error:  # a preset's prompt need not suit the user's text
         warnings.append(f"train.sample_prompt is left out: {error}")
-        sample_prompt = ""
-    compute = choose_compute(plan, world)
-    warnings += check_run(plan, dataset, batches, compute.device, world.local_size)
-    console.warn(warnings)
-    return plan, dataset, batches, sample_prompt, compute
+        run.sample_prompt = ""
+    run.compute = choose_compute(run.plan, world)
+    check_device_memory(run.plan, run.compute.device, world.local_size)
+    run.console.warn(warnings + _misfits(run.plan, run.dataset, run.batches))
 
 
-def _lock(request: Request, stack: ExitStack) -> None:
-    """Lock the run folder in the main process, once all that needs no folder is known."""
-    require_trackers(request.config.log)  # only this process has any
-    stack.enter_context(RunLock(request.run_dir / "run.lock"))
+def _misfits(plan: Plan, dataset: Dataset, batches: TrainingBatches) -> list[str]:
+    """Warnings, a line each, where the settings ask more of the text, or of the run's length, than
+    there is. Raises ConfigError where the run waits for evaluations and nothing is held out."""
+    warnings, config = [], plan.config
+    train, val = dataset.split("train"), dataset.split("val")
+    if batches.tokens_per_epoch < train.n_tokens:
+        warnings.append(
+            f"data.order='{config.data.order}' reads {batches.tokens_per_epoch:,} of "
+            f"{train.n_tokens:,} tokens: documents are cut after model.context_length="
+            f"{config.model.context_length}; data.packing=true reads them whole"
+        )
+    evaluates = config.train.eval_interval is not None
+    asked = config.data.validation_fraction > 0 or config.data.validation_path is not None
+    if evaluates and asked and val.n_tokens < 2:
+        advice = (
+            "use data.split_by='position', more documents, or data.validation_path"
+            if config.data.split_by == "document"
+            else "use a longer text, or data.validation_path"
+        )
+        patience = config.train.patience
+        if patience is not None:
+            raise ConfigError(
+                f"train.patience={patience} counts evaluations, and the validation split has "
+                f"{val.n_tokens} tokens; {advice}, or leave patience out"
+            )
+        warnings.append(f"nothing is held out, so nothing will be evaluated; {advice}")
+    elif evaluates and 2 <= val.n_tokens < FEW_WINDOWS * config.model.context_length:
+        warnings.append(
+            f"the validation loss will be a rough measure: only {val.n_tokens:,} tokens are held "
+            "out. Use a longer text, or raise data.validation_fraction="
+            f"{config.data.validation_fraction}"
+        )
+    warmup, length = config.schedule.warmup_steps, plan.steps - config.schedule.start_step
+    if 2 * warmup > length:
+        warnings.append(
+            f"schedule.warmup_steps={warmup} take most of the {length} steps that the schedule "
+            "has: the learning rate hardly falls again. Set fewer, or train longer"
+        )
+    n_passes = plan.epoch(plan.steps)
+    is_guarded = config.model.dropout > 0 or config.train.patience is not None
+    if n_passes >= MANY_PASSES and not is_guarded:
+        warnings.append(
+            f"train.steps={plan.steps} read the text {n_passes} times: the model may learn it by "
+            "heart, and its validation loss rise. Use more text, or fewer steps, "
+            "model.dropout=0.2 or train.patience=3"
+        )
+    return warnings
 
 
-def _build(
-    plan: Plan, compute: Compute, folder: RunFolder, world: World
-) -> tuple[Engine, AnyOptimizer, TrainState]:
-    """The engine and the optimizer, with the tensors of the checkpoint from which the run goes on
-    or of the model that it begins with, and the state to go on from.
+def check_device_memory(plan: Plan, device: torch.device, local_size: int) -> None:
+    """Raise ConfigError where weights, gradients and optimizer exceed the memory of the device."""
+    needed = plan.weights_bytes + plan.gradients_bytes + plan.optimizer_bytes
+    offload = plan.config.train.offload
+    where = torch.device("cpu") if offload else device
+    there = memory_bytes(where)
+    n_sharing = 1 if where.type == "cuda" else local_size
+    if there is not None and needed * n_sharing > there:
+        whose = f"{needed / 1e9:,.1f} GB in the fullest process, and {n_sharing} share the "
+        if n_sharing == 1:
+            whose = f"{needed / 1e9:,.1f} GB, "
+        remedy = "train.offload with parallel.zero, " if where.type == "cuda" else ""
+        raise ConfigError(
+            f"weights, gradients and optimizer of {plan.n_parameters:,} parameters take {whose}"
+            f"{where.type} {'with' if n_sharing > 1 else 'has'} {there / 1e9:,.1f} GB; choose a "
+            "smaller model (--model.n-layers, --model.d-model), more processes with parallel.zero, "
+            f"tensor or pipeline, {remedy}or look at it with --dry-run"
+        )
+
+
+def _build(run: TrainingRun) -> None:
+    """Fill in the engine and the optimizer, with the tensors of the checkpoint from which the run
+    goes on or of the model that it begins with, and the state to go on from.
 
     Each process reads its own part, whatever layout the checkpoint was written on. Collective.
     """
-    engine = assemble(
+    plan, compute, world = run.plan, run.compute, run.world
+    engine = run.engine = assemble(
         plan, compute.device, compute.precision, compiled=compute.compiled, world=world
     )
-    optimizer = build_optimizer(
+    run.optimizer = build_optimizer(
         engine.named_parameters(), plan.table, plan.config.optimizer, ShardedMuon
     )
-    if folder.initial_weights is not None:
-        folder.initial_weights.load_into(engine.models)
-    checkpoint = folder.checkpoint
+    if run.folder.initial_weights is not None:
+        run.folder.initial_weights.load_into(engine.models)
+    run.state = TrainState()
+    checkpoint = run.folder.checkpoint
     if checkpoint is None:
-        return engine, optimizer, TrainState()
+        return
     state, _ = saved_state(checkpoint)
     load_model_state(engine.models, checkpoint.tensors("model"), world)
     load_optimizer_state(
-        optimizer, engine.named_parameters(), checkpoint.tensors("optimizer"), world
+        run.optimizer, engine.named_parameters(), checkpoint.tensors("optimizer"), world
     )
     if state.last_eval_step == state.step:  # which proved it, when its state was written already
         state.proved_step = state.step
     if state.step == plan.config.schedule.start_step:  # extended here: patience starts anew
         state.evals_without_best = 0
-    return engine, optimizer, state
+    run.state = state
 
 
-def _describe(run: Start) -> list[str]:
+def _describe(run: TrainingRun) -> list[str]:
     """The lines with which a run introduces itself before its first step."""
     plan, compute, config = run.plan, run.compute, run.plan.config
     model, data = config.model, config.data

@@ -38,10 +38,6 @@ class EpochSums:
         self.n_steps += 1
         self.seconds += seconds
 
-    def reset(self) -> None:
-        """Begin the next epoch."""
-        self.loss, self.n_targets, self.n_steps, self.seconds = 0.0, 0, 0, 0.0
-
 
 @dataclass
 class TrainState:
@@ -100,8 +96,8 @@ class TrainState:
 class SavedRun:
     """A checkpoint's record of the run around it: its data, and where its logs ended."""
 
-    metrics_bytes: Count
-    log_bytes: Count
+    metrics_bytes: Count = 0
+    log_bytes: Count = 0
     metrics_unwritten: tuple[str, ...] = ()
     data_hash: str | None = None
 

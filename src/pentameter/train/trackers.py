@@ -14,11 +14,12 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pentameter.config.schema import Config, LogConfig
 from pentameter.config.write import to_toml
 from pentameter.errors import ConfigError
+from pentameter.train.hooks import TrainingRun
 from pentameter.train.run_folder import RunFolder
 
 T = TypeVar("T")
@@ -26,19 +27,6 @@ T = TypeVar("T")
 FINISH_SECONDS = 8.0  # a signal's promise is to be gone within ten
 UNTOLD = ("start", "resume", "end")
 """Events without measurements, for which a tracker has its own words."""
-
-
-class Tracker(Protocol):
-    """The calls a run makes to a service that shows it; any of them may raise anything."""
-
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Show numbers by "group/name", measured after `step` optimizer steps."""
-
-    def text(self, name: str, text: str, step: int) -> None:
-        """Show a text sample, or why a step was skipped."""
-
-    def finish(self, *, failed: bool) -> None:
-        """Send what is left; the run has ended."""
 
 
 class TensorBoardTracker:
@@ -54,7 +42,7 @@ class TensorBoardTracker:
             self.text("config", configuration, 0)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Add a point to each curve."""
+        """Add a point to each curve, named "group/name", measured after `step` optimizer steps."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         # what a checkpoint follows is on disk before it: a killed run does not make it again
@@ -97,6 +85,9 @@ class ProjectTracker:
     def _log(self, values: dict[str, Any], step: int) -> None:
         if step >= self._first_step:
             self._run.log(values, step=step)
+
+
+Tracker = TensorBoardTracker | ProjectTracker
 
 
 class Trackers:
@@ -168,15 +159,15 @@ def require_trackers(log: LogConfig) -> None:
             )
 
 
-def open_trackers(
-    config: Config, folder: RunFolder, step: int, say: Callable[[str], None]
-) -> Trackers:
-    """The trackers that the configuration asks for, of a run that goes on after `step` steps;
-    those that cannot start are warned of."""
-    log = config.log
+def open_trackers(run: TrainingRun) -> Trackers:
+    """The trackers that the configuration asks for, in the main process; those that cannot start
+    are warned of."""
+    config, folder, log = run.config, run.folder, run.config.log
     openers: dict[str, Callable[[], Tracker]] = {}
+    if not run.world.is_main:
+        return Trackers(openers, run.console.say)
     if log.tensorboard:
-        first_step = 0 if folder.checkpoint is None else step + 1
+        first_step = 0 if folder.checkpoint is None else run.state.step + 1
         openers["tensorboard"] = lambda: TensorBoardTracker(
             folder.path / "tensorboard", to_toml(config), first_step
         )
@@ -184,7 +175,7 @@ def open_trackers(
         openers["wandb"] = partial(_open_wandb, log.wandb, config, folder)
     if log.trackio is not None:
         openers["trackio"] = partial(_open_trackio, log.trackio, config, folder)
-    return Trackers(openers, say)
+    return Trackers(openers, run.console.say)
 
 
 def _open_wandb(project: str, config: Config, folder: RunFolder) -> Tracker:

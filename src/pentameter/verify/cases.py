@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from pentameter.config.schema import Config, ParallelConfig
 from pentameter.errors import ConfigError
-from pentameter.planning.layout import Layout, check_layout, make_layout, parse_layout
+from pentameter.planning.layout import Layout, make_layout, parse_layout
+from pentameter.planning.layout_checks import check_layout
 
 MOST_PROCESSES = 8
 """Processes of a configuration's own layout: a larger one is verified at lower degrees."""
@@ -52,11 +53,51 @@ LAYOUTS = (
     "tensor=2,pipeline=2",
     "tensor=2,sequence=1,pipeline=2,activation_checkpoint=selective",
     "data=2,tensor=2,pipeline=2",
+    "tensor=4,tensor_mode=2d",
+    "tensor=4,tensor_mode=2d,activation_checkpoint=full",
+    "tensor=4,tensor_mode=2d,activation_checkpoint=selective",
+    "data=2,tensor=4,tensor_mode=2d",
+    "data=2,zero=1,tensor=4,tensor_mode=2d",
+    "tensor=4,tensor_mode=2d,pipeline=2",
+    "tensor=8,tensor_mode=2.5d,tensor_depth=2",
+    "zero=1,tensor=8,tensor_mode=2.5d,tensor_depth=2",
+    "tensor=8,tensor_mode=3d",
+    "tensor=8,tensor_mode=3d,activation_checkpoint=selective",
+    "zero=1,tensor=8,tensor_mode=3d",
+    "tensor=4,tensor_mode=2d,context=2",
+    "context=2",
+    "context=4",
+    "context=2,activation_checkpoint=full",
+    "context=2,activation_checkpoint=selective",
+    "context=2,context_mode=all-to-all",
+    "context=4,context_mode=all-to-all",
+    "data=2,context=2",
+    "data=2,context=2,context_mode=all-to-all",
+    "data=2,zero=1,context=2",
+    "data=2,zero=3,context=2",
+    "zero=3,context=2,context_mode=all-to-all",
+    "data=4,zero=2,replicate=2,context=2",
+    "tensor=2,context=2",
+    "tensor=2,sequence=1,context=2",
+    "tensor=2,sequence=1,context=2,context_mode=all-to-all",
+    "pipeline=2,context=2",
+    "pipeline=2,schedule=gpipe,context=2,context_mode=all-to-all",
+    "pipeline=2,schedule=interleaved,virtual_stages=2,context=2",
+    "pipeline=2,schedule=zero-bubble,context=2",
+    "data=2,zero=3,tensor=2,sequence=1,context=2",
+    "tensor=2,sequence=1,pipeline=2,context=2,activation_checkpoint=selective",
     "data=2,zero=3,tensor=2,sequence=1,pipeline=2,schedule=interleaved,virtual_stages=2",
 )
 """The cases of `--layouts all`, as they are written, but for the other kind of head."""
 
-WITH_OTHER_HEAD = ("tensor=2", "pipeline=2", "tensor=2,pipeline=2", "data=2,tensor=2,pipeline=2")
+WITH_OTHER_HEAD = (
+    "tensor=2",
+    "pipeline=2",
+    "tensor=2,pipeline=2",
+    "data=2,tensor=2,pipeline=2",
+    "tensor=4,tensor_mode=2d",
+    "tensor=8,tensor_mode=3d",
+)
 """Layouts that are verified again with a head that is tied where the configuration's is not, or the
 other way round: a head is shared out by tensor, and tied across stages by pipeline."""
 
@@ -83,12 +124,9 @@ class Case:
 
     def __str__(self) -> str:
         """Its text on the command line."""
-        own = {
-            "micro_batches": self.micro_batches,
-            "activation_checkpoint": self.activation_checkpoint,
-            "tied_head": None if self.tied_head is None else str(self.tied_head).lower(),
-        }
-        return ",".join([str(self.layout), *(f"{k}={v}" for k, v in own.items() if v is not None)])
+        own = {name: getattr(self, name) for name in SETTINGS}
+        written = [f"{name}={str(own[name]).lower()}" for name in own if own[name] is not None]
+        return ",".join([str(self.layout), *written])
 
     @property
     def name(self) -> str:
@@ -100,7 +138,10 @@ class Case:
             zero = f" (ZeRO {layout.zero}{copies})" if layout.zero else ""
             parts.append(f"data {layout.data}{zero}")
         if layout.tensor > 1:
-            parts.append(f"tensor {layout.tensor}{' (sequence)' if layout.sequence else ''}")
+            how = "sequence" if layout.sequence else layout.tensor_mode
+            parts.append(f"tensor {layout.tensor}{'' if how == '1d' else f' ({how})'}")
+        if layout.context > 1:
+            parts.append(f"context {layout.context} ({layout.context_mode})")
         if layout.pipeline > 1:
             virtual = f" × {layout.virtual_stages}" if layout.virtual_stages > 1 else ""
             parts.append(f"pipeline {layout.pipeline}{virtual} ({layout.schedule})")
@@ -114,6 +155,11 @@ class Case:
         return ", ".join(settings)
 
 
+def _edge_of_two(layout: Layout) -> int:
+    """The processes of a layout's tensor mode with at most two along each dimension."""
+    return math.prod(min(2, layout.sizes[name]) for name in ("depth", "row", "tensor"))
+
+
 def chosen_cases(config: Config, text: str) -> list[Case]:
     """The cases that `--layouts` asks for: `all`, or layouts with `;` between them.
 
@@ -123,7 +169,11 @@ def chosen_cases(config: Config, text: str) -> list[Case]:
     cases: list[Case] = []
     for part in (piece.strip() for piece in text.split(";")):
         if part == "all":
-            cases += _all_cases(config)
+            other = not config.model.tied_head
+            cases += map(_parse, LAYOUTS)
+            cases += (replace(_parse(layout), tied_head=other) for layout in WITH_OTHER_HEAD)
+            if (own := own_case(config)) is not None:
+                cases.append(own)
         elif part:
             cases.append(_parse(part))
     if not cases:
@@ -133,28 +183,18 @@ def chosen_cases(config: Config, text: str) -> list[Case]:
     return list(dict.fromkeys(cases))
 
 
-def _all_cases(config: Config) -> Iterable[Case]:
-    other = not config.model.tied_head
-    yield from (_parse(text) for text in LAYOUTS)
-    yield from (replace(_parse(text), tied_head=other) for text in WITH_OTHER_HEAD)
-    own = own_case(config)
-    if own is not None:
-        yield own
-
-
 def _parse(text: str) -> Case:
     """The case that `data=2,zero=3,activation_checkpoint=full` describes."""
-    written: dict[str, str] = {}
+    settings: dict[str, Any] = {}
     layout: list[str] = []
     for part in text.split(","):
         name, _, value = (piece.strip() for piece in part.partition("="))
         name = name.replace("-", "_")
         if name in SETTINGS:
-            written[name] = value
+            settings[name] = _setting(text, name, value)
         else:
             layout.append(part)
     parsed = parse_layout(",".join(layout), also=tuple(SETTINGS)) if layout else Layout()
-    settings = {name: _setting(text, name, written[name]) for name in SETTINGS if name in written}
     case = Case(parsed, **settings)
     if case.layout.world_size > MOST_PROCESSES_ASKED:
         raise ConfigError(
@@ -188,7 +228,7 @@ def own_case(config: Config) -> Case | None:
     if asked == ParallelConfig():
         return None
     if asked.data is None:
-        n_shared = asked.tensor * asked.pipeline
+        n_shared = asked.tensor * asked.pipeline * asked.context
         least = 2 * asked.replicate if asked.zero or 2 * n_shared <= MOST_PROCESSES else 1
         asked = asked.model_copy(update={"data": least})
     layout = make_layout(asked)
@@ -199,7 +239,9 @@ def own_case(config: Config) -> Case | None:
             layout,
             data=replicated * min(layout.data // layout.replicate, 2),
             replicate=replicated,
-            tensor=min(layout.tensor, 2),
+            tensor=_edge_of_two(layout),
+            tensor_depth=min(layout.tensor_depth, 2),
+            context=min(layout.context, 2),
             pipeline=min(layout.pipeline, 2),
             virtual_stages=min(layout.virtual_stages, 2),
         )

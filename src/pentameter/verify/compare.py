@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -134,36 +134,51 @@ def verify_layouts(
     is called in each process of a case before it computes, but not in the one process. Raises
     TrainingFailedError where that one fails, as there is then nothing to compare with.
     """
+
+    def compute(case: Case, prepare: str | None = None) -> list[list[StepNumbers]]:
+        """The numbers of each step, by rank."""
+        file, n_processes = workers.new_file(), case.layout.world_size
+        config = case_config(small, case)
+        seconds = timeout_seconds * max(1.0, n_processes / MOST_PROCESSES)  # they share the machine
+        return workers.run(
+            [
+                Job(config, n_steps, rank, n_processes, file, seconds, prepare)
+                for rank in range(n_processes)
+            ]
+        )
+
     references: dict[bool | None, list[StepNumbers]] = {}
     for case in cases:
         started = time.monotonic()
         if case.tied_head not in references:
-            references[case.tied_head] = _reference(
-                small, case.tied_head, workers, n_steps, timeout_seconds
-            )
+            references[case.tied_head] = _reference(compute, case.tied_head)
             started = time.monotonic()
         try:
-            numbers = _compute(small, case, workers, n_steps, timeout_seconds, prepare)
+            numbers = compute(case, prepare)
         except CaseFailedError as error:
-            yield Outcome(
-                case,
-                time.monotonic() - started,
-                failure=str(error),
-                worker_traceback=error.worker_traceback,
-            )
+            seconds = time.monotonic() - started
+            trace = error.worker_traceback
+            yield Outcome(case, seconds, failure=str(error), worker_traceback=trace)
             continue
         plan = make_plan(case_config(small, case))
         found = list(differences(references[case.tied_head], numbers, plan))
-        yield _outcome(case, time.monotonic() - started, found)
+        yield Outcome(
+            case,
+            time.monotonic() - started,
+            loss_error=_largest(found, "loss", "evaluation loss"),
+            gradient_error=_largest(found, "gradient", "gradient norm"),
+            parameter_error=_largest(found, "weight"),
+            worst=max(found, key=lambda difference: difference.error),
+            first=next((each for each in found if each.error > TOLERANCE), None),
+        )
 
 
 def _reference(
-    small: Config, tied_head: bool | None, workers: Workers, n_steps: int, timeout_seconds: float
+    compute: Callable[[Case], list[list[StepNumbers]]], tied_head: bool | None
 ) -> list[StepNumbers]:
     """One process's numbers, its batch in one piece."""
-    alone = Case(Layout(), tied_head=tied_head)
     try:
-        (numbers,) = _compute(small, alone, workers, n_steps, timeout_seconds)
+        (numbers,) = compute(Case(Layout(), tied_head=tied_head))
     except CaseFailedError as error:
         raise TrainingFailedError(
             f"the one process that layouts are compared with failed: {error}"
@@ -175,37 +190,6 @@ def _reference(
                 f"norm {each.gradient_norm} in step {step}; lower optimizer.learning_rate"
             )
     return numbers
-
-
-def _compute(
-    small: Config,
-    case: Case,
-    workers: Workers,
-    n_steps: int,
-    timeout_seconds: float,
-    prepare: str | None = None,
-) -> list[list[StepNumbers]]:
-    """The numbers of each step, by rank."""
-    file, n_processes = workers.new_file(), case.layout.world_size
-    config = case_config(small, case)
-    timeout_seconds *= max(1.0, n_processes / MOST_PROCESSES)  # they share this machine
-    jobs = [
-        Job(config, n_steps, rank, n_processes, file, timeout_seconds, prepare)
-        for rank in range(n_processes)
-    ]
-    return workers.run(jobs, timeout_seconds=timeout_seconds)
-
-
-def _outcome(case: Case, seconds: float, found: Sequence[Difference]) -> Outcome:
-    return Outcome(
-        case,
-        seconds,
-        loss_error=_largest(found, "loss", "evaluation loss"),
-        gradient_error=_largest(found, "gradient", "gradient norm"),
-        parameter_error=_largest(found, "weight"),
-        worst=max(found, key=lambda difference: difference.error),
-        first=next((each for each in found if each.error > TOLERANCE), None),
-    )
 
 
 def _largest(found: Iterable[Difference], *kinds: Kind) -> float:
@@ -244,17 +228,13 @@ def differences(
     expected = [_names(plan, rank) for rank in range(len(ranks))]
     for step, true in enumerate(reference):
         here = [numbers[step] for numbers in ranks]
-        yield from _scalars("loss", step, true.loss, [n.loss for n in here])
+        yield from _scalars("loss", step, [n.loss for n in (true, *here)])
         gradients = [n.gradients for n in here]
         yield from _tensors("gradient", step, true.gradients, gradients, names[::-1], expected)
-        yield from _scalars(
-            "gradient norm", step, true.gradient_norm, [n.gradient_norm for n in here]
-        )
+        yield from _scalars("gradient norm", step, [n.gradient_norm for n in (true, *here)])
         weights = [n.weights for n in here]
         yield from _tensors("weight", step, true.weights, weights, names, expected)
-        yield from _scalars(
-            "evaluation loss", step, true.evaluation_loss, [n.evaluation_loss for n in here]
-        )
+        yield from _scalars("evaluation loss", step, [n.evaluation_loss for n in (true, *here)])
 
 
 def _names(plan: Plan, rank: int) -> set[str]:
@@ -270,8 +250,10 @@ def _names(plan: Plan, rank: int) -> set[str]:
     }
 
 
-def _scalars(kind: Kind, step: int, true: float, values: Iterable[float]) -> Iterator[Difference]:
-    for rank, value in enumerate(values):
+def _scalars(kind: Kind, step: int, values: Sequence[float]) -> Iterator[Difference]:
+    """The differences of ranks' numbers from the first, which is the one process's."""
+    true, *of_ranks = values
+    for rank, value in enumerate(of_ranks):
         yield Difference(kind, kind, step, rank, relative_error(value, true))
 
 

@@ -8,13 +8,13 @@ bind, the vocabulary does not divide, and weights start where every parameter ma
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pentameter.config.fields import leaves
+from pentameter.config.fields import values_of
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config, ParallelConfig
-from pentameter.planning.layout import part_size
+from pentameter.planning.layout import Layout, part_size
 from pentameter.verify.cases import Case
 
 LEAST_DROPOUT = 0.1
@@ -33,17 +33,20 @@ def shrink(config: Config, cases: Sequence[Case]) -> Config:
     Heads, widths and context divide by every `tensor`, the vocabulary by none of them; there are
     more layers than any pipeline has stages, so that an uneven cut is among the cuts.
     """
-    tensor = max(2, math.lcm(*(case.layout.tensor for case in cases)))
+    tensor = max(2, math.lcm(*(_cuts_of_a_width(case.layout) for case in cases)))
+    in_time = math.lcm(2, *(case.layout.tensor for case in cases if case.layout.sequence))
+    context = math.lcm(*(case.layout.context for case in cases))
+    n_heads = math.lcm(*(_shared_heads(case.layout) for case in cases), 2)
     n_stages = max(4, *(case.layout.n_stages for case in cases))
     vocab_size = 7 * tensor - 1  # each process has rows, one of them fewer
     model, optimizer = config.model, config.optimizer
     embedding = model.embedding_dropout
     changes: dict[str, Any] = {
         "model.n_layers": n_stages + 1,
-        "model.n_heads": tensor,
-        "model.d_model": 4 * tensor,
-        "model.d_ff": 6 * tensor,
-        "model.context_length": 4 * tensor,
+        "model.n_heads": n_heads,
+        "model.d_model": 4 * math.lcm(n_heads, tensor),
+        "model.d_ff": math.lcm(12, tensor),
+        "model.context_length": 4 * in_time * context,
         "model.vocab_size": vocab_size,
         "model.vocab_multiple": _vocab_multiple(model.vocab_multiple, vocab_size, tensor),
         "model.dropout": max(LEAST_DROPOUT, model.dropout),
@@ -56,7 +59,8 @@ def shrink(config: Config, cases: Sequence[Case]) -> Config:
         "schedule.name": "constant",
         "schedule.start_step": 0,
         "train.steps": 1,
-        "train.batch_size": batch_size(cases),
+        # Every case can divide its rows into its parts and micro-batches.
+        "train.batch_size": math.lcm(8, *(c.layout.n_row_parts * c.n_micro_batches for c in cases)),
         "train.micro_batch_size": None,
         "train.device": "cpu",
         "train.precision": "fp64",
@@ -73,9 +77,15 @@ def shrink(config: Config, cases: Sequence[Case]) -> Config:
     return load_config(alone, changes)
 
 
-def batch_size(cases: Iterable[Case]) -> int:
-    """Rows of a step that every case can divide into its parts and micro-batches."""
-    return math.lcm(8, *(case.layout.data * case.n_micro_batches for case in cases))
+def _shared_heads(layout: Layout) -> int:
+    """Processes among which heads are divided."""
+    by_tensor = layout.sizes["depth" if layout.tensor_mode == "3d" else "tensor"]
+    return by_tensor * (layout.context if layout.exchanges_heads else 1)
+
+
+def _cuts_of_a_width(layout: Layout) -> int:
+    """Parts that a width of the model is cut into, or a vocabulary."""
+    return layout.sizes["tensor"] * (layout.sizes["row"] if layout.tensor_mode == "3d" else 1)
 
 
 def case_config(small: Config, case: Case) -> Config:
@@ -83,10 +93,10 @@ def case_config(small: Config, case: Case) -> Config:
     layout = case.layout
     assert small.train.batch_size is not None  # shrink has set it
     parallel = ParallelConfig(
-        **{name: value for name, value in layout.to_json().items() if name != "context"},
+        **layout.to_json(),
         partition=small.parallel.partition,
     )
-    micro_batch_size = small.train.batch_size // layout.data // case.n_micro_batches
+    micro_batch_size = small.train.batch_size // layout.n_row_parts // case.n_micro_batches
     recompute = case.activation_checkpoint
     model = small.model
     if case.tied_head is not None:
@@ -98,27 +108,27 @@ def case_config(small: Config, case: Case) -> Config:
 
 
 def _vocab_multiple(asked: int, vocab_size: int, tensor: int) -> int:
-    """A multiple that pads where the configuration's pads, to a number that does not divide and
-    leaves each process rows."""
+    """A multiple that pads where the configuration's pads, to a number that no degree divides and
+    that leaves each process rows."""
     if asked == 1:
         return 1
     padded = {m: -(-vocab_size // m) * m for m in range(2, 2 * vocab_size)}
     return next(
         m
         for m, n_rows in padded.items()
-        if n_rows > vocab_size and n_rows % tensor and part_size(n_rows, tensor, tensor - 1)
+        if n_rows > vocab_size
+        and math.gcd(n_rows, tensor) == 1
+        and part_size(n_rows, tensor, tensor - 1)
     )
 
 
 def described_changes(config: Config, small: Config) -> Iterator[str]:
     """`n_layers 12 → 5`, … : what shrinking changed of the model, the optimizer and the batch."""
-    for path in leaves():
-        section, _, key = path.rpartition(".")
-        if section not in ("model", "optimizer") and path != "train.batch_size":
-            continue
-        before, after = (getattr(getattr(each, section), key) for each in (config, small))
-        if before != after:
-            yield f"{key} {_shown(before)} → {_shown(after)}"
+    before, after = values_of(config), values_of(small)
+    for path in before:
+        is_told = path.startswith(("model.", "optimizer.")) or path == "train.batch_size"
+        if is_told and before[path] != after[path]:
+            yield f"{path.partition('.')[2]} {_shown(before[path])} → {_shown(after[path])}"
 
 
 def _shown(value: Any) -> str:

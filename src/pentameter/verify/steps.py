@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import importlib
+import pkgutil
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
@@ -36,29 +36,21 @@ near 1."""
 
 
 def answer(job: Job) -> list[StepNumbers] | Failed:
-    """The numbers of a job, or its failure: the function that runs in a worker."""
+    """The numbers of each step of a job, or its failure: the function that runs in a worker."""
     gc.collect()  # groups, meshes and modules of the last case refer to each other
+    size, where = job.world_size, f"file://{job.rendezvous_file}"
+    place = Place(job.rank, size, job.rank, size, where, "verify")
+    has_group = job.config.parallel.zero > 0
     try:
-        return perform(job)
+        if job.prepare is not None:
+            pkgutil.resolve_name(job.prepare)()
+        with joined_world(
+            "cpu", place, always_group=has_group, timeout_seconds=job.timeout_seconds
+        ) as world:
+            return list(compute_steps(job.config, job.n_steps, world))
     except BaseException as error:
         last = traceback.format_exception_only(error)[-1].strip()
         return Failed(last, traceback.format_exc(), isinstance(error, LostProcessError))
-
-
-def perform(job: Job) -> list[StepNumbers]:
-    """The numbers of each step of a job, as this process has them."""
-    if job.prepare is not None:
-        module, _, function = job.prepare.partition(":")
-        getattr(importlib.import_module(module), function)()
-    size, where = job.world_size, f"file://{job.rendezvous_file}"
-    place = Place(job.rank, size, job.rank, size, where, "verify")
-    with joined_world(
-        "cpu",
-        place,
-        always_group=job.config.parallel.zero > 0,
-        timeout_seconds=job.timeout_seconds,
-    ) as world:
-        return list(compute_steps(job.config, job.n_steps, world))
 
 
 def compute_steps(config: Config, n_steps: int, world: World) -> Iterator[StepNumbers]:

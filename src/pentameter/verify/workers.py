@@ -63,67 +63,68 @@ class Workers:
 
     def __init__(self) -> None:
         self._workers: list[Forked] = []
-        self._stack = ExitStack()
         self._numbers = count()
 
     def __enter__(self) -> Self:
-        folder = tempfile.TemporaryDirectory(
-            prefix="pentameter-verify-", ignore_cleanup_errors=True
-        )
-        self._folder = Path(self._stack.enter_context(folder))
-        self._errors_path = self._folder / "stderr"
-        environment = {**worker_environment(0, 1, self._folder), "OMP_NUM_THREADS": "1"}
-        try:
-            with self._errors_path.open("ab") as errors:
-                self.server = ForkServer(
-                    "pentameter.verify.steps",
-                    environment=environment,
-                    folder=self._folder,
-                    output=errors,
-                )
-        except BaseException:
-            self._stack.close()
-            raise
-        self._stack.callback(self.server.close)
-        self._stack.callback(self._end_all)
+        with ExitStack() as stack:  # undone now where the fork server cannot be started
+            folder = tempfile.TemporaryDirectory(
+                prefix="pentameter-verify-", ignore_cleanup_errors=True
+            )
+            self._folder = Path(stack.enter_context(folder))
+            self._errors_path = self._folder / "stderr"
+            errors = stack.enter_context(self._errors_path.open("ab"))
+            self.server = ForkServer(
+                "pentameter.verify.steps",
+                environment={**worker_environment(0, 1, self._folder), "OMP_NUM_THREADS": "1"},
+                folder=self._folder,
+                output=errors,
+            )
+            stack.callback(self.server.close)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stack.close()
+        # Where the fork server is gone, what it left has no jobs.
+        with self._stack, suppress(ChildEndedError):
+            self._end(self._workers)
 
     def new_file(self) -> str:
         """A path that is not used yet, for the rendezvous of the processes of a case."""
         return str(self._folder / f"rendezvous-{next(self._numbers)}")
 
-    def run(self, jobs: Sequence[Job], *, timeout_seconds: float) -> list[Any]:
+    def run(self, jobs: Sequence[Job]) -> list[Any]:
         """The answers to the jobs, each computed by a worker of its own at the same time.
 
         Processes of a job that has a `prepare` do no other job. Raises CaseFailedError where one
         fails, dies or has not answered in time; the processes are then replaced.
         """
         said = self._errors_path.stat().st_size
-        while len(self._workers) < len(jobs):
-            self._workers.append(self._fork())
-        busy = self._workers[: len(jobs)]
         reusable = False
         try:
-            answers = self._ask(busy, jobs, timeout_seconds)
-            self._check(answers, busy, said, timeout_seconds)
-            reusable = all(job.prepare is None for job in jobs)
-        finally:
-            if not reusable:
-                self._end(busy)
+            while len(self._workers) < len(jobs):
+                self._workers.append(self.server.fork("pentameter.verify.steps:answer"))
+            busy = self._workers[: len(jobs)]
+            try:
+                answers = self._ask(busy, jobs)
+                self._check(answers, busy, said, jobs[0].timeout_seconds)
+                reusable = all(job.prepare is None for job in jobs)
+            finally:
+                if not reusable:
+                    self._end(busy)
+        except ChildEndedError as error:
+            raise TrainingFailedError(
+                "the processes of verify cannot be started: "
+                + (self._last_words(0) or "their parent ended without a word")
+            ) from error
         return [answers[rank] for rank in range(len(jobs))]
 
-    def _ask(
-        self, busy: Sequence[Forked], jobs: Sequence[Job], timeout_seconds: float
-    ) -> dict[int, Any]:
+    def _ask(self, busy: Sequence[Forked], jobs: Sequence[Job]) -> dict[int, Any]:
         """The answers by rank, None of a process that is gone; incomplete after a failure or when
         time is up."""
         for worker, job in zip(busy, jobs, strict=True):
             with suppress(OSError):  # it is gone, which the next wait tells
                 worker.connection.send(job)
-        deadline = time.monotonic() + timeout_seconds
+        deadline = time.monotonic() + jobs[0].timeout_seconds
         ranks = {worker.connection: rank for rank, worker in enumerate(busy)}
         answers: dict[int, Any] = {}
         while ranks and (left := deadline - time.monotonic()) > 0:
@@ -145,7 +146,8 @@ class Workers:
         end of a process, before an error, before the error that another process is gone."""
         for rank, answer in answers.items():
             if answer is None:
-                raise CaseFailedError(f"rank {rank} {self._death(busy[rank], said)}")
+                reason, last = exit_reason(self._end([busy[rank]])[0]), self._last_words(said)
+                raise CaseFailedError(f"rank {rank} {reason}{': ' if last else ''}{last}")
         failed = [(rank, answer) for rank, answer in answers.items() if isinstance(answer, Failed)]
         if failed:
             rank, failure = min(failed, key=lambda item: (item[1].is_consequence, item[0]))
@@ -155,34 +157,11 @@ class Workers:
             ranks = ", ".join(map(str, missing))
             raise CaseFailedError(f"no answer in {timeout_seconds:g} seconds from rank {ranks}")
 
-    def _death(self, worker: Forked, said: int) -> str:
-        reason, last = exit_reason(self._end([worker])[0]), self._last_words(said)
-        return f"{reason}: {last}" if last else reason
-
-    def _fork(self) -> Forked:
-        try:
-            return self.server.fork("pentameter.verify.steps:answer")
-        except ChildEndedError as error:
-            raise self._no_server() from error
-
     def _end(self, workers: Sequence[Forked]) -> list[int]:
         """Exit codes of workers, which end now unless they have ended; none is used again."""
         running = [worker for worker in workers if worker in self._workers]
         self._workers = [worker for worker in self._workers if worker not in running]
-        try:
-            return [self.server.end(worker) for worker in running]
-        except ChildEndedError as error:
-            raise self._no_server() from error
-
-    def _end_all(self) -> None:
-        with suppress(TrainingFailedError):  # the fork server is gone; what it left has no jobs
-            self._end(self._workers)
-
-    def _no_server(self) -> TrainingFailedError:
-        return TrainingFailedError(
-            "the processes of verify cannot be started: "
-            + (self._last_words(0) or "their parent ended without a word")
-        )
+        return [self.server.end(worker) for worker in running]
 
     def _last_words(self, start: int) -> str:
         """The last line that processes have written to stderr from place `start` on."""

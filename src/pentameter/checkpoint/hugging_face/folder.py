@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,8 @@ from pentameter.config.schema import Config, ModelConfig
 from pentameter.data.corpora.registry import UNKNOWN_CORPUS
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.setting import is_gpt2
-from pentameter.disk.atomic import building, refuse_existing, write_hashed
+from pentameter.disk.atomic import refuse_existing, write_hashed
+from pentameter.disk.lock import building
 from pentameter.errors import ConfigError, CorruptError
 
 if TYPE_CHECKING:
@@ -95,7 +97,8 @@ def _config(path: Path, section: dict[str, Any], tokenizer: Tokenizer) -> Config
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{path / CONFIG}: {'; '.join(problems(error, tree))}") from error
+        sentences, _ = problems(error, tree)
+        raise ConfigError(f"{path / CONFIG}: {'; '.join(sentences)}") from error
     vocab_size = config.model.vocab_size
     if vocab_size is None or tokenizer.vocab_size > vocab_size:
         raise ConfigError(
@@ -127,25 +130,24 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 
 def _pickle(path: Path) -> str:
     """What to do about pytorch_model.bin: one command, in which the pickle cannot run code."""
-    folder = str(path.resolve())
     code = (
         "import glob, torch, safetensors.torch as s; w = {}; "
-        f"d = {folder!r}; "
-        "[w.update(torch.load(f, map_location='cpu', weights_only=True)) "
-        "for f in sorted(glob.glob(glob.escape(d) + '/pytorch_model*.bin'))]; "
+        f"d = {json.dumps(str(path.resolve()))}; "
+        '[w.update(torch.load(f, map_location="cpu", weights_only=True)) '
+        'for f in sorted(glob.glob(glob.escape(d) + "/pytorch_model*.bin"))]; '
         "s.save_file({k: t.clone().contiguous() for k, t in w.items()}, "
-        "d + '/model.safetensors', {'format': 'pt'})"
+        'd + "/model.safetensors", {"format": "pt"})'
     )
-    escaped = code.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$")
-    escaped = escaped.replace("`", "\\`")
     return (
         f"{path} has its weights as a pickle (pytorch_model.bin), which can run code when it is "
-        f'opened and is not read here; convert it once: python -c "{escaped}"'
+        f"opened and is not read here; convert it once: python -c {shlex.quote(code)}"
     )
 
 
 def _weights(files: tuple[Path, ...], model: ModelConfig) -> dict[str, LazyTensor]:
     """Our weights by name, converted when asked for; every name and shape is checked."""
+    import torch
+
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
         for name, tensor in StoredTensors([file]).items():
@@ -156,7 +158,18 @@ def _weights(files: tuple[Path, ...], model: ModelConfig) -> dict[str, LazyTenso
                 raise CorruptError(f"{file} holds {name!r} a second time")
             tensors[full] = materialize(tensor)
     where = files[0] if len(files) == 1 else files[0].parent
-    _drop_tied_head(tensors, model, where)
+    embedding = tensors.get(BODY + "wte.weight")
+    # Some programs save a copy of the embedding as the head's weight.
+    if (
+        model.tied_head
+        and HEAD in tensors
+        and embedding is not None
+        and not torch.equal(tensors.pop(HEAD), embedding)
+    ):
+        raise CorruptError(
+            f"{where}: {HEAD} differs from {BODY}wte.weight, but {CONFIG} says that they are one "
+            "(tie_word_embeddings)"
+        )
     expected = {pair.theirs: pair.their_shape for pair in pairs(model)}
     if missing := expected.keys() - tensors.keys():
         raise CorruptError(f"{where} lacks {few(missing)}")
@@ -171,37 +184,16 @@ def _weights(files: tuple[Path, ...], model: ModelConfig) -> dict[str, LazyTenso
                 f"{where}: {name} is {tuple(tensors[name].shape)} of {tensors[name].dtype}, its "
                 f"{CONFIG} asks for {shape} of floating-point numbers"
             )
-    return from_gpt2(model, tensors, _common_dtype(tensors))
-
-
-def _drop_tied_head(tensors: dict[str, torch.Tensor], model: ModelConfig, where: Path) -> None:
-    """Forget a copy of the embedding that some programs save as the head's weight."""
-    import torch
-
-    embedding = tensors.get(BODY + "wte.weight")
-    if not model.tied_head or HEAD not in tensors or embedding is None:
-        return
-    if not torch.equal(tensors.pop(HEAD), embedding):
-        raise CorruptError(
-            f"{where}: {HEAD} differs from {BODY}wte.weight, but {CONFIG} says that they are one "
-            "(tie_word_embeddings)"
-        )
-
-
-def _common_dtype(tensors: dict[str, torch.Tensor]) -> torch.dtype:
-    """What holds every tensor exactly: fp32, or fp64 where any is."""
-    import torch
-
+    # fp32 holds every tensor exactly, or fp64 where any is.
     has_double = any(tensor.dtype == torch.float64 for tensor in tensors.values())
-    return torch.float64 if has_double else torch.float32
+    return from_gpt2(model, tensors, torch.float64 if has_double else torch.float32)
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """The folder that was written."""
 
     path: Path
-    n_bytes: int
     notes: tuple[str, ...]
     """What the folder lacks, and why; one line each."""
 
@@ -234,14 +226,14 @@ def export_hf(stored: StoredModel, out: Path) -> Exported:
         **of_tokenizer,
     }
     with building(out) as folder:
-        records = [write_hashed(folder / WEIGHTS, plan_file(weights).chunks())]
-        records += [write_hashed(folder / name, [data]) for name, data in small.items()]
+        write_hashed(folder / WEIGHTS, plan_file(weights).chunks())
+        for name, data in small.items():
+            write_hashed(folder / name, [data])
     left_out = (
         f"the tokenizer ({tokenizer.kind}) is left out: GPT-2's tokenizer files cannot express it; "
         "encode and decode with pentameter"
     )
-    notes = () if of_tokenizer else (left_out,)
-    return Exported(out, sum(record.n_bytes for record in records), notes)
+    return Exported(out, () if of_tokenizer else (left_out,))
 
 
 def _json(content: Any) -> bytes:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pentameter.checkpoint.safetensors_writer import LazyTensor, materialize
 from pentameter.config.choices import look_up
@@ -53,10 +53,28 @@ NOT_GPT2 = {
 """Our key → the only value that GPT-2 can express, and why another is refused."""
 
 WRITTEN = {
-    *("vocab_size", "context_length", "n_layers", "n_heads", "d_model", "d_ff", "activation"),
-    *("dropout", "attention_dropout", "embedding_dropout", "init_std", "tied_head"),
+    "vocab_size": ("vocab_size", 50257),
+    "context_length": ("n_positions", 1024),
+    "n_layers": ("n_layer", 12),
+    "n_heads": ("n_head", 12),
+    "d_model": ("n_embd", 768),
+    "d_ff": ("n_inner", None),
+    "activation": ("activation_function", "gelu_new"),
+    "tied_head": ("tie_word_embeddings", True),
+    "dropout": ("resid_pdrop", 0.1),
+    "attention_dropout": ("attn_pdrop", 0.1),
+    "embedding_dropout": ("embd_pdrop", 0.1),
+    "init_std": ("initializer_range", 0.02),
 }
-"""Our keys that config.json has a word for."""
+"""Our key → theirs in config.json, and its default."""
+
+_OTHER_NAMES = {
+    "n_positions": "max_position_embeddings",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+}
+"""Their key → another name that is read for it."""
 
 NOT_NEEDED = {
     "vocab_multiple": "rows that pad the vocabulary are not written",
@@ -127,20 +145,13 @@ def to_gpt2_config(
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
+        **{key: getattr(model, ours) for ours, (key, _) in WRITTEN.items()},
         "vocab_size": vocab_size,
-        "n_positions": model.context_length,
-        "n_embd": model.d_model,
-        "n_layer": model.n_layers,
-        "n_head": model.n_heads,
         "n_inner": feed_forward_width(model),
         "activation_function": look_up(theirs, model.activation, "model.activation", "GPT-2"),
-        "resid_pdrop": model.dropout,
         "embd_pdrop": embedding_dropout(model),
-        "attn_pdrop": model.attention_dropout,
         "layer_norm_epsilon": NORM_EPS,
-        "initializer_range": model.init_std,
         "scale_attn_weights": True,
-        "tie_word_embeddings": model.tied_head,
         # Written even where there is none: absent, they would be GPT-2's own 50256.
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
@@ -165,35 +176,20 @@ def from_gpt2_config(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
         value = content.get(key, default)
         if value not in (default, None):
             raise ConfigError(f"{path}: {key}={shown(value)} is not supported: {reason}")
-    activation = content.get("activation_function", "gelu_new")
+    section = {
+        ours: content.get(key, content.get(_OTHER_NAMES.get(key, key), default))
+        for ours, (key, default) in WRITTEN.items()
+    }
+    activation, width = section["activation"], section["d_model"]
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ConfigError(
             f"{path}: activation_function={shown(activation)} is not supported; possible: "
             f"{', '.join(ACTIVATIONS)}"
         )
-
-    def value_of(key: str, default: Any, other_name: str = "") -> Any:
-        return content.get(key, content.get(other_name, default))
-
-    width = value_of("n_embd", 768, "hidden_size")
-    inner = value_of("n_inner", None)
-    return {
-        "vocab_size": value_of("vocab_size", 50257),
-        "context_length": value_of("n_positions", 1024, "max_position_embeddings"),
-        "n_layers": value_of("n_layer", 12, "num_hidden_layers"),
-        "n_heads": value_of("n_head", 12, "num_attention_heads"),
-        "d_model": width,
-        "d_ff": 4 * width if inner is None and isinstance(width, int) else inner,
-        "activation": ACTIVATIONS[activation],
-        "tied_head": value_of("tie_word_embeddings", True),
-        "qkv_bias": True,
-        "bias": True,
-        "dropout": value_of("resid_pdrop", 0.1),
-        "attention_dropout": value_of("attn_pdrop", 0.1),
-        "embedding_dropout": value_of("embd_pdrop", 0.1),
-        "init_std": value_of("initializer_range", 0.02),
-        "residual_init_scale": True,
-    }
+    section["activation"] = ACTIVATIONS[activation]
+    if section["d_ff"] is None and isinstance(width, int):
+        section["d_ff"] = 4 * width
+    return {**section, "qkv_bias": True, "bias": True, "residual_init_scale": True}
 
 
 @dataclass(frozen=True)
@@ -203,31 +199,33 @@ class Pair:
     ours: ParameterSpec
     theirs: str
     """Its name in a GPT2LMHeadModel."""
-    layout: Literal["same", "transposed", "fused"]
-    n_heads: int
+    n_heads: int | None
+    """Of the fused attention projection, whose rows they order otherwise."""
+
+    @property
+    def is_transposed(self) -> bool:
+        """True for the weight of a linear layer within a block."""
+        return self.ours.layer is not None and len(self.ours.shape) == 2
 
     @property
     def their_shape(self) -> tuple[int, ...]:
         """The shape there."""
-        return self.ours.shape if self.layout == "same" else self.ours.shape[::-1]
+        return self.ours.shape[::-1] if self.is_transposed else self.ours.shape
 
     def to_theirs(self, source: torch.Tensor | LazyTensor) -> torch.Tensor:
         """Our tensor as GPT-2 has it; padded rows of the vocabulary are left out."""
         tensor = materialize(source)
         if self.ours.axes[0] == "vocab":
             tensor = tensor[: self.ours.shape[0]]
-        if self.layout == "fused":
+        if self.n_heads is not None:
             tensor = tensor.unflatten(0, (self.n_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
-        if self.layout != "same" and tensor.ndim == 2:
-            tensor = tensor.t()
-        return tensor.contiguous()
+        return (tensor.t() if self.is_transposed else tensor).contiguous()
 
     def to_ours(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """GPT-2's tensor as we have it, in `dtype`."""
         tensor = tensor.to(dtype)
-        if self.layout != "same" and tensor.ndim == 2:
-            tensor = tensor.t()
-        if self.layout == "fused":
+        tensor = tensor.t() if self.is_transposed else tensor
+        if self.n_heads is not None:
             tensor = tensor.unflatten(0, (3, self.n_heads, -1)).transpose(0, 1).flatten(0, 2)
         return tensor.contiguous()
 
@@ -239,15 +237,11 @@ def pairs(model: ModelConfig) -> Iterator[Pair]:
         place, _, kind = spec.name.rpartition(".")  # `blocks.0.attention.qkv`, `weight`
         if spec.layer is None:
             name = HEAD if place == "head" else f"{BODY}{_WHOLE[place]}.{kind}"
-            yield Pair(spec, name, "same", model.n_heads)
-            continue
-        place = place.removeprefix(f"blocks.{spec.layer}.")
-        name = f"{BODY}h.{spec.layer}.{_OF_A_LAYER[place]}.{kind}"
-        if place == "attention.qkv":
-            yield Pair(spec, name, "fused", model.n_heads)
+            yield Pair(spec, name, None)
         else:
-            is_matrix = len(spec.shape) == 2
-            yield Pair(spec, name, "transposed" if is_matrix else "same", model.n_heads)
+            place = place.removeprefix(f"blocks.{spec.layer}.")
+            name = f"{BODY}h.{spec.layer}.{_OF_A_LAYER[place]}.{kind}"
+            yield Pair(spec, name, model.n_heads if place == "attention.qkv" else None)
 
 
 def to_gpt2(model: ModelConfig, weights: Weights) -> dict[str, LazyTensor]:

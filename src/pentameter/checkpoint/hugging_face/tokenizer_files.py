@@ -16,8 +16,7 @@ from pentameter.data.tokenizers.bpe import (
     parse_merge,
 )
 from pentameter.data.tokenizers.char import CharTokenizer
-from pentameter.data.tokenizers.load import load_tokenizer
-from pentameter.data.tokenizers.setting import GPT2, is_gpt2
+from pentameter.data.tokenizers.setting import GPT2, is_gpt2, load_tokenizer
 from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError, printable
 
 VOCABULARY, MERGES, WHOLE = "vocab.json", "merges.txt", "tokenizer.json"
@@ -25,13 +24,7 @@ SETTINGS, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 
 _LIMIT_BYTES = 1 << 28  # of a foreign file that is read whole
 
-_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-_EACH_CHARACTER = {
-    "type": "Split",
-    "pattern": {"Regex": r"[\s\S]"},
-    "behavior": "Isolated",
-    "invert": False,
-}
+_ANY_CHARACTER = r"[\s\S]"
 
 
 def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, bytes]:
@@ -40,91 +33,49 @@ def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, byte
     BPE gives GPT-2's tokenizer, in its old files and its new one. Characters give a tokenizer
     with one token per character, which refuses a character that it does not know.
     """
-    if isinstance(tokenizer, BpeTokenizer):
-        return _bpe_files(tokenizer, context_length)
-    if isinstance(tokenizer, CharTokenizer):
-        return _char_files(tokenizer, context_length)
-    return {}
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as LibraryTokenizer
 
-
-def _bpe_files(tokenizer: BpeTokenizer, context_length: int) -> dict[str, bytes]:
-    vocabulary = dict(tokenizer.vocabulary)
-    merges = [" ".join(merge) for merge in tokenizer.merges]
-    has_end = tokenizer.end_of_text is not None
-    special = {f"{use}_token": END_OF_TEXT for use in ("bos", "eos", "unk")} if has_end else {}
-    added = {
-        "content": END_OF_TEXT,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
-    whole = _library_file(
-        added=[{"id": tokenizer.end_of_text, **added}] if has_end else [],
-        pre_tokenizer={**_BYTE_LEVEL, "use_regex": True},
-        decoder={**_BYTE_LEVEL, "use_regex": True},
-        model={
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "",
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": vocabulary,
-            "merges": [list(merge) for merge in tokenizer.merges],
-        },
-    )
-    settings = {
-        "tokenizer_class": "GPT2Tokenizer",
+    settings: dict[str, Any] = {
         "model_max_length": context_length,
-        "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
-        "added_tokens_decoder": {str(tokenizer.end_of_text): added} if has_end else {},
+    }
+    if isinstance(tokenizer, CharTokenizer):
+        ranks = {character: number for number, character in enumerate(tokenizer.characters)}
+        # No such token exists: an unknown character is an error there as it is here.
+        whole = LibraryTokenizer(models.WordLevel(ranks, unk_token="[UNK]"))
+        whole.pre_tokenizer = pre_tokenizers.Split(Regex(_ANY_CHARACTER), "isolated")
+        whole.decoder = decoders.Fuse()
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        return {
+            WHOLE: whole.to_str(pretty=True).encode(),
+            SETTINGS: _json(settings),
+            SPECIAL: _json({}),
+        }
+    if not isinstance(tokenizer, BpeTokenizer):
+        return {}
+    vocabulary = dict(tokenizer.vocabulary)
+    whole = LibraryTokenizer(models.BPE(vocabulary, list(tokenizer.merges)))
+    whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False)
+    whole.decoder = decoders.ByteLevel()
+    special: dict[str, str] = {}
+    if tokenizer.end_of_text is not None:
+        whole.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False, special=True)])
+        special = {f"{use}_token": END_OF_TEXT for use in ("bos", "eos", "unk")}
+    added = {token.pop("id"): token for token in json.loads(whole.to_str())["added_tokens"]}
+    settings |= {
+        "tokenizer_class": "GPT2Tokenizer",
+        "add_prefix_space": False,
+        "added_tokens_decoder": added,
         **special,
     }
+    merges = ["#version: 0.2", *map(" ".join, tokenizer.merges)]
     return {
         VOCABULARY: _json(vocabulary),
-        MERGES: "".join(f"{line}\n" for line in ["#version: 0.2", *merges]).encode(),
-        WHOLE: _json(whole),
+        MERGES: "".join(f"{line}\n" for line in merges).encode(),
+        WHOLE: whole.to_str(pretty=True).encode(),
         SETTINGS: _json(settings),
         SPECIAL: _json(special),
-    }
-
-
-def _char_files(tokenizer: CharTokenizer, context_length: int) -> dict[str, bytes]:
-    vocabulary = {character: number for number, character in enumerate(tokenizer.characters)}
-    whole = _library_file(
-        added=[],
-        pre_tokenizer=_EACH_CHARACTER,
-        decoder={"type": "Fuse"},
-        # No such token exists: an unknown character is an error there as it is here.
-        model={"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"},
-    )
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": context_length,
-        "clean_up_tokenization_spaces": False,
-    }
-    return {WHOLE: _json(whole), SETTINGS: _json(settings), SPECIAL: _json({})}
-
-
-def _library_file(
-    *, added: list[Any], pre_tokenizer: Any, decoder: Any, model: dict[str, Any]
-) -> dict[str, Any]:
-    """The content of tokenizer.json, as the `tokenizers` library writes it."""
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": pre_tokenizer,
-        "post_processor": None,
-        "decoder": decoder,
-        "model": model,
     }
 
 
@@ -166,7 +117,13 @@ def _read_whole(content: Mapping[str, Any], path: Path, warnings: list[str]) -> 
     if not isinstance(vocabulary, dict):
         raise CorruptError(f"{path} is malformed: it has no model.vocab")
     pre_tokenizer = content.get("pre_tokenizer")
-    if model.get("type") == "WordLevel" and pre_tokenizer == _EACH_CHARACTER:
+    of_each_character = {
+        "type": "Split",
+        "pattern": {"Regex": _ANY_CHARACTER},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    if model.get("type") == "WordLevel" and pre_tokenizer == of_each_character:
         return _characters(vocabulary, path)
     is_bytes = (
         isinstance(pre_tokenizer, dict)

@@ -22,15 +22,6 @@ Int64 = npt.NDArray[np.int64]
 Row = list[tuple[int, int]]
 
 
-def windows_per_epoch(n_tokens: int, context_length: int) -> int:
-    """Number of windows that can be cut out of n_tokens, side by side.
-
-    Neighbours share one token: the last target of one is the first input of the next. Up to
-    context_length - 1 tokens at the end, too few for a window, are left over.
-    """
-    return max(n_tokens - 1, 0) // context_length
-
-
 @dataclass(eq=False)
 class Order(ABC):
     """An order of reading: cuts `split` into the rows of each step's batch of `batch_size`."""
@@ -69,15 +60,9 @@ class Order(ABC):
         chosen = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            chosen[here] = keyed.permute(
-                epoch_key(self.seed, epoch), self.rows_per_epoch, places[here]
-            )
+            key = keyed.make_key("epoch", self.seed, epoch)
+            chosen[here] = keyed.permute(key, self.rows_per_epoch, places[here])
         return chosen
-
-
-def epoch_key(seed: int, epoch: int) -> keyed.Key:
-    """The key that permutes an epoch."""
-    return keyed.make_key("epoch", seed, epoch)
 
 
 class Windows(Order):
@@ -96,8 +81,12 @@ class Windows(Order):
 
     @property
     def rows_per_epoch(self) -> int:
-        """Number of windows side by side."""
-        return windows_per_epoch(self.split.n_tokens, self.context_length)
+        """Number of windows side by side.
+
+        Neighbours share one token: the last target of one is the first input of the next. Up to
+        context_length - 1 tokens at the end, too few for a window, are left over.
+        """
+        return (self.split.n_tokens - 1) // self.context_length
 
     @abstractmethod
     def starts(self, step: int, numbers: Int64) -> Int64:
@@ -255,9 +244,8 @@ class PackedDocuments(Sequential):
         """The documents in the epoch's order, and the end of each in the epoch's text."""
         if self._laid_out is None or self._laid_out[0] != epoch:
             n_documents = len(self._bounds) - 1
-            order = keyed.permute(
-                epoch_key(self.seed, epoch), n_documents, np.arange(n_documents, dtype=np.int64)
-            )
+            key = keyed.make_key("epoch", self.seed, epoch)
+            order = keyed.permute(key, n_documents, np.arange(n_documents, dtype=np.int64))
             self._laid_out = (epoch, order, np.cumsum(np.diff(self._bounds)[order]))
         return self._laid_out[1:]
 

@@ -32,7 +32,6 @@ PIECE_BYTES = 1 << 16
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 LONGEST_LINE_BYTES = 1 << 25  # of JSONL: a line is held whole, a few times over
-FED_BYTES = 1 << 10  # of Zstandard at once: they hold at most 32 MiB, 128 KiB in 4 bytes
 USUAL_COMPRESSION = 3  # of English text by gzip; only the progress bar's total depends on it
 
 
@@ -76,44 +75,55 @@ def read_documents(file: Path, contents: FileContents = UTF8) -> Iterator[Iterat
         for text in _read_records(file, contents):
             yield iter((text,))
     else:
-        yield read_pieces(file, contents=contents)
+        yield read_pieces(file, PIECE_BYTES, contents)
 
 
 def read_pieces(
     file: Path, piece_bytes: int = PIECE_BYTES, contents: FileContents = UTF8
 ) -> Iterator[str]:
-    """The text of a file in pieces of at most about `piece_bytes` bytes of UTF-8.
+    """The text of a file in pieces of about `piece_bytes` bytes of the file's text.
 
     Where the pieces end depends only on the content. Raises as `read_documents` does.
     """
-    offset = 0  # of the first byte of `data` in the text
-    data = b""
-    with _open(file, contents) as stream:
-        while True:
-            block = stream.read(piece_bytes)
-            data += block
-            text, used = _decode(data, offset, file, final=not block)
-            if offset == 0 and text.startswith("\ufeff"):
-                text = text[1:]
-            if text:
-                yield text
-            offset, data = offset + used, data[used:]
-            if not block:
-                return
+    with _open(file) as stream:
+        yield from _decoded(stream, file, contents, piece_bytes)
 
 
-def _decode(data: bytes, offset: int, file: Path, *, final: bool) -> tuple[str, int]:
-    """The characters that `data` completes, and the number of bytes they take."""
-    try:
-        text, used = codecs.utf_8_decode(data, "strict", final)
-    except UnicodeDecodeError as error:
-        raise _undecodable(file, "utf-8", error, offset) from error
-    if (nul := data.find(b"\0", 0, used)) >= 0:
-        raise CorruptError(
-            f"{file} is binary, not text: NUL byte at offset {offset + nul}; leave it out, or "
-            "name its encoding where it is UTF-16 (--data.encoding utf-16-le)"
-        )
-    return text, used
+def _decoded(
+    stream: BinaryIO, file: Path, contents: FileContents, piece_bytes: int
+) -> Iterator[str]:
+    """The text of a stream in pieces, without a byte order mark."""
+    is_utf8 = contents.is_utf8
+    encoding = "utf-8" if is_utf8 else contents.encoding
+    # It keeps the bytes of a character that a block cuts, and its state where there is one.
+    decoder = codecs.getincrementaldecoder(encoding)("strict")
+    offset = n_characters = 0  # before the next block
+    is_ended = False
+    while not is_ended:
+        block = stream.read(piece_bytes)
+        is_ended = not block
+        first = offset - len(decoder.getstate()[0])  # the place of what is decoded now
+        try:
+            text = decoder.decode(block, final=is_ended)
+            if not is_utf8:
+                text.encode()  # some decoders let half a surrogate pair pass
+        except UnicodeError as error:
+            raise _undecodable(file, encoding, error, first) from error
+        if (nul := text.find("\0")) >= 0:
+            if is_utf8:
+                raise CorruptError(
+                    f"{file} is binary, not text: NUL byte at offset "
+                    f"{first + len(text[:nul].encode())}; leave it out, or name its encoding where "
+                    "it is UTF-16 (--data.encoding utf-16-le)"
+                )
+            raise CorruptError(
+                f"{file} is not {encoding} text: NUL at character {n_characters + nul}; "
+                f"{_ENCODING_HINT}"
+            )
+        if piece := text if n_characters else text.removeprefix("\ufeff"):
+            yield piece
+        offset += len(block)
+        n_characters += len(text)
 
 
 def _undecodable(
@@ -152,9 +162,11 @@ _ENCODING_HINT = (
 def _read_records(file: Path, contents: FileContents) -> Iterator[str]:
     """The text of each record; empty lines are passed over."""
     offset = 0
-    with _open(file, contents) as stream:
+    with _open(file) as stream:
+        pieces = _decoded(stream, file, contents, PIECE_BYTES)
+        utf8 = stream if contents.is_utf8 else io.BufferedReader(_Utf8Stream(pieces))
         for number in itertools.count(1):
-            line = stream.readline(LONGEST_LINE_BYTES + 1)
+            line = utf8.readline(LONGEST_LINE_BYTES + 1)
             if not line:
                 return
             if len(line) > LONGEST_LINE_BYTES:
@@ -212,24 +224,21 @@ def _compression(file: Path) -> str:
 
 
 @contextmanager
-def _open(file: Path, contents: FileContents) -> Iterator[BinaryIO]:
-    """The file's text as UTF-8, decompressed; reads are full until the end."""
-    errors = (EOFError, gzip.BadGzipFile, zlib.error)
+def _open(file: Path) -> Iterator[BinaryIO]:
+    """The file's bytes, decompressed; reads are full until the end."""
+    errors: list[type[Exception]] = [EOFError, gzip.BadGzipFile, zlib.error]
     try:
         with file.open("rb") as stream:
             match _compression(file):
                 case ".gz":
-                    plain = cast(BinaryIO, gzip.GzipFile(fileobj=stream))
+                    yield cast(BinaryIO, gzip.GzipFile(fileobj=stream))
                 case ".zst":
-                    plain = cast(BinaryIO, io.BufferedReader(_ZstdReader(stream), PIECE_BYTES))
+                    zstd = _zstd()
+                    errors.append(zstd.ZstdError)
+                    yield zstd.ZstdFile(stream)
                 case _:
-                    plain = stream
-            if contents.is_utf8:
-                yield plain
-            else:
-                recoded = _Utf8Reader(plain, file, contents.encoding)
-                yield cast(BinaryIO, io.BufferedReader(recoded, PIECE_BYTES))
-    except errors as error:
+                    yield stream
+    except tuple(errors) as error:
         raise CorruptError(
             f"{file} is damaged or cut short ({error}); fetch it again, or leave it out"
         ) from error
@@ -237,18 +246,11 @@ def _open(file: Path, contents: FileContents) -> Iterator[BinaryIO]:
         raise StorageError(f"cannot read {file}: {error.strerror}") from error
 
 
-class _Utf8Reader(io.RawIOBase):
-    """The text of a stream in another encoding, as UTF-8; CorruptError for what it cannot decode.
+class _Utf8Stream(io.RawIOBase):
+    """Pieces of text as a stream of UTF-8."""
 
-    A decoder keeps the bytes of a character that a block cuts, and its state where there is one.
-    """
-
-    def __init__(self, stream: BinaryIO, file: Path, encoding: str) -> None:
-        self._stream, self._file, self._encoding = stream, file, encoding
-        self._decoder = codecs.getincrementaldecoder(encoding)("strict")
-        self._offset = self._n_characters = 0  # before the next block
-        self._ready = memoryview(b"")
-        self._ended = False
+    def __init__(self, pieces: Iterator[str]) -> None:
+        self._pieces, self._ready = pieces, memoryview(b"")
 
     def readable(self) -> bool:
         """Always."""
@@ -256,76 +258,20 @@ class _Utf8Reader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """The number of bytes put into `buffer`; 0 at the end."""
-        while not self._ready and not self._ended:
-            block = self._stream.read(PIECE_BYTES)
-            self._ended = not block
-            kept = self._decoder.getstate()[0]  # from earlier blocks; an error counts from there
-            try:
-                text = self._decoder.decode(block, final=self._ended)
-                self._ready = memoryview(text.encode())
-                nul = text.find("\0")
-            except UnicodeError as error:
-                first = self._offset - len(kept)
-                raise _undecodable(self._file, self._encoding, error, first) from error
-            if nul >= 0:
-                raise CorruptError(
-                    f"{self._file} is not {self._encoding} text: NUL at character "
-                    f"{self._n_characters + nul}; {_ENCODING_HINT}"
-                )
-            self._offset += len(block)
-            self._n_characters += len(text)
+        while not self._ready and (piece := next(self._pieces, None)) is not None:
+            self._ready = memoryview(piece.encode())
         n = min(len(buffer), len(self._ready))
         buffer[:n], self._ready = self._ready[:n], self._ready[n:]
         return n
 
 
-class _ZstdReader(io.RawIOBase):
-    """Decompresses frame after frame; EOFError where the last is cut short."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self._new_frame, self._error = _zstd_decompressor()
-        self._frame: Any = None
-        self._compressed = b""
-        self._ready = memoryview(b"")
-
-    def readable(self) -> bool:
-        """Always."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """The number of bytes put into `buffer`; 0 at the end."""
-        while not self._ready:
-            if not self._compressed:
-                self._compressed = self._stream.read(FED_BYTES)
-            if not self._compressed:
-                if self._frame is not None:
-                    raise EOFError("the last Zstandard frame has no end")
-                return 0
-            if self._frame is None:
-                self._frame = self._new_frame()
-            try:
-                self._ready = memoryview(self._frame.decompress(self._compressed))
-            except self._error as error:
-                raise EOFError(str(error)) from error
-            self._compressed = b""
-            if self._frame.eof:
-                self._compressed, self._frame = self._frame.unused_data, None
-        n = min(len(buffer), len(self._ready))
-        buffer[:n], self._ready = self._ready[:n], self._ready[n:]
-        return n
-
-
-def _zstd_decompressor() -> tuple[Any, type[Exception]]:
-    """A function that starts a frame's decompressor, and the error it raises."""
-    if sys.version_info >= (3, 14):
-        library = importlib.import_module("compression.zstd")
-        return library.ZstdDecompressor, library.ZstdError
+def _zstd() -> Any:
+    """Python's module for Zstandard."""
+    name = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
     try:
-        library = importlib.import_module("zstandard")
+        return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            "reading .zst files needs the package zstandard, which is not installed; "
+            f"reading .zst files needs the package {name}, which is not installed; "
             "`pip install 'pentameter[zstd]'`, or decompress them with `zstd -d`"
         ) from error
-    return lambda: library.ZstdDecompressor().decompressobj(), library.ZstdError

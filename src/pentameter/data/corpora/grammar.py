@@ -36,7 +36,6 @@ from pentameter.errors import ConfigError
 
 URN_BITS = 12
 N_TICKETS = 1 << URN_BITS
-LANE_STEPS = 2048  # consecutive characters written by one lane; see `_walk`
 CHUNK_CHARACTERS = 1 << 20
 
 
@@ -122,18 +121,21 @@ def grammar_entropy_rate(config: GrammarConfig) -> float:
 def grammar_text(config: GrammarConfig) -> Iterator[str]:
     """The text of `config.n_characters` characters, in pieces; starts in state 0."""
     source = grammar_source(config)
-    urns = np.array([np.repeat(np.arange(row.size), row) for row in source.tickets])
-    following = np.take_along_axis(source.next_state, urns, axis=1)
-    letters = np.array([ord(c) for c in config.alphabet], dtype="<u4")
-    state = 0
+    # Of each state a list of its tickets: a character, and the list of the state that follows it.
+    urns: list[list[Any]] = [[] for _ in range(source.n_states)]
+    for urn, tickets, states in zip(urns, source.tickets, source.next_state, strict=True):
+        for character, n_tickets, state in zip(config.alphabet, tickets, states, strict=True):
+            urn.extend([(character, urns[state])] * int(n_tickets))
+    urn = urns[0]
     for chunk in range(math.ceil(config.n_characters / CHUNK_CHARACTERS)):
         n = min(CHUNK_CHARACTERS, config.n_characters - chunk * CHUNK_CHARACTERS)
-        n_lanes = math.ceil(n / LANE_STEPS)  # whole lanes; what is written past n is cut off
         key = keyed.make_key("grammar", "text", config.seed, chunk)
-        draws = keyed.bits(key, np.arange(n_lanes * LANE_STEPS, dtype=np.int32)) & (N_TICKETS - 1)
-        lanes = np.ascontiguousarray(draws.reshape(n_lanes, LANE_STEPS).T)
-        written, state = _walk(urns.astype(np.int16), following.astype(np.int16), lanes, state)
-        yield letters[written.T.reshape(-1)[:n]].tobytes().decode("utf-32-le")
+        draws = keyed.bits(key, np.arange(n, dtype=np.int32)) & (N_TICKETS - 1)
+        written = []
+        for draw in draws.tolist():
+            character, urn = urn[draw]
+            written.append(character)
+        yield "".join(written)
 
 
 def _radical(n: int) -> int:
@@ -162,31 +164,3 @@ def _urn(draws: list[int]) -> list[int]:
     tickets = [least + weight * spare // total for weight in weights]
     tickets[weights.index(max(weights))] += N_TICKETS - sum(tickets)
     return tickets
-
-
-def _walk(
-    urns: npt.NDArray[np.int16],
-    following: npt.NDArray[np.int16],
-    draws: npt.NDArray[np.int32],
-    state: int,
-) -> tuple[npt.NDArray[np.int16], int]:
-    """Characters (LANE_STEPS, n_lanes) of one walk down lane after lane, and its end state.
-
-    A walk is sequential, but walks with the same draws soon meet wherever they start. So all lanes
-    are walked at once from guessed states; a lane whose guess was not the end of the lane before
-    it is walked again, until all agree. The result is exactly that of walking one by one.
-    """
-    n_lanes = draws.shape[1]
-    written = np.empty(draws.shape, dtype=np.int16)
-    starts = np.full(n_lanes, state)
-    ends = np.empty(n_lanes, dtype=np.int64)
-    stale = np.arange(n_lanes)
-    while stale.size:
-        current = starts[stale]
-        for step, tickets in enumerate(draws[:, stale]):
-            written[step, stale] = urns[current, tickets]
-            current = following[current, tickets]
-        ends[stale] = current
-        stale = np.flatnonzero(starts[1:] != ends[:-1]) + 1
-        starts[stale] = ends[stale - 1]
-    return written, int(ends[-1])

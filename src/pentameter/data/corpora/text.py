@@ -1,7 +1,7 @@
 """Text as documents that can be read again: files, folders, generators; memory stays bounded.
 
 A document is an iterator of pieces, so that one of any length streams. Files follow one another
-with nothing between them; `pentameter.data.corpora.reading` says what is inside a file.
+with nothing between them; `pentameter.data.corpora.files` says what is inside a file.
 """
 
 from __future__ import annotations
@@ -60,7 +60,15 @@ def text_from_paths(
     """
     files: list[Path] = []
     for path in paths:
-        files += files_below(path) if path.is_dir() else [_regular_file(path)]
+        if not path.exists():
+            raise ConfigError(
+                f"{path} does not exist (in {Path.cwd()}); give a text file or a folder"
+            )
+        if not path.is_dir() and not path.is_file():
+            raise ConfigError(
+                f"{path} is neither a regular file nor a folder; save the text to a file"
+            )
+        files += files_below(path) if path.is_dir() else [path]
     return text_from_files(files, name or safe_name(paths[0].absolute().stem), contents)
 
 
@@ -139,11 +147,3 @@ def utf8_size(text: str) -> int:
 def safe_name(name: str) -> str:
     """`name` with everything but letters, digits, `.`, `_`, `-` made `-`; never empty."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-") or "text"
-
-
-def _regular_file(path: Path) -> Path:
-    if not path.exists():
-        raise ConfigError(f"{path} does not exist (in {Path.cwd()}); give a text file or a folder")
-    if not path.is_file():
-        raise ConfigError(f"{path} is neither a regular file nor a folder; save the text to a file")
-    return path

@@ -11,20 +11,20 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.data.tokenizers.load import load_tokenizer
+from pentameter.data.tokenizers.setting import load_tokenizer
 from pentameter.errors import StorageError
 from pentameter.machine.child import ChildEndedError, PythonChild
-from pentameter.machine.threads import usable_cores
+from pentameter.machine.cores import usable_cores
 
 if TYPE_CHECKING:  # each process imports this file, and needs nothing of what reads text
     from pentameter.data.prepare.splits import Passage
@@ -71,78 +71,67 @@ def encoded(
     """
     if n_processes == 0:
         for batch in batches:
-            yield batch, list(tokenizer.encode_batch([passage.text for passage in batch]))
+            yield batch, tokenizer.encode_batch([passage.text for passage in batch])
         return
-    with _Pool(tokenizer, n_processes) as pool:
+    with _started(tokenizer, n_processes) as children:
+        idle: SimpleQueue[PythonChild] = SimpleQueue()
+        for child in children:
+            idle.put(child)
+        threads = ThreadPoolExecutor(n_processes)  # each waits for the process that it asked
         waiting: deque[tuple[Passages, Future[list[npt.NDArray[Any]]]]] = deque()
-        for batch in batches:
-            waiting.append((batch, pool.submit([passage.text for passage in batch])))
-            if len(waiting) >= BATCHES_AHEAD * n_processes:
-                first, future = waiting.popleft()
-                yield first, future.result()
-        for batch, future in waiting:
-            yield batch, future.result()
-
-
-class _Pool:
-    """Processes that encode, each fed by a thread of this one."""
-
-    def __init__(self, tokenizer: Tokenizer, n_processes: int) -> None:
-        self._idle: SimpleQueue[PythonChild] = SimpleQueue()
-        self._threads = ThreadPoolExecutor(n_processes)
-        with ExitStack() as stack:  # undone from its end, now if a process cannot be started
-            folder = Path(stack.enter_context(TemporaryDirectory(prefix="pentameter-")))
-            tokenizer.save(folder / "tokenizer.json")
-            children = []
-            for _ in range(n_processes):
-                children.append(_start_encoder(folder))
-                stack.callback(children[-1].close)
-                self._idle.put(children[-1])
-            stack.callback(self._threads.shutdown)  # which waits, so that nobody asks any more
-            for child in children:
-                stack.callback(child.kill)
-            stack.callback(self._threads.shutdown, wait=False, cancel_futures=True)
-            self._stack = stack.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
-
-    def submit(self, texts: Sequence[str]) -> Future[list[npt.NDArray[Any]]]:
-        """The future ids of each text."""
-        return self._threads.submit(self._encode, texts)
-
-    def _encode(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
-        child = self._idle.get()
         try:
-            ids, lengths = child.ask(texts)
-        except ChildEndedError as error:
-            raise StorageError(
-                f"a process that encoded text ended (exit code {error.code}; -9 is often a lack of "
-                "memory); start again"
-            ) from error
+            for batch in batches:
+                waiting.append((batch, threads.submit(_ask, idle, [part.text for part in batch])))
+                if len(waiting) >= BATCHES_AHEAD * n_processes:
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+            for batch, future in waiting:
+                yield batch, future.result()
         finally:
-            self._idle.put(child)
-        result: list[npt.NDArray[Any]] = np.split(ids, np.cumsum(lengths)[:-1])
-        return result
+            threads.shutdown(wait=False, cancel_futures=True)
+            for child in children:
+                child.kill()
+            threads.shutdown()  # which waits, so that nobody asks any more
 
 
-def _start_encoder(folder: Path) -> PythonChild:
-    """A process that encodes with the tokenizer saved in a temporary folder."""
+def _ask(idle: SimpleQueue[PythonChild], texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+    """The ids of each text, from the first process that is idle."""
+    child = idle.get()
     try:
-        return PythonChild(
-            f"{__name__}:encoder",
-            str(folder / "tokenizer.json"),
-            environment={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-            folder=folder,
-        )
-    except OSError as error:
+        ids, lengths = child.ask(texts)
+    except ChildEndedError as error:
         raise StorageError(
-            f"cannot start {sys.executable} to encode text: {error.strerror}; start again when "
-            "fewer processes run"
+            f"a process that encoded text ended (exit code {error.code}; -9 is often a lack of "
+            "memory); start again"
         ) from error
+    finally:
+        idle.put(child)
+    return np.split(ids, np.cumsum(lengths)[:-1])
+
+
+@contextmanager
+def _started(tokenizer: Tokenizer, n_processes: int) -> Iterator[list[PythonChild]]:
+    """Processes in which `encoder` answers; they end with the body."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="pentameter-")))
+        tokenizer.save(folder / "tokenizer.json")
+        children: list[PythonChild] = []
+        try:
+            while len(children) < n_processes:
+                child = PythonChild(
+                    f"{__name__}:encoder",
+                    str(folder / "tokenizer.json"),
+                    environment={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+                    folder=folder,
+                )
+                stack.callback(child.close)
+                children.append(child)
+        except OSError as error:
+            raise StorageError(
+                f"cannot start {sys.executable} to encode text: {error.strerror}; start again when "
+                "fewer processes run"
+            ) from error
+        yield children
 
 
 def encoder(tokenizer_file: str) -> Callable[[Sequence[str]], object]:

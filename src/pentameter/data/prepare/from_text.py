@@ -1,30 +1,154 @@
 """Text into token shards: two passes over a text of any size, the second on all cores.
 
-The first pass (`first_pass.py`) finds what the text is; the second encodes it (`encoders.py`).
+The first pass finds what the text is: hash, size, characters, splits. The second encodes it
+(`encoders.py`) and writes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pentameter.data.corpora.text import Text, utf8_size
+from pentameter.data.corpora.text import Documents, Text, utf8_size
 from pentameter.data.prepare.encoders import BATCH_CHARACTERS, batches, encoded, processes_for
-from pentameter.data.prepare.first_pass import Contents, TextDigest, read_contents
-from pentameter.data.prepare.splits import Passage, Splitting, divide
-from pentameter.data.progress import AWAITING, ENCODING, TRAINING, Progress
+from pentameter.data.prepare.splits import (
+    IS_BY_DOCUMENT,
+    Division,
+    Splitting,
+    divide,
+    split_ends,
+    split_of,
+)
+from pentameter.data.progress import AWAITING, ENCODING, READING, TRAINING, Progress
 from pentameter.data.shards.writer import SHARD_TOKENS, ShardWriter
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.data.tokenizers.char import CharTokenizer, UnseenCharacterError
+from pentameter.data.tokenizers.char import (
+    N_CODE_POINTS,
+    CharTokenizer,
+    UnseenCharacterError,
+    code_points,
+)
 from pentameter.data.tokenizers.cutting import Cutter
 from pentameter.data.tokenizers.setting import build_tokenizer, chosen_tokenizer
-from pentameter.disk.atomic import refuse_existing
-from pentameter.disk.cache import building_alone
-from pentameter.errors import StorageError
+from pentameter.disk.atomic import FolderExistsError, refuse_existing
+from pentameter.disk.lock import building
+from pentameter.errors import ConfigError, StorageError
+
+HELD_OUT_WHOLE = {"val": (1.0, 0.0), "test": (0.0, 1.0)}
+"""The fractions for validation and test of a text that is a split of its own."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A text's hash, size, characters and splits, as one pass over it found them."""
+
+    text: Text
+    sha256: str
+    """sha256, in hex, of the text and of the documents' bounds in it."""
+    n_characters: int
+    n_bytes: int
+    division: Division
+    characters: str = ""
+    """The distinct characters, sorted, held-out texts' too; empty when not asked for."""
+    held_out: Mapping[str, Contents] = field(default_factory=dict)
+
+    def description(self) -> dict[str, Any]:
+        """Hashes and sizes, for the header of shards."""
+        sizes = {"sha256": self.sha256, "bytes": self.n_bytes, "characters": self.n_characters}
+        held_out = {split: part.description() for split, part in self.held_out.items()}
+        return {**sizes, **({"held_out": held_out} if held_out else {})}
+
+
+class TextDigest:
+    """sha256 of a text and of its documents' bounds, as a pass goes on."""
+
+    def __init__(self) -> None:
+        self._text, self._bounds = hashlib.sha256(), hashlib.sha256()
+        self.n_bytes = 0
+
+    def of(self, documents: Documents) -> Documents:
+        """The same documents, noted as they are read."""
+
+        def noted(document: Iterator[str]) -> Iterator[str]:
+            for piece in document:
+                data = piece.encode()
+                self._text.update(data)
+                self.n_bytes += len(data)
+                yield piece
+
+        for document in documents:
+            yield noted(document)
+            self._bounds.update(self.n_bytes.to_bytes(8, "little"))
+
+    def hexdigest(self) -> str:
+        """sha256, in hex, of text and bounds."""
+        return hashlib.sha256(self._text.digest() + self._bounds.digest()).hexdigest()
+
+
+def read_contents(
+    text: Text,
+    splitting: Splitting | None = None,
+    *,
+    characters: bool = True,
+    progress: Progress | None = None,
+) -> Contents:
+    """The contents of a text and of the texts held out beside it, found in one pass.
+
+    With texts held out of its own, `text` is all train. Raises ConfigError for an empty text,
+    CorruptError and StorageError as reading does.
+    """
+    splitting = Splitting(0.0) if text.held_out else splitting or Splitting()
+    seen = np.zeros(N_CODE_POINTS if characters else 0, dtype=bool)
+    fractions = splitting.validation_fraction, splitting.test_fraction
+    by_document = IS_BY_DOCUMENT[splitting.by]
+    found = _read(text, fractions, by_document, seen, progress)
+    held_out = {
+        split: _read(other, HELD_OUT_WHOLE[split], False, seen, progress)
+        for split, other in text.held_out.items()
+    }
+    distinct = "".join(map(chr, np.flatnonzero(seen).tolist()))
+    return replace(found, characters=distinct, held_out=held_out)
+
+
+def _read(
+    text: Text,
+    fractions: tuple[float, float],
+    by_document: bool,
+    seen: npt.NDArray[np.bool_],
+    progress: Progress | None,
+) -> Contents:
+    """The contents of one text; its characters are set in `seen`, unless that is empty."""
+    digest = TextDigest()
+    n_characters = 0
+    splits = bytearray()
+    for document in digest.of(text.documents()):
+        hasher = hashlib.blake2b(digest_size=8)
+        for piece in document:
+            n_characters += len(piece)
+            if by_document:
+                hasher.update(piece.encode())
+            if seen.size:
+                points = code_points(piece)
+                if piece.isascii():  # bytes are rid of the known ones faster than looked up
+                    known = np.flatnonzero(seen[:128]).astype(np.uint8).tobytes()
+                    points = np.frombuffer(points.tobytes().translate(None, known), np.uint8)
+                seen[points[~seen[points]]] = True
+            if progress is not None:
+                progress(READING, digest.n_bytes, max(text.n_bytes, digest.n_bytes))
+        if by_document:
+            splits.append(split_of(hasher.digest(), *fractions))
+    if n_characters == 0:
+        raise ConfigError(f"the text {text.name!r} is empty; there is nothing to learn from")
+    division = bytes(splits) if by_document else split_ends(n_characters, *fractions)
+    return Contents(text, digest.hexdigest(), n_characters, digest.n_bytes, division)
 
 
 def prepare(
@@ -54,126 +178,87 @@ def prepare(
     text), CorruptError (not UTF-8 text), StorageError (reading or writing fails, or the text
     changes between the passes).
     """
-    tokenizer = chosen_tokenizer(tokenizer)
+    wanted = chosen_tokenizer(tokenizer)
     if not keep_existing:
         refuse_existing(folder)
     if contents is None:
-        contents = read_contents(text, splitting, characters=tokenizer == "char", progress=progress)
-    work = _SecondPass(text, contents, progress, count_tokens)
-    with building_alone(
-        folder, keep_existing=keep_existing, waiting=work.await_another
-    ) as unfinished:
-        if unfinished is None:
-            return
-        used = work.tokenizer(tokenizer, warnings)
-        n_processes = processes_for(used, work.n_bytes) if n_processes is None else n_processes
+        contents = read_contents(text, splitting, characters=wanted == "char", progress=progress)
+    parts = [contents, *contents.held_out.values()]
+    n_bytes = sum(part.n_bytes for part in parts)
+    tell = progress or (lambda stage, done, total: None)
+    kept = [FolderExistsError] if keep_existing else []
+    with suppress(*kept), building(folder, lambda: tell(AWAITING, 0, n_bytes)) as unfinished:
+        used = _made(wanted, contents, tell, warnings)
+        n_processes = processes_for(used, n_bytes) if n_processes is None else n_processes
         with ShardWriter(unfinished, text.name, used, shard_tokens) as writer:
-            work.encode(used, writer, n_processes)
-            writer.finish(work.description())
+            for n_done in _encode(parts, used, writer, n_processes):
+                tell(ENCODING, n_done, n_bytes)
+                if count_tokens is not None:
+                    count_tokens(writer.n_tokens)
+            writer.finish(contents.description())
 
 
-class _SecondPass:
-    """The second pass over a text and the texts held out beside it: encodes and writes them."""
+def _made(
+    wanted: str | Tokenizer, contents: Contents, tell: Progress, warnings: list[str] | None
+) -> Tokenizer:
+    """The tokenizer itself, or the one that the setting makes of the train split."""
 
-    def __init__(
-        self,
-        text: Text,
-        contents: Contents,
-        progress: Progress | None,
-        count_tokens: Callable[[int], None] | None,
-    ) -> None:
-        self._contents = contents
-        self._progress = progress or (lambda stage, done, total: None)
-        self._count_tokens = count_tokens or (lambda n: None)
-        self._texts = [(text, contents)]
-        self._texts += [(other, contents.held_out[s]) for s, other in text.held_out.items()]
-        self.n_bytes = sum(part.n_bytes for _, part in self._texts)
-
-    def description(self) -> dict[str, Any]:
-        """The hashes and sizes of what was read, for the header."""
-        described = [
-            {"sha256": part.sha256, "bytes": part.n_bytes, "characters": part.n_characters}
-            for _, part in self._texts
-        ]
-        held_out = dict(zip(self._contents.held_out, described[1:], strict=True))
-        return {**described[0], **({"held_out": held_out} if held_out else {})}
-
-    def await_another(self) -> None:
-        """Tell that another process prepares the same folder."""
-        self._progress(AWAITING, 0, self.n_bytes)
-
-    def tokenizer(self, wanted: str | Tokenizer, warnings: list[str] | None) -> Tokenizer:
-        """The tokenizer itself, or the one that the setting makes of the train split."""
-        if not isinstance(wanted, str):
-            return wanted
-        if wanted == "char":
-            return CharTokenizer(self._contents.characters)
-        return build_tokenizer(wanted, lambda: self._train_texts(wanted), warnings=warnings)
-
-    def encode(self, tokenizer: Tokenizer, writer: ShardWriter, n_processes: int) -> None:
-        """Write all tokens; StorageError if the text is not that of the first pass."""
-        digests = [TextDigest() for _ in self._texts]
-        passages = self._passages(tokenizer.kind, digests)
-        documents = _DocumentWriter(writer, tokenizer.end_of_text)
-        # A passage alone where a character may be unknown, so that its place is known.
-        size = 1 if tokenizer.kind == "char" else BATCH_CHARACTERS
-        try:
-            for batch, ids in encoded(batches(passages, size), tokenizer, n_processes):
-                for passage, passage_ids in zip(batch, ids, strict=True):
-                    documents.write(passage, passage_ids)
-                self._progress(ENCODING, documents.n_bytes, self.n_bytes)
-                self._count_tokens(writer.n_tokens)
-        except UnseenCharacterError as error:
-            raise self._placed(error, documents.n_characters) from error
-        for digest, (text, contents) in zip(digests, self._texts, strict=True):
-            if digest.hexdigest() != contents.sha256:
-                raise StorageError(f"the text {text.name!r} changed while it was read; start again")
-
-    def _passages(self, kind: str, digests: list[TextDigest]) -> Iterator[Passage]:
-        for digest, (text, contents) in zip(digests, self._texts, strict=True):
-            yield from divide(digest.of(text.documents()), contents.division, Cutter(kind))
-
-    def _train_texts(self, kind: str) -> Iterator[str]:
-        n_bytes = 0
-        for passage in self._passages(kind, [TextDigest() for _ in self._texts]):
-            n_bytes += utf8_size(passage.text)
+    def train_texts(cutter: Cutter) -> Iterator[str]:
+        n_done = 0
+        for passage in divide(contents.text.documents(), contents.division, cutter):
+            n_done += utf8_size(passage.text)
             if passage.split == "train" and passage.text:
                 yield passage.text
-            self._progress(TRAINING, n_bytes, self.n_bytes)
+            tell(TRAINING, n_done, contents.n_bytes)
 
-    def _placed(self, error: UnseenCharacterError, position: int) -> UnseenCharacterError:
-        """The same error with its place in the text that has the character."""
-        texts = iter(self._texts)
-        text, contents = next(texts)
-        while position >= contents.n_characters:
-            position -= contents.n_characters
-            text, contents = next(texts)
-        return UnseenCharacterError(
-            error.character, position + error.position, f"the text {text.name!r}"
-        )
+    if not isinstance(wanted, str):
+        return wanted
+    if wanted == "char":
+        return CharTokenizer(contents.characters)
+    return build_tokenizer(wanted, lambda: train_texts(Cutter(wanted)), warnings=warnings)
 
 
-class _DocumentWriter:
-    """Writes the ids of passages as documents, each followed by the end of text if there is one."""
+def _encode(
+    parts: Sequence[Contents], tokenizer: Tokenizer, writer: ShardWriter, n_processes: int
+) -> Iterator[int]:
+    """Write the tokens of all parts; yields the bytes of text done so far.
 
-    def __init__(self, writer: ShardWriter, end_of_text: int | None) -> None:
-        self._writer, self._end_of_text = writer, end_of_text
-        self.n_characters = self.n_bytes = 0
-        self._is_starting = False  # the document at hand has no token yet in the split at hand
-        self._has_tokens = False  # it has one in some split
-
-    def write(self, passage: Passage, ids: npt.NDArray[Any]) -> None:
-        """Append the ids (n_tokens,) of the passage that follows."""
-        n_bytes = utf8_size(passage.text)
-        self._is_starting |= passage.starts
-        if len(ids):
-            if self._is_starting:
-                self._writer.start_document(passage.split)
-            self._is_starting, self._has_tokens = False, True
-            self._writer.write(passage.split, ids, n_bytes)
-        if passage.ends:
-            if self._has_tokens and self._end_of_text is not None:
-                self._writer.write(passage.split, np.array([self._end_of_text]), 0)
-            self._is_starting = self._has_tokens = False
-        self.n_characters += len(passage.text)
-        self.n_bytes += n_bytes
+    Where the tokenizer has one, the end of text follows each document that has tokens. Raises
+    StorageError if a text is not that of the first pass.
+    """
+    digests = [TextDigest() for _ in parts]
+    passages = itertools.chain.from_iterable(
+        divide(digest.of(part.text.documents()), part.division, Cutter(tokenizer.kind))
+        for digest, part in zip(digests, parts, strict=True)
+    )
+    n_characters = n_bytes = 0
+    is_starting = False  # the document at hand has no token yet in the split at hand
+    has_tokens = False  # it has one in some split
+    # A passage alone where a character may be unknown, so that its place is known.
+    size = 1 if tokenizer.kind == "char" else BATCH_CHARACTERS
+    try:
+        for batch, batch_ids in encoded(batches(passages, size), tokenizer, n_processes):
+            for passage, ids in zip(batch, batch_ids, strict=True):
+                n_characters += len(passage.text)
+                n_bytes += (passage_bytes := utf8_size(passage.text))
+                is_starting |= passage.starts
+                if len(ids):
+                    writer.write(passage.split, ids, passage_bytes, [0] if is_starting else [])
+                    is_starting, has_tokens = False, True
+                if passage.ends:
+                    if has_tokens and tokenizer.end_of_text is not None:
+                        writer.write(passage.split, np.array([tokenizer.end_of_text]), 0)
+                    is_starting = has_tokens = False
+            yield n_bytes
+    except UnseenCharacterError as error:
+        position = n_characters + error.position
+        for part in parts:
+            if position < part.n_characters:
+                where = f"the text {part.text.name!r}"
+                raise UnseenCharacterError(error.character, position, where) from error
+            position -= part.n_characters
+    for digest, part in zip(digests, parts, strict=True):
+        if digest.hexdigest() != part.sha256:
+            raise StorageError(
+                f"the text {part.text.name!r} changed while it was read; start again"
+            )

@@ -16,7 +16,6 @@ begins behind it, and one at the very start belongs to the first document.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +34,8 @@ from pentameter.data.shards.writer import SHARD_TOKENS, ShardWriter
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.bpe import BpeTokenizer
 from pentameter.data.tokenizers.char import CharTokenizer
-from pentameter.disk.atomic import building, refuse_existing
+from pentameter.disk.atomic import refuse_existing
+from pentameter.disk.lock import building
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 BLOCK_TOKENS = 1 << 20
@@ -141,7 +141,9 @@ def with_neighbours(paths: Sequence[Path]) -> dict[str, list[Path]]:
     """
     splits: dict[str, list[Path]] = {split: [] for split in SPLITS}
     for path in paths:
-        splits[_split_of_name(path)].append(path)
+        words = set(re.split(r"[^a-z]+", path.stem.lower()))
+        split = "val" if words & {"val", "valid", "validation"} else "train"
+        splits["test" if split == "train" and "test" in words else split].append(path)
     if not splits["val"]:
         found: set[Path] = set()
         for path in splits["train"]:
@@ -175,96 +177,67 @@ def import_tokens(
     n_all = sum(n_tokens.values())
     if not n_all:
         raise ConfigError("the files hold no tokens; there is nothing to learn from")
-    fractions = validation_fraction, test_fraction
-    if n_tokens["val"] or n_tokens["test"] or not any(fractions):
-        ends = {split: [(split, n)] for split, n in n_tokens.items()}
-    else:
-        places = split_ends(n_tokens["train"], *fractions)
-        ends = {"train": list(zip(SPLITS, places, strict=True)), "val": [], "test": []}
-    first = next(file for split in SPLITS for file in files[split])
-    name = safe_name(first.path.absolute().stem)
+    cuts = {split: {split: n} for split, n in n_tokens.items()}  # the end of each part, in ids
+    if (validation_fraction or test_fraction) and not (n_tokens["val"] or n_tokens["test"]):
+        places = split_ends(n_tokens["train"], validation_fraction, test_fraction)
+        cuts["train"] = dict(zip(SPLITS, places, strict=True))
+    first_file = next(file for split in SPLITS for file in files[split])
+    name = safe_name(first_file.path.absolute().stem)
     source = {
         split: [{"name": file.path.name, "tokens": file.n_tokens} for file in files[split]]
         for split in SPLITS
     }
+    sizes, n_done = _token_bytes(tokenizer), 0
     with (
         building(folder) as unfinished,
         ShardWriter(unfinished, name, tokenizer, shard_tokens) as writer,
     ):
-        importer = _Importer(writer, tokenizer, progress, n_all)
         for split in SPLITS:
-            importer.write(files[split], ends[split])
-        writer.finish({"format": first.format, "files": source})
-
-
-class _Importer:
-    """Writes files of ids into splits."""
-
-    def __init__(
-        self, writer: ShardWriter, tokenizer: Tokenizer, progress: Progress | None, n_all: int
-    ) -> None:
-        self._writer, self._progress, self._n_all, self._done = writer, progress, n_all, 0
-        self._sizes, self._end_of_text = _token_bytes(tokenizer), tokenizer.end_of_text
-
-    def write(self, files: Sequence[TokenFile], ends: list[tuple[str, int]]) -> None:
-        """Write files one after another; `ends` has the end of each of their splits, in ids."""
-        position = 0
-        begun = set()
-        for file in files:
-            for starts, ids in self._blocks(file):
-                first = 0
-                for split, end in ends:
-                    stop = min(len(ids), end - position)
-                    if stop <= first:
-                        continue
-                    mine = starts[(starts >= first) & (starts < stop)] - first
-                    if split not in begun and 0 not in mine:
-                        mine = np.append(0, mine)  # the rest of a document, in the next split
-                    begun.add(split)
-                    self._write(split, ids[first:stop], mine.tolist())
-                    first = stop
+            position = 0
+            for ids, starts in _blocks(files[split], tokenizer):
+                begin = 0
+                for target, end in cuts[split].items():
+                    first, stop = max(begin - position, 0), min(end - position, len(ids))
+                    if first < stop:
+                        inside = starts[(starts >= first) & (starts < stop)] - first
+                        if position + first == begin:  # perhaps with the rest of a document
+                            inside = np.union1d(0, inside)
+                        part = ids[first:stop]
+                        writer.write(target, part, int(sizes[part].sum()), inside)
+                    begin = end
                 position += len(ids)
+                n_done += len(ids)
+                if progress is not None:
+                    progress(IMPORTING, n_done, n_all)
+        writer.finish({"format": first_file.format, "files": source})
 
-    def _write(self, split: str, ids: npt.NDArray[np.int64], starts: list[int]) -> None:
-        bounds = [*starts, len(ids)]
-        self._append(split, ids[: bounds[0]])
-        for start, stop in itertools.pairwise(bounds):
-            self._writer.start_document(split)
-            self._append(split, ids[start:stop])
-        self._done += len(ids)
-        if self._progress is not None:
-            self._progress(IMPORTING, self._done, self._n_all)
 
-    def _append(self, split: str, ids: npt.NDArray[np.int64]) -> None:
-        self._writer.write(split, ids, int(self._sizes[ids].sum()))
-
-    def _blocks(self, file: TokenFile) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]:
-        """Blocks of ids, each with the places in it where documents begin."""
+def _blocks(
+    files: Sequence[TokenFile], tokenizer: Tokenizer
+) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """Blocks of ids, each with the places in it where documents begin."""
+    for file in files:
         position, after_end = 0, True  # a file begins a document
         for ids in file.blocks():
-            self._check(ids, file, position)
-            if file.document_starts is not None:
-                known = file.document_starts
+            wrong = np.flatnonzero((ids < 0) | (ids >= tokenizer.vocab_size))
+            if wrong.size:
+                raise ConfigError(
+                    f"{file.path}: token {position + int(wrong[0])} has id {ids[wrong[0]]}, the "
+                    f"tokenizer's vocabulary has {tokenizer.vocab_size}; name the tokenizer that "
+                    "wrote the file with --tokenizer"
+                )
+            if (known := file.document_starts) is not None:
                 first, last = np.searchsorted(known, [position, position + len(ids)])
                 starts = known[first:last] - position
             else:
-                ends = np.flatnonzero(ids == self._end_of_text)
+                ends = np.flatnonzero(ids == tokenizer.end_of_text)
                 if position == 0:
                     ends = ends[ends > 0]
                 starts = np.concatenate([[0] if after_end else [], ends + 1]).astype(np.int64)
                 after_end = bool(starts.size and starts[-1] == len(ids))
                 starts = starts[starts < len(ids)]
-            yield starts, ids
+            yield ids, starts
             position += len(ids)
-
-    def _check(self, ids: npt.NDArray[np.int64], file: TokenFile, position: int) -> None:
-        wrong = np.flatnonzero((ids < 0) | (ids >= len(self._sizes)))
-        if wrong.size:
-            raise ConfigError(
-                f"{file.path}: token {position + int(wrong[0])} has id {ids[wrong[0]]}, the "
-                f"tokenizer's vocabulary has {len(self._sizes)}; name the tokenizer that wrote the "
-                "file with --tokenizer"
-            )
 
 
 def _token_bytes(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
@@ -281,14 +254,6 @@ def _token_bytes(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
         f"a tokenizer of kind {tokenizer.kind!r} cannot have written these files; use gpt2, or "
         "a file of a character or BPE tokenizer"
     )
-
-
-def _split_of_name(path: Path) -> str:
-    words = set(re.split(r"[^a-z]+", path.stem.lower()))
-    for split, names in (("val", {"val", "valid", "validation"}), ("test", {"test"})):
-        if words & names:
-            return split
-    return "train"
 
 
 def _check_size(path: Path, n_bytes: int, n_tokens: int, dtype: np.dtype[Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -39,11 +39,6 @@ class Splitting:
                 "be at least 0, and their sum below 1"
             )
 
-    @property
-    def is_by_document(self) -> bool:
-        """True if each document has a split of its own."""
-        return IS_BY_DOCUMENT[self.by]
-
 
 def split_ends(
     n_characters: int, validation_fraction: float, test_fraction: float
@@ -71,27 +66,9 @@ def split_of(digest: bytes, validation_fraction: float, test_fraction: float) ->
     return 1 if place < test + Fraction(str(validation_fraction)) else 0
 
 
-def document_hasher() -> hashlib.blake2b:
-    """A new hash over a document's UTF-8 bytes, whose digest `split_of` takes."""
-    return hashlib.blake2b(digest_size=8)
-
-
-@dataclass(frozen=True)
-class Division:
-    """The split of each character of a text: one for all, one a document, or by position."""
-
-    only: str | None = None
-    by_document: bytes | None = None
-    """The split of each document, as a place in SPLITS."""
-    ends: tuple[int, int, int] = (0, 0, 0)
-    """Otherwise the ends of train, val and test, in characters of the whole text."""
-
-    def of_document(self, number: int) -> str | None:
-        """The split of a document; None where its position decides."""
-        if self.by_document is None:
-            return self.only
-        # A text that has grown since is refused in the end, by its hash.
-        return SPLITS[self.by_document[number]] if number < len(self.by_document) else SPLITS[0]
+Division = bytes | tuple[int, int, int]
+"""The place in SPLITS of each document of a text, or the ends of train, val and test in characters
+of all of it."""
 
 
 class Passage(NamedTuple):
@@ -110,31 +87,29 @@ def divide(documents: Documents, division: Division, cutter: Cutter) -> Iterator
     """The documents' text as passages, in order."""
     position = 0
     for number, document in enumerate(documents):
-        fixed = division.of_document(number)
-        split, starts = fixed or SPLITS[0], True
+        split, starts = SPLITS[0], True
         for piece in document:
-            done = 0
-            while done < len(piece):
-                if fixed is None:
-                    here, stop = _place(division.ends, position, len(piece) - done)
-                    if here != split:
-                        if text := cutter.rest():
-                            yield Passage(text, split, starts, False)
-                        split, starts = here, True
-                else:
-                    stop = len(piece) - done
-                segment = piece[done : done + stop]
-                done += stop
-                position += stop
+            for here, segment in _segments(piece, position, number, division):
+                if here != split:
+                    if text := cutter.rest():
+                        yield Passage(text, split, starts, False)
+                    split, starts = here, True
                 if text := cutter.feed(segment):
                     yield Passage(text, split, starts, False)
                     starts = False
+            position += len(piece)
         yield Passage(cutter.rest(), split, starts, True)
 
 
-def _place(ends: tuple[int, int, int], position: int, n_characters: int) -> tuple[str, int]:
-    """The split at a position, and the number of the next characters that belong to it."""
-    for split, end in zip(SPLITS, ends, strict=True):
-        if position < end:
-            return split, min(n_characters, end - position)
-    return SPLITS[-1], n_characters  # grown since
+def _segments(
+    piece: str, position: int, document: int, division: Division
+) -> Iterator[tuple[str, str]]:
+    """Split and text of each part of a piece, which begins at a position of the whole text."""
+    # A text that has grown since the first pass is refused in the end, by its hash.
+    if isinstance(division, bytes):
+        yield SPLITS[division[document]] if document < len(division) else SPLITS[0], piece
+        return
+    bounds = (0, *division[:-1], position + len(piece))
+    for split, (start, end) in zip(SPLITS, itertools.pairwise(bounds), strict=True):
+        if segment := piece[max(start - position, 0) : max(end - position, 0)]:
+            yield split, segment

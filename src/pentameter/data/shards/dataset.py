@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from pentameter.data.progress import VERIFYING, Progress
 from pentameter.data.shards.format import DTYPES, PLACE, SPLITS, TOKENIZER_FILE, read_header
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.data.tokenizers.load import load_tokenizer
+from pentameter.data.tokenizers.setting import load_tokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 CHECK_TOKENS = 1 << 21
@@ -124,14 +124,6 @@ class Dataset:
         return self.splits[name]
 
 
-class _TokenFile(NamedTuple):
-    """One file of tokens, as the header describes it."""
-
-    path: Path
-    n_tokens: int
-    sha256: str
-
-
 def open_shards(
     header_path: Path, *, verify: bool = True, progress: Progress | None = None
 ) -> Dataset:
@@ -142,49 +134,44 @@ def open_shards(
     """
     header = read_header(header_path)
     folder, dtype = header_path.parent, DTYPES[header["dtype"]]
-    tokenizer = _open_tokenizer(header_path, header)
-    files = [
-        _TokenFile(folder / file["name"], file["tokens"], file["sha256"])
-        for file in header["files"]
-    ]
-    for file in files:
-        _check_size(file.path, file.n_tokens * dtype.itemsize)
-    starts = _open_documents(folder, header)
-    arrays = [np.memmap(file.path, dtype=dtype, mode="r", shape=(file.n_tokens,)) for file in files]
-    splits = {
-        name: TokenSplit(
-            name, TokenSequence(arrays, part["start"], part["stop"]), part["bytes"], starts[name]
-        )
-        for name, part in header["splits"].items()
-    }
-    if "documents" in header:
-        _check_documents(folder, header, splits, verify=verify)
-    _check_tokens(files, dtype, tokenizer.vocab_size, verify, progress)
-    return Dataset(tokenizer, header["sha256"], splits)
-
-
-def _open_tokenizer(header_path: Path, header: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer beside the header; CorruptError unless it is the one that wrote the tokens."""
-    path = header_path.parent / TOKENIZER_FILE
+    path = folder / TOKENIZER_FILE
     try:
         tokenizer = load_tokenizer(path)
     except ConfigError as error:
         raise CorruptError(f"{path} is missing; prepare the data again") from error
     if tokenizer.hash != header["tokenizer"]["hash"]:
         raise CorruptError(
-            f"{path} is not the tokenizer that wrote {header_path}: hash "
-            f"{tokenizer.hash}, expected {header['tokenizer']['hash']}"
+            f"{path} is not the tokenizer that wrote {header_path}: hash {tokenizer.hash}, "
+            f"expected {header['tokenizer']['hash']}"
         )
     if tokenizer.vocab_size != header["vocab_size"]:
         raise CorruptError(
             f'{header_path}: "vocab_size" is {header["vocab_size"]}, its tokenizer has '
             f"{tokenizer.vocab_size}"
         )
-    return tokenizer
+    arrays = []
+    for file in header["files"]:
+        path, n_tokens = folder / file["name"], file["tokens"]
+        _check_size(path, n_tokens * dtype.itemsize)
+        arrays.append(np.memmap(path, dtype=dtype, mode="r", shape=(n_tokens,)))
+    starts = _open_documents(folder, header, verify)
+    _check_tokens(folder, header, verify, progress)
+    splits = {
+        name: TokenSplit(
+            name, TokenSequence(arrays, part["start"], part["stop"]), part["bytes"], starts[name]
+        )
+        for name, part in header["splits"].items()
+    }
+    return Dataset(tokenizer, header["sha256"], splits)
 
 
-def _open_documents(folder: Path, header: Mapping[str, Any]) -> dict[str, npt.NDArray[np.int64]]:
-    """The first token of each document, by split, memory-mapped; only their count is checked."""
+def _open_documents(
+    folder: Path, header: Mapping[str, Any], verify: bool
+) -> dict[str, npt.NDArray[np.int64]]:
+    """The first token of each document, by split, memory-mapped.
+
+    Raises CorruptError unless those of each split begin at 0, rise, and lie in the split.
+    """
     parts = header["splits"]
     if "documents" not in header:  # version 1: one document, if there is anything
         return {
@@ -198,11 +185,34 @@ def _open_documents(folder: Path, header: Mapping[str, Any]) -> dict[str, npt.ND
     if n_documents:
         # Places are far below 2^63, so the same bytes are int64, which indexing wants.
         places = np.memmap(path, dtype=np.dtype("<i8"), mode="r")
-    starts, first = {}, 0
+    by_split, first = {}, 0
     for split, part in parts.items():
-        starts[split] = places[first : first + part["documents"]]
+        starts = by_split[split] = places[first : first + part["documents"]]
         first += part["documents"]
-    return starts
+        _check_starts(path, split, starts, part["stop"] - part["start"])
+    if verify:
+        try:
+            with path.open("rb") as stream:
+                found = hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {error.strerror}") from error
+        _check_hash(path, found, header["documents"]["sha256"])
+    return by_split
+
+
+def _check_starts(path: Path, split: str, starts: npt.NDArray[np.int64], n_tokens: int) -> None:
+    """Raise CorruptError unless the starts of a split's documents are as they must be."""
+    if (len(starts) > 0) != (n_tokens > 0) or (len(starts) and starts[0] != 0):
+        raise CorruptError(f"{path}: the first document of {split!r} must start at 0")
+    for first in range(0, len(starts), CHECK_TOKENS):
+        block = starts[first : first + CHECK_TOKENS + 1]
+        wrong = np.flatnonzero(np.diff(block) <= 0)
+        if wrong.size or block[-1] >= n_tokens:
+            place = first + int(wrong[0]) + 1 if wrong.size else first + len(block) - 1
+            raise CorruptError(
+                f"{path}: document {place} of {split!r} starts at {starts[place]}, not between "
+                f"the one before and the split's {n_tokens} tokens; prepare the data again"
+            )
 
 
 def _check_size(path: Path, expected: int) -> None:
@@ -224,85 +234,52 @@ def _check_hash(path: Path, found: str, expected: str) -> None:
         )
 
 
-def _check_documents(
-    folder: Path, header: Mapping[str, Any], splits: Mapping[str, TokenSplit], *, verify: bool
-) -> None:
-    """Raise CorruptError unless the starts of each split begin at 0, rise, and lie in the split."""
-    path = folder / header["documents"]["name"]
-    for split in splits.values():
-        starts = split.document_starts
-        if (len(starts) > 0) != (split.n_tokens > 0) or (len(starts) and starts[0] != 0):
-            raise CorruptError(f"{path}: the first document of {split.name!r} must start at 0")
-        for first in range(0, len(starts), CHECK_TOKENS):
-            block = starts[first : first + CHECK_TOKENS + 1]
-            wrong = np.flatnonzero(np.diff(block) <= 0)
-            if wrong.size or block[-1] >= split.n_tokens:
-                place = first + int(wrong[0]) + 1 if wrong.size else first + len(block) - 1
-                raise CorruptError(
-                    f"{path}: document {place} of {split.name!r} starts at {starts[place]}, not "
-                    f"between the one before and the split's {split.n_tokens} tokens; prepare the "
-                    "data again"
-                )
-    if verify:
-        try:
-            with path.open("rb") as stream:
-                found = hashlib.file_digest(stream, "sha256").hexdigest()
-        except OSError as error:
-            raise StorageError(f"cannot read {path}: {error.strerror}") from error
-        _check_hash(path, found, header["documents"]["sha256"])
-
-
 def _check_tokens(
-    files: Sequence[_TokenFile],
-    dtype: np.dtype[Any],
-    vocab_size: int,
-    verify: bool,
-    progress: Progress | None,
+    folder: Path, header: Mapping[str, Any], verify: bool, progress: Progress | None
 ) -> None:
     """Raise CorruptError unless every id is below the vocabulary size and, with `verify`, every
     file has its hash: the files are read once for both, a few of them at a time."""
-    stopped = Event()
-    n_tokens = sum(file.n_tokens for file in files)
+    dtype, stopped = DTYPES[header["dtype"]], Event()
+
+    def check(path: Path, n_tokens: int, expected: str) -> None:
+        """Check a file of tokens; return early once `stopped` is set."""
+        digest = hashlib.sha256()
+        # Read rather than mapped: a check of a large file must not fill this process's memory.
+        buffer = np.empty(min(CHECK_TOKENS, n_tokens), dtype=dtype)
+        try:
+            with path.open("rb") as stream:
+                for first in range(0, n_tokens, CHECK_TOKENS):
+                    if stopped.is_set():
+                        return
+                    ids = buffer[: stream.readinto(buffer.data) // dtype.itemsize]
+                    if len(ids) and int(ids.max()) >= header["vocab_size"]:
+                        place = int(np.argmax(ids >= header["vocab_size"]))
+                        token = first + place
+                        raise CorruptError(
+                            f"{path}: token {token} (byte {token * dtype.itemsize}) has id "
+                            f"{ids[place]}, the vocabulary has {header['vocab_size']}; prepare "
+                            "the data again"
+                        )
+                    if verify:
+                        digest.update(ids.data)
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {error.strerror}") from error
+        if verify:
+            _check_hash(path, digest.hexdigest(), expected)
+
     n_checked = 0
     with ThreadPoolExecutor(CHECK_THREADS) as pool:
         checks = [
-            pool.submit(_check_file, file, dtype, vocab_size, verify, stopped) for file in files
+            pool.submit(check, folder / file["name"], file["tokens"], file["sha256"])
+            for file in header["files"]
         ]
         try:
-            for check, file in zip(checks, files, strict=True):
-                check.result()
-                n_checked += file.n_tokens
+            for done, file in zip(checks, header["files"], strict=True):
+                done.result()
+                n_checked += file["tokens"]
                 if progress is not None and verify:
-                    progress(VERIFYING, n_checked * dtype.itemsize, n_tokens * dtype.itemsize)
+                    itemsize = dtype.itemsize
+                    progress(VERIFYING, n_checked * itemsize, header["n_tokens"] * itemsize)
         finally:  # after an error or a signal the others are not worth waiting for
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _check_file(
-    file: _TokenFile, dtype: np.dtype[Any], vocab_size: int, verify: bool, stopped: Event
-) -> None:
-    """Check a file of tokens as `_check_tokens` says; return early once `stopped` is set."""
-    path, n_tokens, expected = file
-    digest = hashlib.sha256()
-    # Read rather than mapped: a check of a large file must not fill this process's memory.
-    buffer = np.empty(min(CHECK_TOKENS, n_tokens), dtype=dtype)
-    try:
-        with path.open("rb") as stream:
-            for first in range(0, n_tokens, CHECK_TOKENS):
-                if stopped.is_set():
-                    return
-                ids = buffer[: stream.readinto(buffer.data) // dtype.itemsize]
-                if len(ids) and int(ids.max()) >= vocab_size:
-                    place = int(np.argmax(ids >= vocab_size))
-                    token = first + place
-                    raise CorruptError(
-                        f"{path}: token {token} (byte {token * dtype.itemsize}) has id "
-                        f"{ids[place]}, the vocabulary has {vocab_size}; prepare the data again"
-                    )
-                if verify:
-                    digest.update(ids.data)
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from error
-    if verify:
-        _check_hash(path, digest.hexdigest(), expected)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -25,6 +26,7 @@ from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.disk.atomic import sync
 
 SHARD_TOKENS = 1 << 28  # half a GiB of uint16
+Starts = Sequence[int] | npt.NDArray[np.int64]
 
 
 class _Split:
@@ -42,13 +44,11 @@ class _Split:
         self._in_file = 0
         self._hasher = hashlib.sha256()
 
-    def start_document(self) -> None:
-        """Note that the next token is the first of a document."""
-        self._starts.write(self.n_tokens.to_bytes(PLACE.itemsize, "little"))
-        self.n_documents += 1
-
-    def write(self, ids: npt.NDArray[Any], n_bytes: int) -> None:
-        """Append ids (n_tokens,) that stand for `n_bytes` UTF-8 bytes of text."""
+    def write(self, ids: npt.NDArray[Any], n_bytes: int, starts: Starts) -> None:
+        """Append ids, as `ShardWriter.write` says."""
+        if len(starts):
+            self._starts.write((np.asarray(starts) + self.n_tokens).astype(PLACE).tobytes())
+            self.n_documents += len(starts)
         self.n_tokens += len(ids)
         self.n_bytes += n_bytes
         while len(ids):
@@ -62,20 +62,10 @@ class _Split:
             self._in_file += len(part)
             ids = ids[len(part) :]
             if self._in_file == self._shard_tokens:
-                self._finish_file()
+                self.finish_file()
 
-    def finish(self) -> None:
-        """Bring all that was written to the disk."""
-        self._finish_file()
-        self._starts.close()
-
-    def close(self) -> None:
-        """Close the open files, whatever is in them."""
-        self._starts.close()
-        if self._stream is not None:
-            self._stream.close()
-
-    def _finish_file(self) -> None:
+    def finish_file(self) -> None:
+        """Bring the file of tokens at hand, if there is one, to the disk."""
         if self._stream is None:
             return
         self._stream.flush()
@@ -84,9 +74,15 @@ class _Split:
         self.files.append((Path(self._stream.name), self._in_file, self._hasher.hexdigest()))
         self._stream = None
 
+    def close(self) -> None:
+        """Close the open files, whatever is in them."""
+        self._starts.close()
+        if self._stream is not None:
+            self._stream.close()
+
 
 class ShardWriter:
-    """Writes shards into an empty folder: `start_document` and `write`, then `finish`."""
+    """Writes shards into an empty folder: `write`, then `finish`."""
 
     def __init__(
         self, folder: Path, name: str, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS
@@ -109,13 +105,12 @@ class ShardWriter:
         """Tokens written so far."""
         return sum(split.n_tokens for split in self._splits.values())
 
-    def start_document(self, split: str) -> None:
-        """Note that the next token written to this split is the first of a document."""
-        self._splits[split].start_document()
+    def write(self, split: str, ids: npt.NDArray[Any], n_bytes: int, starts: Starts = ()) -> None:
+        """Append ids (n_tokens,) that stand for `n_bytes` UTF-8 bytes of text to a split.
 
-    def write(self, split: str, ids: npt.NDArray[Any], n_bytes: int) -> None:
-        """Append ids (n_tokens,) that stand for `n_bytes` UTF-8 bytes of text to a split."""
-        self._splits[split].write(ids, n_bytes)
+        At the places `starts` among them documents begin.
+        """
+        self._splits[split].write(ids, n_bytes, starts)
 
     def finish(self, text: dict[str, Any]) -> None:
         """Write the tokenizer and the header, with `text` (what was read) noted in it."""
@@ -123,7 +118,8 @@ class ShardWriter:
         splits: dict[str, dict[str, int]] = {}
         start = 0
         for split, part in self._splits.items():
-            part.finish()
+            part.finish_file()
+            part.close()
             for path, n_tokens, sha256 in part.files:
                 name = f"{self._name}-{len(files):05d}.bin"
                 path.rename(self._folder / name)
@@ -135,6 +131,15 @@ class ShardWriter:
                 "documents": part.n_documents,
             }
             start += part.n_tokens
+        documents = self._folder / f"{self._name}-documents.bin"
+        with documents.open("w+b") as joined:
+            for part in self._splits.values():
+                with part.starts_path.open("rb") as stream:
+                    shutil.copyfileobj(stream, joined)
+                part.starts_path.unlink()
+            joined.seek(0)
+            documents_sha256 = hashlib.file_digest(joined, "sha256").hexdigest()
+        sync(documents)
         n_bytes = sum(part.n_bytes for part in self._splits.values())
         self._tokenizer.save(self._folder / TOKENIZER_FILE)
         sync(self._folder / TOKENIZER_FILE)
@@ -149,23 +154,10 @@ class ShardWriter:
             "tokenizer": {"kind": self._tokenizer.kind, "hash": self._tokenizer.hash},
             "splits": splits,
             "files": files,
-            "documents": self._join_documents(),
+            "documents": {"name": documents.name, "sha256": documents_sha256},
             "text": text,
         }
         header["sha256"] = header_hash(header)
         path = self._folder / f"{self._name}.json"
         path.write_text(json.dumps(header, indent=1) + "\n", encoding="ascii")
         sync(path)
-
-    def _join_documents(self) -> dict[str, str]:
-        """Join the splits' starts of documents to one file; its name and hash."""
-        path = self._folder / f"{self._name}-documents.bin"
-        with path.open("wb") as joined:
-            for split in self._splits.values():
-                with split.starts_path.open("rb") as stream:
-                    shutil.copyfileobj(stream, joined)
-                split.starts_path.unlink()
-        sync(path)
-        with path.open("rb") as stream:
-            sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-        return {"name": path.name, "sha256": sha256}

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from pentameter.errors import ConfigError, StorageError
+from pentameter.errors import ConfigError, CorruptError, StorageError
 
 Ids = npt.NDArray[np.int64]
 
@@ -27,16 +27,15 @@ class Tokenizer(ABC):
 
     kind: ClassVar[str]
     """`char`, `word` or `bpe`."""
+    vocab_size: int
+    """Number of distinct ids: 0 … vocab_size - 1."""
+    end_of_text: int | None = None
+    """The id that follows each document, None where there is none; no text encodes to it."""
 
-    @property
+    @classmethod
     @abstractmethod
-    def vocab_size(self) -> int:
-        """Number of distinct ids: 0 … vocab_size - 1."""
-
-    @property
-    @abstractmethod
-    def end_of_text(self) -> int | None:
-        """The id that follows each document, None where there is none; no text encodes to it."""
+    def from_content(cls, content: Mapping[str, Any]) -> Self:
+        """The tokenizer of a file's content; CorruptError or ConfigError when it is wrong."""
 
     @abstractmethod
     def encode(self, text: str) -> Ids:
@@ -85,3 +84,11 @@ class Tokenizer(ABC):
                 f"0 … {self.vocab_size - 1}"
             )
         return array
+
+
+def strings(content: Mapping[str, Any], key: str, kind: str) -> list[str]:
+    """The list of strings at `key` of a file's content; CorruptError calls it a list of `kind`."""
+    found = content.get(key)
+    if not isinstance(found, list) or not all(isinstance(string, str) for string in found):
+        raise CorruptError(f'"{key}" is not a list of {kind}')
+    return found

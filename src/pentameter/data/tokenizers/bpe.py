@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from pentameter.data.tokenizers.base import Ids, Tokenizer
+from pentameter.data.tokenizers.base import Ids, Tokenizer, strings
 from pentameter.data.tokenizers.cutting import cut
 from pentameter.errors import ConfigError, CorruptError
 
@@ -19,8 +20,8 @@ END_OF_TEXT = "<|endoftext|>"
 
 _PIECE_CHARACTERS = 2048
 """Pieces of a text for the library's threads; its time per token grows with their length."""
-_BATCH_CHARACTERS = 1 << 20
-"""Text at once: the library's results take a few hundred bytes per token until they are read."""
+_BATCH_PIECES = 512
+"""Pieces at once: the library's results take a few hundred bytes per token until they are read."""
 MIN_FREQUENCY = 2
 """Least occurrences of a pair that becomes a token: one that occurs once teaches nothing."""
 _TRAINING_CHARACTERS = 1 << 13  # pieces of text for the library's threads
@@ -29,19 +30,14 @@ _TRAINING_CHARACTERS = 1 << 13  # pieces of text for the library's threads
 _LONG_RUN = re.compile(r"\S{1000}|\s{1000}")
 
 
-def _byte_characters() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte value, in the order of GPT-2's ids.
-
-    A byte that is a visible character of Latin-1 stands for itself; the others, in order, are
-    the characters from U+0100 on.
-    """
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in visible]
-    stand_ins = {chr(byte): byte for byte in visible}
-    return stand_ins | {chr(0x100 + rank): byte for rank, byte in enumerate(others)}
-
-
-BYTE_CHARACTERS: Mapping[str, int] = MappingProxyType(_byte_characters())
+_VISIBLE_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHER_BYTES = sorted({*range(256)} - {*_VISIBLE_BYTES})
+BYTE_CHARACTERS: Mapping[str, int] = MappingProxyType(
+    {chr(byte): byte for byte in _VISIBLE_BYTES}
+    | {chr(0x100 + rank): byte for rank, byte in enumerate(_OTHER_BYTES)}
+)
+"""GPT-2's printable stand-in for each byte value, in the order of GPT-2's ids: visible characters
+of Latin-1 for themselves, those from U+0100 on for the others."""
 
 
 class BpeTokenizer(Tokenizer):
@@ -66,9 +62,15 @@ class BpeTokenizer(Tokenizer):
         self.vocabulary: Mapping[str, int] = MappingProxyType(
             {token: number for number, token in enumerate(self.tokens)}
         )
+        self.vocab_size = len(self.tokens)
+        self.end_of_text = self.vocabulary.get(END_OF_TEXT)  # a foreign vocabulary may lack it
         self._check()
         self._bytes = [bytes(map(BYTE_CHARACTERS.__getitem__, token)) for token in self.tokens]
-        self._library = _library(dict(self.vocabulary), list(self.merges))
+        import tokenizers  # here: a process that only counts characters need not load it
+
+        model = tokenizers.models.BPE(vocab=dict(self.vocabulary), merges=list(self.merges))
+        self._library: Any = tokenizers.Tokenizer(model)
+        self._library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
 
     @classmethod
     def from_vocabulary(
@@ -92,18 +94,9 @@ class BpeTokenizer(Tokenizer):
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> Self:
         """The tokenizer of a file's content; CorruptError or ConfigError when it is wrong."""
-        tokens, merges = _strings(content, "tokens"), _strings(content, "merges")
+        tokens = strings(content, "tokens", "strings")
+        merges = strings(content, "merges", "strings")
         return cls(tokens, [parse_merge(merge) for merge in merges])
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens: bytes, merges, and `<|endoftext|>`."""
-        return len(self.tokens)
-
-    @property
-    def end_of_text(self) -> int | None:
-        """The id of `<|endoftext|>`; None for a foreign vocabulary that lacks it."""
-        return self.vocabulary.get(END_OF_TEXT)
 
     def encode(self, text: str) -> Ids:
         """Token ids (n_tokens,), int64, without any special token.
@@ -116,7 +109,10 @@ class BpeTokenizer(Tokenizer):
         """The token ids of each text, encoded on the library's threads; errors as `encode`."""
         _refuse_surrogates(texts)
         parts: list[list[Ids]] = [[] for _ in texts]
-        for batch in _batches(texts):
+        numbered = (
+            (n, piece) for n, text in enumerate(texts) for piece in cut(text, _PIECE_CHARACTERS)
+        )
+        while batch := list(itertools.islice(numbered, _BATCH_PIECES)):
             pieces = [piece for _, piece in batch]
             encodings = self._library.encode_batch_fast(pieces, add_special_tokens=False)
             for (number, _), encoding in zip(batch, encodings, strict=True):
@@ -211,36 +207,6 @@ def parse_merge(line: str) -> tuple[str, str]:
     if not (left and space and right) or " " in right:
         raise CorruptError(f"merge {line!a} is not two tokens with a space between")
     return left, right
-
-
-def _strings(content: Mapping[str, Any], key: str) -> list[str]:
-    strings = content.get(key)
-    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
-        raise CorruptError(f'"{key}" is not a list of strings')
-    return strings
-
-
-def _library(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Any:
-    import tokenizers  # here: a process that only counts characters need not load it
-
-    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
-    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return library
-
-
-def _batches(texts: Sequence[str]) -> Iterator[list[tuple[int, str]]]:
-    """The texts in pieces, each with the number of its text, in lists of bounded size."""
-    batch: list[tuple[int, str]] = []
-    n_characters = 0
-    for number, text in enumerate(texts):
-        for piece in cut(text, _PIECE_CHARACTERS):
-            batch.append((number, piece))
-            n_characters += len(piece)
-            if n_characters >= _BATCH_CHARACTERS:
-                yield batch
-                batch, n_characters = [], 0
-    if batch:
-        yield batch
 
 
 def _refuse_surrogates(texts: Sequence[str]) -> None:

@@ -19,19 +19,16 @@ class UnseenCharacterError(ConfigError):
     """A character outside the vocabulary; knows which and where."""
 
     def __init__(self, character: str, position: int, where: str = "the text") -> None:
-        self.character = character
-        self.position = position
-        self._where = where
-        super().__init__(
-            f"character {character!a} (U+{ord(character):04X}) at position {position} of "
-            f"{where} is not in the tokenizer's vocabulary; remove it, or prepare the data with a "
-            "tokenizer built from text that has it"
-        )
+        # An exception that crosses from the processes that encode is made again from these.
+        super().__init__(character, position, where)
+        self.character, self.position = character, position
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # By default an exception is made again from its message alone. This one crosses from the
-        # processes that encode.
-        return type(self), (self.character, self.position, self._where)
+    def __str__(self) -> str:
+        return (
+            f"character {self.character!a} (U+{ord(self.character):04X}) at position "
+            f"{self.position} of {self.args[2]} is not in the tokenizer's vocabulary; remove it, "
+            "or prepare the data with a tokenizer built from text that has it"
+        )
 
 
 class CharTokenizer(Tokenizer):
@@ -55,7 +52,8 @@ class CharTokenizer(Tokenizer):
         self._code_points = np.array([ord(c) for c in self.characters], dtype="<u4")
         # One entry more than the last character: `take(mode="clip")` sends all above it there.
         self._ids = np.full(int(self._code_points[-1]) + 2, -1, dtype=np.int32)
-        self._ids[self._code_points] = np.arange(len(self.characters), dtype=np.int32)
+        self.vocab_size = len(self.characters)
+        self._ids[self._code_points] = np.arange(self.vocab_size, dtype=np.int32)
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> Self:
@@ -68,16 +66,6 @@ class CharTokenizer(Tokenizer):
         if not characters or any(a >= b for a, b in itertools.pairwise(characters)):
             raise CorruptError('"characters" must be distinct, sorted and not empty')
         return cls(characters)
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of distinct characters."""
-        return len(self.characters)
-
-    @property
-    def end_of_text(self) -> int | None:
-        """None: no id stands between documents."""
-        return None
 
     def encode(self, text: str) -> Ids:
         """Token ids (n_characters,), int64.

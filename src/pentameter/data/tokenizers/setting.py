@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.data.tokenizers.base import FILE_LIMIT_BYTES, FORMAT, VERSION, Tokenizer
 from pentameter.data.tokenizers.bpe import (
     END_OF_TEXT,
     MIN_FREQUENCY,
@@ -15,10 +16,9 @@ from pentameter.data.tokenizers.bpe import (
     train_bpe,
 )
 from pentameter.data.tokenizers.char import CharTokenizer
-from pentameter.data.tokenizers.load import load_tokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.disk.cache import PublicFile, local_file, public_file
-from pentameter.errors import ConfigError
+from pentameter.errors import ConfigError, CorruptError, StorageError
 
 GPT2_VOCABULARY = PublicFile(
     place="gpt2-bpe/encoder.json",
@@ -42,14 +42,13 @@ MIN_BPE_TOKENS = 257  # 256 bytes and <|endoftext|>
 MAX_BPE_TOKENS = 1 << 20
 
 
-def check_tokenizer_setting(setting: str) -> None:
-    """Raise ConfigError for a `data.tokenizer` that no text could make: `bpe:100`, `bpe`."""
-    if setting == "bpe" or setting.startswith("bpe:"):
-        bpe_vocab_size(setting)
+def bpe_vocab_size(setting: str) -> int | None:
+    """The vocabulary size in `bpe:VOCAB_SIZE`, None for another `data.tokenizer`.
 
-
-def bpe_vocab_size(setting: str) -> int:
-    """The vocabulary size in `bpe:VOCAB_SIZE`; ConfigError where it is none or out of range."""
+    Raises ConfigError where no text could make it: `bpe:100`, `bpe`.
+    """
+    if setting != "bpe" and not setting.startswith("bpe:"):
+        return None
     number = re.fullmatch(r"bpe:([0-9]{1,9})", setting)
     if number is None:
         raise ConfigError(f"tokenizer {setting!r} names no vocabulary size; write it as bpe:8192")
@@ -72,10 +71,7 @@ def chosen_tokenizer(setting: str | Tokenizer) -> str | Tokenizer:
 
     Raises ConfigError for a setting that no text could make, or a missing file.
     """
-    if not isinstance(setting, str):
-        return setting
-    check_tokenizer_setting(setting)
-    if is_made_from_text(setting):
+    if not isinstance(setting, str) or bpe_vocab_size(setting) or is_made_from_text(setting):
         return setting
     return build_tokenizer(setting, lambda: iter(()))
 
@@ -96,16 +92,15 @@ def build_tokenizer(
     Raises ConfigError (a wrong size, a missing file, text without content), CorruptError (a
     damaged file), StorageError (GPT-2's files are neither at hand nor to be had).
     """
-    check_tokenizer_setting(setting)
+    size = bpe_vocab_size(setting)
     if setting == "char":
         return CharTokenizer("".join(sorted(set().union(*documents()))))
     if setting == "word":
         return WordTokenizer.from_documents(documents())
     if setting == GPT2:
         return gpt2_tokenizer()
-    if not setting.startswith("bpe:"):
+    if size is None:
         return load_tokenizer(setting)
-    size = bpe_vocab_size(setting)
     tokenizer = train_bpe(documents(), size)
     if tokenizer.vocab_size < size and warnings is not None:
         warnings.append(
@@ -142,7 +137,54 @@ def known_vocab_size(setting: str) -> int | None:
     That is GPT-2's and a tokenizer file's; `bpe:N` has N tokens at most. Errors as
     `build_tokenizer`.
     """
-    check_tokenizer_setting(setting)
     if setting == GPT2:
         return GPT2_TOKENS
-    return None if is_made_from_text(setting) else load_tokenizer(setting).vocab_size
+    if bpe_vocab_size(setting) or is_made_from_text(setting):
+        return None
+    return load_tokenizer(setting).vocab_size
+
+
+def load_tokenizer(path: Path | str) -> Tokenizer:
+    """The tokenizer saved in a JSON file, of whichever kind.
+
+    Raises ConfigError when there is no such file, StorageError when it cannot be read, CorruptError
+    when it is not a tokenizer of this library, is damaged, or disagrees with its own hash.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(
+            f"tokenizer file {path} does not exist; write char, word, gpt2, bpe:VOCAB_SIZE "
+            "(such as bpe:8192), or a tokenizer file"
+        )
+    try:
+        size = path.stat().st_size
+        if size > FILE_LIMIT_BYTES:
+            raise CorruptError(
+                f"{path} is not a tokenizer: {size} bytes, at most {FILE_LIMIT_BYTES}"
+            )
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{path} is not a tokenizer: {error}") from error
+    if not isinstance(content, dict):
+        raise CorruptError(f"{path} is not a tokenizer: a JSON object is expected")
+    if content.get("format") != FORMAT:
+        raise CorruptError(f'{path} is not a tokenizer: its "format" is not {FORMAT!r}')
+    kinds = {kind.kind: kind for kind in (CharTokenizer, WordTokenizer, BpeTokenizer)}
+    version, kind = content.get("version"), content.get("kind")
+    if version != VERSION or not isinstance(kind, str) or kind not in kinds:
+        raise CorruptError(
+            f"{path}: version {version!r}, kind {kind!r} is not known to this version; expected "
+            f"version {VERSION}, kind {', '.join(kinds)}"
+        )
+    try:
+        tokenizer = kinds[kind].from_content(content)
+    except (ConfigError, CorruptError) as error:
+        raise CorruptError(f"{path}: {error}") from error
+    if content.get("sha256") != tokenizer.hash:
+        raise CorruptError(
+            f"{path} is damaged or was edited: its sha256 field says {content.get('sha256')!r}, "
+            f"its content gives {tokenizer.hash!r}; make it anew"
+        )
+    return tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
@@ -9,14 +10,11 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from pentameter.data.tokenizers.base import FILE_LIMIT_BYTES, Ids, Tokenizer
-from pentameter.errors import ConfigError, CorruptError
+from pentameter.data.tokenizers.base import FILE_LIMIT_BYTES, Ids, Tokenizer, strings
+from pentameter.errors import ConfigError
 
 UNKNOWN = "<unk>"
-
-_REMOVED = '"'
-_SPACES = ("<br />", ";", ":")
-_SET_APART = "'.,()!?"
+_HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # of surrogates, which is no character
 
 
 class WordTokenizer(Tokenizer):
@@ -30,10 +28,11 @@ class WordTokenizer(Tokenizer):
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = tuple(words)
+        self.vocab_size = len(self.words)
         if self.words[:1] != (UNKNOWN,):
             raise ConfigError(f"the first word of a vocabulary is {UNKNOWN!r}, for unseen words")
         for number, word in enumerate(self.words):
-            if word.split() != [word] or not _is_valid(word):
+            if word.split() != [word] or _HALF_A_PAIR.search(word):
                 raise ConfigError(f"word {number} of the vocabulary, {word!a}, is not one word")
         self._ids = {word: number for number, word in enumerate(self.words)}
         if len(self._ids) < len(self.words):
@@ -66,20 +65,7 @@ class WordTokenizer(Tokenizer):
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> Self:
         """The tokenizer of a file's content; CorruptError or ConfigError when it is wrong."""
-        words = content.get("words")
-        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-            raise CorruptError('"words" is not a list of words')
-        return cls(words)
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of distinct words, `<unk>` among them."""
-        return len(self.words)
-
-    @property
-    def end_of_text(self) -> int | None:
-        """None: no id stands between documents."""
-        return None
+        return cls(strings(content, "words", "words"))
 
     def encode(self, text: str) -> Ids:
         """Token ids (n_words,), int64; none for a text without words."""
@@ -102,17 +88,9 @@ def normalized_words(text: str) -> list[str]:
     `?` are words of their own; what whitespace then separates is a word.
     """
     # The order is part of the rules: a `"` inside `<br "/>` goes before the tag is looked for.
-    text = text.lower().replace(_REMOVED, "")
-    for separator in _SPACES:
+    text = text.lower().replace('"', "")
+    for separator in ("<br />", ";", ":"):
         text = text.replace(separator, " ")
-    for character in _SET_APART:
+    for character in "'.,()!?":
         text = text.replace(character, f" {character} ")
     return text.split()
-
-
-def _is_valid(word: str) -> bool:
-    try:
-        word.encode()
-    except UnicodeEncodeError:  # half a surrogate pair
-        return False
-    return True

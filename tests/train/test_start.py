@@ -1,7 +1,6 @@
 """What is said, or refused, before the first step."""
 
 import json
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from pentameter.config.load import load_config
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
 from pentameter.planning.plan import make_plan
-from pentameter.train import precheck
+from pentameter.train import start
 from pentameter.train.loop import Trainer
 
 
@@ -71,13 +70,13 @@ def test_a_text_that_is_short_for_the_run_is_said(tmp_path):
 def test_what_is_left_out_of_the_text_is_said(tmp_path):
     (tmp_path / "text.txt").write_text("some words " * 200)
     said, _ = fit(tmp_path, {"path": str(tmp_path / "text.txt"), "max_bytes": 1500})
-    assert "text.txt · reads 1.5 KB of 2.2 KB (data.max_bytes) · char tokens" in said
+    assert "text.txt · reads 1.5 kB of 2.2 kB (data.max_bytes) · char tokens" in said
     said, _ = fit(tmp_path / "whole", {"path": str(tmp_path / "text.txt"), "max_bytes": 2200})
     assert " · reads " not in said
 
 
 def test_a_model_beyond_the_memory_is_refused_with_both_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(precheck, "memory_bytes", lambda device: 1000)
+    monkeypatch.setattr(start, "memory_bytes", lambda device: 1000)
     (tmp_path / "text.txt").write_text("some text " * 20)
     with pytest.raises(ConfigError, match=r"take 0\.0 GB, cpu has 0\.0 GB.*--dry-run"):
         fit(tmp_path, {"path": str(tmp_path / "text.txt")})
@@ -89,13 +88,12 @@ def test_what_is_offloaded_must_fit_the_machine_and_not_the_gpu(monkeypatch, dev
         "grammar", {"parallel.zero": 1, "train.offload": True, "model.vocab_size": 16}
     )
     plan = make_plan(config, world_size=2)
-    dataset, batches = (Mock(**{"split.return_value.n_tokens": 9}), Mock(tokens_per_epoch=9))
 
     def check():
-        precheck.check_run(plan, dataset, batches, torch.device("cuda"), local_size=2)
+        start.check_device_memory(plan, torch.device("cuda"), local_size=2)
 
     small = {device: 1000}
-    monkeypatch.setattr(precheck, "memory_bytes", lambda device: small.get(device.type, 10**12))
+    monkeypatch.setattr(start, "memory_bytes", lambda device: small.get(device.type, 10**12))
     if device == "cuda":
         check()
         plan = make_plan(load_config(config, {"train.offload": False}), world_size=2)

@@ -1,16 +1,16 @@
-"""The load of this machine: how many processes it can carry, how busy other programs keep it."""
+"""The cores of this machine: which a run may use, how many processes and threads they carry, how
+busy other programs keep them."""
 
 from __future__ import annotations
 
 import os
 import platform
 import time
-from collections.abc import Callable, Collection, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
 from pentameter.errors import ConfigError
-from pentameter.machine.threads import usable_cores
 
 PROCESSES_PER_CORE = 4
 """Processes of a run that a core may have: enough to try any layout out, too many to train fast."""
@@ -24,6 +24,35 @@ Collect = Callable[[Any], list[Any]]
 _LOOK = "--dry-run shows what each process would hold, and starts none"
 
 _BUSY_CORES = 0.5  # below it is the noise of a machine that does nothing else
+
+
+def usable_cores() -> frozenset[int]:
+    """Logical cores this process may run on, which in a container or under SLURM is not all."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def chosen_threads(environ: Mapping[str, str] = os.environ) -> int | None:
+    """The number that the user chose with OMP_NUM_THREADS; None where nobody did.
+
+    torchrun sets it to 1 where it is not set. That 1 cannot be told from a user's, and would
+    leave most of a machine's cores idle, so under torchrun a 1 is nobody's choice.
+    """
+    text = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if not text.isdecimal() or int(text) == 0:
+        return None
+    return None if text == "1" and "TORCHELASTIC_RUN_ID" in environ else int(text)
+
+
+def fair_share(mine: frozenset[int], of_the_machine: Iterable[frozenset[int]]) -> int:
+    """Threads for a process that may use the cores `mine`, at least one.
+
+    `of_the_machine` holds what each process of the machine may use, this one included. Processes
+    that SLURM bound to cores of their own use all of those; the others divide what they share.
+    """
+    n_sharing = sum(1 for cores in of_the_machine if cores & mine)
+    return max(1, len(mine) // max(1, n_sharing))
 
 
 def check_processes(n_processes: int, *, oversubscribe: bool = False) -> None:

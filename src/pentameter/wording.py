@@ -5,6 +5,11 @@ from __future__ import annotations
 import math
 
 
+def whole(value: int | None) -> str:
+    """10,788,929 as it is, in threes; "–" for nothing."""
+    return "–" if value is None else f"{value:,}"
+
+
 def count(value: float) -> str:
     """10,788,929 as "10.8M"; "–" for what is no number."""
     if not math.isfinite(value):

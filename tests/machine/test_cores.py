@@ -11,9 +11,14 @@ import pytest
 
 from pentameter.cli.main import main
 from pentameter.errors import ConfigError
-from pentameter.machine import load as machine_load
-from pentameter.machine.load import OtherPrograms, check_memory, check_processes, choose_wait_policy
-from pentameter.machine.threads import usable_cores
+from pentameter.machine import cores as machine_cores
+from pentameter.machine.cores import (
+    OtherPrograms,
+    check_memory,
+    check_processes,
+    choose_wait_policy,
+    usable_cores,
+)
 from pentameter.processes.world import World
 
 LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/stat")
@@ -21,8 +26,8 @@ LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/sta
 
 @pytest.fixture
 def small_machine(monkeypatch):
-    monkeypatch.setattr(machine_load, "usable_cores", lambda: frozenset(range(2)))
-    monkeypatch.setattr(machine_load, "host_memory_bytes", lambda: 8 * 10**9)
+    monkeypatch.setattr(machine_cores, "usable_cores", lambda: frozenset(range(2)))
+    monkeypatch.setattr(machine_cores, "host_memory_bytes", lambda: 8 * 10**9)
 
 
 @pytest.mark.usefixtures("small_machine")
@@ -68,13 +73,13 @@ def test_another_program_is_noticed_and_this_one_is_not():
     end = time.monotonic() + 0.5
     while time.monotonic() < end:  # this process is busy, which is no other program
         pass
-    alone = others.cores(World().collect)
+    alone = others.cores(World().all_gather)
     others = OtherPrograms()
     before = os.times()
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         time.sleep(1.0)
-        beside = others.cores(World().collect)
+        beside = others.cores(World().all_gather)
         assert os.times()[0] - before[0] < 0.5  # which its own seconds did not hide
     finally:
         busy.kill()
@@ -87,15 +92,15 @@ def test_another_program_is_noticed_and_this_one_is_not():
 def test_a_busy_machine_is_told(monkeypatch):
     others = OtherPrograms()
     monkeypatch.setattr(others, "cores", lambda world: 1.25)
-    warning = str(others.warning(World().collect))
+    warning = str(others.warning(World().all_gather))
     assert warning.startswith("other programs keep 1.2 of this machine's ")
     monkeypatch.setattr(others, "cores", lambda world: 0.1)
-    assert others.warning(World().collect) is None
+    assert others.warning(World().all_gather) is None
 
 
 def test_a_system_that_does_not_say_is_taken_for_idle(monkeypatch):
-    monkeypatch.setattr(machine_load, "_busy_seconds", lambda cores: 0.0)
-    assert OtherPrograms().cores(World().collect) == 0.0
+    monkeypatch.setattr(machine_cores, "_busy_seconds", lambda cores: 0.0)
+    assert OtherPrograms().cores(World().all_gather) == 0.0
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
@@ -109,11 +114,11 @@ def test_how_threads_wait_is_the_users_choice(name):
 def test_threads_sleep_where_others_keep_most_cores_busy(monkeypatch, busy_cores, policy):
     now = iter([10.0, 12.0])
     used = iter([100.0, 100.0 + 2.0 * busy_cores * len(usable_cores())])
-    monkeypatch.setattr(machine_load.time, "monotonic", lambda: next(now))
-    monkeypatch.setattr(machine_load, "_busy_seconds", lambda cores: next(used))
+    monkeypatch.setattr(machine_cores.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(machine_cores, "_busy_seconds", lambda cores: next(used))
     chosen: dict[str, str] = {}
     choose_wait_policy(chosen)
-    assert chosen == machine_load.WAIT_POLICIES[policy]
+    assert chosen == machine_cores.WAIT_POLICIES[policy]
 
 
 def test_how_threads_wait_is_chosen_before_torch_is_loaded():

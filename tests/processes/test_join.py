@@ -8,9 +8,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from pentameter.processes.failure import LostProcessError
+from pentameter.processes.failure import LostProcessError, spelled
+from pentameter.processes.join import absent_ranks, open_store
 from pentameter.processes.place import Place
-from pentameter.processes.rendezvous import absent_ranks, open_store, spelled
 
 
 def place(path, rank, size):

@@ -1,66 +1,3 @@
-"""Values under the pointer: the curves of a figure as data, and the script of a page that reads it.
-
-Without JavaScript a page is the same page, without values.
-"""
-
-from __future__ import annotations
-
-import base64
-import hashlib
-import json
-from html import escape
-
-import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-
-THINNEST_POINTS = 1.5
-"""Lines thinner than this, in points, are noise behind a curve, grid or marks."""
-
-
-def hover_attribute(figure: Figure) -> str:
-    """`data-hover` with the curves of a figure that was drawn, as an attribute of its SVG element.
-
-    It holds the plot's corners in the SVG's units, the limits of both axes, and of each curve its
-    label, colour and points. "" where there is none.
-    """
-    axes = figure.axes[0]
-    curves = [line for line in axes.get_lines() if _is_curve(line)]
-    if not curves:
-        return ""
-    width, height = 72 * figure.get_size_inches()
-    box = axes.get_position()
-    values = {
-        "box": [box.x0 * width, (1 - box.y1) * height, box.x1 * width, (1 - box.y0) * height],
-        "x": axes.get_xlim(),
-        "y": axes.get_ylim(),
-        "log": axes.get_yscale() == "log",
-        "unit": axes.get_xlabel(),
-        "curves": [
-            {
-                "name": "" if str(line.get_label()).startswith("_") else line.get_label(),
-                "colour": line.get_color(),
-                "x": line.get_xdata(),
-                "y": line.get_ydata(),
-            }
-            for line in curves
-        ],
-    }
-    text = json.dumps(values, default=_short, ensure_ascii=False, separators=(",", ":"))
-    return f' data-hover="{escape(text)}"'
-
-
-def _is_curve(line: Line2D) -> bool:
-    return line.get_linewidth() >= THINNEST_POINTS and np.size(line.get_xdata()) > 1
-
-
-def _short(array: object) -> list[float | int]:
-    """Numbers with five digits: more cannot be seen, and a page has tens of thousands."""
-    numbers = [float(f"{value:.5g}") for value in np.asarray(array, dtype=float)]
-    return [int(number) if number.is_integer() else number for number in numbers]
-
-
-SCRIPT = """
 for (const svg of document.querySelectorAll("svg[data-hover]")) {
   const plot = JSON.parse(svg.dataset.hover), [left, top, right, bottom] = plot.box;
   const make = (name, values) => {
@@ -125,7 +62,3 @@ for (const svg of document.querySelectorAll("svg[data-hover]")) {
   svg.addEventListener("pointerdown", show);
   svg.addEventListener("pointerleave", hide);
 }
-"""
-
-SCRIPT_HASH = "sha256-" + base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-"""Hash of the script: a page's policy lets the browser run this one and no other."""

@@ -1,0 +1,171 @@
+"""Pipeline stages whose receive buffers exist while a micro-batch needs them.
+
+Before torch 2.15 `PipelineStage` allocates a buffer for every micro-batch of a step, and schedules
+hold what they sent until the step ends: memory that grows with the batch. It all passes through the
+stage's public methods, which say when a message is posted and when it has been read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+SCHEDULES_LET_GO = hasattr(PipelineStage, "release_fwd_send_outputs")
+"""Whether PyTorch's schedules let go of sent activations: since torch 2.15, which also makes no
+buffers in advance, so that a BoundedStage finds none to drop."""
+
+
+class BoundedStage(PipelineStage):
+    """A PipelineStage that allocates a receive buffer when the receive is posted, and drops it when
+    the pass that reads it is done.
+
+    Autograd keeps a received activation for the backward pass, as it does any input.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.args_recv_info = _WithoutMemory()
+        self.grad_recv_info = _WithoutMemory()
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The receives of a micro-batch's activations, into buffers made now."""
+        _allocate(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The receives of the gradients of what a micro-batch's forward pass sent."""
+        if self.has_backward:
+            _allocate(self.grad_recv_info[bwd_chunk_id], self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """The output of a micro-batch's forward pass."""
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        _release(self.args_recv_info[fwd_chunk_id])
+        return output
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Run a micro-batch's backward pass, or its first half."""
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if self.has_backward:
+            _release(self.grad_recv_info[bwd_chunk_id])
+        if loss is not None:  # the schedule keeps it, and its graph would keep the stage's input
+            loss.detach_()
+
+    def end_step(self) -> None:
+        """Drop what a step without backward passes leaves behind."""
+        self.clear_runtime_states()
+
+
+class SendingStage(BoundedStage):
+    """A BoundedStage that posts its messages itself, for schedules that would hold each of them
+    until the step ends.
+
+    Not for those that post a send and a receive as one call, which nccl needs where two ranks send
+    to each other at once.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._receives: dict[tuple[str, int], list[dist.Work]] = {}
+        self._sends: dict[tuple[str, int], list[dist.Work]] = {}
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """None that are left to do: the receives of activations are under way."""
+        ops = super().get_fwd_recv_ops(fwd_chunk_id)
+        self._receives["forward", fwd_chunk_id] = _post(ops)
+        return []
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """None that are left to do: the receives of gradients are under way."""
+        ops = super().get_bwd_recv_ops(bwd_chunk_id)
+        self._receives["backward", bwd_chunk_id] = _post(ops)
+        return []
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """None that are left to do: the activations are under way."""
+        self._sends["forward", fwd_chunk_id] = _post(super().get_fwd_send_ops(fwd_chunk_id))
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """None that are left to do: the gradients are under way."""
+        # The one before was sent a pass ago, and its receive is posted at once.
+        _wait(self._sends.pop(("backward", bwd_chunk_id - 1), []))
+        self._sends["backward", bwd_chunk_id] = _post(super().get_bwd_send_ops(bwd_chunk_id))
+        return []
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """The output of a micro-batch's forward pass, once its input is there."""
+        _wait(self._receives.pop(("forward", fwd_chunk_id), []))
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Run a micro-batch's backward pass, or its first half, once its gradient is there."""
+        _wait(self._receives.pop(("backward", bwd_chunk_id), []))
+        # The stage that sent this gradient has received the activations.
+        _wait(self._sends.pop(("forward", bwd_chunk_id), []))
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def end_step(self) -> None:
+        """Wait for the sends that are left, and drop what a step without backward passes leaves."""
+        for works in self._sends.values():
+            _wait(works)
+        self._sends.clear()
+        super().end_step()
+
+
+class _WithoutMemory(dict[int, Any]):
+    """PyTorch's receive information by micro-batch, each buffer on `meta` until it is allocated.
+
+    PyTorch makes the buffers of all micro-batches at the first step, one after the other; each is
+    given up here before the next is made.
+    """
+
+    def __setitem__(self, micro_batch: int, infos: Iterable[Any]) -> None:
+        super().__setitem__(micro_batch, infos)
+        _release(infos)
+
+
+def _allocate(infos: Iterable[Any], device: torch.device) -> None:
+    """Give each receive buffer memory on `device`."""
+    _replace_buffers(infos, device)
+
+
+def _release(infos: Iterable[Any]) -> None:
+    """Put a buffer on `meta` in the place of each receive buffer."""
+    _replace_buffers(infos, torch.device("meta"))
+
+
+def _replace_buffers(infos: Iterable[Any], device: torch.device) -> None:
+    for info in infos:
+        buffer = getattr(info, "buffer", None)  # the first stage's arguments have none
+        if buffer is not None:
+            fresh = torch.empty_like(buffer, device=device)
+            info.buffer = fresh.requires_grad_(buffer.requires_grad)
+
+
+def _post(ops: Iterable[dist.P2POp]) -> list[dist.Work]:
+    """The sends or receives of `ops`, started."""
+    return [op.op(op.tensor, op.peer, op.group) for op in ops]
+
+
+def _wait(works: Iterable[dist.Work]) -> None:
+    for work in works:
+        work.wait()

@@ -1,0 +1,81 @@
+"""Parts of a tensor, divided by its first dimension: gathered, or summed to parts, over a group.
+
+Each is the other's gradient, and both are operations of PyTorch's own (`torch.library`), which a
+compiled model calls as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from pentameter.parallel.mesh import group_named
+
+
+def gathered_parts(own: Tensor, most: int, n_whole: int, group_name: str) -> Tensor:
+    """Return (n_whole, …) of the parts (n, …) that the processes of a group have, `most` of the
+    first dimension each, but for the last. Collective."""
+    group = group_named(group_name)
+    parts = own.new_empty((most * group.size(), *own.shape[1:]))
+    dist.all_gather(list(parts.chunk(group.size())), _padded(own, most), group=group)
+    return parts if len(parts) == n_whole else parts[:n_whole].clone()
+
+
+def summed_part(whole: Tensor, most: int, group_name: str) -> Tensor:
+    """Return this process's part of the sum, over a group, of tensors (n_whole, …). Collective."""
+    group = group_named(group_name)
+    part = whole.new_empty((most, *whole.shape[1:]))
+    parts = list(_padded(whole, most * group.size()).chunk(group.size()))
+    dist.reduce_scatter(part, parts, group=group)
+    n_own = _n_own(whole, most, group)
+    return part if n_own == most else part[:n_own].clone()
+
+
+def _n_own(whole: Tensor, most: int, group: dist.ProcessGroup) -> int:
+    return min(most, max(0, len(whole) - group.rank() * most))
+
+
+def _padded(tensor: Tensor, n: int) -> Tensor:
+    """The tensor, contiguous, with zeros up to n of its first dimension."""
+    if len(tensor) == n:
+        return tensor.contiguous()
+    return F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, n - len(tensor)))
+
+
+gather_parts = torch.library.custom_op("pentameter::gather_parts", gathered_parts, mutates_args=())
+sum_parts = torch.library.custom_op("pentameter::sum_parts", summed_part, mutates_args=())
+
+
+@gather_parts.register_fake
+def _(own: Tensor, most: int, n_whole: int, group_name: str) -> Tensor:
+    return own.new_empty((n_whole, *own.shape[1:]))
+
+
+@sum_parts.register_fake
+def _(whole: Tensor, most: int, group_name: str) -> Tensor:
+    return whole.new_empty((_n_own(whole, most, group_named(group_name)), *whole.shape[1:]))
+
+
+def _keep_most(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.most, _, ctx.group_name = inputs
+
+
+def _keep_sizes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    whole, ctx.most, ctx.group_name = inputs
+    ctx.n_whole = len(whole)
+
+
+def _sum(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+    return sum_parts(g, ctx.most, ctx.group_name), None, None, None
+
+
+def _gather(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+    return gather_parts(g, ctx.most, ctx.n_whole, ctx.group_name), None, None
+
+
+gather_parts.register_autograd(_sum, setup_context=_keep_most)
+sum_parts.register_autograd(_gather, setup_context=_keep_sizes)

@@ -1,0 +1,377 @@
+"""Ring attention: keys and values travel round a ring, and a block of them is at work meanwhile.
+
+After Liu et al. 2023 ("Ring attention with blockwise transformers for near-infinite context"). A
+process has the queries, keys and values of some chunks of the sequence. Every step it attends to
+one process's keys and values and passes them on; results of blocks are merged by their
+log-sum-exps, so that no process ever holds the attention weights of more than a block. In the
+backward pass keys and values go round once more, and their gradients with them.
+
+The two passes are operations of PyTorch's own (`torch.library`), which a compiled model calls as
+they are.
+
+Shapes: B batch, H heads, K head size; T the time of this process, C of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pentameter.model.dropout import AttentionDropout, drop, weight_index
+from pentameter.parallel.mesh import group_named, name_of
+
+TILE = 1024
+"""Queries, and keys, of a block whose weights are written out."""
+
+
+class RingAttention:
+    """Causal attention over a group of processes that each have some chunks of the time.
+
+    `chunk_starts` are the positions at which the chunks of each process begin, by its place in the
+    group; all chunks are of one size. Takes the place of `attend` in an Attention.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, chunk_starts: Sequence[Sequence[int]]) -> None:
+        self._group_name = name_of(group)
+        self._starts = [start for starts in chunk_starts for start in starts]
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        dropout: AttentionDropout,
+        dropout_keys: Tensor | None,
+        positions: Tensor,
+    ) -> Tensor:
+        """Return each query's mix of values (B, H, T, K); q, k and v are so too. Collective."""
+        keys = None
+        if dropout_keys is not None and dropout.acts(dropout_keys):
+            keys = dropout_keys[:, dropout.site]
+        out, _ = ring_attention(
+            q,
+            k,
+            v,
+            keys,
+            dropout.p,
+            dropout.head_offset,
+            dropout.context_length,
+            self._starts,
+            self._group_name,
+        )
+        return out
+
+
+class _Dropout(NamedTuple):
+    """Dropout of attention weights: keys of the rows, int32 (B, 2), and what numbers a weight."""
+
+    row_keys: Tensor
+    p: float
+    head_offset: int
+    context_length: int
+
+    def __call__(self, weights: Tensor, block: _Block) -> Tensor:
+        """Weights (B, H, Q, S) of a block, or their gradients, dropped and scaled."""
+        n_heads, n_queries, n_keys = weights.shape[1:]
+        query, key = (
+            torch.arange(first, first + n, device=weights.device)
+            for first, n in ((block.first_query, n_queries), (block.first_key, n_keys))
+        )
+        heads = range(self.head_offset, self.head_offset + n_heads)
+        index = weight_index(heads, query, key, self.context_length)
+        return drop(weights, self.row_keys, index, self.p)
+
+
+class _Block(NamedTuple):
+    """Some queries and some keys, all of which those queries see, or their own and earlier ones."""
+
+    queries: slice
+    keys: slice
+    first_query: int
+    first_key: int
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the queries are the keys' own, which see none after them."""
+        return self.first_query == self.first_key
+
+
+def attend_around(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    row_keys: Tensor | None,
+    p: float,
+    head_offset: int,
+    context_length: int,
+    chunk_starts: list[int],
+    group_name: str,
+) -> tuple[Tensor, Tensor]:
+    """Return the mix of values (B, H, T, K) and the log-sum-exps of the scores (B, H, T).
+
+    `row_keys`, int32 (B, 2), `p`, `head_offset` and `context_length` are those of a dropout of
+    attention weights; no keys, no dropout. Collective over the group.
+    """
+    dropout = _dropout(row_keys, p, head_offset, context_length)
+    ring = _Ring(group_named(group_name), chunk_starts)
+    out = torch.zeros(q.shape, dtype=_precise(q), device=q.device)
+    sums = torch.full(q.shape[:3], float("-inf"), dtype=out.dtype, device=q.device)
+    travelling = torch.stack((k, v))
+    for step in range(ring.size):
+        arriving = ring.pass_on(travelling) if step < ring.size - 1 else None
+        keys, values = travelling
+        for block in ring.blocks(step, q.shape[2], explicit=_is_explicit(q, dropout)):
+            part = (q[:, :, block.queries], keys[:, :, block.keys], values[:, :, block.keys])
+            _merge(out, sums, block.queries, *_attend_block(*part, block, dropout))
+        if arriving is not None:
+            travelling = arriving.wait()
+    return out.to(q.dtype), sums
+
+
+def differentiate_around(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    row_keys: Tensor | None,
+    p: float,
+    head_offset: int,
+    context_length: int,
+    chunk_starts: list[int],
+    group_name: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, given that of the mix of values (B, H, T, K).
+
+    The gradients of keys and values travel one step behind these, and each process adds its part;
+    that of their own process is added at the end. Collective over the group.
+    """
+    dropout = _dropout(row_keys, p, head_offset, context_length)
+    ring = _Ring(group_named(group_name), chunk_starts)
+    q_grad = torch.zeros(q.shape, dtype=_precise(q), device=q.device)
+    travelling = torch.stack((k, v))
+    own = torch.empty(0)
+    coming: _Arriving | None = None
+    for step in range(ring.size):
+        arriving = ring.pass_on(travelling) if step < ring.size - 1 else None
+        keys, values = travelling
+        added = torch.zeros(travelling.shape, dtype=q_grad.dtype, device=q.device)
+        for block in ring.blocks(step, q.shape[2], explicit=_is_explicit(q, dropout)):
+            grads = _differentiate_block(
+                grad[:, :, block.queries],
+                q[:, :, block.queries],
+                out[:, :, block.queries],
+                sums[:, :, block.queries],
+                keys[:, :, block.keys],
+                values[:, :, block.keys],
+                block,
+                dropout,
+            )
+            q_grad[:, :, block.queries] += grads[0]
+            added[0, :, :, block.keys] += grads[1]
+            added[1, :, :, block.keys] += grads[2]
+        if step == 0:
+            own = added
+        else:
+            if coming is not None:
+                added += coming.wait()
+            coming = ring.pass_on(added)
+        if arriving is not None:
+            travelling = arriving.wait()
+    if coming is not None:
+        own += coming.wait()
+    k_grad, v_grad = own.to(q.dtype)
+    return q_grad.to(q.dtype), k_grad.clone(), v_grad.clone()
+
+
+ring_attention = torch.library.custom_op(
+    "pentameter::ring_attention", attend_around, mutates_args=()
+)
+ring_attention_backward = torch.library.custom_op(
+    "pentameter::ring_attention_backward", differentiate_around, mutates_args=()
+)
+
+
+@ring_attention.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(
+        q.shape[:3], dtype=_precise(q)
+    )
+
+
+@ring_attention_backward.register_fake
+def _(_: Tensor, *qkv: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in qkv[:3])
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, row_keys, *rest = inputs
+    ctx.save_for_backward(q, k, v, *output, row_keys)
+    ctx.rest = rest
+
+
+def _backward(ctx: Any, grad: Tensor, _sums_grad: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, out, sums, row_keys = ctx.saved_tensors
+    grads = ring_attention_backward(grad, q, k, v, out, sums, row_keys, *ctx.rest)
+    return (*grads, None, *(None for _ in ctx.rest))
+
+
+ring_attention.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+class _Ring:
+    """This process's place in a ring, what it passes on, and the blocks that it sees."""
+
+    def __init__(self, group: dist.ProcessGroup, chunk_starts: Sequence[int]) -> None:
+        self.size = group.size()
+        self._group = group
+        self._place = group.rank()
+        n_chunks = len(chunk_starts) // self.size
+        self._starts = [
+            chunk_starts[place * n_chunks : (place + 1) * n_chunks] for place in range(self.size)
+        ]
+
+    def pass_on(self, tensor: Tensor) -> _Arriving:
+        """Send a tensor to the next process, and receive the one that the process before sends."""
+        after, before = (
+            dist.get_global_rank(self._group, (self._place + hop) % self.size) for hop in (1, -1)
+        )
+        tensor = tensor.contiguous()
+        received = torch.empty_like(tensor)
+        work = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, tensor, after, self._group),
+                dist.P2POp(dist.irecv, received, before, self._group),
+            ]
+        )
+        return _Arriving(received, tensor, work)
+
+    def blocks(self, step: int, n_tokens: int, *, explicit: bool) -> Iterator[_Block]:
+        """The blocks of this process's queries and of the keys that are here at a step, without
+        those whose keys all come later than their queries."""
+        queries = self._starts[self._place]
+        keys = self._starts[(self._place - step) % self.size]
+        size = n_tokens // len(queries)
+        tile = min(size, TILE) if explicit else size
+        for first_query, own in _tiles(queries, size, tile):
+            for first_key, other in _tiles(keys, size, tile):
+                if first_key <= first_query:
+                    yield _Block(own, other, first_query, first_key)
+
+
+class _Arriving(NamedTuple):
+    """A tensor that is being received, and the one that is being sent meanwhile."""
+
+    received: Tensor
+    sent: Tensor
+    work: list[dist.Work]
+
+    def wait(self) -> Tensor:
+        """The tensor, once it is here and the other has left."""
+        for each in self.work:
+            each.wait()
+        return self.received
+
+
+def _tiles(starts: Sequence[int], size: int, tile: int) -> Iterator[tuple[int, slice]]:
+    """Position and place of each tile of chunks that begin at these positions."""
+    for number, start in enumerate(starts):
+        for offset in range(0, size, tile):
+            n_tokens = min(tile, size - offset)
+            first = number * size + offset
+            yield start + offset, slice(first, first + n_tokens)
+
+
+def _merge(out: Tensor, sums: Tensor, queries: slice, part: Tensor, part_sums: Tensor) -> None:
+    """Add to some queries' mixes of values, in place, what they get from another block."""
+    old = sums[:, :, queries]
+    new = torch.logaddexp(old, part_sums.to(old.dtype))
+    weight_old, weight_part = (old - new).exp(), (part_sums - new).exp()
+    mixed = out[:, :, queries] * weight_old[..., None] + part * weight_part[..., None]
+    out[:, :, queries] = mixed
+    sums[:, :, queries] = new
+
+
+def _is_explicit(q: Tensor, dropout: _Dropout | None) -> bool:
+    """Whether weights are written out: to be dropped, and where PyTorch has no public operation
+    that gives log-sum-exps and takes them back."""
+    return dropout is not None or q.device.type != "cpu"
+
+
+def _attend_block(
+    q: Tensor, k: Tensor, v: Tensor, block: _Block, dropout: _Dropout | None
+) -> tuple[Tensor, Tensor]:
+    """Return a block's mix of values (B, H, Q, K), by its own weights, and its log-sum-exps."""
+    with torch.autocast(q.device.type, enabled=False):
+        if not _is_explicit(q, dropout):
+            out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, block.is_causal
+            )
+            return out, sums
+        scores = _scores(q, k, block)
+        sums = scores.logsumexp(-1)
+        weights = (scores - sums[..., None]).exp()
+        if dropout is not None:
+            weights = dropout(weights, block)
+        return weights.to(v.dtype) @ v, sums
+
+
+def _differentiate_block(
+    grad: Tensor,
+    q: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: _Block,
+    dropout: _Dropout | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what a block adds to the gradients of q, k and v. `out` and `sums` are those of the
+    whole context: a weight is exp(score - sum) whichever block it is computed in."""
+    with torch.autocast(q.device.type, enabled=False):
+        if not _is_explicit(q, dropout):
+            q_grad, k_grad, v_grad = (
+                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                    grad, q, k, v, out, sums, 0.0, block.is_causal
+                )
+            )
+            return q_grad, k_grad, v_grad
+        weights = (_scores(q, k, block) - sums[..., None]).exp()
+        weight_grads = (grad @ v.transpose(-2, -1)).to(weights.dtype)
+        left = weights
+        if dropout is not None:
+            left, weight_grads = dropout(weights, block), dropout(weight_grads, block)
+        mean = (grad.to(weights.dtype) * out).sum(-1, keepdim=True)
+        score_grads = (weights * (weight_grads - mean)).to(q.dtype)
+        scale = q.shape[-1] ** -0.5
+        return (
+            score_grads @ k * scale,
+            score_grads.transpose(-2, -1) @ q * scale,
+            left.to(grad.dtype).transpose(-2, -1) @ grad,
+        )
+
+
+def _scores(q: Tensor, k: Tensor, block: _Block) -> Tensor:
+    """Return the scores (B, H, Q, S), -inf where a key comes later than its query."""
+    scores = ((q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)).to(_precise(q))
+    if block.is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    return scores
+
+
+def _precise(tensor: Tensor) -> torch.dtype:
+    """The dtype in which parts are added up: float32 at least."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _dropout(
+    row_keys: Tensor | None, p: float, head_offset: int, context_length: int
+) -> _Dropout | None:
+    return None if row_keys is None else _Dropout(row_keys, p, head_offset, context_length)

@@ -1,0 +1,127 @@
+"""Attention by processes that divide time: the numbers of one process, whichever way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pentameter.config.schema import ModelConfig
+from pentameter.model.attention import attend
+from pentameter.model.dropout import AttentionDropout, dropout_keys
+from pentameter.model.gpt import GPT
+from pentameter.parallel.context_parallel import own_positions, share_context
+from pentameter.planning.layout import Layout
+
+B, H, T, K = 2, 4, 32, 8
+MODES = ("ring", "all-to-all")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the processes of a group compute: `tile` bounds the blocks that are written out."""
+
+    layout: Layout
+    dtype: torch.dtype = torch.float64
+    dropout: float = 0.0
+    tile: int = 1024
+    explicit: bool = False
+
+
+def tensors(dtype: torch.dtype) -> list[torch.Tensor]:
+    """q, k, v and the gradient of their result, (B, H, T, K)."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(B, H, T, K, generator=generator, dtype=dtype) for _ in range(4)]
+
+
+def weights_dropout(p: float) -> AttentionDropout:
+    return AttentionDropout(1, p, T).train()
+
+
+def keys() -> torch.Tensor:
+    config = ModelConfig(vocab_size=2, context_length=T, n_layers=1, n_heads=H, d_model=H * K)
+    return dropout_keys(config, 3, 5, range(B))
+
+
+def whole(asked: Asked) -> list[torch.Tensor]:
+    """The result of one process, and the gradients of q, k and v."""
+    *qkv, grad = tensors(asked.dtype)
+    qkv = [each.requires_grad_() for each in qkv]
+    y = attend(*qkv, dropout=weights_dropout(asked.dropout), dropout_keys=keys())
+    return [y, *torch.autograd.grad(y, qkv, grad)]
+
+
+def part(world, asked: Asked) -> list[torch.Tensor]:
+    """The same, of the positions that this process has."""
+    config = ModelConfig(vocab_size=2, context_length=T, n_layers=1, n_heads=H, d_model=H * K)
+    model = GPT(config)
+    attention = model.blocks["0"].attention
+    attention.weights_dropout = weights_dropout(asked.dropout)
+    share_context(model, dist.group.WORLD, asked.layout)
+    own = own_positions(asked.layout, world.rank, torch.arange(T))
+    *qkv, grad = (each[:, :, own].contiguous() for each in tensors(asked.dtype))
+    qkv = [each.requires_grad_() for each in qkv]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pentameter.parallel.ring_attention.TILE", asked.tile)
+        if asked.explicit:
+            always = "pentameter.parallel.ring_attention._is_explicit"
+            patch.setattr(always, lambda q, dropout: True)
+        y = attention.attend(
+            *qkv, dropout=attention.weights_dropout, dropout_keys=keys(), positions=own
+        )
+        return [y.detach(), *torch.autograd.grad(y, qkv, grad)]
+
+
+CASES = [
+    *(Asked(Layout(context=n, context_mode=mode)) for n in (2, 4) for mode in MODES),
+    *(Asked(Layout(context=2, context_mode=mode), dropout=0.3) for mode in MODES),
+    Asked(Layout(context=2), dropout=0.3, tile=3),  # tiles that do not divide a chunk of 8
+    Asked(Layout(context=2), explicit=True, tile=3),
+    Asked(Layout(context=2), explicit=True, dtype=torch.float32),
+    Asked(Layout(context=4), dtype=torch.float32),
+]
+
+
+@pytest.mark.parametrize("asked", CASES, ids=str)
+def test_results_and_gradients_are_those_of_one_process(processes, asked):
+    parts = processes.run(asked.layout.context, part, asked)
+    order = torch.cat(
+        [own_positions(asked.layout, place, torch.arange(T)) for place in range(len(parts))]
+    )
+    assert sorted(order.tolist()) == list(range(T))
+    tolerance = 1e-13 if asked.dtype == torch.float64 else 1e-5
+    for expected, *got in zip(whole(asked), *parts, strict=True):
+        together = torch.cat(got, dim=2)
+        torch.testing.assert_close(
+            together, expected[:, :, order], rtol=tolerance, atol=tolerance, check_stride=False
+        )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bf16_is_as_close_to_the_exact_result_as_in_one_process(processes, mode):
+    asked = Asked(Layout(context=2, context_mode=mode), dtype=torch.bfloat16)
+    exact = Asked(Layout(), dtype=torch.float64)
+    *qkv, grad = (each.double() for each in tensors(torch.bfloat16))
+    qkv = [each.requires_grad_() for each in qkv]
+    y = attend(*qkv, dropout=weights_dropout(0.0), dropout_keys=None)
+    precise = [y, *torch.autograd.grad(y, qkv, grad)]
+    assert exact.layout.context == 1
+    parts = processes.run(2, part, asked)
+    order = torch.cat([own_positions(asked.layout, place, torch.arange(T)) for place in (0, 1)])
+    for expected, one, *got in zip(precise, whole(asked), *parts, strict=True):
+        error = (torch.cat(got, dim=2).double() - expected[:, :, order]).abs().mean()
+        assert error < 1.5 * (one.double() - expected).abs().mean()
+
+
+def test_chunks_of_a_ring_are_as_much_work_for_each():
+    layout = Layout(context=4)
+    work = [sum(sum(piece) for piece in layout.positions(place, 32)) for place in range(4)]
+    assert len(set(work)) == 1
+    assert layout.positions(1, 32) == (range(4, 8), range(24, 28))
+    assert layout.holder(25, 32) == (1, 5)
+    assert Layout(context=4, context_mode="all-to-all").positions(1, 32) == (range(8, 16),)
+    assert Layout().positions(0, 7) == (range(7),)
+    with pytest.raises(ValueError, match="position 32"):
+        layout.holder(32, 32)
