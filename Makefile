@@ -9,11 +9,12 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 
-.PHONY: quickstart test lint format docs install clean help
+.PHONY: quickstart test test-all lint format docs install clean help
 
 help:
 	@echo "make quickstart   train a small model on the Python standard library's source"
 	@echo "make test         run the tests; PYTEST='-k shards -x' passes arguments on"
+	@echo "make test-all     the same with the long tier: more compilation, every layout"
 	@echo "make lint         ruff, format check and mypy"
 	@echo "make format       let ruff rewrite what it can"
 	@echo "make docs         write docs/configuration.md from the schema"
@@ -23,6 +24,9 @@ quickstart: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST)
+
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -m "" $(PYTEST)
 
 lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check .

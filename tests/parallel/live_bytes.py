@@ -23,7 +23,11 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.most = 0
+        self.watches = True
+        """Whether `most` is kept up."""
         self._storages: dict[int, weakref.ref[Any]] = {}
+        self._sizes: dict[int, int] = {}
+        """Bytes of each when an operation last took or returned it."""
 
     @property
     def now(self) -> int:
@@ -42,18 +46,23 @@ class LiveBytes(TorchDispatchMode):
                 result = BODIES[func.name().partition("::")[2]](*args)
         else:
             result = func(*args, **(kwargs or {}))
-        self._see((args, result))
-        self.most = max(self.most, self.now)
+        if self._sees_more((args, result)) and self.watches:  # adding all up takes long
+            self.most = max(self.most, self.now)
         return result
 
-    def _see(self, found: Any) -> None:
+    def _sees_more(self, found: Any) -> bool:
+        """Take in the storages of tensors; True if one is new or has another size."""
         if isinstance(found, (tuple, list)):
-            for each in found:
-                self._see(each)
-        elif isinstance(found, Tensor) and found.device.type != "meta":
-            storage = found.untyped_storage()
-            number = id(storage)
-            if number not in self._storages:
-                self._storages[number] = weakref.ref(
-                    storage, lambda _: self._storages.pop(number, None)
-                )
+            return sum(self._sees_more(each) for each in found) > 0  # of all: `any` would stop
+        if not isinstance(found, Tensor) or found.device.type == "meta":
+            return False
+        storage = found.untyped_storage()
+        number, size = id(storage), storage.nbytes()
+        if number not in self._storages:
+            self._storages[number] = weakref.ref(storage, lambda _: self._forget(number))
+        is_more, self._sizes[number] = self._sizes.get(number) != size, size
+        return is_more
+
+    def _forget(self, number: int) -> None:
+        self._storages.pop(number, None)
+        self._sizes.pop(number, None)

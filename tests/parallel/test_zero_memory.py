@@ -20,6 +20,7 @@ LONGER = {**LONG, "context_length": 512}
 AT_ONCE = {"batch_size": 4, "micro_batch_size": 2}
 ADDED_UP = {"batch_size": 4, "micro_batch_size": 1}
 PIPELINED = {"batch_size": 8, "micro_batch_size": 1}
+IN_FOUR = {"batch_size": 8, "micro_batch_size": 2}
 BF16 = {"precision": "bf16"}
 
 STATE = [
@@ -44,9 +45,9 @@ STATE = [
     ("context=2", WIDE, ADDED_UP),
     ("data=2,zero=3,context=2", WIDE, ADDED_UP),
     ("tensor=4,tensor_mode=2d", WIDE, {**ADDED_UP, **BF16}),
-    ("data=2,tensor=4,tensor_mode=2d,zero=1", WIDE, PIPELINED),
-    ("tensor=8,tensor_mode=2.5d", WIDE, PIPELINED),
-    ("tensor=8,tensor_mode=3d", WIDE, PIPELINED),
+    ("data=2,tensor=4,tensor_mode=2d,zero=1", WIDE, IN_FOUR),
+    ("tensor=8,tensor_mode=2.5d", WIDE, IN_FOUR),
+    ("tensor=8,tensor_mode=3d", WIDE, IN_FOUR),
 ]
 ACTIVATIONS = [
     ("tensor=2", {**LONG, "attention_dropout": 0.1}, AT_ONCE),

@@ -159,7 +159,7 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
 def test_sigterm_to_one_worker_saves_and_stops_all(runs, tiny, tmp_path):
     from pentameter.config.write import to_toml
 
-    config = changed(tiny, {"train.steps": 200, "train.eval_interval": None})
+    config = changed(tiny, {"train.steps": 80, "train.eval_interval": None})
     undisturbed = runs.train(config, 2)
     path, folder = tmp_path / "tiny.toml", tmp_path / "run"
     path.write_text(to_toml(config), encoding="utf-8")
@@ -183,12 +183,12 @@ def test_sigterm_to_one_worker_saves_and_stops_all(runs, tiny, tmp_path):
     assert said.count("stopped by SIGTERM after step") == 1
     run = Run(folder, [])
     stopped = run.numbers("step")[-1]
-    assert 10 <= stopped < 200
+    assert 10 <= stopped < 80
     assert run.numbers("step", "checkpoint")[-1] == stopped
     process = launch()
     _, said = process.communicate(timeout=120)
     assert process.returncode == 0, said
-    assert run.numbers("step") == list(range(1, 201))
+    assert run.numbers("step") == list(range(1, 81))
     assert curve(run) == curve(undisturbed)
 
 
@@ -249,8 +249,13 @@ def test_activations_are_recomputed_alike(runs, tiny, tiny_alone, size, changes)
     assert curve(run) == pytest.approx(curve(tiny_alone), rel=ROUNDING)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tensor",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != "tensor"),
+    ],
+)
 def test_a_compiled_step_is_the_eager_one(runs, tiny, tiny_alone, layout):
     config = changed(tiny, LAYOUTS[layout], {"train.compile": True})
     run = runs.train(config, 2)
@@ -294,7 +299,7 @@ def test_a_compiled_step_is_the_eager_one(runs, tiny, tiny_alone, layout):
         (
             ["--nproc", "2", "--parallel.tensor", "2", "--parallel.sequence", "true",
              "--model.context-length", "17"],
-            ["parallel.tensor=2 must divide model.context_length=17"],
+            ["parallel.sequence=true over parallel.tensor=2", "model.context_length", "16 or 18"],
         ),
         (["--parallel.virtual-stages", "2"], ["virtual_stages=2 needs parallel.schedule"]),
         (["--parallel.replicate", "2"], ["parallel.zero shares"]),

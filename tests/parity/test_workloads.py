@@ -390,11 +390,11 @@ COARSE = {"train.steps": 10, "train.micro_batch_size": 2, "train.sample_interval
 @pytest.mark.parametrize(
     ("precision", "layout", "tolerance"),
     [
-        ("fp32", INTERLEAVED, SINGLE),
+        pytest.param("fp32", INTERLEAVED, SINGLE, marks=pytest.mark.slow),
         # A product of two halves is rounded twice where the whole is once, to 11 or to 8 bits.
-        ("fp16", {}, 2**-9),
+        pytest.param("fp16", {}, 2**-9, marks=pytest.mark.slow),
         ("fp16", INTERLEAVED, 2**-9),
-        ("bf16", INTERLEAVED, 2**-6),
+        pytest.param("bf16", INTERLEAVED, 2**-6, marks=pytest.mark.slow),
     ],
 )
 def test_the_hybrid_in_a_lower_precision(

@@ -214,7 +214,7 @@ def test_one_element_that_is_not_finite_is_found(value, dtype):
 
 def test_a_process_whose_part_is_finite_hears_of_the_other():
     class Two(World):
-        def largest(self, value):
+        def all_reduce_max(self, value):
             return 1
 
         def all_gather(self, value):

@@ -14,12 +14,19 @@ COMPOSED = (
     "data=2,tensor=2,pipeline=2,schedule=interleaved,virtual_stages=2"
 )
 
+DIVIDED = (
+    "context=2;context=2,context_mode=all-to-all;data=2,zero=3,context=2;"
+    "tensor=2,sequence=1,context=2;pipeline=2,context=2;tensor=4,tensor_mode=2d;"
+    "data=2,tensor=4,tensor_mode=2d,zero=1;tensor=8,tensor_mode=2.5d;tensor=8,tensor_mode=3d"
+)
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize(
     ("preset", "layouts"),
     [
-        ("gpt2-124m", "all"),  # norms first, learned positions, tied head, padded vocabulary
+        # Norms first, learned positions, tied head, padded vocabulary.
+        ("gpt2-124m", DIVIDED),
+        pytest.param("gpt2-124m", "all", marks=pytest.mark.slow),
         ("wikitext2-small", COMPOSED),  # norms last, sinusoidal positions, an untied head's bias
     ],
 )
