@@ -16,17 +16,13 @@ from torch import Tensor
 from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.shards.dataset import TokenSplit
 from pentameter.keyed import bits, make_key
-from pentameter.optim.build import build_optimizer, set_learning_rate
-from pentameter.optim.clip import (
-    LossScale,
-    clip_gradients,
-    gradient_norm,
-    unscale_gradients,
-)
+from pentameter.optim.build import build_optimizer
+from pentameter.optim.clip import LossScale
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.precision import arithmetic
 from pentameter.planning.plan import Plan
+from pentameter.train.update import update_weights
 from plain_gpt import PlainGPT, make_optimizer
 
 N_TOKENS = 2**22  # 8 MB: larger than a step, small enough to draw in a moment
@@ -70,19 +66,13 @@ class Ours:
         engine, config = self.engine, self.plan.config
         scaled = self.precision == "fp16"
         scale = self.loss_scale.scale if scaled else 1.0
-        loss = engine.forward_backward(self.batches.batch(number), number, loss_scale=scale).mean
-        unscale_gradients(engine.parameters(), scale)
-        norm = gradient_norm(engine.parameters())
-        finite = math.isfinite(loss) and math.isfinite(norm.item())
-        if finite:
-            clip_gradients(engine.parameters(), norm, config.optimizer.clip_norm)
-            rate = learning_rate(number, config.optimizer, config.schedule)
-            set_learning_rate(self.optimizer, rate)
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        loss = engine.forward_backward(self.batches.batch(number), number, loss_scale=scale)
+        rate = learning_rate(number, config.optimizer, config.schedule)
+        clip_norm = config.optimizer.clip_norm
+        norm = update_weights(engine, self.optimizer, loss, rate, scale, clip_norm)
         if scaled:
-            self.loss_scale.update(finite=finite)
-        return loss
+            self.loss_scale.update(finite=math.isfinite(loss.mean) and math.isfinite(norm))
+        return loss.mean
 
 
 class Plain:

@@ -24,6 +24,10 @@ from pentameter.parallel.tensor_parallel import share_matrices
 from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
 
+REPLAYED_FLOPS = 2**43
+"""A micro-batch of fewer operations is launched as a CUDA graph: it takes a fast GPU some 20 ms,
+about as long as a host needs to launch a deep model's kernels one by one."""
+
 
 def assemble(
     plan: Plan,
@@ -60,7 +64,7 @@ def assemble(
         module.to_empty(device="cpu" if plan.config.train.offload else device)
         _initialize(module.model, plan)
         if compiled:
-            _compile(module, plan)
+            _compile(module, plan, alone=mesh is None)
         wrapped[number] = module
         if mesh is not None and rules.data_sum == "ddp":
             wrapped[number] = with_copies(module, mesh)
@@ -92,8 +96,12 @@ def _initialize(model: GPT, plan: Plan) -> None:
         fill(specs[name], own, region, plan.config.seed)
 
 
-def _compile(module: StageModule, plan: Plan) -> None:
+def _compile(module: StageModule, plan: Plan, *, alone: bool) -> None:
+    """Have a slice run by what suits its device. A GPU that is done with a micro-batch before its
+    host has launched the next kernels replays them, which hooks of other ranks' sums forbid."""
     if module.device.type == "cpu" and fused_obstacle(plan) is None:
         module.run_fused()
-    else:
-        module.run_compiled()
+        return
+    n_tokens = plan.micro_batch_size * plan.config.model.context_length
+    is_short = n_tokens * plan.flops_per_token < REPLAYED_FLOPS
+    module.run_compiled(replays=alone and is_short and module.device.type == "cuda")

@@ -68,14 +68,18 @@ class Engine:
         self.world = world
         self._mesh = mesh
         self._wrapped = wrapped
+        # Walking the modules for them takes a GPU's host as long as launching a small step.
+        self._named = [pair for model in self.models for pair in model.named_parameters()]
         self._pipeline: Pipeline | None = None
         self._tied: TiedCopies | None = None
         if mesh is not None and plan.layout.pipeline > 1:
             self._pipeline = Pipeline(wrapped, stage_modules[0], plan, mesh)
-            self._tied = TiedCopies(plan, mesh, world, dict(self.named_parameters()))
+            self._tied = TiedCopies(plan, mesh, world, dict(self._named))
         places = plan.layout.coordinates(world.rank)
         self._places = places
         self._pieces = plan.layout.positions(places["context"], plan.config.model.context_length)
+        for parameter in self.parameters() if any(each.replays for each in stage_modules) else ():
+            parameter.grad = torch.zeros_like(parameter)
 
     # -- what it consists of --------------------------------------------------------------------
 
@@ -130,8 +134,7 @@ class Engine:
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Parameters by the names of the parameter table, a copy of a tied one included."""
-        for model in self.models:
-            yield from model.named_parameters()
+        yield from self._named
 
     def owned_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Those of `named_parameters` without copies of what another stage owns."""
@@ -141,15 +144,15 @@ class Engine:
 
     @property
     def adds_up_in_place(self) -> bool:
-        """True if `.grad` are views of DDP's buckets: zero them in place instead of setting None,
-        or gradients would be held twice."""
-        return self._mesh is not None and self.plan.rules.adds_up_in_buckets(
-            self.plan.n_micro_batches
-        )
+        """True if gradients are zeroed in place instead of set to None: as views of DDP's buckets
+        they would else be held twice, and of a replayed graph's own be written over."""
+        if self._mesh is None:
+            return any(module.replays for module in self.stage_modules)
+        return self.plan.rules.adds_up_in_buckets(self.plan.n_micro_batches)
 
     def parameters(self) -> Iterable[Parameter]:
         """Parameters in the order of `named_parameters`."""
-        return (parameter for _, parameter in self.named_parameters())
+        return [parameter for _, parameter in self._named]
 
     # -- the step -------------------------------------------------------------------------------
 
@@ -229,7 +232,7 @@ class Engine:
             clip_gradients(parameters, norm, limit)
 
     def zero_gradients(self) -> None:
-        """Set every `.grad` to None, or zero it in place where it is a view of DDP's buckets."""
+        """Set every `.grad` to None, or zero it where it is added to in place."""
         held = [p.grad for p in self.parameters() if p.grad is not None]
         if self.adds_up_in_place and held:
             torch._foreach_zero_(held)
@@ -308,8 +311,9 @@ class Engine:
     # -- numbers and tensors --------------------------------------------------------------------
 
     def _train(self, training: bool) -> None:
-        for module in self._wrapped.values():
-            module.train(training)
+        for module in (*self._wrapped.values(), *self.models):
+            if module.training != training:
+                module.train(training)
 
     @property
     def _n_evaluated(self) -> int:

@@ -42,6 +42,9 @@ class StageModule(nn.Module):
         self.device = device
         self.precision = precision
         self._train: Callable[..., Tensor] = self._plain
+        self.replays = False
+        """Whether a CUDA graph is replayed in training. The next replay writes over a gradient that
+        autograd took from it, so `.grad` must be there before and be added to in place."""
 
     def forward(
         self, x: Tensor, targets: Tensor | None = None, dropout_keys: Tensor | None = None
@@ -66,12 +69,16 @@ class StageModule(nn.Module):
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype)
 
-    def run_compiled(self) -> None:
-        """Train by what `torch.compile` makes of the slice, from now on."""
+    def run_compiled(self, *, replays: bool = False) -> None:
+        """Train by what `torch.compile` makes of the slice, from now on; its launches recorded once
+        as CUDA graphs if it `replays` them."""
         if self.model.is_last:
             self.model.head_loss.row_loss = compiled_row_loss
+        self.replays = replays
         self._train = torch.compile(
-            MethodType(with_own_code(GPT.forward), self.model), dynamic=False
+            MethodType(with_own_code(GPT.forward), self.model),
+            dynamic=False,
+            options={"triton.cudagraphs": True} if replays else None,
         )
 
     def run_fused(self) -> None:

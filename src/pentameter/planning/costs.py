@@ -40,16 +40,21 @@ RECOMPUTES_PRODUCTS = {None: False, "selective": False, "full": True}
 CONVENTION = "6·N + 12·n_layers·d_model·context_length per token, full attention"
 
 MAX_LOGITS = 2**26
-"""Logits held at once. Fewer than that in all are left to `loss_sum`, which `torch.compile` joins
-with the model; smaller chunks are slower, as each adds V · D numbers to the weight's gradient."""
+"""Logits that are worth holding at once. Fewer than that in all are left to `loss_sum`, which
+`torch.compile` joins with the model."""
+MOST_CHUNKS = 8
+"""Chunks of a micro-batch's logits, at most. Each adds V · D numbers to the weight's gradient: with
+49 chunks an H100 spent a third of the head's time on that. An eighth of a large micro-batch's
+logits is little beside its activations."""
 TILE_ROWS = 128
 """Chunks are a multiple of this where that leaves them below the bound: a tile of a product."""
 
 
 def row_chunks(n_rows: int, width: int, max_logits: int) -> list[slice]:
-    """Rows of logits (n_rows, width) in the fewest chunks of `max_logits` numbers (or one row), and
-    as even as that allows: one shape, or two, for what compiles the kernel."""
-    most = max(1, max_logits // max(1, width))
+    """Rows of logits (n_rows, width) in the fewest chunks of `max_logits` numbers (or one row, or
+    an eighth of all), and as even as that allows: one shape, or two, for what compiles the kernel.
+    """
+    most = max(1, max_logits // max(1, width), -(-n_rows // MOST_CHUNKS))
     size = -(-n_rows // max(1, -(-n_rows // most)))
     size = min(-(-size // TILE_ROWS) * TILE_ROWS, most)
     return [slice(start, min(start + size, n_rows)) for start in range(0, n_rows, max(1, size))]
