@@ -23,6 +23,7 @@ FEW_LINES = 60
 ALONE = {
     "data/tokenizers/word.py": "each kind of tokenizer has a file, and a test, of its name",
     "train/signals.py": "what a signal does to a run is looked for by that name, not in the loop",
+    "parallel/product_3d.py": "each method of tensor parallelism has a file, as summa.py",
 }
 """Small modules with one importer that stay files of their own, and why."""
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "manager", "misc", "common"}

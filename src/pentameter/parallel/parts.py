@@ -1,11 +1,12 @@
 """Parts of a tensor, divided by its first dimension: gathered, or summed to parts, over a group.
 
-Each is the other's gradient, and both are operations of PyTorch's own (`torch.library`), which a
-compiled model calls as they are.
+Each is the other's gradient. They, and the products of divided matrices that are made of them, are
+operations of PyTorch's own (`torch.library`), which a compiled model calls as they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,3 +80,38 @@ def _gather(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
 
 gather_parts.register_autograd(_sum, setup_context=_keep_most)
 sum_parts.register_autograd(_gather, setup_context=_keep_sizes)
+
+
+def product_operation(
+    name: str,
+    multiplied: Callable[..., Tensor],
+    differentiated: Callable[..., tuple[Tensor, Tensor]],
+    n_columns: Callable[..., int],
+) -> Callable[..., Tensor]:
+    """Return `multiplied(x, weight, *rest)` as an operation whose gradient `differentiated(g, x,
+    weight, *rest)` computes; its result (…, n) has `n_columns(weight, *rest)`."""
+    operation = torch.library.custom_op(f"pentameter::{name}", multiplied, mutates_args=())
+    backward = torch.library.custom_op(
+        f"pentameter::{name}_backward", differentiated, mutates_args=()
+    )
+
+    @operation.register_fake
+    def _(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+        return x.new_empty((*x.shape[:-1], n_columns(weight, *rest)))
+
+    @backward.register_fake
+    def _(g: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        precise = torch.promote_types(x.dtype, torch.float32)
+        return x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=precise)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, *ctx.rest = inputs
+        ctx.save_for_backward(x, weight)
+
+    def differentiate(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        x_grad, weight_grad = backward(g, x, weight, *ctx.rest)
+        return x_grad, weight_grad.to(weight.dtype), *(None for _ in ctx.rest)
+
+    operation.register_autograd(differentiate, setup_context=keep)
+    return operation

@@ -18,12 +18,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from pentameter.model.loss import precise_product
 from pentameter.parallel.mesh import group_named
-from pentameter.parallel.parts import gathered_parts, summed_part
+from pentameter.parallel.parts import gathered_parts, product_operation, summed_part
 
 
 class Product3d(NamedTuple):
@@ -95,33 +94,8 @@ def _gathered_weight(weight: Tensor, n_cut: int, most: int, cut: int, row: str) 
     return gathered_parts(weight.transpose(0, cut), most, n_cut, row).transpose(0, cut)
 
 
-product_3d = torch.library.custom_op("pentameter::product_3d", multiplied, mutates_args=())
-product_3d_backward = torch.library.custom_op(
-    "pentameter::product_3d_backward", differentiated, mutates_args=()
-)
+def _n_columns(weight: Tensor, n_cut: int, most: int, cut: int, *_: Any) -> int:
+    return n_cut if cut == 0 else len(weight)
 
 
-@product_3d.register_fake
-def _(x: Tensor, weight: Tensor, n_cut: int, most: int, cut: int, *_: Any) -> Tensor:
-    n_out = n_cut if cut == 0 else len(weight)
-    return x.new_empty((*x.shape[:-1], n_out))
-
-
-@product_3d_backward.register_fake
-def _(g: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    precise = torch.promote_types(x.dtype, torch.float32)
-    return x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=precise)
-
-
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, *ctx.rest = inputs
-    ctx.save_for_backward(x, weight)
-
-
-def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight = ctx.saved_tensors
-    x_grad, weight_grad = product_3d_backward(g, x, weight, *ctx.rest)
-    return x_grad, weight_grad.to(weight.dtype), *(None for _ in ctx.rest)
-
-
-product_3d.register_autograd(_backward, setup_context=_keep_for_backward)
+product_3d = product_operation("product_3d", multiplied, differentiated, _n_columns)

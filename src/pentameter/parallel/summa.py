@@ -25,6 +25,7 @@ from torch import Tensor
 
 from pentameter.model.loss import precise_product
 from pentameter.parallel.mesh import group_named
+from pentameter.parallel.parts import product_operation
 from pentameter.planning.layout import part_size
 
 
@@ -104,33 +105,9 @@ def _each(own: Tensor, shapes: list[tuple[int, int]], group: dist.ProcessGroup) 
         yield at_hand
 
 
-summa = torch.library.custom_op("pentameter::summa", multiplied, mutates_args=())
-summa_backward = torch.library.custom_op(
-    "pentameter::summa_backward", differentiated, mutates_args=()
-)
-
-
-@summa.register_fake
-def _(x: Tensor, weight: Tensor, n_out: int, row: str, tensor: str) -> Tensor:
+def _n_columns(weight: Tensor, n_out: int, row: str, tensor: str) -> int:
     columns = group_named(tensor)
-    return x.new_empty((*x.shape[:-1], part_size(n_out, columns.size(), columns.rank())))
+    return part_size(n_out, columns.size(), columns.rank())
 
 
-@summa_backward.register_fake
-def _(g: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    precise = torch.promote_types(x.dtype, torch.float32)
-    return x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=precise)
-
-
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, *ctx.rest = inputs
-    ctx.save_for_backward(x, weight)
-
-
-def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight = ctx.saved_tensors
-    x_grad, weight_grad = summa_backward(g, x, weight, *ctx.rest)
-    return x_grad, weight_grad.to(weight.dtype), *(None for _ in ctx.rest)
-
-
-summa.register_autograd(_backward, setup_context=_keep_for_backward)
+summa = product_operation("summa", multiplied, differentiated, _n_columns)
