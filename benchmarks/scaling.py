@@ -1,13 +1,15 @@
 """Several processes against one, on the same CPU: what each layout gains, costs and waits for.
 
-    python benchmarks/scaling.py [--parts data,layouts,bubble] [--rounds 5] [--json FILE]
+    python benchmarks/scaling.py [--parts data,layouts,four,bubble] [--rounds 5] [--json FILE]
 
 `data`: the character GPT as `train` runs it, one process with all cores against `--nproc 2`, whose
 processes run free or each keep to a core. `layouts`: the same global batch, uncompiled, on every
-kind of parallelism. `bubble`: the idle time of pipeline schedules with few micro-batches, beside
-the Plan's. All sides of a part take turns in one run; figures are medians over rounds, ratios
-medians of the ratios within a round. `others` is how many cores something else used meanwhile: a
-turn waits for a quiet machine, and is taken again where it was not left alone.
+kind of parallelism; `four`: the same on four processes, which share the cores, so that what counts
+is what they wait and send. MB are those of the loopback interface in a step, headers included,
+beside the Plan's. `bubble`: the idle time of pipeline schedules with few micro-batches, beside the
+Plan's. All sides of a part take turns in one run; figures are medians over rounds, ratios medians
+of the ratios within a round. `others` is how many cores something else used meanwhile: a turn
+waits for a quiet machine, and is taken again where it was not left alone.
 """
 
 from __future__ import annotations
@@ -33,17 +35,29 @@ from scaling_group import Group, Turn
 
 WARM_UP_STEPS = 3  # the first compiles, and heaps grow
 LOOK_SECONDS = 0.5  # at how busy the machine is
-PARTS = ("data", "layouts", "bubble")
+PARTS = ("data", "layouts", "four", "bubble")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data 2": {"data": 2},
     "tensor 2": {"tensor": 2},
     "tensor 2, sequence": {"tensor": 2, "sequence": True},
     "pipeline 2, 1f1b": {"pipeline": 2},
     "pipeline 2, interleaved": {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2},
+    "context 2, ring": {"context": 2},
+    "context 2, all-to-all": {"context": 2, "context_mode": "all-to-all"},
+}
+OF_FOUR: dict[str, dict[str, Any]] = {
+    "data 4": {"data": 4},
+    "tensor 4": {"tensor": 4},
+    "tensor 4, 2d": {"tensor": 4, "tensor_mode": "2d"},
+    "context 4, ring": {"context": 4},
+    "context 4, all-to-all": {"context": 4, "context_mode": "all-to-all"},
+    "data 2, context 2": {"data": 2, "context": 2},
+    "tensor 2, context 2": {"tensor": 2, "context": 2},
 }
 SCHEDULES: dict[str, dict[str, Any]] = {
     "gpipe": {},
     "1f1b": {},
+    "1f1b, compiled": {"schedule": "1f1b"},
     "interleaved": {"virtual_stages": 2},
     "zero-bubble": {},
     "zero-bubble, 2 stages each": {"schedule": "zero-bubble", "virtual_stages": 2},
@@ -70,6 +84,7 @@ class Record:
     how: str
     turns: list[list[Turn]] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
+    wire_bytes: list[float] = field(default_factory=list)
 
     def seconds(self) -> list[float]:
         """Of a step, by round."""
@@ -95,17 +110,19 @@ class QuietTurns:
             if busy_seconds() - before <= self._limit * LOOK_SECONDS:
                 return
 
-    def take(self, side: Side, first: int, n_steps: int) -> tuple[list[Turn], float]:
-        """The reports of a side's processes, and the cores that others used meanwhile."""
+    def take(self, side: Side, first: int, n_steps: int) -> tuple[list[Turn], float, float]:
+        """The reports of a side's processes, the cores that others used meanwhile, and the bytes
+        that a step sent over the loopback interface."""
         while True:
             self.wait()
-            before, start = busy_seconds(), time.perf_counter()
+            before, start, sent = busy_seconds(), time.perf_counter(), loopback_bytes()
             turns = side.group.ask("turn", side.name, first, n_steps, side.pinned)
             elapsed, after = time.perf_counter() - start, busy_seconds()
+            wire_bytes = (loopback_bytes() - sent) / n_steps
             ours = n_steps * sum(turn.busy + turn.background for turn in turns)
             others = max(0.0, after - before - ours) / elapsed
             if others <= self._limit or time.perf_counter() > self._deadline:
-                return turns, others
+                return turns, others, wire_bytes
 
 
 def busy_seconds() -> float:
@@ -116,6 +133,25 @@ def busy_seconds() -> float:
         return 0.0
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def loopback_bytes() -> int:
+    """Bytes sent over the loopback interface so far; 0 where the system does not say."""
+    try:
+        return int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text(encoding="ascii"))
+    except OSError:
+        return 0
+
+
+def planned_wire_bytes(plan: Plan) -> float:
+    """Bytes of the Plan's collectives that all processes send in a step, each as a ring would."""
+    total = 0.0
+    for rank in range(plan.layout.world_size):
+        for (dimension, kind), traffic in plan.traffic(rank, "fp32").items():
+            n = plan.layout.sizes.get(dimension, plan.layout.world_size)
+            passes = {"all_reduce": 2.0, "receive": 0.0}.get(kind, 1.0)
+            total += traffic.n_bytes * passes * (1.0 if kind == "send" else (n - 1) / n)
+    return total
 
 
 def measure(
@@ -129,9 +165,10 @@ def measure(
     number = WARM_UP_STEPS
     for turn in range(rounds):
         for side in sides if turn % 2 == 0 else reversed(sides):
-            turns, others = quiet.take(side, number, n_steps)
+            turns, others, wire_bytes = quiet.take(side, number, n_steps)
             records[side.name].turns.append(turns)
             records[side.name].others.append(others)
+            records[side.name].wire_bytes.append(wire_bytes)
         number += n_steps
     for side in sides:
         side.group.ask("drop", side.name)
@@ -179,23 +216,27 @@ def data_part(asked: argparse.Namespace, one: Group, two: Group) -> dict[str, An
     return result
 
 
-def layouts_part(asked: argparse.Namespace, one: Group, two: Group) -> dict[str, Any]:
+def layouts_part(
+    asked: argparse.Namespace, one: Group, group: Group, layouts: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
     """The same global batch in micro-batches of the same size, on each layout."""
     base = {"train.compile": False, "train.micro_batch_size": 2 if asked.tiny else 8}
     whole = make_plan(character_gpt(asked, base))
     sides = [Side("1 process", whole, one)]
-    for name, values in LAYOUTS.items():
+    for name, values in layouts.items():
         config = character_gpt(asked, {**base, **parallel(values)})
-        sides.append(Side(name, make_plan(config, world_size=2), two))
+        sides.append(Side(name, make_plan(config, world_size=group.n_processes), group))
     records = measure(sides, asked.rounds, 1, asked.quiet)
     result = rows(records, "1 process", whole.tokens_per_step)
     for side in sides[1:]:
         result["sides"][side.name]["planned bubble"] = side.plan.bubble_fraction
+        result["sides"][side.name]["planned wire bytes"] = planned_wire_bytes(side.plan)
     stream_bytes = 4 * whole.micro_batch_size * whole.config.model.context_length
     stream_bytes *= whole.config.model.d_model
     result["stream bytes"] = stream_bytes
-    result["all-reduce alone, seconds"] = two.ask("all_reduce", stream_bytes)[0]
-    result["send alone, seconds"] = two.ask("send", stream_bytes)[0]
+    result["all-reduce alone, seconds"] = group.ask("all_reduce", stream_bytes)[0]
+    if group.n_processes == 2:
+        result["send alone, seconds"] = group.ask("send", stream_bytes)[0]
     return result
 
 
@@ -243,7 +284,7 @@ def schedule_plan(
             **{f"model.{key}": value for key, value in {**plain, **sizes}.items()},
             "train.device": "cpu",
             "train.precision": "fp32",
-            "train.compile": False,
+            "train.compile": name.endswith("compiled") and not asked.tiny,
             "train.batch_size": n_rows * n_micro_batches,
             "train.micro_batch_size": n_rows,
             **parallel({"pipeline": 2, "schedule": name, **values}),
@@ -266,6 +307,7 @@ def rows(records: Mapping[str, Record], base: str, tokens: int) -> dict[str, Any
                 "background": record.middle(lambda turn: turn.background),
                 "others": median(record.others),
                 "loss": record.turns[-1][0].loss,
+                "wire bytes": median(record.wire_bytes),
                 "rounds": record.seconds(),
             }
             for name, record in records.items()
@@ -294,7 +336,7 @@ def report(result: Mapping[str, Any]) -> None:
             f"{name} product ceiling: {speed['1 process'] / 1e12:.2f} TFLOP/s in one process, "
             f"{both} in two at once"
         )
-    for part in ("data", "layouts"):
+    for part in ("data", "layouts", "four"):
         if part in result:
             report_sides(part, result[part])
     if "data" in result:
@@ -328,11 +370,14 @@ def report(result: Mapping[str, Any]) -> None:
 
 def report_sides(part: str, result: Mapping[str, Any]) -> None:
     print(f"\n{part}")
-    print(f"  {'':26} {'s/step':>7} {'tok/s':>8} {'ratio':>6} {'waiting':>8} {'gloo':>6} others")
+    widths = {"s/step": 7, "tok/s": 8, "ratio": 6, "waiting": 8, "gloo": 6, "MB": 7, "plan": 7}
+    heads = " ".join(f"{head:>{width}}" for head, width in widths.items())
+    print(f"  {'':26} {heads} others")
     for name, side in result["sides"].items():
         print(
             f"  {name:26} {side['seconds']:7.3f} {side['tokens per second']:8,.0f} "
             f"{side['ratio']:6.3f} {side['waiting']:8.3f} {side['background']:6.3f} "
+            f"{side['wire bytes'] / 1e6:7.1f} {side.get('planned wire bytes', 0.0) / 1e6:7.1f} "
             f"{side['others']:6.2f}  {side['how'][:60]}"
         )
 
@@ -366,7 +411,10 @@ def main() -> None:
         if "data" in parts:
             result["data"] = data_part(asked, one, two)
         if "layouts" in parts:
-            result["layouts"] = layouts_part(asked, one, two)
+            result["layouts"] = layouts_part(asked, one, two, LAYOUTS)
+        if "four" in parts:
+            with Group(4) as four:
+                result["four"] = layouts_part(asked, one, four, OF_FOUR)
         if "bubble" in parts:
             result["bubble"] = bubble_part(asked, two)
     report(result)

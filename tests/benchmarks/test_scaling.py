@@ -28,7 +28,7 @@ def test_it_runs(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(path.read_text(encoding="utf-8"))
-    for part in ("data", "layouts"):
+    for part in ("data", "layouts", "four"):
         sides = result[part]["sides"]
         # the same steps on the same batches, whatever the layout
         losses = [side["loss"] for side in sides.values()]
@@ -61,7 +61,7 @@ def test_a_disturbed_turn_is_taken_again(scaling, monkeypatch):
         return [SimpleNamespace(busy=0.05, background=0.05)]
 
     side = scaling.Side("a side", None, SimpleNamespace(ask=ask))
-    turns, others = scaling.QuietTurns(0.1, 50).take(side, 3, 1)
+    turns, others, _ = scaling.QuietTurns(0.1, 50).take(side, 3, 1)
     assert len(asked) == 2
     assert others == pytest.approx(0.0)
     assert turns[0].busy == 0.05

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from pentameter.checkpoint.state_dicts import model_state, optimizer_state
@@ -45,11 +45,12 @@ class Shape:
     pipeline: int = 1
     data: int = 1
     shard: int = 1
+    row: int = 1
     tensor: int = 1
 
     @property
     def size(self) -> int:
-        return self.pipeline * self.data * self.shard * self.tensor
+        return self.pipeline * self.data * self.shard * self.row * self.tensor
 
 
 LAYOUTS = {
@@ -65,7 +66,18 @@ LAYOUTS = {
     "zero-copies": Shape(data=2, shard=2),
     "zero-tensor": Shape(shard=2, tensor=2),
     "zero-tensor-uneven": Shape(shard=4, tensor=2),  # 65 rows → 33 + 32 → 9 9 9 6 and 8 8 8 8
+    "grid": Shape(row=2, tensor=2),
+    "data-grid": Shape(data=2, row=2, tensor=2),
+    "grid-pipeline": Shape(pipeline=2, row=2, tensor=2),
 }
+"""What divides time, or the depth of a grid, divides no parameter: to a checkpoint it is data."""
+GRID = {
+    "embedding.weight": (Shard(0), Shard(1)),
+    "up.weight": (Shard(0), Shard(1)),
+    "down.weight": (Shard(1), Shard(0)),
+    "head.weight": (Shard(0), Shard(1)),
+}
+"""Placements along (row, tensor); of vectors only the second dimension divides."""
 
 
 def true_value(name: str) -> torch.Tensor:
@@ -132,10 +144,12 @@ def hold(shape: Shape, rank: int, *, filled: bool) -> Held:
         for name, parameter in model.named_parameters():
             parameter.copy_(true_value(name) if filled else torch.zeros(TABLE[name]))
     if shape.size > 1:
-        dimensions = ("pipeline", "data", "shard", "tensor")
-        sizes = (shape.pipeline, shape.data, shape.shard, shape.tensor)
+        dimensions = ("pipeline", "data", "shard", "row", "tensor")
+        sizes = (shape.pipeline, shape.data, shape.shard, shape.row, shape.tensor)
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=dimensions)
-        if shape.tensor > 1:
+        if shape.row > 1:
+            divide(model, mesh["row", "tensor"])
+        elif shape.tensor > 1:
             cut = {
                 "embedding": RowwiseParallel(input_layouts=Replicate()),
                 "up": ColwiseParallel(),
@@ -151,6 +165,16 @@ def hold(shape: Shape, rank: int, *, filled: bool) -> Held:
     if filled:
         fill(optimizer)
     return Held(model, optimizer, copies)
+
+
+def divide(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Put blocks in the place of a model's parameters."""
+    for module in model.modules():
+        for name, whole in list(module.named_parameters(recurse=False)):
+            full = next(n for n, p in model.named_parameters() if p is whole)
+            placements = GRID.get(full, (Replicate(), Shard(0)))
+            part = distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)
+            setattr(module, name, nn.Parameter(part))
 
 
 def build(model: nn.Module) -> JointOptimizer:
