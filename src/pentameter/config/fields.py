@@ -140,12 +140,12 @@ def _read(option: Mapping[str, Any], text: str) -> Any:
         with suppress(ValueError):
             return kind(text)
         with suppress(ValueError):  # 1e4 steps
-            value = whole(float(text))
+            value = whole_number(float(text))
             return value if isinstance(value, int) else None
     return None
 
 
-def whole(value: Any) -> Any:
+def whole_number(value: Any) -> Any:
     """`value` as an int where it is a float without a fraction (TOML's `steps = 1e4`)."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 

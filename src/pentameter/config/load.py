@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pentameter.config.fields import leaves, parse_value, takes_whole_number, value_in, whole
+from pentameter.config.fields import leaves, parse_value, takes_whole_number, value_in, whole_number
 from pentameter.config.messages import problems, shown
 from pentameter.config.overrides import parse_overrides
 from pentameter.config.schema import ABSENT, Config
@@ -78,7 +78,7 @@ def load_config(
     for leaf in filter(takes_whole_number, leaves().values()):
         place = value_in(tree, leaf.section) if leaf.section else tree
         if isinstance(place, dict) and leaf.key in place:  # TOML writes 10000 as 1e4 too
-            place[leaf.key] = whole(place[leaf.key])
+            place[leaf.key] = whole_number(place[leaf.key])
     refused: ValidationError | None = None
     try:
         config = Config.model_validate(tree)

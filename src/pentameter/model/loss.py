@@ -32,7 +32,7 @@ Reduce = Callable[[Tensor, Literal["max", "sum"]], None]
 passed, in place."""
 
 
-class Product(Protocol):
+class DividedProduct(Protocol):
     """The product of a head whose matrix and inputs are divided among processes by more than rows.
     Collective: the processes that share them call it together."""
 
@@ -80,7 +80,7 @@ class HeadLoss(nn.Module):
         """Rows of the largest part's weight, where the vocabulary is shared out."""
         self.reduce: Reduce | None = None
         """Makes the whole vocabulary's figures out of those of its parts, where it has parts."""
-        self.product: Product | None = None
+        self.product: DividedProduct | None = None
         """How inputs and weight are multiplied, where both are divided."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class ChunkedLoss(Function):
         targets: Tensor,
         of_rows: Callable[[Tensor, Tensor | None, Tensor], Tensor],
         chunks: list[slice],
-        product: Product | None,
+        product: DividedProduct | None,
     ) -> Tensor:
         """The loss, 0-dimensional; products in x's dtype, sums over chunks in the weight's."""
         with torch.autocast(x.device.type, enabled=False):
@@ -235,7 +235,7 @@ def chunked_loss_sum(
     first_column: int = 0,
     widest: int | None = None,
     reduce: Reduce | None = None,
-    product: Product | None = None,
+    product: DividedProduct | None = None,
 ) -> Tensor:
     """Return what `loss_sum` returns for the logits of a head, without ever holding them all.
 
@@ -276,7 +276,7 @@ def exceeds_chunk(n_rows: int, width: int) -> bool:
     return n_rows * width > MAX_LOGITS
 
 
-def _logits(x: Tensor, weight: Tensor, product: Product | None) -> Tensor:
+def _logits(x: Tensor, weight: Tensor, product: DividedProduct | None) -> Tensor:
     return x @ weight.t() if product is None else product.multiply(x, weight)
 
 
