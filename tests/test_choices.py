@@ -68,6 +68,7 @@ WITH = {
     ("parallel.tensor_mode", "made-up"): {"tensor": 4, "pipeline": 1},
     ("parallel.schedule", "interleaved"): {"pipeline": 2, "virtual_stages": 2},
     ("parallel.schedule", "zero-bubble"): {"pipeline": 2, "virtual_stages": 2},
+    ("parallel.schedule", "zero-bubble-v"): {"pipeline": 2, "virtual_stages": 2},
 }
 """What a value needs beside it in its section."""
 PIPELINE = {"pipeline": 2}  # without one, the schedule and the partition are not read

@@ -45,6 +45,18 @@ def test_it_is_the_plain_loss_in_fp64(monkeypatch, bias, max_logits):
         torch.testing.assert_close(ours, gradient, rtol=1e-12, atol=1e-14)
 
 
+def test_a_backward_pass_in_two_halves_scales_once():
+    """As zero-bubble schedules take it: the input's gradient first, the weight's later."""
+    x, weight, bias, targets = inputs()
+    loss = chunked_loss_sum(x, weight, bias, targets, VOCAB_SIZE) * 0.7
+    (of_x,) = torch.autograd.grad(loss, x, retain_graph=True)
+    of_weight, of_bias = torch.autograd.grad(loss, (weight, bias))
+    x, weight, bias, targets = inputs()
+    whole = gradients(chunked_loss_sum(x, weight, bias, targets, VOCAB_SIZE) * 0.7, x, weight, bias)
+    for half, expected in zip((of_x, of_weight, of_bias), whole, strict=True):
+        assert torch.equal(half, expected)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("differentiate", [True, False])
 def test_the_form_to_compile_is_the_same(bias, differentiate):

@@ -28,6 +28,7 @@ SCHEDULES = [
     ("pipeline=2", True),
     ("pipeline=2,schedule=interleaved,virtual_stages=2", True),
     ("pipeline=2,schedule=zero-bubble", False),
+    ("pipeline=2,schedule=zero-bubble-v,virtual_stages=2", False),
 ]
 
 

@@ -54,6 +54,8 @@ CASES = [
     ("pipeline=2", UNTIED, BF16, {}),
     ("pipeline=2,schedule=interleaved,virtual_stages=2", {}, {}, {}),
     ("pipeline=2,schedule=zero-bubble", {}, {}, {}),
+    ("pipeline=2,schedule=zero-bubble-v,virtual_stages=2", {}, {}, {}),
+    ("data=2,pipeline=2,schedule=zero-bubble-v,virtual_stages=2", UNTIED, BF16, {}),
     ("data=2,tensor=2", {}, {}, SMALL_BUCKETS),
     ("data=2,tensor=2,zero=3,sequence=1", {}, BF16, {}),
     ("data=2,pipeline=2", {}, {}, {}),

@@ -63,6 +63,7 @@ ACTIVATIONS = [
     ("pipeline=2,schedule=gpipe", LONG, {**PIPELINED, **BF16}),
     ("pipeline=2,schedule=interleaved,virtual_stages=2", LONG, PIPELINED),
     ("pipeline=2,schedule=zero-bubble", LONG, PIPELINED),
+    ("pipeline=2,schedule=zero-bubble-v,virtual_stages=2", LONG, PIPELINED),
     ("context=2", LONG, AT_ONCE),
     ("context=4", {**LONGER, "attention_dropout": 0.1}, {**AT_ONCE, **BF16}),
     ("context=2", LONGER, {**AT_ONCE, "activation_checkpoint": "full"}),

@@ -309,6 +309,15 @@ def test_a_compiled_step_is_the_eager_one(runs, tiny, tiny_alone, layout):
              "--train.activation-checkpoint", "selective"],
             ["'selective'", "'zero-bubble' splits it in two", "use 'full'"],
         ),
+        (
+            ["--nproc", "4", "--parallel.pipeline", "2", "--parallel.schedule", "zero-bubble-v",
+             "--parallel.virtual-stages", "2", "--parallel.zero", "1"],
+            ["parallel.schedule='zero-bubble-v' holds the embedding and the tied head"],
+        ),
+        (
+            ["--nproc", "2", "--parallel.pipeline", "2", "--parallel.schedule", "zero-bubble-v"],
+            ["'zero-bubble-v' has two stages a process", "virtual_stages to 2 instead of 1"],
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_with_what_can(capsys, tmp_path, options, says):

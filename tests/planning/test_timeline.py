@@ -1,9 +1,14 @@
 """Pipeline timelines: PyTorch's own orders, the textbook's bubbles."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining import (
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 from pentameter.config.load import load_config
 from pentameter.planning.costs import PassSeconds
@@ -16,7 +21,11 @@ from pentameter.planning.timeline import (
     waiting_messages,
 )
 
-TORCHS = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
+TORCHS = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zero-bubble-v": ScheduleZBVZeroBubble,
+}
 LETTERS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 CASES = [
     (name, p, v, m)
@@ -24,7 +33,7 @@ CASES = [
     for p in (2, 3, 4)
     for v in (1, 2, 3)
     for m in (2, 4, 6, 12)
-    if m % max(1, m // p) == 0
+    if (v == 2 if name == "zero-bubble-v" else m % max(1, m // p) == 0)
 ]
 
 
@@ -40,9 +49,9 @@ def bubble(name, p, m, v=1, seconds=(1.0, 1.0, 1.0)):
 def torchs(name, p, v, m):
     stages = [
         SimpleNamespace(
-            group_size=p, group_rank=0, num_stages=p * v, stage_index=i * p, submod=None
+            group_size=p, group_rank=0, num_stages=p * v, stage_index=number, submod=None
         )
-        for i in range(v)
+        for number in layout(name, p, v).stages_of(0)
     ]
     return TORCHS[name](stages, m)
 
@@ -66,9 +75,10 @@ def test_as_many_messages_wait_as_in_torchs_lists(name, p, v, m):
     for place, actions in theirs.items():
         waiting = most = 0
         for stage, kind, *_ in actions:
-            first, last = stage == 0, stage == p * v - 1
+            place_of = layout(name, p, v).place_of_stage
+            received, returned = (place_of.get(n, place) != place for n in (stage - 1, stage + 1))
             waiting += kind.value in ("RECV_F", "RECV_B")
-            waiting -= (kind.value == "F" and not first) or (kind.value in "BI" and not last)
+            waiting -= (kind.value == "F" and received) or (kind.value in "BI" and returned)
             most = max(most, waiting)
         assert waiting == 0
         assert planned[place] <= most <= planned[place] + 1
@@ -106,6 +116,22 @@ def test_several_stages_each_wait_less():
 def test_splitting_the_backward_pass_leaves_a_third():
     for p, m in ((2, 2), (2, 8), (4, 8)):
         assert bubble("zero-bubble", p, m) == pytest.approx((p - 1) / (3 * m))
+
+
+def test_a_v_waits_as_little_as_zero_bubble_and_holds_as_little_as_1f1b():
+    """Each of its stages is half as deep. Where all three passes take as long, nobody waits but at
+    the two ends."""
+
+    def held(name, p, m):
+        steps = {"forward": 1, "backward_weight": -1}
+        each = (
+            [steps.get(one.kind, 0) for one in own] for own in pass_order(layout(name, p, 2), m)
+        )
+        return max(max(itertools.accumulate(own)) for own in each)
+
+    for p, m in ((2, 4), (2, 12), (4, 12)):
+        assert bubble("zero-bubble-v", p, m, 2) == pytest.approx((p - 1) / (3 * 2 * m))
+        assert held("zero-bubble-v", p, m) == 2 * p <= held("zero-bubble", p, m)
 
 
 def test_uneven_stages_wait_for_the_slowest():

@@ -30,6 +30,7 @@ def test_all_has_every_layout_that_must_be_equal():
         "pipeline=2,schedule=zero-bubble",
         "pipeline=2,schedule=interleaved,virtual_stages=2",
         "pipeline=2,schedule=zero-bubble,virtual_stages=2",
+        "pipeline=2,schedule=zero-bubble-v,virtual_stages=2",
         "data=2,tensor=2",
         "data=2,pipeline=2",
         "tensor=2,pipeline=2",

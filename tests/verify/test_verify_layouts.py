@@ -11,6 +11,7 @@ COMPOSED = (
     "data=1,micro_batches=4;data=1,activation_checkpoint=full;data=2;data=2,zero=3;"
     "data=4,zero=3,replicate=2;tensor=2,sequence=1;tensor=2,pipeline=2,tied_head=true;"
     "pipeline=2,schedule=zero-bubble,virtual_stages=2;"
+    "tensor=2,pipeline=2,schedule=zero-bubble-v,virtual_stages=2,tied_head=true;"
     "data=2,tensor=2,pipeline=2,schedule=interleaved,virtual_stages=2"
 )
 

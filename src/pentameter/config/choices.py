@@ -47,11 +47,33 @@ MOMENTUM: Mapping[str, float | None] = {"adamw": None, "adam": None, "sgd": 0.0,
 """`optimizer.name` → its momentum where none is set (Muon's: Jordan et al. 2024); None for a rule
 that does not read `optimizer.momentum`."""
 
-TAKES_SEVERAL_STAGES = {"gpipe": False, "1f1b": False, "interleaved": True, "zero-bubble": True}
+TAKES_SEVERAL_STAGES = {
+    "gpipe": False,
+    "1f1b": False,
+    "interleaved": True,
+    "zero-bubble": True,
+    "zero-bubble-v": True,
+}
 """`parallel.schedule` → whether a process may hold several stages of it."""
 
-SPLITS_BACKWARD = {"gpipe": False, "1f1b": False, "interleaved": False, "zero-bubble": True}
+SPLITS_BACKWARD = {
+    "gpipe": False,
+    "1f1b": False,
+    "interleaved": False,
+    "zero-bubble": True,
+    "zero-bubble-v": True,
+}
 """`parallel.schedule` → whether it computes the gradients of inputs and of weights apart."""
+
+TURNS_BACK = {
+    "gpipe": False,
+    "1f1b": False,
+    "interleaved": False,
+    "zero-bubble": False,
+    "zero-bubble-v": True,
+}
+"""`parallel.schedule` → whether its stages run through the processes and back, as a V, so that the
+first process holds the last stage too."""
 
 CHUNKS_OF_TIME = {"ring": 2, "all-to-all": 1}
 """`parallel.context_mode` → pieces of each sequence that a process computes."""

@@ -335,7 +335,7 @@ class TrainConfig(Section):
         return self
 
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"]
 ContextMode = Literal["ring", "all-to-all"]
 TensorMode = Literal["1d", "2d", "2.5d", "3d"]
 
@@ -371,9 +371,12 @@ class ParallelConfig(Section):
     pipeline: Positive = 1
     """Processes that each hold some of the layers."""
     schedule: ScheduleName = "1f1b"
-    """The order of a pipeline's forward and backward passes."""
+    """The order of a pipeline's forward and backward passes. `zero-bubble` fills gaps with the
+    gradients of weights (Qi et al. 2023); `zero-bubble-v` does so with two stages a process, which
+    run through the processes and back."""
     virtual_stages: Positive = 1
-    """Stages that each process of an `interleaved` or `zero-bubble` pipeline holds."""
+    """Stages that each process of an `interleaved` or `zero-bubble` pipeline holds; two of a
+    `zero-bubble-v` one."""
     partition: Literal["uniform", "weighted"] = "uniform"
     """How layers are dealt out to stages: evenly, or so that stages take the same time, counting
     the embedding and the head as the work they are."""
@@ -417,6 +420,11 @@ class ParallelConfig(Section):
             raise ValueError(
                 "parallel.schedule='interleaved' alternates between stages of one process; set "
                 "parallel.virtual_stages to 2 or more, or use '1f1b'"
+            )
+        if self.schedule == "zero-bubble-v" and self.virtual_stages != 2:
+            raise ValueError(
+                "parallel.schedule='zero-bubble-v' has two stages a process; set "
+                f"parallel.virtual_stages to 2 instead of {self.virtual_stages}"
             )
         return self
 

@@ -213,14 +213,21 @@ class ChunkedLoss(Function):
                 if g_bias is not None:
                     g_bias.add_(g.sum(0, dtype=g_bias.dtype))
         ctx.save_for_backward(g_x, g_weight, g_bias)
+        ctx.is_scaled = False
+        """Whether backward has been here: schedules that split it come twice, with the same g."""
         return torch.stack(losses).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients, times that of the loss: in place, since they are needed once."""
-        given = (None if kept is None else kept.mul_(g) for kept in ctx.saved_tensors)
-        return *given, None, None, None, None
+        """The gradients, times that of the loss: in place, since no copy of them need exist."""
+        kept = ctx.saved_tensors
+        if not ctx.is_scaled:
+            for each in kept:
+                if each is not None:
+                    each.data.mul_(g)  # unseen by autograd, which would forbid a second time
+            ctx.is_scaled = True
+        return *kept, None, None, None, None
 
 
 @torch.compiler.disable(recursive=False)  # it compiles what pays, and counts its chunks

@@ -63,6 +63,17 @@ class BoundedStage(PipelineStage):
         if loss is not None:  # the schedule keeps it, and its graph would keep the stage's input
             loss.detach_()
 
+    # PyTorch hands gradients over between two stages of a rank in a V without backward passes too.
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """The gradient of a micro-batch's input, for the stage before on this rank."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Take the gradient of a micro-batch's output from the next stage on this rank."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
     def end_step(self) -> None:
         """Drop what a step without backward passes leaves behind."""
         self.clear_runtime_states()

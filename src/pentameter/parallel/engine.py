@@ -69,12 +69,14 @@ class Engine:
         self._mesh = mesh
         self._wrapped = wrapped
         # Walking the modules for them takes a GPU's host as long as launching a small step.
-        self._named = [pair for model in self.models for pair in model.named_parameters()]
+        every = (pair for model in self.models for pair in model.named_parameters())
+        self._named = list({id(parameter): (name, parameter) for name, parameter in every}.values())
         self._pipeline: Pipeline | None = None
         self._tied: TiedCopies | None = None
         if mesh is not None and plan.layout.pipeline > 1:
             self._pipeline = Pipeline(wrapped, stage_modules[0], plan, mesh)
-            self._tied = TiedCopies(plan, mesh, world, dict(self._named))
+            if not plan.layout.turns_back:
+                self._tied = TiedCopies(plan, mesh, world, dict(self._named))
         places = plan.layout.coordinates(world.rank)
         self._places = places
         self._pieces = plan.layout.positions(places["context"], plan.config.model.context_length)
@@ -294,7 +296,8 @@ class Engine:
         own = None
         if logits is not None and place == layout.coordinates(self.world.rank)["context"]:
             own = logits[:, index, :vocab_size].to("cpu", torch.float64).numpy()
-        last = layout.rank_of(pipeline=layout.pipeline - 1, context=place)
+        end = layout.place_of_stage[layout.n_stages - 1]
+        last = layout.rank_of(pipeline=end, context=place)
         result = self.world.broadcast(own, source=last)
         assert result is not None  # the last stage has logits
         return result

@@ -16,6 +16,7 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 
 from pentameter.config.choices import TAKES_SEVERAL_STAGES, look_up
@@ -30,12 +31,14 @@ SCHEDULES: dict[str, Any] = {
     "1f1b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
     "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zero-bubble-v": ScheduleZBVZeroBubble,
 }
 STAGES: dict[str, type[BoundedStage]] = {
     "gpipe": SendingStage,
     "1f1b": BoundedStage,
     "interleaved": SendingStage,
     "zero-bubble": SendingStage,
+    "zero-bubble-v": SendingStage,
 }
 """`parallel.schedule` → its stages, unless SCHEDULES_LET_GO: PyTorch's 1F1B posts a send and a
 receive as one call, and lets go of each message; the others hold what they sent until the end."""

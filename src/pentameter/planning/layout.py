@@ -11,7 +11,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pentameter.config.choices import CHUNKS_OF_TIME, EXCHANGES_HEADS, look_up, refuse_unknown
+from pentameter.config.choices import (
+    CHUNKS_OF_TIME,
+    EXCHANGES_HEADS,
+    TURNS_BACK,
+    look_up,
+    refuse_unknown,
+)
 from pentameter.config.schema import (
     ContextMode,
     ParallelConfig,
@@ -264,8 +270,21 @@ class Layout:
         return self.local_shape((n_heads,), ("heads",))[0]
 
     def stages_of(self, pipeline_index: int) -> tuple[int, ...]:
-        """The stages that a process of the pipeline holds: every `pipeline`-th one."""
+        """The stages that a process of the pipeline holds: every `pipeline`-th one, or of a V the
+        one on the way there and the one on the way back."""
+        if self.turns_back:
+            return pipeline_index, self.n_stages - 1 - pipeline_index
         return tuple(range(pipeline_index, self.n_stages, self.pipeline))
+
+    @property
+    def turns_back(self) -> bool:
+        """Whether the stages run through the pipeline's processes and back."""
+        return look_up(TURNS_BACK, self.schedule, "parallel.schedule", "the layout")
+
+    @cached_property
+    def place_of_stage(self) -> dict[int, int]:
+        """The process of the pipeline that holds each stage."""
+        return {stage: i for i in range(self.pipeline) for stage in self.stages_of(i)}
 
     def to_json(self) -> dict[str, Any]:
         """The degrees by name, as `train --dry-run` prints them."""

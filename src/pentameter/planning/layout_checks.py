@@ -30,6 +30,12 @@ def check_layout(layout: Layout, model: ModelConfig, local_size: int | None = No
             "processes exchange every layer's activations; possible: "
             + listed(_divisors(local_size))
         )
+    if layout.turns_back and layout.zero and model.tied_head and layout.pipeline > 1:
+        raise ConfigError(
+            f"parallel.schedule='{layout.schedule}' holds the embedding and the tied head on one "
+            f"process, where parallel.zero={layout.zero} would share the weight out twice; set "
+            "parallel.zero to 0, model.tied_head to false, or use 'zero-bubble'"
+        )
     if layout.n_stages > model.n_layers:
         each = f" × parallel.virtual_stages={layout.virtual_stages}"
         raise ConfigError(
@@ -147,6 +153,8 @@ def check_micro_batches(layout: Layout, n_micro_batches: int, micro_batch_size: 
                 "use 'gpipe'"
             )
         case "1f1b":
+            pass
+        case "zero-bubble-v":
             pass
         case "interleaved" | "zero-bubble":
             rounds = max(1, n_micro_batches // layout.pipeline)

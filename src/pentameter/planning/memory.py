@@ -22,7 +22,13 @@ from pentameter.planning.shares import (
 from pentameter.planning.timeline import Pass, pass_order, waiting_messages
 from pentameter.planning.traffic import SUM_BUCKET_BYTES
 
-REPEATS = {"gpipe": False, "1f1b": True, "interleaved": True, "zero-bubble": True}
+REPEATS = {
+    "gpipe": False,
+    "1f1b": True,
+    "interleaved": True,
+    "zero-bubble": True,
+    "zero-bubble-v": True,
+}
 """`parallel.schedule` → whether its passes repeat once the pipeline is full, so that more
 micro-batches keep no more activations under way."""
 

@@ -39,10 +39,11 @@ def units(specs: Sequence[ParameterSpec]) -> dict[str, list[ParameterSpec]]:
 def stage_tables(
     model: ModelConfig, layout: Layout, stages: Sequence[range], pipeline_index: int
 ) -> Iterator[tuple[int, tuple[ParameterSpec, ...]]]:
-    """Number and parameters of each stage that a process of the pipeline holds."""
+    """Number and parameters of each stage that a process of the pipeline holds, each parameter in
+    the first that has it."""
+    held: set[str] = set()
     for number in layout.stages_of(pipeline_index):
         layers = stages[number]
-        yield (
-            number,
-            parameter_table(model, first_layer=layers.start, last_layer=layers.stop),
-        )
+        table = parameter_table(model, first_layer=layers.start, last_layer=layers.stop)
+        yield number, tuple(spec for spec in table if spec.name not in held)
+        held.update(spec.name for spec in table)

@@ -2,7 +2,7 @@
 
 The orders are those of PyTorch's schedules: GPipe (Huang et al. 2019), 1F1B (PipeDream-Flush,
 Narayanan et al. 2021), its interleaved form (Megatron-LM, Narayanan et al. 2021) and zero-bubble
-ZB1P (Qi et al. 2023), the latter two for any number of stages per process.
+ZB1P (Qi et al. 2023), the latter two for any number of stages per process, and ZB-V (the same).
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ def _order(layout: Layout, n_micro_batches: int, place: int) -> list[Pass]:
             warm_up = min((v - 1) * round_size + 2 * hops, v * m)
         case "zero-bubble":
             warm_up = min((v - 1) * round_size + hops, v * m)
+        case "zero-bubble-v":
+            return _order_of_a_v(layout, n_micro_batches, place)
         case unknown:
             refuse_unknown(unknown, "parallel.schedule", "the timeline")
     stages = layout.stages_of(place)
@@ -88,6 +90,45 @@ def _order(layout: Layout, n_micro_batches: int, place: int) -> list[Pass]:
         for number in range(max(0, v * m - place), v * m):
             add("backward_weight", number)
     return passes
+
+
+def _order_of_a_v(layout: Layout, n_micro_batches: int, place: int) -> list[Pass]:
+    """The passes of the process at `place` of a V of stages (ZB-V, Qi et al. 2023, section 6).
+
+    The order is that of 2p - 1 micro-batches or more; of fewer those that do not exist drop out.
+    """
+    p = layout.pipeline
+    there, back = layout.stages_of(place)
+    m = max(2 * p - 1, n_micro_batches)
+    seen: Counter[tuple[Kind, int]] = Counter()
+    passes: list[Pass] = []
+
+    def add(stage: int, *kinds: Kind) -> None:
+        for kind in kinds:
+            passes.append(Pass(kind, stage, seen[kind, stage]))
+            seen[kind, stage] += 1
+
+    for _ in range(2 * (p - place) - 1):
+        add(there, "forward")
+    for _ in range(place):
+        add(back, "forward")
+        add(there, "forward")
+    for _ in range(p - place):
+        add(back, "forward", "backward_input", "backward_weight")
+    while seen["forward", back] < m:
+        if seen["forward", there] < m:
+            add(there, "forward")
+        add(there, "backward_input", "backward_weight")
+        add(back, "forward", "backward_input", "backward_weight")
+    for _ in range(place):
+        add(there, "backward_input")
+        add(back, "backward_input")
+    for _ in range(p - place):
+        add(there, "backward_input", "backward_weight")
+    for stage in (back, there):
+        for _ in range(m - seen["backward_weight", stage]):
+            add(stage, "backward_weight")
+    return [one for one in passes if one.micro_batch < n_micro_batches]
 
 
 def timeline(
@@ -119,7 +160,7 @@ def waiting_messages(layout: Layout, passes: Sequence[Sequence[Pass]]) -> list[i
     `passes` are those of `pass_order`. A receive is posted as soon as the pass that sends is made,
     where each process makes a pass in turn: so PyTorch orders them.
     """
-    place_of = {stage: i for i in range(layout.pipeline) for stage in layout.stages_of(i)}
+    place_of = layout.place_of_stage
     queues = [deque(each) for each in passes]
     made: set[Pass] = set()
     waiting, most = [0] * layout.pipeline, [0] * layout.pipeline

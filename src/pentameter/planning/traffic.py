@@ -202,7 +202,9 @@ class _RankTraffic:
             return
         n_bytes = ActivationBytes(self.config, self.layout, self.sizes).stream
         for number in self.stages:
-            n_neighbours = (number > 0) + (number < self.layout.n_stages - 1)
+            place_of = self.layout.place_of_stage
+            beside = (place_of.get(other) for other in (number - 1, number + 1))
+            n_neighbours = sum(place not in (None, place_of[number]) for place in beside)
             for kind in ("send", "receive"):
                 self.counter.add("pipeline", kind, n_bytes, n_neighbours * self.n_micro_batches)
 
@@ -373,7 +375,7 @@ class _RankTraffic:
     def count_tied(self) -> None:
         """The gradients of the embedding and of its copy in the last stage, added up."""
         layout, model = self.layout, self.config.model
-        if layout.pipeline == 1 or not model.tied_head:
+        if layout.pipeline == 1 or layout.turns_back or not model.tied_head:
             return
         for specs in self.stages.values():
             held = [spec for spec in specs if spec.name == "token_embedding.weight"]
