@@ -32,7 +32,7 @@ PLAIN = {"bias": False, "qkv_bias": False, "norm": "rmsnorm", "positions": "sinu
 TWO_D = "tensor=4,tensor_mode=2d"
 TWO_AND_A_HALF_D = "tensor=8,tensor_mode=2.5d"
 THREE_D = "tensor=8,tensor_mode=3d"
-EVEN = {"d_ff": 16}
+EVEN = {"d_ff": 16, "n_layers": 2}
 
 CASES = [
     # layout, of the model, of the training (micro-batches of 2 rows out of 8), constants

@@ -13,6 +13,7 @@ from pentameter.planning.plan import make_plan
 # Few tokens, so that nearly all is weights, gradients, optimizer and what is gathered: 14 MB of
 # weights, and activations of a twentieth of that.
 WIDE = {"d_model": 256, "d_ff": 1024, "n_heads": 4, "vocab_size": 1000, "dropout": 0.0}
+SHALLOW = {**WIDE, "n_layers": 2}  # each product of a grid is many messages
 # A vocabulary, then tokens, that outweigh all else.
 WORDS = {"n_layers": 2, "d_model": 128, "d_ff": 512, "vocab_size": 8000, "dropout": 0.0}
 LONG = {"d_model": 128, "d_ff": 512, "vocab_size": 500, "context_length": 128}
@@ -44,9 +45,9 @@ STATE = [
     ("data=2,pipeline=2,zero=1", WIDE, PIPELINED),
     ("context=2", WIDE, ADDED_UP),
     ("data=2,zero=3,context=2", WIDE, ADDED_UP),
-    ("tensor=4,tensor_mode=2d", WIDE, {**ADDED_UP, **BF16}),
-    ("data=2,tensor=4,tensor_mode=2d,zero=1", WIDE, IN_FOUR),
-    ("tensor=8,tensor_mode=2.5d", WIDE, IN_FOUR),
+    ("tensor=4,tensor_mode=2d", SHALLOW, {**ADDED_UP, **BF16}),
+    ("data=2,tensor=4,tensor_mode=2d,zero=1", SHALLOW, IN_FOUR),
+    ("tensor=8,tensor_mode=2.5d", SHALLOW, IN_FOUR),
     ("tensor=8,tensor_mode=3d", WIDE, IN_FOUR),
 ]
 ACTIVATIONS = [
