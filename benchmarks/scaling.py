@@ -61,6 +61,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "interleaved": {"virtual_stages": 2},
     "zero-bubble": {},
     "zero-bubble, 2 stages each": {"schedule": "zero-bubble", "virtual_stages": 2},
+    "zero-bubble-v": {"virtual_stages": 2},
 }
 # Large products and little else: what a pipeline sends is 1 % of the time it computes.
 COMPUTE_BOUND = {"n_layers": 8, "n_heads": 12, "d_model": 768, "context_length": 256}
@@ -145,10 +146,12 @@ def loopback_bytes() -> int:
 
 def planned_wire_bytes(plan: Plan) -> float:
     """Bytes of the Plan's collectives that all processes send in a step, each as a ring would."""
-    total = 0.0
-    for rank in range(plan.layout.world_size):
+    total, layout = 0.0, plan.layout
+    # Gradients are summed over all who hold a parameter alike, those that divide time among them.
+    sizes = layout.sizes | {name: layout.parameter_sizes[name] for name in ("data", "shard")}
+    for rank in range(layout.world_size):
         for (dimension, kind), traffic in plan.traffic(rank, "fp32").items():
-            n = plan.layout.sizes.get(dimension, plan.layout.world_size)
+            n = sizes.get(dimension, layout.world_size)
             passes = {"all_reduce": 2.0, "receive": 0.0}.get(kind, 1.0)
             total += traffic.n_bytes * passes * (1.0 if kind == "send" else (n - 1) / n)
     return total
@@ -181,6 +184,8 @@ def character_gpt(asked: argparse.Namespace, overrides: Mapping[str, Any]) -> Co
     if asked.tiny:
         values |= {f"model.{name}": value for name, value in TINY.items()}
         values |= {"train.batch_size": 16, "train.compile": False}
+    elif asked.batch_size is not None:
+        values["train.batch_size"] = asked.batch_size
     return load_config("shakespeare-char", values)
 
 
@@ -220,7 +225,10 @@ def layouts_part(
     asked: argparse.Namespace, one: Group, group: Group, layouts: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """The same global batch in micro-batches of the same size, on each layout."""
-    base = {"train.compile": False, "train.micro_batch_size": 2 if asked.tiny else 8}
+    n_rows = (4 if asked.tiny else 16) // group.n_processes  # of a micro-batch
+    base = {"train.compile": False, "train.micro_batch_size": n_rows}
+    if group.n_processes == 4:
+        base["model.n_heads"] = 4 if asked.tiny else 8  # which four can divide
     whole = make_plan(character_gpt(asked, base))
     sides = [Side("1 process", whole, one)]
     for name, values in layouts.items():
@@ -388,6 +396,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--others", type=float, default=0.1, help="cores that others may use")
     parser.add_argument("--patience", type=float, default=600, help="seconds for a quiet machine")
+    parser.add_argument("--batch-size", type=int, help="sequences of a step, for a slow machine")
     parser.add_argument("--tiny", action="store_true", help="sizes for a test; speeds mean nothing")
     parser.add_argument("--json", type=Path, help="write all figures there")
     asked = parser.parse_args()
