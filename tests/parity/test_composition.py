@@ -9,6 +9,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from parity_hooks import OverflowInOne, SpoilInOne, StopInOne
@@ -249,16 +250,26 @@ def test_activations_are_recomputed_alike(runs, tiny, tiny_alone, size, changes)
     assert curve(run) == pytest.approx(curve(tiny_alone), rel=ROUNDING)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "tensor",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != "tensor"),
-    ],
-)
-def test_a_compiled_step_is_the_eager_one(runs, tiny, tiny_alone, layout):
-    config = changed(tiny, LAYOUTS[layout], {"train.compile": True})
-    run = runs.train(config, 2)
+COMPILED: list[Any] = [
+    (2, LAYOUTS["tensor"]),
+    *(
+        pytest.param(size, changes, marks=pytest.mark.slow)
+        for size, changes in (
+            (2, LAYOUTS["data"]),
+            (2, LAYOUTS["zero 3"]),
+            (2, LAYOUTS["pipeline"]),
+            (2, {"parallel.context": 2}),
+            (2, {"parallel.context": 2, "parallel.context_mode": "all-to-all"}),
+            (4, {"parallel.tensor": 4, "parallel.tensor_mode": "2d"}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("size", "changes"), COMPILED, ids=str)
+def test_a_compiled_step_is_the_eager_one(runs, tiny, tiny_alone, size, changes):
+    config = changed(tiny, changes, {"train.compile": True})
+    run = runs.train(config, size)
     assert run.events("start")[0]["compiled"]
     assert curve(run) == pytest.approx(curve(tiny_alone), rel=ROUNDING)
 
