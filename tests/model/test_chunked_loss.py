@@ -88,7 +88,7 @@ def test_no_targets_lose_nothing_and_teach_nothing():
     assert all(torch.count_nonzero(g) == 0 for g in gradients(loss, x, weight, bias))
 
 
-def test_no_chunk_exceeds_the_bound_and_few_are_needed(monkeypatch):
+def test_no_chunk_exceeds_the_bound_or_an_eighth_and_few_are_needed(monkeypatch):
     monkeypatch.setattr(loss_module, "MAX_LOGITS", PADDED * 4)
     x, weight, bias, targets = inputs()
     sizes = []
@@ -99,6 +99,9 @@ def test_no_chunk_exceeds_the_bound_and_few_are_needed(monkeypatch):
 
     chunked_loss_sum(x, weight, bias, targets, VOCAB_SIZE, spy)
     assert sizes == [4, 4, 2]
+    assert [chunk.stop for chunk in loss_module.row_chunks(80, PADDED, 1)] == list(
+        range(10, 81, 10)
+    )
     assert loss_module.exceeds_chunk(5, PADDED)
     assert not loss_module.exceeds_chunk(4, PADDED)
 

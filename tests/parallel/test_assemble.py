@@ -159,6 +159,20 @@ def test_gradients_are_clipped_together_and_given_up():
     assert all(p.grad is None for p in engine.parameters())
 
 
+def test_gradients_of_a_replayed_graph_stay_where_they_are():
+    """The next replay writes over what this one returns."""
+    engine = assemble(plan_for(4), CPU, "fp64", compiled=False)
+    assert not engine.adds_up_in_place
+    engine.stage_modules[0].run_compiled(replays=True)
+    held = [p.grad for p in engine.parameters()]
+    held[0].fill_(1.0)
+    engine.zero_gradients()
+    assert engine.adds_up_in_place
+    for p, grad in zip(engine.parameters(), held, strict=True):
+        assert p.grad is grad
+        assert torch.count_nonzero(grad) == 0
+
+
 def test_bf16_comes_near_fp32():
     losses = {
         precision: assemble(plan_for(12), CPU, precision, compiled=False)

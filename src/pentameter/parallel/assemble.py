@@ -63,11 +63,9 @@ def assemble(
             share_state(module, mesh, rules, offload=plan.config.train.offload)
         module.to_empty(device="cpu" if plan.config.train.offload else device)
         _initialize(module.model, plan)
-        if stage_modules and module.model.is_last and plan.config.model.tied_head:
-            # Both ends of a V are here: one weight, whose gradients add up by themselves.
-            first = stage_modules[0].model
-            if first.is_first:
-                module.model.token_embedding.weight = first.token_embedding.weight
+        if layout.turns_back and module.model.is_last and plan.config.model.tied_head:
+            # Both ends of the V are here: one weight, whose gradients add up by themselves.
+            module.model.token_embedding.weight = stage_modules[0].model.token_embedding.weight
         if compiled:
             _compile(module, plan, alone=mesh is None)
         wrapped[number] = module

@@ -80,8 +80,6 @@ class Engine:
         places = plan.layout.coordinates(world.rank)
         self._places = places
         self._pieces = plan.layout.positions(places["context"], plan.config.model.context_length)
-        for parameter in self.parameters() if any(each.replays for each in stage_modules) else ():
-            parameter.grad = torch.zeros_like(parameter)
 
     # -- what it consists of --------------------------------------------------------------------
 

@@ -43,8 +43,8 @@ class StageModule(nn.Module):
         self.precision = precision
         self._train: Callable[..., Tensor] = self._plain
         self.replays = False
-        """Whether a CUDA graph is replayed in training. The next replay writes over a gradient that
-        autograd took from it, so `.grad` must be there before and be added to in place."""
+        """Whether a CUDA graph is replayed in training, which writes over what the replay before it
+        returned: gradients are added to `.grad`, which stays."""
 
     def forward(
         self, x: Tensor, targets: Tensor | None = None, dropout_keys: Tensor | None = None
@@ -71,10 +71,13 @@ class StageModule(nn.Module):
 
     def run_compiled(self, *, replays: bool = False) -> None:
         """Train by what `torch.compile` makes of the slice, from now on; its launches recorded once
-        as CUDA graphs if it `replays` them."""
+        as CUDA graphs if it `replays` them. Then autograd must find each `.grad` there, or it would
+        take the graph's own memory for it."""
         if self.model.is_last:
             self.model.head_loss.row_loss = compiled_row_loss
         self.replays = replays
+        for parameter in self.model.parameters() if replays else ():
+            parameter.grad = torch.zeros_like(parameter)
         self._train = torch.compile(
             MethodType(with_own_code(GPT.forward), self.model),
             dynamic=False,

@@ -43,9 +43,9 @@ MAX_LOGITS = 2**26
 """Logits that are worth holding at once. Fewer than that in all are left to `loss_sum`, which
 `torch.compile` joins with the model."""
 MOST_CHUNKS = 8
-"""Chunks of a micro-batch's logits, at most. Each adds V · D numbers to the weight's gradient: with
-49 chunks an H100 spent a third of the head's time on that. An eighth of a large micro-batch's
-logits is little beside its activations."""
+"""Chunks of a micro-batch's logits, at most. Each adds V · D numbers to the weight's gradient, on
+which an H100 spent 50 ms of gpt2-124m's step where there were 49 (`docs/performance.md`). An eighth
+of a large micro-batch's logits is little beside its activations."""
 TILE_ROWS = 128
 """Chunks are a multiple of this where that leaves them below the bound: a tile of a product."""
 

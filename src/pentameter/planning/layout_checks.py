@@ -30,7 +30,7 @@ def check_layout(layout: Layout, model: ModelConfig, local_size: int | None = No
             "processes exchange every layer's activations; possible: "
             + listed(_divisors(local_size))
         )
-    if layout.turns_back and layout.zero and model.tied_head and layout.pipeline > 1:
+    if layout.turns_back and layout.zero and model.tied_head:
         raise ConfigError(
             f"parallel.schedule='{layout.schedule}' holds the embedding and the tied head on one "
             f"process, where parallel.zero={layout.zero} would share the weight out twice; set "
@@ -112,11 +112,10 @@ def _check_time(layout: Layout, model: ModelConfig) -> None:
         n_parts = math.lcm(n_parts, layout.context * layout.tensor)
         ways.append(f"parallel.sequence=true over parallel.tensor={layout.tensor}")
     if model.context_length % n_parts:
-        fewer = model.context_length // n_parts * n_parts
-        possible = [n for n in (fewer, fewer + n_parts) if n]
         raise ConfigError(
             f"{' with '.join(ways)} needs a multiple of {n_parts} as model.context_length, not "
-            f"{model.context_length}: set {either(possible)}, or lower a degree"
+            f"{model.context_length}: set "
+            f"{either(_nearest_multiples(model.context_length, n_parts))}, or lower a degree"
         )
 
 
@@ -140,8 +139,6 @@ def check_micro_batches(layout: Layout, n_micro_batches: int, micro_batch_size: 
     if layout.pipeline == 1:
         return
     match layout.schedule:
-        case "gpipe":
-            pass
         case "1f1b" if n_micro_batches < layout.pipeline:
             remedy = "lower train.micro_batch_size"
             if n_micro_batches * micro_batch_size < layout.pipeline:
@@ -152,9 +149,7 @@ def check_micro_batches(layout: Layout, n_micro_batches: int, micro_batch_size: 
                 f"takes at least as many micro-batches, there are {n_micro_batches}; {remedy}, or "
                 "use 'gpipe'"
             )
-        case "1f1b":
-            pass
-        case "zero-bubble-v":
+        case "gpipe" | "1f1b" | "zero-bubble-v":
             pass
         case "interleaved" | "zero-bubble":
             rounds = max(1, n_micro_batches // layout.pipeline)
