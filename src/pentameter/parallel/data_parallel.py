@@ -32,9 +32,12 @@ from pentameter.planning.rules import LayoutRules
 from pentameter.planning.traffic import COPIES_BUCKET_BYTES
 
 
-def with_copies(module: StageModule, mesh: DeviceMesh) -> DistributedDataParallel:
+def with_copies(
+    module: StageModule, mesh: DeviceMesh, *, may_leave_unused: bool
+) -> DistributedDataParallel:
     """DDP around `module`: the backward pass of a step's last micro-batch sums gradients
-    over the dimension `data` of `mesh`."""
+    over the dimension `data` of `mesh`. Each pass is searched for parameters without a part in it
+    where the module `may_leave_unused` ones."""
     group = mesh["data"].get_group()
     ddp = DistributedDataParallel(
         module,
@@ -42,7 +45,10 @@ def with_copies(module: StageModule, mesh: DeviceMesh) -> DistributedDataParalle
         init_sync=False,  # every copy draws the same initial values
         bucket_cap_mb=COPIES_BUCKET_BYTES / 2**20,
         gradient_as_bucket_view=True,
+        find_unused_parameters=may_leave_unused,
     )
+    # There need not be any, and that is no news to the user.
+    warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
     # A lambda, as DDP refuses a hook whose annotations are strings.
     ddp.register_comm_hook(group, lambda group, bucket: _sum(group, bucket))  # noqa: PLW0108
     return ddp
@@ -55,23 +61,28 @@ def _sum(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 
 
 def share_state(
-    module: StageModule, mesh: DeviceMesh, rules: LayoutRules, *, offload: bool
+    module: StageModule,
+    units: Sequence[tuple[nn.Module, bool]],
+    mesh: DeviceMesh,
+    rules: LayoutRules,
+    *,
+    offload: bool,
 ) -> None:
     """Shard the parameters of `module` over the dimension `shard` of `mesh`, in place; the replicas
     of HSDP lie along `data`.
 
-    The units that are gathered together are attention and feed-forward, in the products' dtype,
-    and the rest (embeddings, norms, head) in its own: what autocast would round is rounded before
-    it is sent, and nothing else is.
+    `units` are gathered together, in the products' dtype where products alone read them, and the
+    rest (embeddings, norms, head) in its own: what autocast would round is rounded before it is
+    sent, and nothing else is.
     """
     shared = mesh["data", "shard"] if rules.sums_shard_copies else mesh["shard"]
-    policy: OffloadPolicy = OffloadPolicy()
+    offload_policy: OffloadPolicy = OffloadPolicy()
     if offload:
-        policy = CPUOffloadPolicy(pin_memory=module.device.type == "cuda")
+        offload_policy = CPUOffloadPolicy(pin_memory=module.device.type == "cuda")
     options: dict[str, Any] = {
         "mesh": shared,
         "reshard_after_forward": not rules.weights_stay_gathered,
-        "offload_policy": policy,
+        "offload_policy": offload_policy,
     }
     rounded = arithmetic(module.precision).autocast
     products = MixedPrecisionPolicy(
@@ -81,15 +92,14 @@ def share_state(
     )
     # What a unit returns may be a view, and nothing here writes into one: no word to the user.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    units: list[nn.Module] = []
-    for block in module.model.blocks.values():
-        units += [block.get_submodule("attention"), block.get_submodule("mlp")]
-    for unit in units:
-        fully_shard(unit, mp_policy=products, **options)
+    for unit, holds_products in units:
+        policy = products if holds_products else MixedPrecisionPolicy()
+        fully_shard(unit, mp_policy=policy, **options)
     fully_shard(module, **options)
+    modules = [unit for unit, _ in units]
     if rules.prefetches_weights:
-        _prefetch(units)
-    for unit in (*units, module):
+        _prefetch(modules)
+    for unit in (*modules, module):
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo knows no other
