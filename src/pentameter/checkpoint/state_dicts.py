@@ -87,8 +87,8 @@ def optimizer_state(
                     raise ConfigError(
                         f"{type(part).__name__} keeps {slot} of shape {tuple(value.shape)} for "
                         f"{name} of shape {tuple(parameter.shape)}, of which each process has a "
-                        "part: such a state cannot be shared out; set parallel.zero and tensor to 0 "
-                        "and 1, or use an optimizer whose state is shaped like the parameters"
+                        "part: such a state cannot be shared out; set parallel.zero to 0 and "
+                        "parallel.tensor to 1, or use an optimizer whose state is shaped like the parameters"
                     )
                 tensors[f"{name}.{slot}"] = value.detach()
         if _slots(part) is not None and len(set(slots_of.values())) > 1:

@@ -29,7 +29,8 @@ def verify(
     `model` and `config` are those of `Trainer`, `layouts` those of the command line. The built-in
     model is made small. Of a module of one's own nothing is known that could be changed, so
     `[model]` stays, without its dropout: give a small one. `all` are then the layouts that it can
-    have. A script that calls this does so below `if __name__ == "__main__":`, as its processes read it too.
+    have. A script that calls this does so below `if __name__ == "__main__":`, as processes that it
+    starts read it too.
 
     Raises ConfigError for layouts that cannot be and for a model that other processes cannot
     import, TrainingFailedError where the one process fails.
