@@ -104,7 +104,7 @@ def verify():
     """Print how far each layout is from one process; every number of three steps is compared."""
     small = {"model.n_layers": 5, "model.d_model": 12, "model.n_heads": 2, "model.d_ff": 16}
     config = pm.load_config("grammar", {**small, "model.context_length": 16})
-    outcomes = pm.verify(config, model=MODEL)
+    outcomes = pm.verify_model(config, model=MODEL)
     for each in outcomes:
         error = each.problem or f"{max(each.loss_error, each.gradient_error):.0e}"
         print(f"{'equal' if each.passed else 'DIFFERENT'}  {each.case.name}: {error}")

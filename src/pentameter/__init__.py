@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pentameter.parallel.own_model import OwnModel as OwnModel
     from pentameter.planning.plan import make_plan as plan
     from pentameter.train.loop import Trainer as Trainer
-    from pentameter.verify.proof import verify as verify
+    from pentameter.verify.proof import verify_model as verify_model
 
 _HOMES = {
     "OwnModel": ("pentameter.parallel.own_model", "OwnModel"),
@@ -33,7 +33,7 @@ _HOMES = {
     "load_model": ("pentameter.checkpoint.load_model", "load_model"),
     "stream": ("pentameter.generation.loop", "stream"),
     "plan": ("pentameter.planning.plan", "make_plan"),
-    "verify": ("pentameter.verify.proof", "verify"),
+    "verify_model": ("pentameter.verify.proof", "verify_model"),
 }
 
 __all__ = [
@@ -44,7 +44,7 @@ __all__ = [
     "load_model",
     "plan",
     "stream",
-    "verify",
+    "verify_model",
 ]
 
 

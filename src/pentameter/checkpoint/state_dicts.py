@@ -88,7 +88,8 @@ def optimizer_state(
                         f"{type(part).__name__} keeps {slot} of shape {tuple(value.shape)} for "
                         f"{name} of shape {tuple(parameter.shape)}, of which each process has a "
                         "part: such a state cannot be shared out; set parallel.zero to 0 and "
-                        "parallel.tensor to 1, or use an optimizer whose state is shaped like the parameters"
+                        "parallel.tensor to 1, or use an optimizer whose state has its parameters' "
+                        "shapes"
                     )
                 tensors[f"{name}.{slot}"] = value.detach()
         if _slots(part) is not None and len(set(slots_of.values())) > 1:
@@ -145,9 +146,8 @@ def _empty_slot(
     import torch
 
     is_other = any_shape and tuple(stored.shape) != tuple(parameter.shape)
-    if is_other or name.endswith(
-        ".step"
-    ):  # counted on the host until the optimizer asks for it elsewhere
+    # A step is counted on the host until the optimizer asks for it elsewhere.
+    if is_other or name.endswith(".step"):
         return torch.empty(tuple(stored.shape), dtype=stored.dtype)
     check_fits(name, stored, parameter.shape, None)
     return torch.empty_like(parameter.detach(), dtype=stored.dtype)

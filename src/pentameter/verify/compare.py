@@ -137,7 +137,8 @@ def verify_layouts(
 
     `small` is what `shrink` made of a configuration for these cases. `prepare` (`module:function`)
     is called in each process of a case before it computes, but not in the one process. `model` is
-    somebody's own, and `outline_of` outlines it. Raises TrainingFailedError where that one fails, as there is then nothing to compare with.
+    somebody's own, and `outline_of` outlines it. Raises TrainingFailedError where the one process
+    fails, as there is then nothing to compare with.
     """
 
     def compute(case: Case, prepare: str | None = None) -> list[list[StepNumbers]]:

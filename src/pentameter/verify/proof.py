@@ -1,4 +1,4 @@
-"""`pm.verify`: the proof from Python, of the built-in model or of a module of one's own."""
+"""`pm.verify_model`: the proof from Python, of the built-in model or of a module of one's own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pentameter.verify.shrink import case_config, shrink
 from pentameter.verify.workers import Workers
 
 
-def verify(
+def verify_model(
     config: Config,
     *,
     model: Build | ModelSource | None = None,
