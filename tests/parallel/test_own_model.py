@@ -1,4 +1,4 @@
-"""A module of somebody's own in the engine: what is known of it, how it starts, what it computes."""
+"""A module of somebody's own in the engine: what is known of it, how it starts, its numbers."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_the_plan_divides_bytes_as_styles_and_shards_do():
 )
 def test_what_was_not_said_is_asked_for(settings, said):
     with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
-        planned(OwnModel(build), config(**settings))
+        planned(OwnModel(build), config(micro_batch_size=None, **settings))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_what_was_not_said_is_asked_for(settings, said):
         ),
         (
             OwnModel(build, slice=lambda config, layers: nn.Linear(D, D)),
-            "has bias of shape",
+            "has weight of shape",
         ),
         (
             OwnModel(build, slice=lambda config, layers: nn.ModuleDict()),
