@@ -263,6 +263,29 @@ def test_dropout_of_a_step_is_repeatable(recompute):
     assert first.evaluate(batch()).mean == first.evaluate(batch()).mean != loss
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_it_runs_in_less_precision(precision):
+    true, gradients = step_of(engine_of(SOURCE))
+    loss, rounded = step_of(engine_of(SOURCE, precision=precision))
+    assert loss == pytest.approx(true, rel=1e-6 if precision == "fp32" else 0.01)
+    largest = gradients["embedding.weight"].abs().max().item()
+    error = (rounded["embedding.weight"] - gradients["embedding.weight"]).abs().max().item()
+    assert rounded["embedding.weight"].dtype == torch.float32
+    assert error < largest * (1e-5 if precision == "fp32" else 0.05)
+
+
+def test_muon_takes_the_matrices_of_blocks():
+    from pentameter.optim.build import build_optimizer
+
+    settings = config(optimizer={"name": "muon"})
+    engine = assemble(planned(SOURCE, settings), CPU, "fp32", compiled=False, source=SOURCE)
+    optimizer = build_optimizer(
+        engine.named_parameters(), engine.plan.table, engine.plan.config.optimizer
+    )
+    shapes = [tuple(p.shape) for group in optimizer.parts[0].param_groups for p in group["params"]]
+    assert shapes == [(D, D), (D, D)]
+
+
 def test_what_has_no_part_has_a_gradient_of_zero():
     _, gradients = step_of(engine_of(OwnModel(lambda config: Leaving())))
     assert torch.equal(gradients["unused.weight"], torch.zeros(D, D, dtype=torch.float64))

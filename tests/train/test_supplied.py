@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -141,6 +142,17 @@ def test_the_built_in_model_takes_one_s_own_optimizer_and_batches(tmp_path):
     _, end = fit(tmp_path, optimizer=optimizer, batches=batches)
     assert end.step == 12
     assert losses(tmp_path)[-1] < losses(tmp_path)[0]
+
+
+def test_the_built_in_model_takes_a_loss_around_it(tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "own-model.md"
+    code = page.read_text().split("is a module around it:\n\n```python\n")[1]
+    names = {"torch": torch}
+    exec(code.split("\npm.Trainer")[0], names)
+    smoothed, _ = fit(tmp_path / "smoothed", model=names["Smoothed"])
+    plain, _ = fit(tmp_path / "plain")
+    assert smoothed.plan.n_parameters == plain.plan.n_parameters
+    assert losses(tmp_path / "smoothed")[-1] > losses(tmp_path / "plain")[-1]
 
 
 @pytest.mark.parametrize("missing", OWN)

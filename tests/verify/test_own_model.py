@@ -25,11 +25,13 @@ SMALL = {
 @pytest.fixture(scope="module")
 def example():
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
+        for folder in (EXAMPLES, Path(__file__).parent):
+            patch.syspath_prepend(str(folder))
         import own_model
 
         yield own_model
-        del sys.modules["own_model"]
+        for name in ("own_model", "own_modules"):
+            sys.modules.pop(name, None)
 
 
 def proved(model, layouts):
@@ -52,26 +54,21 @@ def test_the_example_computes_the_same_on_every_kind_of_layout(example):
 
 
 def test_a_wrong_slice_is_found(example):
-    """Of which the last forgets a block that it has: a fault that only the numbers show."""
-    outcomes = proved(
-        OwnModel(example.build, slice=_skipping_slice, blocks="blocks.*"), "data=2;pipeline=2"
-    )
-    right, wrong = outcomes
+    from own_modules import skipping_slice
+
+    model = OwnModel(example.build, slice=skipping_slice, blocks="blocks.*")
+    right, wrong = proved(model, "data=2;pipeline=2")
     assert right.passed
     assert not wrong.passed
     assert "loss" in wrong.problem
 
 
-def _skipping_slice(config, layers):
-    from own_model import StateSpaceModel
+def test_experts_without_tokens_are_updated_alike(example):
+    from own_modules import Mixture
 
-    class Skipping(StateSpaceModel):
-        def forward(self, x):
-            if hasattr(self, "embedding"):
-                return super().forward(x)
-            return self.head(self.norm(x + 0 * sum(p.sum() for p in self.blocks.parameters())))
-
-    return Skipping(config.model, layers)
+    model = OwnModel(Mixture, blocks="blocks.*")
+    outcomes = proved(model, "data=1,micro_batches=4;data=2;data=2,activation_checkpoint=full")
+    assert [each.problem for each in outcomes] == [None] * 3
 
 
 def test_what_no_other_process_could_import_is_refused(example):

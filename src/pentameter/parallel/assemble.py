@@ -87,11 +87,13 @@ def engine_of(model: GPT, plan: Plan, device: torch.device, precision: str) -> E
 
 def _compile(module: StageModule, plan: Plan, source: ModelSource, *, alone: bool) -> None:
     """Have a slice run by what suits its device. A GPU that is done with a micro-batch before its
-    host has launched the next kernels replays them, which hooks of other ranks' sums forbid."""
+    host has launched the next kernels replays them, which hooks of other ranks' sums forbid, and
+    so does a module whose way may depend on values."""
     if module.device.type == "cpu" and fused_obstacle(plan) is None:
         module.run_fused()
         return
     n_tokens = plan.micro_batch_size * plan.config.model.context_length
     is_short = n_tokens * plan.least_flops_per_token < REPLAYED_FLOPS
+    can_replay = alone and not source.may_leave_unused and module.device.type == "cuda"
     source.prepare_compiled(module.model)
-    module.run_compiled(replays=alone and is_short and module.device.type == "cuda")
+    module.run_compiled(replays=can_replay and is_short)

@@ -11,11 +11,13 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -36,22 +38,44 @@ def with_copies(
     module: StageModule, mesh: DeviceMesh, *, may_leave_unused: bool
 ) -> DistributedDataParallel:
     """DDP around `module`: the backward pass of a step's last micro-batch sums gradients
-    over the dimension `data` of `mesh`. Each pass is searched for parameters without a part in it
-    where the module `may_leave_unused` ones."""
+    over the dimension `data` of `mesh`. Where the module `may_leave_unused` some parameters in a
+    pass, DDP still hears of each, which it waits for."""
+    parameters = [each for each in module.parameters() if each.requires_grad]
+    if may_leave_unused:
+        # A search for them, `find_unused_parameters`, costs a walk over the graph, and warns.
+        module.register_forward_hook(partial(_touched, parameters))
     group = mesh["data"].get_group()
     ddp = DistributedDataParallel(
         module,
         process_group=group,
         init_sync=False,  # every copy draws the same initial values
+        broadcast_buffers=False,  # which are constants
         bucket_cap_mb=COPIES_BUCKET_BYTES / 2**20,
         gradient_as_bucket_view=True,
-        find_unused_parameters=may_leave_unused,
     )
-    # There need not be any, and that is no news to the user.
-    warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
     # A lambda, as DDP refuses a hook whose annotations are strings.
     ddp.register_comm_hook(group, lambda group, bucket: _sum(group, bucket))  # noqa: PLW0108
     return ddp
+
+
+def _touched(
+    parameters: Sequence[nn.Parameter], module: nn.Module, given: object, y: Tensor
+) -> Tensor:
+    return _EveryParameter.apply(y, *parameters) if torch.is_grad_enabled() else y
+
+
+class _EveryParameter(Function):
+    """Passes on its first argument, and lets the backward pass come to parameters that had no part
+    in it, with no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.n_parameters = len(parameters)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return g, *(None for _ in range(ctx.n_parameters))
 
 
 def _sum(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

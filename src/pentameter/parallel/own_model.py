@@ -173,7 +173,7 @@ class OwnModel(ModelSource):
         try:
             with torch.device("meta"):
                 module = self._made(config, layers)
-        except RuntimeError:  # its code reads values, of which tensors on `meta` have none
+        except (RuntimeError, TypeError):  # its code reads values, and none are on `meta`
             with _seeded(config.seed):
                 module = self._made(config, layers)
         shared = shared_names(module)

@@ -21,7 +21,7 @@ from pentameter.verify.shrink import case_config
 from pentameter.verify.workers import CaseFailedError, Job, Workers
 
 if TYPE_CHECKING:  # which imports torch
-    from pentameter.verify.sent_model import SentModel
+    from pentameter.verify.proof import SentModel
 
 TOLERANCE = 1e-10
 """Largest relative difference. Layouts add up in other orders, which in float64 costs some 1e-15;

@@ -18,7 +18,7 @@ from pentameter.machine.child import ChildEndedError, Forked, ForkServer, exit_r
 from pentameter.processes.local_launch import worker_environment
 
 if TYPE_CHECKING:  # which imports torch
-    from pentameter.verify.sent_model import SentModel
+    from pentameter.verify.proof import SentModel
 
 GRACE_SECONDS = 0.5
 """Time for the others to fail too, after one has: the first to say so need not be the cause."""
