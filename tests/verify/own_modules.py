@@ -1,4 +1,4 @@
-"""Modules of somebody's own, in a file of their own: the processes of verify import them by name."""
+"""Modules of somebody's own, in a file that the processes of verify can import."""
 
 import torch
 from own_model import StateSpaceModel  # of examples/
@@ -6,7 +6,7 @@ from torch import nn
 
 
 class Experts(nn.Module):
-    """Each token goes to one of three experts, so that one may get none; a fourth gets none ever."""
+    """Each token goes to one of three experts: one may get none; a fourth never gets any."""
 
     def __init__(self, d_model):
         super().__init__()
