@@ -73,7 +73,7 @@ def activations_pass(variant: str, device: Any, dtype: Any) -> Pass:
     )
     model = build_model(config, 0, device=device).train()
     if variant != "kept":
-        recompute_activations(model, variant)  # type: ignore[arg-type]
+        recompute_activations(model.blocks.values(), variant)  # type: ignore[arg-type]
     torch.manual_seed(0)
     tokens = torch.randint(64, (ROWS, CONTEXT), device=device)
 

@@ -34,6 +34,7 @@ from pentameter.model.gpt import GPT, build_model
 from pentameter.optim.build import build_optimizer
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
+from pentameter.parallel.gpt_source import call_gpt
 from pentameter.parallel.pipeline import SCHEDULES
 from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.costs import BYTES
@@ -176,7 +177,7 @@ def test_compiled_code_computes_first_and_last_values(place):
     }
     model_config = BASE.model.model_copy(update={**changes, "n_layers": 1})
     config = BASE.model_copy(update={"model": model_config})
-    part = StageModule(built(config), CPU, "fp64").train()
+    part = StageModule(built(config), call_gpt, CPU, "fp64").train()
     part.run_compiled()
     assert_equal(step_of(part.model, part), plainly(config))
 

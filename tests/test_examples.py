@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -102,3 +103,58 @@ def test_the_notebook_is_one_without_what_somebodys_run_left_in_it():
         expected = {"cell_type", "id", "metadata", "source", *code}
         assert set(cell) == expected
         assert {name: cell[name] for name in code} == code
+
+
+OWN_MODEL = [
+    "--model.n-layers=2",
+    "--model.d-model=16",
+    "--model.n-heads=2",
+    "--model.d-ff=16",
+    "--model.context-length=32",
+    "--train.batch-size=8",
+    "--train.steps=12",
+    "--train.eval-interval=6",
+    "--train.precision=fp32",
+    "--train.compile=false",
+    "--data.grammar.n-characters=20000",
+    "--log.interval=1",
+]
+
+
+def run_own_model(folder: Path, name: str, n_processes: int, *arguments: str) -> list[float]:
+    """The training losses of a run of the example, the validation losses behind them."""
+    start = [sys.executable]
+    if n_processes > 1:
+        start += ["-m", "torch.distributed.run", f"--nproc-per-node={n_processes}"]
+        start += ["--standalone"]
+    done = subprocess.run(
+        [*start, EXAMPLES / "own_model.py", *OWN_MODEL, "--name", name, *arguments],
+        cwd=folder, capture_output=True, text=True, check=False, timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    return [e["loss"] for kind in ("train", "eval") for e in events if e["event"] == kind]
+
+
+def test_one_s_own_model_trains(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    losses = run_own_model(tmp_path, "alone", 1)
+    assert len(losses) == 12 + 3
+    assert losses[11] < losses[0] - 0.1
+
+
+@pytest.mark.slow
+def test_one_s_own_model_has_one_curve_on_every_layout_and_goes_on_on_another(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    alone = run_own_model(tmp_path, "alone", 1)
+    for layout in ("data=2", "zero=3", "tensor=2", "pipeline=2"):
+        curve = run_own_model(tmp_path, layout.replace("=", "-"), 2, f"--parallel.{layout}")
+        assert curve == pytest.approx(alone, rel=2e-6), layout
+    shutil.rmtree(tmp_path / "runs" / "zero-3" / "checkpoints" / "step-00000012")
+    assert run_own_model(tmp_path, "zero-3", 2, "--parallel.pipeline=2") == pytest.approx(
+        alone, rel=2e-6
+    )

@@ -20,19 +20,32 @@ if TYPE_CHECKING:
     from pentameter.config.load import load_config as load_config
     from pentameter.generation.loop import generate as generate
     from pentameter.generation.loop import stream as stream
+    from pentameter.parallel.own_model import OwnModel as OwnModel
     from pentameter.planning.plan import make_plan as plan
     from pentameter.train.loop import Trainer as Trainer
+    from pentameter.verify.proof import verify_model as verify_model
 
 _HOMES = {
+    "OwnModel": ("pentameter.parallel.own_model", "OwnModel"),
     "Trainer": ("pentameter.train.loop", "Trainer"),
     "generate": ("pentameter.generation.loop", "generate"),
     "load_config": ("pentameter.config.load", "load_config"),
     "load_model": ("pentameter.checkpoint.load_model", "load_model"),
     "stream": ("pentameter.generation.loop", "stream"),
     "plan": ("pentameter.planning.plan", "make_plan"),
+    "verify_model": ("pentameter.verify.proof", "verify_model"),
 }
 
-__all__ = ["Trainer", "generate", "load_config", "load_model", "plan", "stream"]
+__all__ = [
+    "OwnModel",
+    "Trainer",
+    "generate",
+    "load_config",
+    "load_model",
+    "plan",
+    "stream",
+    "verify_model",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -32,7 +32,7 @@ def config(**changes):
 def model(how, settings):
     built = build_model(settings, 3, dtype=torch.float64).train()
     if how is not None:
-        recompute_activations(built, how)
+        recompute_activations(built.blocks.values(), how)
     return built
 
 

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from pentameter.data.batches.step import IGNORED
 from pentameter.model.dropout import StreamDropout
 from pentameter.parallel import (
-    assemble,
     context_parallel,
     data_parallel,
     divided_norm,
     engine,
+    gpt_source,
     gradients,
     ring_attention,
     summa,
@@ -60,7 +60,7 @@ def averaged_shards() -> None:
 
 def row_bias_of_each_process() -> None:
     """A row-parallel layer adds its bias in each process, and then adds up the processes."""
-    share_matrices = assemble.share_matrices
+    share_matrices = gpt_source.share_matrices
 
     def add_again(module, arguments, output):
         bias = module.bias.to_local() if isinstance(module.bias, DTensor) else module.bias
@@ -71,7 +71,7 @@ def row_bias_of_each_process() -> None:
         for block in model.blocks.values():
             block.attention.out.register_forward_hook(add_again)
 
-    assemble.share_matrices = share
+    gpt_source.share_matrices = share
 
 
 def norm_of_every_copy() -> None:
@@ -121,16 +121,18 @@ def count_of_own_targets() -> None:
 
 def mask_by_rank() -> None:
     """Every process draws its own dropout masks for the same rows."""
-    keys = engine.dropout_keys
-    engine.dropout_keys = lambda model, seed, step, rows: keys(
+    keys = gpt_source.dropout_keys
+    gpt_source.dropout_keys = lambda model, seed, step, rows: keys(
         model, seed + dist.get_rank(), step, rows
     )
 
 
 def mask_by_own_row() -> None:
     """Rows are numbered from 0 in each process."""
-    keys = engine.dropout_keys
-    engine.dropout_keys = lambda model, seed, step, rows: keys(model, seed, step, rows - rows[0])
+    keys = gpt_source.dropout_keys
+    gpt_source.dropout_keys = lambda model, seed, step, rows: keys(
+        model, seed, step, rows - rows[0]
+    )
 
 
 def skipped_block() -> None:
@@ -178,14 +180,14 @@ def wrong_half() -> None:
 
 def heads_numbered_from_zero() -> None:
     """Each process that got some of the heads drops the weights of the first ones."""
-    share = assemble.share_context
+    share = gpt_source.share_context
 
     def share_unnumbered(model, group, layout):
         share(model, group, layout)
         for block in model.blocks.values():
             block.attention.weights_dropout.head_offset = 0
 
-    assemble.share_context = share_unnumbered
+    gpt_source.share_context = share_unnumbered
 
 
 def evaluation_by_each_process() -> None:
@@ -260,7 +262,7 @@ def no_sum_over_rows() -> None:
 
 def channels_from_zero() -> None:
     """Every process draws the dropout of the first channels."""
-    share = assemble.share_grid
+    share = gpt_source.share_grid
 
     def from_zero(model, *arguments):
         share(model, *arguments)
@@ -268,7 +270,7 @@ def channels_from_zero() -> None:
             if isinstance(module, StreamDropout):
                 module.first_channel = 0
 
-    assemble.share_grid = from_zero
+    gpt_source.share_grid = from_zero
 
 
 def heads_of_the_stream_rows() -> None:
@@ -294,10 +296,10 @@ def targets_of_the_stream_rows() -> None:
 def _in_rank_1(act) -> None:
     compute = steps.compute_steps
 
-    def act_first(config, n_steps, world):
+    def act_first(config, n_steps, world, source):
         if world.rank == 1:
             act()
-        return compute(config, n_steps, world)
+        return compute(config, n_steps, world, source)
 
     steps.compute_steps = act_first
 

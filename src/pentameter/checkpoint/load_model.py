@@ -10,7 +10,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pentameter.checkpoint.manifest import MANIFEST_NAME
 from pentameter.checkpoint.opening import (
@@ -26,18 +26,21 @@ from pentameter.errors import ConfigError, CorruptError, PentameterError
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from pentameter.checkpoint.model_folder import StoredModel
     from pentameter.config.schema import Config
     from pentameter.data.tokenizers.base import Tokenizer
-    from pentameter.model.gpt import GPT
+    from pentameter.parallel.model_source import ModelSource
+    from pentameter.parallel.own_model import Build
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A model in evaluation mode, and what belongs to it."""
 
-    model: GPT
+    model: nn.Module
+    """The built-in GPT, or the module that was trained in its place."""
     tokenizer: Tokenizer
     config: Config
     checkpoint: Checkpoint | None
@@ -52,6 +55,7 @@ class LoadedModel:
 def load_model(
     path: Path | str,
     *,
+    model: Build | ModelSource | None = None,
     device: torch.device | str = "cpu",
     warnings: list[str] | None = None,
 ) -> LoadedModel:
@@ -61,26 +65,39 @@ def load_model(
     A checkpoint's weights have the dtype they were saved with; half-precision ones of a Hugging
     Face folder become fp32. Raises what `find_model` and `read_hf` raise; what was passed over or
     left out adds a line to `warnings`.
+
+    `model` is what `Trainer` was given where a module of one's own was trained. Raises ConfigError
+    where it was not, and is here, or the other way round.
     """
     import torch
 
     from pentameter.model.gpt import GPT
+    from pentameter.parallel.own_model import OwnModel, model_source
 
-    stored = open_model(path, warnings=warnings)
-    with torch.device("meta"):  # no memory and no random numbers for weights about to be replaced
-        model = GPT(stored.config.model)
+    source = model_source(model)
+    stored = open_model(path, warnings=warnings, is_own=isinstance(source, OwnModel))
     dtypes = {tensor.dtype for tensor in stored.weights.values() if tensor.dtype.is_floating_point}
-    if len(dtypes) == 1:
-        model.to(dtypes.pop())
-    model.to_empty(device=device)
-    load_model_state(model, stored.weights)
-    return LoadedModel(model.eval(), stored.tokenizer, stored.config, stored.checkpoint)
+    built: nn.Module
+    if isinstance(source, OwnModel):
+        built = source.built(stored.config)
+        built = (built.double() if torch.float64 in dtypes else built.float()).to(device)
+    else:
+        with torch.device("meta"):  # no memory, no random numbers for weights soon to be replaced
+            built = GPT(stored.config.model)
+        if len(dtypes) == 1:
+            built.to(dtypes.pop())
+        built.to_empty(device=device)
+    load_model_state(built, stored.weights)
+    return LoadedModel(built.eval(), stored.tokenizer, stored.config, stored.checkpoint)
 
 
-def open_model(path: Path | str, *, warnings: list[str] | None = None) -> StoredModel:
+def open_model(
+    path: Path | str, *, warnings: list[str] | None = None, is_own: bool = False
+) -> StoredModel:
     """The model that `load_model` loads, still on disk: its weights are mapped.
 
-    Where training removes a checkpoint after it was found, the next one is taken.
+    Where training removes a checkpoint after it was found, the next one is taken. Raises
+    ConfigError unless the model is a module of somebody's own exactly where `is_own` says so.
     """
     from pentameter.checkpoint.hugging_face.folder import read_hf
     from pentameter.checkpoint.model_folder import StoredModel, check_weights
@@ -89,6 +106,8 @@ def open_model(path: Path | str, *, warnings: list[str] | None = None) -> Stored
 
     path = Path(path)
     if is_hugging_face(path):
+        if is_own:
+            raise ConfigError(f"{path} is a Hugging Face folder; load it without `model`")
         return read_hf(path, warnings=warnings)
     while True:
         checkpoint = find_model(path, warnings)
@@ -101,9 +120,23 @@ def open_model(path: Path | str, *, warnings: list[str] | None = None) -> Stored
             if here.is_dir():
                 raise
             continue
-        check_weights(config, weights, here)
+        _check_kind(here, checkpoint.state.get("built_by"), is_own=is_own)
+        if not is_own:
+            check_weights(config, weights, here)
         files = tuple(here / name for name in checkpoint.manifest.groups["model"])
         return StoredModel(here, config, tokenizer, weights, files, checkpoint)
+
+
+def _check_kind(path: Path, built_by: Any, *, is_own: bool) -> None:
+    """Raise ConfigError where somebody's own module is loaded as the built-in one, or the other way
+    round; `built_by` is what its checkpoint says of it."""
+    if is_own and built_by is None:
+        raise ConfigError(f"{path} holds the built-in model; load it without `model`")
+    if not is_own and built_by is not None:
+        raise ConfigError(
+            f"{path} holds the weights of a module that {built_by} built, which is no part of "
+            "pentameter: pm.load_model(path, model=…) loads it in Python, with that function"
+        )
 
 
 def is_hugging_face(path: Path) -> bool:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from pentameter.checkpoint.safetensors_writer import LazyTensor, materialize
 from pentameter.checkpoint.tensor_reader import StoredTensors, check_fits
-from pentameter.errors import CorruptError
-from pentameter.parallel.local_parts import copy_part
+from pentameter.errors import ConfigError, CorruptError
+from pentameter.parallel.local_parts import copy_part, is_distributed
 from pentameter.processes.world import World
 
 if TYPE_CHECKING:
@@ -61,9 +61,10 @@ def optimizer_state(
     """`PARAMETER.SLOT` → tensor of the optimizer's state; the tensors are its own.
 
     That of the parameters in `without` is left out: another process saves it. Empty before the
-    first step, and for SGD without momentum. Raises ValueError when an optimizer has state for
-    some of its parameters and none for others: such a state could not be loaded again. The parts
-    of a joint optimizer may keep different slots.
+    first step, and for SGD without momentum. Raises ValueError when an optimizer of a known kind
+    has state for some of its parameters and none for others: such a state could not be loaded
+    again. The parts of a joint optimizer may keep different slots. Raises ConfigError for a user's
+    optimizer that keeps something of another shape for a parameter that is shared out.
     """
     import torch
 
@@ -82,8 +83,16 @@ def optimizer_state(
             for slot, value in slots.items():
                 if not isinstance(value, torch.Tensor):
                     value = torch.tensor(value)  # noqa: PLW2901
+                if is_distributed(parameter) and value.ndim and value.shape != parameter.shape:
+                    raise ConfigError(
+                        f"{type(part).__name__} keeps {slot} of shape {tuple(value.shape)} for "
+                        f"{name} of shape {tuple(parameter.shape)}, of which each process has a "
+                        "part: such a state cannot be shared out; set parallel.zero to 0 and "
+                        "parallel.tensor to 1, or use an optimizer whose state has its parameters' "
+                        "shapes"
+                    )
                 tensors[f"{name}.{slot}"] = value.detach()
-        if len(set(slots_of.values())) > 1:
+        if _slots(part) is not None and len(set(slots_of.values())) > 1:
             without = [name for name, slots in slots_of.items() if not slots] or list(slots_of)
             raise ValueError(f"optimizer state is uneven; not (fully) present for: {few(without)}")
     return tensors
@@ -106,33 +115,39 @@ def load_optimizer_state(
     parts = _held(optimizer, named_parameters)
     slots_of = world.agreed(lambda: [_slots_to_load(part, held, tensors) for part, held in parts])
     parameter_of = {
-        f"{name}.{slot}": parameter
-        for (_, held), slots in zip(parts, slots_of, strict=True)
+        f"{name}.{slot}": (parameter, _slots(part) is None)
+        for (part, held), slots in zip(parts, slots_of, strict=True)
         for name, parameter in held
-        for slot in slots
+        for slot in slots[name]
     }
     _check_names("optimizer", parameter_of, tensors.keys(), world)
     new = world.agreed(
-        lambda: {name: _empty_slot(name, p, tensors[name]) for name, p in parameter_of.items()}
+        lambda: {
+            name: _empty_slot(name, parameter, tensors[name], any_shape=any_shape)
+            for name, (parameter, any_shape) in parameter_of.items()
+        }
     )
     _fill(new, tensors, world)
     for (part, held), slots in zip(parts, slots_of, strict=True):
         numbers = _numbers(part)
         state = {
-            numbers[id(parameter)]: {slot: new[f"{name}.{slot}"] for slot in sorted(slots)}
+            numbers[id(parameter)]: {slot: new[f"{name}.{slot}"] for slot in sorted(slots[name])}
             for name, parameter in held
-            if slots
+            if slots[name]
         }
         part.load_state_dict({"state": state, "param_groups": part.state_dict()["param_groups"]})
 
 
 def _empty_slot(
-    name: str, parameter: nn.Parameter, stored: torch.Tensor | LazyTensor
+    name: str, parameter: nn.Parameter, stored: torch.Tensor | LazyTensor, *, any_shape: bool
 ) -> torch.Tensor:
-    """A new tensor for a stored one of the parameter's state, sharded like the parameter."""
+    """A new tensor for a stored one of the parameter's state, sharded like the parameter; whole
+    where it may be of `any_shape` and has another."""
     import torch
 
-    if name.endswith(".step"):  # counted on the host until the optimizer asks for it elsewhere
+    is_other = any_shape and tuple(stored.shape) != tuple(parameter.shape)
+    # A step is counted on the host until the optimizer asks for it elsewhere.
+    if is_other or name.endswith(".step"):
         return torch.empty(tuple(stored.shape), dtype=stored.dtype)
     check_fits(name, stored, parameter.shape, None)
     return torch.empty_like(parameter.detach(), dtype=stored.dtype)
@@ -150,20 +165,25 @@ def _fill(targets: Mapping[str, torch.Tensor], tensors: Tensors, world: World) -
         copy_part(target, materialize(tensors[name]))
 
 
-def _slots_to_load(optimizer: torch.optim.Optimizer, held: Held, tensors: Tensors) -> set[str]:
-    """What `tensors` must have for each parameter that this optimizer holds."""
-    own = {name for name, _ in held}
-    named = (name.rpartition(".") for name in tensors)
-    slots = {slot for parameter, _, slot in named if parameter in own}
+def _slots_to_load(
+    optimizer: torch.optim.Optimizer, held: Held, tensors: Tensors
+) -> dict[str, set[str]]:
+    """Name → what `tensors` must have for each parameter that this optimizer holds: of a known
+    kind the same for all, of another what it has kept."""
+    kept: dict[str, set[str]] = {name: set() for name, _ in held}
+    for parameter, _, slot in (name.rpartition(".") for name in tensors):
+        if parameter in kept:
+            kept[parameter].add(slot)
     allowed = _slots(optimizer)
     if allowed is None:
-        return slots
+        return kept
+    slots = set().union(*kept.values())
     if slots - allowed:
         raise CorruptError(
             f"the optimizer state is of another optimizer: it has {few(slots - allowed)}, "
             f"{type(optimizer).__name__} keeps {few(allowed) if allowed else 'nothing'}"
         )
-    return allowed if tensors else set()
+    return dict.fromkeys(kept, allowed if tensors else set())
 
 
 def _held(

@@ -128,6 +128,7 @@ def _load(parsed: EvalArguments, overrides: list[str]) -> tuple[LoadedModel, Con
     from pentameter.config.load import load_config
     from pentameter.config.schema import ParallelConfig
     from pentameter.machine.choices import choose_device, choose_precision
+    from pentameter.model.gpt import GPT
     from pentameter.parallel.assemble import engine_of
     from pentameter.parallel.precision import arithmetic, set_matmul_precision
     from pentameter.planning.plan import make_plan
@@ -142,8 +143,9 @@ def _load(parsed: EvalArguments, overrides: list[str]) -> tuple[LoadedModel, Con
             )
     config = load_config(loaded.config, overrides) if overrides else loaded.config
     # The weights may be saved in another type: a double model trained, a half one imported.
-    loaded.model.to(arithmetic(precision).weights)
+    model = loaded.model.to(arithmetic(precision).weights)
+    assert isinstance(model, GPT)  # no other is loaded without its function
     config = config.model_copy(update={"parallel": ParallelConfig()})  # here is one process
-    engine = engine_of(loaded.model, make_plan(config), device, precision)
+    engine = engine_of(model, make_plan(config), device, precision)
     set_matmul_precision(None, precision)
     return loaded, config, engine

@@ -25,6 +25,7 @@ import torch
 from pentameter.config.messages import shown
 from pentameter.data.tokenizers.base import Ids, Tokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.model.gpt import GPT
 from pentameter.model.loss import loss_sum
 from pentameter.parallel.engine import Engine
 
@@ -95,6 +96,7 @@ def _scores(engine: Engine, choices: Sequence[ChoiceTokens]) -> list[float]:
     by row and for the choice alone: of a large vocabulary they are most of the memory.
     """
     model = engine.model.eval()
+    assert isinstance(model, GPT)  # as `eval` loads it
     vocab_size = model.config.vocab_size
     assert vocab_size is not None  # of a model that exists
     inputs = np.zeros((len(choices), max(len(choice.tokens) for choice in choices) - 1), np.int64)

@@ -55,6 +55,8 @@ def architecture_obstacle(config: ModelConfig) -> str | None:
 def fused_obstacle(plan: Plan) -> str | None:
     """The first setting of `plan`, with its value, that the fused step does not know: torch then
     compiles the plain model as a whole. None where the fused step runs the plan."""
+    if plan.built_by is not None:
+        return f"the module that {plan.built_by} builds"
     obstacle = architecture_obstacle(plan.config.model)
     if obstacle is not None:
         return obstacle

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.errors import ConfigError
@@ -34,7 +36,7 @@ _DRAWS_AT_ONCE = 1024
 
 
 def generate(
-    model: GPT,
+    model: nn.Module,
     tokenizer: Tokenizer,
     prompt: str = "",
     *,
@@ -44,6 +46,7 @@ def generate(
     top_p: float | None = None,
     num_samples: int = 1,
     seed: int = 0,
+    context_length: int | None = None,
 ) -> list[str]:
     """Return the continuations of `prompt` (without it), one text per sample.
 
@@ -60,13 +63,14 @@ def generate(
         top_p=top_p,
         num_samples=num_samples,
         seed=seed,
+        context_length=context_length,
     ):
         texts[sample] += piece
     return texts
 
 
 def stream(
-    model: GPT,
+    model: nn.Module,
     tokenizer: Tokenizer,
     prompt: str = "",
     *,
@@ -76,6 +80,7 @@ def stream(
     top_p: float | None = None,
     num_samples: int = 1,
     seed: int = 0,
+    context_length: int | None = None,
 ) -> Iterator[tuple[int, str]]:
     """Return an iterator of (sample index, piece of text), pieces in order within a sample.
 
@@ -85,6 +90,9 @@ def stream(
     likeliest tokens (see `Sampling`). num_samples: texts at once.
     seed: the token of (seed, sample, position in the text) is drawn from bits keyed by them, so
     sample 0 of 16 is the text of 1. The model is in `eval()` until the iterator ends.
+
+    model: a GPT, or any module that gives logits (B, T, V) of tokens (B, T); for each token such a
+    one takes a pass over the text, whose last `context_length` tokens it can see.
 
     Raises ConfigError for arguments out of range and for a prompt the tokenizer cannot encode,
     at once, and CorruptError if the model's logits are not finite.
@@ -98,12 +106,13 @@ def stream(
         sampling=Sampling(temperature, top_k, top_p),
         num_samples=num_samples,
         seed=seed,
+        context_length=context_length,
     )
     return _pieces(steps, tokenizer, num_samples, ids.tolist() if prompt else [])
 
 
 def stream_tokens(
-    model: GPT,
+    model: nn.Module,
     prompt: Tokens,
     *,
     vocab_size: int,
@@ -111,6 +120,7 @@ def stream_tokens(
     sampling: Sampling,
     num_samples: int = 1,
     seed: int = 0,
+    context_length: int | None = None,
 ) -> Iterator[Tokens]:
     """Return an iterator over the new tokens: num_samples ids (B,) for each position.
 
@@ -123,14 +133,23 @@ def stream_tokens(
         raise ConfigError(f"num_samples={num_samples} must be 1 or more")
     if len(prompt) < 1:
         raise ConfigError("prompt=[] must hold at least one token to continue from")
+    if not isinstance(model, GPT) and context_length is None:
+        raise ConfigError(
+            f"context_length is not given: how many tokens a {type(model).__name__} can see is not "
+            "known; give that of its configuration, config.model.context_length"
+        )
     text = _text(prompt, num_samples, max_new_tokens)
 
     def tokens() -> Iterator[Tokens]:
         was_training = model.training
         model.eval()
         try:
-            window = _Window(model, num_samples, vocab_size)
-            yield from _chosen(window.next_logits, text, len(prompt), sampling, seed)
+            if isinstance(model, GPT):
+                next_logits = _Window(model, num_samples, vocab_size).next_logits
+            else:
+                assert context_length is not None
+                next_logits = partial(_full_pass, model, context_length, vocab_size)
+            yield from _chosen(next_logits, text, len(prompt), sampling, seed)
         finally:
             model.train(was_training)
 
@@ -146,16 +165,14 @@ def sample_text(
     Where each process has the whole model the main one samples alone, with a cache; else all
     compute each token together, without one.
     """
+    context_length = engine.plan.config.model.context_length
     if engine.is_whole:
         if not engine.world.is_main:
             return None
-        return (
-            prompt
-            + generate(engine.model, tokenizer, prompt, max_new_tokens=max_new_tokens, seed=seed)[0]
-        )
+        settings = {"max_new_tokens": max_new_tokens, "context_length": context_length}
+        return prompt + generate(engine.model, tokenizer, prompt, seed=seed, **settings)[0]
     ids = encode_prompt(tokenizer, prompt)
     text = _text(ids, 1, max_new_tokens)
-    context_length = engine.plan.config.model.context_length
 
     def next_logits(seen: Tokens) -> Floats:
         window = seen[:, -window_tokens(seen.shape[1], context_length) :]
@@ -233,6 +250,15 @@ def _chosen(
             chosen = choose(next_logits(text[:, :n_tokens]), sampling, uniforms)
             text[:, n_tokens] = chosen
             yield chosen
+
+
+@torch.inference_mode()
+def _full_pass(model: nn.Module, context_length: int, vocab_size: int, text: Tokens) -> Floats:
+    """Return the logits (B, V) of the token after text (B, n), by a pass over all that is seen."""
+    seen = text[:, -window_tokens(text.shape[1], context_length) :]
+    device = next(model.parameters()).device
+    logits = model(torch.from_numpy(np.ascontiguousarray(seen)).to(device))
+    return logits[:, -1, :vocab_size].to("cpu", torch.float64).numpy()
 
 
 class _Window:

@@ -49,7 +49,8 @@ def parameter_groups(
     table: Sequence[ParameterSpec],
     config: OptimizerConfig,
 ) -> list[dict[str, Any]]:
-    """Groups that decay and groups that do not, in the order of `named_parameters`.
+    """Groups of the parameters that learn, those that decay and those that do not, in the order of
+    `named_parameters`.
 
     One of each, and where parameters are shards one for each mesh they lie on: an optimizer updates
     the parameters of a group together, which those of different meshes cannot be. With
@@ -60,6 +61,8 @@ def parameter_groups(
     decays: Mapping[str, bool] = {spec.name: spec.decay for spec in table}
     groups: dict[tuple[bool, Any], list[Parameter]] = {}
     for name, parameter in named_parameters:
+        if not parameter.requires_grad:
+            continue
         kept = not (decays_all or decays[name])
         groups.setdefault((kept, getattr(parameter, "device_mesh", None)), []).append(parameter)
     return [

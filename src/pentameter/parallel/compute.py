@@ -128,7 +128,7 @@ def _choose_compile(
     return choose_compile(
         setting,
         device,
-        total_flops=plan.total_tokens * plan.flops_per_token / max(1, n_devices),
+        total_flops=plan.total_tokens * plan.least_flops_per_token / max(1, n_devices),
         precision=precision,
         capabilities=capabilities,
     )

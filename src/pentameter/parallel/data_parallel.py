@@ -11,11 +11,13 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -32,20 +34,48 @@ from pentameter.planning.rules import LayoutRules
 from pentameter.planning.traffic import COPIES_BUCKET_BYTES
 
 
-def with_copies(module: StageModule, mesh: DeviceMesh) -> DistributedDataParallel:
+def with_copies(
+    module: StageModule, mesh: DeviceMesh, *, may_leave_unused: bool
+) -> DistributedDataParallel:
     """DDP around `module`: the backward pass of a step's last micro-batch sums gradients
-    over the dimension `data` of `mesh`."""
+    over the dimension `data` of `mesh`. Where the module `may_leave_unused` some parameters in a
+    pass, DDP still hears of each, which it waits for."""
+    parameters = [each for each in module.parameters() if each.requires_grad]
+    if may_leave_unused:
+        # A search for them, `find_unused_parameters`, costs a walk over the graph, and warns.
+        module.register_forward_hook(partial(_touched, parameters))
     group = mesh["data"].get_group()
     ddp = DistributedDataParallel(
         module,
         process_group=group,
         init_sync=False,  # every copy draws the same initial values
+        broadcast_buffers=False,  # which are constants
         bucket_cap_mb=COPIES_BUCKET_BYTES / 2**20,
         gradient_as_bucket_view=True,
     )
     # A lambda, as DDP refuses a hook whose annotations are strings.
     ddp.register_comm_hook(group, lambda group, bucket: _sum(group, bucket))  # noqa: PLW0108
     return ddp
+
+
+def _touched(
+    parameters: Sequence[nn.Parameter], module: nn.Module, given: object, y: Tensor
+) -> Tensor:
+    return _EveryParameter.apply(y, *parameters) if torch.is_grad_enabled() else y
+
+
+class _EveryParameter(Function):
+    """Passes on its first argument, and lets the backward pass come to parameters that had no part
+    in it, with no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.n_parameters = len(parameters)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return g, *(None for _ in range(ctx.n_parameters))
 
 
 def _sum(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -55,23 +85,28 @@ def _sum(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 
 
 def share_state(
-    module: StageModule, mesh: DeviceMesh, rules: LayoutRules, *, offload: bool
+    module: StageModule,
+    units: Sequence[tuple[nn.Module, bool]],
+    mesh: DeviceMesh,
+    rules: LayoutRules,
+    *,
+    offload: bool,
 ) -> None:
     """Shard the parameters of `module` over the dimension `shard` of `mesh`, in place; the replicas
     of HSDP lie along `data`.
 
-    The units that are gathered together are attention and feed-forward, in the products' dtype,
-    and the rest (embeddings, norms, head) in its own: what autocast would round is rounded before
-    it is sent, and nothing else is.
+    `units` are gathered together, in the products' dtype where products alone read them, and the
+    rest (embeddings, norms, head) in its own: what autocast would round is rounded before it is
+    sent, and nothing else is.
     """
     shared = mesh["data", "shard"] if rules.sums_shard_copies else mesh["shard"]
-    policy: OffloadPolicy = OffloadPolicy()
+    offload_policy: OffloadPolicy = OffloadPolicy()
     if offload:
-        policy = CPUOffloadPolicy(pin_memory=module.device.type == "cuda")
+        offload_policy = CPUOffloadPolicy(pin_memory=module.device.type == "cuda")
     options: dict[str, Any] = {
         "mesh": shared,
         "reshard_after_forward": not rules.weights_stay_gathered,
-        "offload_policy": policy,
+        "offload_policy": offload_policy,
     }
     rounded = arithmetic(module.precision).autocast
     products = MixedPrecisionPolicy(
@@ -81,15 +116,14 @@ def share_state(
     )
     # What a unit returns may be a view, and nothing here writes into one: no word to the user.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    units: list[nn.Module] = []
-    for block in module.model.blocks.values():
-        units += [block.get_submodule("attention"), block.get_submodule("mlp")]
-    for unit in units:
-        fully_shard(unit, mp_policy=products, **options)
+    for unit, holds_products in units:
+        policy = products if holds_products else MixedPrecisionPolicy()
+        fully_shard(unit, mp_policy=policy, **options)
     fully_shard(module, **options)
+    modules = [unit for unit, _ in units]
     if rules.prefetches_weights:
-        _prefetch(units)
-    for unit in (*units, module):
+        _prefetch(modules)
+    for unit in (*modules, module):
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo knows no other

@@ -16,12 +16,11 @@ from torch.nn import Parameter
 
 from pentameter.data.batches.step import IGNORED, Batch
 from pentameter.errors import ConfigError
-from pentameter.model.dropout import attention_weights_site, dropout_keys
-from pentameter.model.gpt import GPT
 from pentameter.optim.clip import clip_gradients, gradient_norm, unscale_gradients
 from pentameter.parallel import gradients
 from pentameter.parallel.data_parallel import micro_batch
 from pentameter.parallel.gradients import TiedCopies
+from pentameter.parallel.model_source import ModelSource
 from pentameter.parallel.pipeline import Pipeline
 from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.plan import Plan
@@ -48,9 +47,9 @@ class LossSum:
 class Engine:
     """One rank's slices of the model and how to run a batch through them.
 
-    `stage_modules` are the slices, in order, and `wrapped` what runs them, by stage number: a
-    stage module, or DDP around one. Methods are collective: every process of the world calls them
-    with the same arguments but for the rows of the batch.
+    `stage_modules` are the slices that `source` gave, in order, and `wrapped` what runs them, by
+    stage number: a stage module, or DDP around one. Methods are collective: every process of the
+    world calls them with the same arguments but for the rows of the batch.
     """
 
     def __init__(
@@ -61,7 +60,9 @@ class Engine:
         device: torch.device,
         world: World,
         mesh: DeviceMesh | None,
+        source: ModelSource,
     ) -> None:
+        self.source = source
         self.stage_modules = stage_modules
         self.plan = plan
         self.device = device
@@ -84,7 +85,7 @@ class Engine:
     # -- what it consists of --------------------------------------------------------------------
 
     @property
-    def model(self) -> GPT:
+    def model(self) -> nn.Module:
         """The model where the layout has no pipeline, its parameters sharded or not; `models` has
         the slices of a pipeline. Raises ConfigError where there is one."""
         if self._pipeline is not None:
@@ -96,7 +97,7 @@ class Engine:
         return stage_module.model
 
     @property
-    def models(self) -> list[GPT]:
+    def models(self) -> list[nn.Module]:
         """The slices of the model that this process has."""
         return [each.model for each in self.stage_modules]
 
@@ -139,7 +140,7 @@ class Engine:
     def owned_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Those of `named_parameters` without copies of what another stage owns."""
         for name, parameter in self.named_parameters():
-            if self._tied is None or parameter is not self._tied.copy:
+            if self._tied is None or name not in self._tied.copies:
                 yield name, parameter
 
     @property
@@ -193,7 +194,10 @@ class Engine:
 
     def _settle(self) -> None:
         """Do the sums of gradients that the backward pass has not: over sequence, data and tied
-        copies."""
+        copies. A parameter that had no part in the loss has a gradient of zero, wherever it is."""
+        for parameter in self.parameters() if self.source.may_leave_unused else ():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         if self._mesh is None:
             return
         rules = self.plan.rules
@@ -351,14 +355,9 @@ class Engine:
         return self._copied(torch.from_numpy(array))
 
     def _keys(self, step: int, rows: np.ndarray) -> Tensor | None:
-        model = self.plan.config.model
-        if not (model.dropout or model.attention_dropout or model.embedding_dropout):
-            return None
-        keys = dropout_keys(model, self.plan.config.seed, step, rows)
-        if self.plan.layout.tensor_mode == "3d":  # attention is computed of other rows
-            attended = self._attention_rows[: len(rows)]
-            sites = [attention_weights_site(layer) for layer in range(model.n_layers)]
-            keys[:, sites] = dropout_keys(model, self.plan.config.seed, step, attended)[:, sites]
+        keys = self.source.row_keys(self.plan, step, rows, self._attention_rows[: len(rows)])
+        if keys is None or self.source.draws_from_generator:  # seeds, which the host reads
+            return keys
         return self._copied(keys)
 
     def _copied(self, tensor: Tensor) -> Tensor:

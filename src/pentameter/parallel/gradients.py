@@ -21,9 +21,6 @@ from pentameter.planning.plan import Plan
 from pentameter.planning.traffic import filled_buckets
 from pentameter.processes.world import World
 
-TIED_NAME = "token_embedding.weight"
-"""The parameter that a tied head shares with the embedding."""
-
 
 def local(tensor: Tensor) -> Tensor:
     """The local shard of a DTensor; any other tensor is returned as it is."""
@@ -107,26 +104,26 @@ def global_norm(parameters: Iterable[Parameter], mesh: DeviceMesh) -> Tensor:
 
 
 class TiedCopies:
-    """The embedding of the first stage and the head's copy of it, where the head is tied.
+    """Parameters that the first stage shares with the last: an embedding, and the tied head's copy.
 
-    Made by every process of the world at the same time. `copy` is the parameter in a process that
-    holds it as a copy only.
+    Made by every process of the world at the same time. `copies` are those that this process holds
+    as copies only.
     """
 
     def __init__(
         self, plan: Plan, mesh: DeviceMesh, world: World, named: Mapping[str, Parameter]
     ) -> None:
-        self._held: Parameter | None = None
-        self.copy: Parameter | None = None
+        self._held: list[Parameter] = []
+        self.copies: frozenset[str] = frozenset()
         self._group: dist.ProcessGroup | None = None
-        if not plan.config.model.tied_head:
+        if not plan.tied_names:
             return
         last = plan.layout.pipeline - 1
         places = plan.layout.coordinates(world.rank)
         if places["pipeline"] not in (0, last):
             return
-        self._held = named[TIED_NAME]
-        self.copy = self._held if places["pipeline"] == last else None
+        self._held = [named[name] for name in sorted(plan.tied_names)]
+        self.copies = plan.tied_names if places["pipeline"] == last else frozenset()
         if last == 1:
             self._group = mesh["pipeline"].get_group()
         else:
@@ -135,6 +132,7 @@ class TiedCopies:
 
     def add_up(self) -> None:
         """Give both copies the sum of their gradients."""
-        if self._held is not None and self._held.grad is not None:
+        held = [local(each.grad) for each in self._held if each.grad is not None]
+        if held:
             assert self._group is not None  # whoever holds a copy is in a pair
-            add_up([local(self._held.grad)], self._group)
+            add_up(held, self._group)

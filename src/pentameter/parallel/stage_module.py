@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
 from typing import Any, Literal
@@ -21,8 +21,9 @@ from pentameter.config.choices import refuse_unknown
 from pentameter.fused_cpu.step import fused_loss_sum
 from pentameter.model.compiled import with_own_code
 from pentameter.model.gpt import GPT
-from pentameter.model.loss import compiled_row_loss
+from pentameter.parallel.model_source import Call, ModelSource
 from pentameter.parallel.precision import arithmetic
+from pentameter.planning.plan import Plan
 
 _SAVED_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _SAVED_NAMES = ("scaled_dot_product", "ring_attention", "summa", "product_3d")
@@ -32,15 +33,27 @@ class StageModule(nn.Module):
     """Runs one pipeline stage's slice of the model (plain, compiled or fused); DDP and FSDP wrap
     this module.
 
-    `model` is the slice, whose parameters keep the names of the table. In training it runs as
-    `run_compiled` or `run_fused` asked, in evaluation plainly.
+    `model` is the slice, whose parameters keep the names of the table, and `call` runs it. In
+    training it runs as `run_compiled` or `run_fused` asked, in evaluation plainly. With a
+    `generator_offset` PyTorch's generator is seeded for each micro-batch, by the key of its first
+    row and that offset.
     """
 
-    def __init__(self, model: GPT, device: torch.device, precision: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Call,
+        device: torch.device,
+        precision: str,
+        *,
+        generator_offset: int | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.device = device
         self.precision = precision
+        self._call = call
+        self._generator_offset = generator_offset
         self._train: Callable[..., Tensor] = self._plain
         self.replays = False
         """Whether a CUDA graph is replayed in training, which writes over what the replay before it
@@ -49,7 +62,7 @@ class StageModule(nn.Module):
     def forward(
         self, x: Tensor, targets: Tensor | None = None, dropout_keys: Tensor | None = None
     ) -> Tensor:
-        """What the slice returns of GPT's arguments: the last layers the summed loss (1,) of
+        """What the slice returns of a Call's arguments: the last layers the summed loss (1,) of
         `targets`, or logits where there are none; other layers the residual stream.
 
         Without targets, which is to sample, products are in the weights' precision, as `generate`
@@ -57,8 +70,10 @@ class StageModule(nn.Module):
         """
         run = self._train if self.training and targets is not None else self._plain
         rounds = targets is not None or isinstance(self, FSDPModule)
+        if self._generator_offset is not None and dropout_keys is not None:
+            torch.manual_seed(int(dropout_keys[0]) + self._generator_offset)
         with self.autocast() if rounds else contextlib.nullcontext():
-            y = run(x, targets=targets, dropout_keys=dropout_keys)
+            y = run(x, targets, dropout_keys)
         # Not a view, which FSDP's hook on what a module returns would be lost on.
         return torch.stack((y,)) if y.ndim == 0 else y
 
@@ -73,45 +88,63 @@ class StageModule(nn.Module):
         """Train by what `torch.compile` makes of the slice, from now on; its launches recorded once
         as CUDA graphs if it `replays` them. Then autograd must find each `.grad` there, or it would
         take the graph's own memory for it."""
-        if self.model.is_last:
-            self.model.head_loss.row_loss = compiled_row_loss
         self.replays = replays
         for parameter in self.model.parameters() if replays else ():
             parameter.grad = torch.zeros_like(parameter)
         self._train = torch.compile(
-            MethodType(with_own_code(GPT.forward), self.model),
+            MethodType(with_own_code(self._call), self.model),
             dynamic=False,
             options={"triton.cudagraphs": True} if replays else None,
         )
 
     def run_fused(self) -> None:
-        """Train by the fused operations of `fused_cpu`, which know whole models, from now on."""
+        """Train by the fused operations of `fused_cpu`, which know whole GPTs, from now on."""
+        assert isinstance(self.model, GPT)
         dtype = arithmetic(self.precision).autocast or next(self.model.parameters()).dtype
         self._train = partial(_fused, self.model, dtype)
 
-    def _plain(self, x: Tensor, **arguments: Any) -> Tensor:
-        y: Tensor = self.model(x, **arguments)
-        return y
+    def _plain(self, x: Tensor, targets: Tensor | None, dropout_keys: Tensor | None) -> Tensor:
+        return self._call(self.model, x, targets, dropout_keys)
+
+
+def slice_module(
+    source: ModelSource, plan: Plan, number: int, device: torch.device, precision: str
+) -> StageModule:
+    """The StageModule of pipeline stage `number`, whose parameters have no memory yet."""
+    layers = plan.stages[number]
+    model = source.build_slice(plan.config, layers, arithmetic(precision).weights)
+    return StageModule(
+        model,
+        source.call(model, plan.config, layers),
+        device,
+        precision,
+        generator_offset=number if source.draws_from_generator else None,
+    )
 
 
 def _fused(
-    model: GPT, dtype: torch.dtype, tokens: Tensor, *, targets: Tensor, dropout_keys: Tensor | None
+    model: GPT, dtype: torch.dtype, tokens: Tensor, targets: Tensor, dropout_keys: Tensor | None
 ) -> Tensor:
     with torch.autocast(tokens.device.type, enabled=False):  # it chooses its dtypes itself
         return fused_loss_sum(model, tokens, targets, dropout_keys, dtype)
 
 
-def recompute_activations(model: GPT, how: Literal["selective", "full"]) -> None:
-    """Have every block of `model` forget its activations, and compute them again for backward.
+def recompute_activations(
+    blocks: Iterable[nn.Module],
+    how: Literal["selective", "full"],
+    *,
+    draws_from_generator: bool = False,
+) -> None:
+    """Have every block forget its activations, and compute them again for backward.
 
     `full` keeps a block's input only. `selective` keeps the results of its matrix products and
     of PyTorch's attention too, and computes again what is element-wise: norms, activations,
     dropout, and the weights of an attention that drops them, which are the largest of all.
 
-    Only the blocks' `forward` is replaced, so names in `state_dict()` stay. Dropout masks are
-    functions of their keys: no generator's state has to be kept for the second pass.
+    Only the blocks' `forward` is replaced, so names in `state_dict()` stay. Keyed dropout needs no
+    generator's state for the second pass; blocks that draw from PyTorch's generator do.
     """
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws_from_generator}
     match how:
         case "full":
             pass
@@ -119,14 +152,16 @@ def recompute_activations(model: GPT, how: Literal["selective", "full"]) -> None
             options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
         case unknown:
             refuse_unknown(unknown, "train.activation_checkpoint", "the engine")
-    for block in model.blocks.values():
+    for block in blocks:
         block.forward = partial(_recomputed, block.forward, options)
 
 
-def _recomputed(forward: Callable[..., Tensor], options: dict[str, Any], *arguments: Any) -> Tensor:
+def _recomputed(
+    forward: Callable[..., Tensor], options: dict[str, Any], *arguments: Any, **named: Any
+) -> Tensor:
     if not torch.is_grad_enabled():
-        return forward(*arguments)
-    return checkpoint(forward, *arguments, **options)
+        return forward(*arguments, **named)
+    return checkpoint(forward, *arguments, **options, **named)
 
 
 def _policy(ctx: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:

@@ -49,9 +49,10 @@ OperationKind = Literal[
 
 @dataclass(frozen=True)
 class Init:
-    """How a parameter starts: `scale` is normal's deviation, or uniform's bound ±scale."""
+    """How a parameter starts: `scale` is normal's deviation, or uniform's bound ±scale. `own` is
+    what the module that has it starts with."""
 
-    kind: Literal["normal", "uniform", "zeros", "ones"]
+    kind: Literal["normal", "uniform", "zeros", "ones", "own"]
     scale: float = 0.0
 
 

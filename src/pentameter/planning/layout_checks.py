@@ -23,6 +23,18 @@ def check_layout(layout: Layout, model: ModelConfig, local_size: int | None = No
             _check_division(layout, model, dimension)
     else:
         _check_grid(layout, model)
+    check_places(layout, model, local_size)
+    if layout.turns_back and layout.zero and model.tied_head:
+        raise ConfigError(
+            f"parallel.schedule='{layout.schedule}' holds the embedding and the tied head on one "
+            f"process, where parallel.zero={layout.zero} would share the weight out twice; set "
+            "parallel.zero to 0, model.tied_head to false, or use 'zero-bubble'"
+        )
+
+
+def check_places(layout: Layout, model: ModelConfig, local_size: int | None) -> None:
+    """Raise ConfigError unless the time of a sequence, the processes of a machine and the layers
+    can be divided so, whatever the layers are."""
     _check_time(layout, model)
     _check_normed_heads(layout, model)
     t = layout.tensor
@@ -31,12 +43,6 @@ def check_layout(layout: Layout, model: ModelConfig, local_size: int | None = No
             f"parallel.tensor={t} must divide the {local_size} processes of a machine, as its "
             "processes exchange every layer's activations; possible: "
             + listed(_divisors(local_size))
-        )
-    if layout.turns_back and layout.zero and model.tied_head:
-        raise ConfigError(
-            f"parallel.schedule='{layout.schedule}' holds the embedding and the tied head on one "
-            f"process, where parallel.zero={layout.zero} would share the weight out twice; set "
-            "parallel.zero to 0, model.tied_head to false, or use 'zero-bubble'"
         )
     if layout.n_stages > model.n_layers:
         each = f" × parallel.virtual_stages={layout.virtual_stages}"

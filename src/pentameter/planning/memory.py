@@ -15,6 +15,7 @@ from pentameter.planning.rules import LayoutRules
 from pentameter.planning.shares import (
     ROOT,
     gathered_elements,
+    is_rounded,
     shard_elements,
     stage_tables,
     units,
@@ -34,7 +35,17 @@ micro-batches keep no more activations under way."""
 
 
 @dataclass(frozen=True)
-class Memory:
+class StateBytes:
+    """The bytes of what the fullest process holds from step to step, and its gradients."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    """The most that are held from one micro-batch to the next, or to the optimizer's step."""
+    optimizer_bytes: int
+
+
+@dataclass(frozen=True)
+class Memory(StateBytes):
     """The bytes of the fullest process, in a step after the first one, which makes the optimizer's
     state.
 
@@ -42,10 +53,6 @@ class Memory:
     the device's.
     """
 
-    weights_bytes: int
-    gradients_bytes: int
-    """The most that are held from one micro-batch to the next, or to the optimizer's step."""
-    optimizer_bytes: int
     gathered_bytes: int
     """Bytes beyond these at the peak: weights gathered from shards, or rounded for products, and
     what is on its way between processes."""
@@ -77,6 +84,33 @@ def step_memory(
         for place in range(layout.pipeline)
     )
     return max(each, key=lambda memory: memory.total_bytes)
+
+
+def state_bytes(
+    config: Config, layout: Layout, tables: Sequence[Sequence[ParameterSpec]]
+) -> StateBytes:
+    """The bytes that follow from parameters alone, of the fullest process of a resolved
+    configuration; `tables` are those of its pipeline stages. The optimizer is the configuration's,
+    and a matrix is divided along the axes that its table names.
+    """
+    sizes, rules = step_sizes(config, layout), LayoutRules(layout)
+    whole_gradients = rules.keeps_whole_gradients(sizes.n_micro_batches)
+
+    def of_place(place: int) -> StateBytes:
+        weights = gradients = optimizer = 0
+        numbers = layout.stages_of(place)
+        specs = {spec.name: spec for number in numbers for spec in tables[number]}
+        for spec in specs.values():
+            local = layout.parameter_shape(spec.shape, spec.axes)
+            own = shard_elements(local, layout.shard, 0) if local else 1
+            weights += own
+            gradients += math.prod(local) if whole_gradients else own
+            optimizer += own * optimizer_slots(config.optimizer, spec)
+        e = sizes.element_bytes
+        return StateBytes(e * weights, e * gradients, e * optimizer)
+
+    places = map(of_place, range(layout.pipeline))
+    return max(places, key=lambda b: b.weights_bytes + b.gradients_bytes + b.optimizer_bytes)
 
 
 def _several_rounds(n_micro_batches: int, layout: Layout) -> int:
@@ -280,9 +314,8 @@ class _RankMemory:
         roots: list[_FsdpUnit] = []
         for table in self.tables:
             for name, specs in units(table).items():
-                e, p = self.element_bytes, self.product_bytes
-                if name == ROOT:
-                    p = e
+                e = self.element_bytes
+                p = self.product_bytes if is_rounded(name) else e
                 shapes = [self.layout.parameter_shape(spec.shape, spec.axes) for spec in specs]
                 whole = [math.prod(shape) for shape in shapes]
                 padded = sum(gathered_elements(shape, self.layout.shard) for shape in shapes)

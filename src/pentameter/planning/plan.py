@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
@@ -15,18 +16,17 @@ from pentameter.planning.architecture import (
     embedding_dropout,
     feed_forward_width,
     padded_vocab_size,
-    parameter_table,
 )
-from pentameter.planning.costs import (
-    CONVENTION,
-    end_weights,
-    flops_per_token,
-    padding_elements,
-    step_sizes,
-)
+from pentameter.planning.costs import end_weights, padding_elements, step_sizes
 from pentameter.planning.layout import Layout, make_layout, stage_layers
-from pentameter.planning.layout_checks import check_layout, check_micro_batches
-from pentameter.planning.memory import Memory, step_memory
+from pentameter.planning.layout_checks import check_layout, check_micro_batches, check_places
+from pentameter.planning.memory import Memory, StateBytes, state_bytes, step_memory
+from pentameter.planning.outline import (
+    ModelOutline,
+    check_own_layout,
+    check_tied_copies,
+    outline_of_gpt,
+)
 from pentameter.planning.rules import LayoutRules
 from pentameter.planning.timeline import planned_bubble
 from pentameter.planning.traffic import StepTraffic, busiest, by_dimension, step_traffic
@@ -36,12 +36,22 @@ DEFAULT_STEPS = 1000  # of a configuration that names neither steps nor epochs
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a run obeys. `config` is resolved: nothing in it is left to be derived."""
+    """Everything a run obeys. `config` is resolved: nothing in it is left to be derived.
+
+    Of a module of somebody's own, activations, messages and the idle time of a pipeline are not
+    known, and left out.
+    """
 
     config: Config
     layout: Layout
     table: tuple[ParameterSpec, ...]
     stages: tuple[range, ...]
+    stage_names: tuple[frozenset[str], ...]
+    """Names of the parameters of each stage."""
+    built_by: str | None
+    """The function that builds a module of somebody's own; None for the built-in GPT."""
+    gives_logits: bool
+    """Whether text can be sampled from the model."""
     vocab_size_padded: int
     n_parameters: int
     n_parameters_padded: int
@@ -52,8 +62,10 @@ class Plan:
     n_micro_batches: int
     tokens_per_step: int
     total_tokens: int
-    flops_per_token: int
-    planned_memory: Memory
+    flops_per_token: int | None
+    """None of a module whose FLOPs could not be counted."""
+    flops_convention: str
+    planned_memory: Memory | StateBytes
     """The fullest process's, in the configuration's own precision."""
     asked_micro_batch_size: int | None
 
@@ -96,30 +108,57 @@ class Plan:
         return LayoutRules(self.layout)
 
     @property
-    def bubble_fraction(self) -> float:
+    def tied_names(self) -> frozenset[str]:
+        """Parameters of which both ends of a pipeline hold a copy."""
+        if len(self.stage_names) == 1:
+            return frozenset()
+        return self.stage_names[0] & self.stage_names[-1]
+
+    @property
+    def least_flops_per_token(self) -> int:
+        """`flops_per_token`, or where nobody counted them those of one product with each parameter,
+        for choices that need a number."""
+        return self.flops_per_token or 6 * self.n_parameters
+
+    @property
+    def bubble_fraction(self) -> float | None:
         """Idle time of a pipeline's processes ÷ the time they compute; 0 without a pipeline."""
+        if self.layout.pipeline == 1:
+            return 0.0
+        if self.built_by is not None:
+            return None
         return planned_bubble(self.config, self.layout, self.stages, self.n_micro_batches)
 
     def memory(self, precision: str | None = None) -> Memory:
         """Bytes that the fullest process holds; `precision` is the run's, where the configuration
-        leaves it open."""
+        leaves it open. Raises ConfigError for a module of somebody's own."""
+        if not isinstance(self.planned_memory, Memory):
+            raise ConfigError(f"the activations of the module of {self.built_by} are not known")
         if precision is None:
             return self.planned_memory
         return step_memory(self.config, self.layout, self.stages, precision)
 
     def traffic(self, rank: int = 0, precision: str | None = None) -> StepTraffic:
-        """Calls and bytes that a rank sends and receives in a step, by (dimension, kind)."""
+        """Calls and bytes that a rank sends and receives in a step, by (dimension, kind). Raises
+        ConfigError for a module of somebody's own."""
+        if self.built_by is not None:
+            raise ConfigError(f"the messages of the module of {self.built_by} are not known")
         return step_traffic(self.config, self.layout, self.stages, rank, precision)
 
     def to_json(self) -> dict[str, Any]:
-        """The Plan as `train --dry-run` prints it and a run folder's plan.json holds it."""
+        """The Plan as `train --dry-run` prints it and a run folder's plan.json holds it; null is
+        what is not known of a module of somebody's own."""
+        flops, sent = self.flops_per_token, None
+        if self.built_by is None:
+            sent = by_dimension(busiest(self.config, self.layout, self.stages))
         return {
             "model": {
+                "built_by": self.built_by,
                 "parameters": self.n_parameters,
                 "parameters_padded": self.n_parameters_padded,
                 "vocab_size_padded": self.vocab_size_padded,
-                "flops_per_token": self.flops_per_token,
-                "flops_convention": CONVENTION,
+                "flops_per_token": flops,
+                "flops_convention": self.flops_convention,
             },
             "layout": {**self.layout.to_json(), "world_size": self.layout.world_size},
             "stages": [[stage.start, stage.stop] for stage in self.stages],
@@ -132,9 +171,9 @@ class Plan:
             "steps": self.steps,
             "rows_per_epoch": self.rows_per_epoch,
             "total_tokens": self.total_tokens,
-            "total_flops": self.total_tokens * self.flops_per_token,
+            "total_flops": None if flops is None else self.total_tokens * flops,
             "memory": asdict(self.planned_memory),
-            "communication": by_dimension(busiest(self.config, self.layout, self.stages)),
+            "communication": sent,
             "time": {"bubble_fraction": self.bubble_fraction},
         }
 
@@ -146,8 +185,9 @@ def make_plan(
     *,
     world_size: int | None = None,
     local_size: int | None = None,
+    outline_of: Callable[[Config], ModelOutline] = outline_of_gpt,
 ) -> Plan:
-    """The Plan of `config`.
+    """The Plan of `config`, for the built-in GPT or the model that `outline_of` outlines.
 
     `vocab_size` is the tokenizer's, and needed when the configuration does not state one;
     `rows_per_epoch` counts the rows of the training split, and is needed where the configuration
@@ -159,22 +199,38 @@ def make_plan(
     asked = config.train.micro_batch_size
     config = _resolve(config, vocab_size, rows_per_epoch, layout)
     model, train = config.model, config.train
-    check_layout(layout, model, local_size)
-    layout = layout.for_model(model)
-    table = parameter_table(model)
-    n_padded = sum(spec.n_elements for spec in table)
-    n_padding = padding_elements(model)
+    outline = outline_of(config)
+    is_gpt = outline.built_by is None
+    if is_gpt:
+        check_layout(layout, model, local_size)
+        layout = layout.for_model(model)
+    else:
+        check_places(layout, model, local_size)
+        check_own_layout(layout, config, outline)
+    n_padded = sum(spec.n_elements for spec in outline.table)
+    n_padding = padding_elements(model) if is_gpt else 0
     assert train.batch_size is not None
     assert train.steps is not None
     tokens_per_step = train.batch_size * model.context_length
-    stages = stage_layers(model.n_layers, layout.n_stages, *end_weights(config))
+    ends = end_weights(config) if is_gpt else (0.0, 0.0)
+    stages = stage_layers(model.n_layers, layout.n_stages, *ends)
+    stage_names = outline.names_of_stages(stages)
+    check_tied_copies(layout, stage_names)
     sizes = step_sizes(config, layout)
     check_micro_batches(layout, sizes.n_micro_batches, sizes.micro_batch_size)
+    if is_gpt:
+        planned_memory: Memory | StateBytes = step_memory(config, layout, stages)
+    else:
+        tables = [[spec for spec in outline.table if spec.name in own] for own in stage_names]
+        planned_memory = state_bytes(config, layout, tables)
     return Plan(
         config=config,
         layout=layout,
-        table=table,
+        table=outline.table,
         stages=stages,
+        stage_names=stage_names,
+        built_by=outline.built_by,
+        gives_logits=outline.gives_logits,
         vocab_size_padded=padded_vocab_size(model),
         n_parameters=n_padded - n_padding,
         n_parameters_padded=n_padded,
@@ -184,8 +240,9 @@ def make_plan(
         n_micro_batches=sizes.n_micro_batches,
         tokens_per_step=tokens_per_step,
         total_tokens=tokens_per_step * train.steps,
-        flops_per_token=flops_per_token(model),
-        planned_memory=step_memory(config, layout, stages),
+        flops_per_token=outline.flops_per_token,
+        flops_convention=outline.flops_convention,
+        planned_memory=planned_memory,
         asked_micro_batch_size=asked,
     )
 

@@ -26,14 +26,22 @@ def gathered_elements(shape: Shape, n_shards: int) -> int:
 
 def units(specs: Sequence[ParameterSpec]) -> dict[str, list[ParameterSpec]]:
     """FSDP's units of a stage, whose parameters are gathered and reduced together: each attention
-    and each feed-forward layer, in the order in which they run, and at last the rest, ROOT."""
+    and each feed-forward layer, in the order in which they run, norms within them for themselves,
+    and at last the rest, ROOT."""
     found: dict[str, list[ParameterSpec]] = {}
     rest: list[ParameterSpec] = []
     for spec in specs:
         pieces = spec.name.split(".")  # blocks.3.attention.qkv.weight
         in_unit = pieces[0] == "blocks" and pieces[2] in ("attention", "mlp")
-        (found.setdefault(".".join(pieces[:3]), []) if in_unit else rest).append(spec)
+        depth = 4 if pieces[3:4] in (["q_norm"], ["k_norm"]) else 3
+        (found.setdefault(".".join(pieces[:depth]), []) if in_unit else rest).append(spec)
     return {**found, ROOT: rest}
+
+
+def is_rounded(unit: str) -> bool:
+    """Whether a unit's parameters are rounded before they are gathered, as products alone read
+    them."""
+    return unit != ROOT and not unit.endswith("_norm")
 
 
 def stage_tables(

@@ -36,8 +36,8 @@ from pentameter.planning.grid_traffic import GridTraffic
 from pentameter.planning.layout import Layout, Shape
 from pentameter.planning.rules import LayoutRules
 from pentameter.planning.shares import (
-    ROOT,
     gathered_elements,
+    is_rounded,
     shard_elements,
     stage_tables,
     units,
@@ -409,7 +409,7 @@ class _RankTraffic:
             for name, unit in units(specs).items():
                 shapes = [self.local_shape(spec) for spec in unit]
                 gathered = sum(gathered_elements(shape, shard) for shape in shapes)
-                low = self.element_bytes if name == ROOT else self.sizes.product_bytes
+                low = self.sizes.product_bytes if is_rounded(name) else self.element_bytes
                 if shard > 1:
                     whole = gathered * self.element_bytes
                     self.counter.add("shard", "all_gather", gathered * low, n_gathers)

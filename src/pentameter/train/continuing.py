@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from pentameter.optim.schedule import learning_rate
 from pentameter.planning.layout import Layout
 from pentameter.planning.plan import Plan, default_cooldown
 from pentameter.processes.world import World
+from pentameter.train.supplied import Supplied
 
 NEW_FOLDER = "another --run-dir or --name to start anew"
 
@@ -48,6 +49,8 @@ class Request:
     init_from: Path | None
     """The model with whose weights a run begins that has no checkpoint yet."""
     world: World
+    supplied: Supplied = field(default_factory=Supplied)
+    """The parts that the user supplied in the place of the configuration's."""
 
 
 # -- whose folder it is -------------------------------------------------------------------------

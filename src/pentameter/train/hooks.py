@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pentameter.train.console import Console
     from pentameter.train.run_folder import RunFolder
     from pentameter.train.state import TrainState
+    from pentameter.train.supplied import OwnBatches
 
 HOOK_METHODS = (
     "on_start",
@@ -55,7 +56,7 @@ class TrainingRun(ABC):
     """The configuration with every value that the Plan derived."""
     plan: Plan
     dataset: Dataset
-    batches: TrainingBatches
+    batches: TrainingBatches | OwnBatches
     sample_prompt: str
     compute: Compute
     run_dir: Path

@@ -20,6 +20,8 @@ from pentameter.generation.loop import sample_text
 from pentameter.machine.cores import OtherPrograms
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.engine import LossSum
+from pentameter.parallel.model_source import ModelSource
+from pentameter.parallel.own_model import Build, model_source
 from pentameter.processes.join import lone_world, loss_behind
 from pentameter.processes.world import World
 from pentameter.train.console import Console
@@ -38,6 +40,7 @@ from pentameter.train.profile import Stopwatch
 from pentameter.train.signals import StopSignals
 from pentameter.train.start import start_run
 from pentameter.train.state import EpochSums, TrainState
+from pentameter.train.supplied import BatchFunction, OptimizerFunction, Supplied
 from pentameter.train.update import update_weights
 
 MAX_CONSECUTIVE_SKIPS = 3
@@ -48,8 +51,11 @@ class Trainer(TrainingRun):
 
     `fit` returns how the run ended. Beside the configuration: `run_dir` (runs/NAME when absent),
     `resume` (auto, never, must, extend, or a checkpoint's path), `init_from` (a model whose weights
-    a new run begins with), `hooks` (see `train/hooks.py`), `schedule`, the learning rate as a
-    function of the step (0-based) instead of the configuration's, `quiet`, which prints nothing but
+    a new run begins with), `hooks` (see `train/hooks.py`), and in the place of the configuration's
+    own: `model`, a function of the resolved configuration that returns any module, or an
+    `OwnModel`; `optimizer`, a function of parameter groups; `batches`, a function of step and rows
+    (see `train/supplied.py`); `schedule`, the learning rate as a function of the step (0-based).
+    `quiet`, which prints nothing but
     still writes log.txt, and `world`, the processes that train together, each with a Trainer of its
     own: they run the same loop and agree on every turn of it, and the main one speaks and writes
     the run folder. Raises TypeError for other arguments, and for what is no hook.
@@ -63,6 +69,9 @@ class Trainer(TrainingRun):
         resume: str = "auto",
         init_from: Path | str | None = None,
         hooks: Sequence[object] = (),
+        model: Build | ModelSource | None = None,
+        optimizer: OptimizerFunction | None = None,
+        batches: BatchFunction | None = None,
         schedule: Callable[[int], float] | None = None,
         quiet: bool = False,
         world: World | None = None,
@@ -75,6 +84,12 @@ class Trainer(TrainingRun):
             )
         for hook in hooks:
             check_hook(hook)
+        supplied = Supplied(model_source(model), optimizer, batches)
+        if init_from is not None and model is not None:
+            raise ConfigError(
+                f"init_from={str(init_from)!r} is a model for the built-in one's weights; a module "
+                "of your own begins with those that it is built with"
+            )
         self.config = config
         self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / config.name
         if "\0" in str(self.run_dir):
@@ -82,9 +97,8 @@ class Trainer(TrainingRun):
         self.world = world or lone_world()
         self.console = Console(self.world, quiet=quiet)
         self.state = TrainState()
-        self._request = Request(
-            config, self.run_dir, resume, None if init_from is None else Path(init_from), self.world
-        )
+        weights = None if init_from is None else Path(init_from)
+        self._request = Request(config, self.run_dir, resume, weights, self.world, supplied)
         self._user_hooks = tuple(hooks)
         self._schedule = schedule
         self._signals = StopSignals()
@@ -280,7 +294,7 @@ class Trainer(TrainingRun):
     def _sample_if_due(self) -> None:
         state, train = self.state, self.config.train
         due = state.is_due(train.sample_interval, state.last_sample_step, self.plan.steps)
-        if self._signals.agreed or not due:
+        if self._signals.agreed or not due or not self.plan.gives_logits:
             return
         state.last_sample_step = state.step
         self.world.progress.note("sampling", state.step)

@@ -62,8 +62,10 @@ class Stopwatch:
     def mfu(self) -> float | None:
         """Model FLOPs utilisation of the latest step: its FLOPs per second, padding included, ÷ the
         ceiling of all devices; None if that is unknown."""
+        if self._flops_per_token is None or not self._ceiling_flops:
+            return None
         flops = self._tokens_per_step * self._flops_per_token
-        return flops / self.step_seconds / self._ceiling_flops if self._ceiling_flops else None
+        return flops / self.step_seconds / self._ceiling_flops
 
     def eta_seconds(self, steps_left: int) -> float:
         """Seconds that `steps_left` steps will take at the median pace of the latest ones."""

@@ -22,10 +22,8 @@ from pentameter.data.shards.dataset import Dataset
 from pentameter.disk.lock import RunLock
 from pentameter.errors import ConfigError, StorageError
 from pentameter.machine.capabilities import memory_bytes
-from pentameter.optim.build import build_optimizer
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.compute import choose_compute
-from pentameter.parallel.muon import ShardedMuon
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.train.continuing import Request, plan_run, saved_layout
 from pentameter.train.hooks import TrainingRun
@@ -33,6 +31,7 @@ from pentameter.train.recorder import Recorder
 from pentameter.train.run_folder import open_run_folder
 from pentameter.train.saving import RunCheckpoints
 from pentameter.train.state import TrainState, saved_state
+from pentameter.train.supplied import OwnBatches, Supplied
 from pentameter.train.trackers import require_trackers
 from pentameter.wording import size
 
@@ -61,11 +60,13 @@ def start_run(
 
     world.on_main(lock)  # once all that needs no folder is known
     folder = run.folder = open_run_folder(request, run.plan, run.dataset)
-    _build(run)
+    _build(run, request.supplied)
     console.open_log(folder.log_path_of(world.rank))
     recorder = Recorder(run)
     stack.callback(recorder.close)
-    checkpoints = RunCheckpoints(run, lambda: {**recorder.sync(), "log_bytes": console.sync()})
+    checkpoints = RunCheckpoints(
+        run, request.supplied, lambda: {**recorder.sync(), "log_bytes": console.sync()}
+    )
     checkpoints.prune()  # what a kill between a save and its pruning left
     if folder.initial_weights is not None:
         for warning in folder.initial_weights.warnings:
@@ -93,13 +94,18 @@ def _prepare(run: TrainingRun, request: Request) -> None:
         progress=run.console.progress,
         warnings=warnings,
     )
-    run.batches = training_batches(config, run.dataset.split("train"))
+    own_batches = request.supplied.batches
+    if own_batches is None:
+        run.batches = training_batches(config, run.dataset.split("train"))
+    else:
+        run.batches = OwnBatches(own_batches, config, run.dataset.vocab_size)
     plan_of = partial(
         make_plan,
         vocab_size=run.dataset.vocab_size,
         rows_per_epoch=run.batches.rows_per_epoch,
         world_size=world.size,
         local_size=world.local_size,
+        outline_of=request.supplied.source.outline,
     )
     run.plan = plan_run(request, plan_of)
     run.config = run.plan.config
@@ -109,17 +115,21 @@ def _prepare(run: TrainingRun, request: Request) -> None:
     except ConfigError as error:  # a preset's prompt need not suit the user's text
         warnings.append(f"train.sample_prompt is left out: {error}")
         run.sample_prompt = ""
+    if config.train.sample_interval is not None and not run.plan.gives_logits:
+        warnings.append(
+            f"nothing is sampled: the module that {run.plan.built_by} builds needs targets to run"
+        )
     run.compute = choose_compute(run.plan, world)
     check_device_memory(run.plan, run.compute.device, world.local_size)
     run.console.warn(warnings + _misfits(run.plan, run.dataset, run.batches))
 
 
-def _misfits(plan: Plan, dataset: Dataset, batches: TrainingBatches) -> list[str]:
+def _misfits(plan: Plan, dataset: Dataset, batches: TrainingBatches | OwnBatches) -> list[str]:
     """Warnings, a line each, where the settings ask more of the text, or of the run's length, than
     there is. Raises ConfigError where the run waits for evaluations and nothing is held out."""
     warnings, config = [], plan.config
     train, val = dataset.split("train"), dataset.split("val")
-    if batches.tokens_per_epoch < train.n_tokens:
+    if isinstance(batches, TrainingBatches) and batches.tokens_per_epoch < train.n_tokens:
         warnings.append(
             f"data.order='{config.data.order}' reads {batches.tokens_per_epoch:,} of "
             f"{train.n_tokens:,} tokens: documents are cut after model.context_length="
@@ -183,23 +193,28 @@ def check_device_memory(plan: Plan, device: torch.device, local_size: int) -> No
         )
 
 
-def _build(run: TrainingRun) -> None:
+def _build(run: TrainingRun, supplied: Supplied) -> None:
     """Fill in the engine and the optimizer, with the tensors of the checkpoint from which the run
     goes on or of the model that it begins with, and the state to go on from.
 
     Each process reads its own part, whatever layout the checkpoint was written on. Collective.
     """
     plan, compute, world = run.plan, run.compute, run.world
+    checkpoint = run.folder.checkpoint
+    if checkpoint is not None:
+        supplied.check_same(checkpoint, plan)
     engine = run.engine = assemble(
-        plan, compute.device, compute.precision, compiled=compute.compiled, world=world
+        plan,
+        compute.device,
+        compute.precision,
+        compiled=compute.compiled,
+        world=world,
+        source=supplied.source,
     )
-    run.optimizer = build_optimizer(
-        engine.named_parameters(), plan.table, plan.config.optimizer, ShardedMuon
-    )
+    run.optimizer = supplied.build_optimizer(list(engine.named_parameters()), plan)
     if run.folder.initial_weights is not None:
         run.folder.initial_weights.load_into(engine.models)
     run.state = TrainState()
-    checkpoint = run.folder.checkpoint
     if checkpoint is None:
         return
     state, _ = saved_state(checkpoint)
@@ -229,8 +244,8 @@ def _describe(run: TrainingRun) -> list[str]:
         micro = f" in {plan.n_micro_batches} micro-batches of {plan.micro_batch_size}"
     lines = [
         f"{config.name} · seed {config.seed} · {run.folder.path}",
-        f"model   {plan.n_parameters:,} parameters · {model.n_layers} layers × {model.d_model} · "
-        f"{model.n_heads} heads · context {model.context_length}",
+        f"model   {plan.n_parameters:,} parameters · {_architecture(plan)} · context "
+        f"{model.context_length}",
         f"data    {source}{_left_out(data)} · {run.dataset.tokenizer.kind} tokens: {splits} · "
         f"vocabulary {model.vocab_size:,}",
         f"run     {plan.steps:,} steps × {plan.tokens_per_step:,} tokens{micro} = "
@@ -259,6 +274,14 @@ def _describe(run: TrainingRun) -> list[str]:
             "the first step compiles: about a minute on a new machine, seconds once cached"
         )
     return lines
+
+
+def _architecture(plan: Plan) -> str:
+    """The model's sizes, in words, or where a module of the user's own comes from."""
+    if plan.built_by is not None:
+        return plan.built_by
+    model = plan.config.model
+    return f"{model.n_layers} layers × {model.d_model} · {model.n_heads} heads"
 
 
 def _epochs(plan: Plan) -> str:

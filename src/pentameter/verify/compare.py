@@ -6,19 +6,22 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from pentameter.config.schema import Config
 from pentameter.errors import TrainingFailedError
-from pentameter.planning.architecture import parameter_table
 from pentameter.planning.layout import Layout
+from pentameter.planning.outline import ModelOutline, outline_of_gpt
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.verify.cases import MOST_PROCESSES, Case
 from pentameter.verify.shrink import case_config
 from pentameter.verify.workers import CaseFailedError, Job, Workers
+
+if TYPE_CHECKING:  # which imports torch
+    from pentameter.verify.proof import SentModel
 
 TOLERANCE = 1e-10
 """Largest relative difference. Layouts add up in other orders, which in float64 costs some 1e-15;
@@ -127,12 +130,15 @@ def verify_layouts(
     n_steps: int = 3,
     prepare: str | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    model: SentModel | None = None,
+    outline_of: Callable[[Config], ModelOutline] = outline_of_gpt,
 ) -> Iterator[Outcome]:
     """The outcome of each case, one after another; a case that fails does not end the others.
 
     `small` is what `shrink` made of a configuration for these cases. `prepare` (`module:function`)
-    is called in each process of a case before it computes, but not in the one process. Raises
-    TrainingFailedError where that one fails, as there is then nothing to compare with.
+    is called in each process of a case before it computes, but not in the one process. `model` is
+    somebody's own, and `outline_of` outlines it. Raises TrainingFailedError where the one process
+    fails, as there is then nothing to compare with.
     """
 
     def compute(case: Case, prepare: str | None = None) -> list[list[StepNumbers]]:
@@ -142,7 +148,7 @@ def verify_layouts(
         seconds = timeout_seconds * max(1.0, n_processes / MOST_PROCESSES)  # they share the machine
         return workers.run(
             [
-                Job(config, n_steps, rank, n_processes, file, seconds, prepare)
+                Job(config, n_steps, rank, n_processes, file, seconds, prepare, model)
                 for rank in range(n_processes)
             ]
         )
@@ -160,7 +166,7 @@ def verify_layouts(
             trace = error.worker_traceback
             yield Outcome(case, seconds, failure=str(error), worker_traceback=trace)
             continue
-        plan = make_plan(case_config(small, case))
+        plan = make_plan(case_config(small, case), outline_of=outline_of)
         found = list(differences(references[case.tied_head], numbers, plan))
         yield Outcome(
             case,
@@ -240,14 +246,7 @@ def differences(
 def _names(plan: Plan, rank: int) -> set[str]:
     """Names of the parameters that a rank has, a copy of a tied one included."""
     stages = plan.layout.stages_of(plan.layout.coordinates(rank)["pipeline"])
-    ranges = [plan.stages[number] for number in stages]
-    return {
-        spec.name
-        for layers in ranges
-        for spec in parameter_table(
-            plan.config.model, first_layer=layers.start, last_layer=layers.stop
-        )
-    }
+    return set().union(*(plan.stage_names[number] for number in stages))
 
 
 def _scalars(kind: Kind, step: int, values: Sequence[float]) -> Iterator[Difference]:

@@ -27,8 +27,11 @@ CLIP_NORM = 0.05
 """Far below the norm of these gradients."""
 
 
-def shrink(config: Config, cases: Sequence[Case]) -> Config:
+def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) -> Config:
     """`config` as small as all the cases allow, in float64 and for one process.
+
+    A section `[model]` that it `keeps` is another module's: nothing in it changes, but that there
+    is a vocabulary, and no dropout, which such a module draws anew for each micro-batch.
 
     Heads, widths and context divide by every `tensor`, the vocabulary by none of them; there are
     more layers than any pipeline has stages, so that an uneven cut is among the cuts.
@@ -84,6 +87,11 @@ def shrink(config: Config, cases: Sequence[Case]) -> Config:
         "train.patience": None,
         "train.sample_interval": None,
     }
+    if keeps_model:
+        changes = {key: value for key, value in changes.items() if not key.startswith("model.")}
+        dropouts = ("dropout", "attention_dropout", "embedding_dropout")
+        changes |= {f"model.{key}": 0.0 for key in dropouts}
+        changes["model.vocab_size"] = model.vocab_size or vocab_size
     alone = config.model_copy(
         update={"parallel": ParallelConfig(partition=config.parallel.partition)}
     )

@@ -16,9 +16,13 @@ from torch.distributed.tensor import DTensor
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import IGNORED, Batch
 from pentameter.keyed import bits, make_key
+from pentameter.model.initial import fill
 from pentameter.optim.build import build_optimizer
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import Engine
+from pentameter.parallel.gpt_source import GPTSource
+from pentameter.parallel.local_parts import local_part
+from pentameter.parallel.model_source import ModelSource
 from pentameter.parallel.muon import ShardedMuon
 from pentameter.planning.architecture import Init
 from pentameter.planning.plan import Plan, make_plan
@@ -33,6 +37,9 @@ from pentameter.verify.workers import Failed, Job
 INIT_STD = 0.3
 """Standard deviation of every initial parameter: with widths of ten, activations and gradients stay
 near 1."""
+OWN_NOISE = 0.05
+"""Standard deviation of what is added to the initial weights of somebody's own module, which knows
+best how large they should be."""
 
 
 def answer(job: Job) -> list[StepNumbers] | Failed:
@@ -47,20 +54,28 @@ def answer(job: Job) -> list[StepNumbers] | Failed:
         with joined_world(
             "cpu", place, always_group=has_group, timeout_seconds=job.timeout_seconds
         ) as world:
-            return list(compute_steps(job.config, job.n_steps, world))
+            source = GPTSource() if job.model is None else job.model.received()
+            return list(compute_steps(job.config, job.n_steps, world, source))
     except BaseException as error:
         last = traceback.format_exception_only(error)[-1].strip()
         return Failed(last, traceback.format_exc(), isinstance(error, LostProcessError))
 
 
-def compute_steps(config: Config, n_steps: int, world: World) -> Iterator[StepNumbers]:
+def compute_steps(
+    config: Config, n_steps: int, world: World, source: ModelSource
+) -> Iterator[StepNumbers]:
     """Train on made-up batches from made-up weights. Collective over the world."""
-    plan = make_plan(config, world_size=world.size)
+    plan = make_plan(config, world_size=world.size, outline_of=source.outline)
     # A bias that starts at zero would hide that it is added twice.
     noise = Init("normal", INIT_STD)
     noisy = replace(plan, table=tuple(replace(spec, init=noise) for spec in plan.table))
-    engine = assemble(noisy, torch.device("cpu"), "fp64", compiled=False, world=world)
-    _add_ones(engine, plan)
+    engine = assemble(
+        noisy, torch.device("cpu"), "fp64", compiled=False, world=world, source=source
+    )
+    if plan.built_by is None:
+        _add_ones(engine, plan)
+    else:
+        _add_noise(engine, plan)
     rules = config.optimizer
     optimizer = build_optimizer(engine.named_parameters(), plan.table, rules, ShardedMuon)
     for step in range(n_steps):
@@ -103,6 +118,20 @@ def _add_ones(engine: Engine, plan: Plan) -> None:
         for name, parameter in engine.named_parameters():
             if name in ones:
                 parameter.add_(1.0)
+
+
+def _add_noise(engine: Engine, plan: Plan) -> None:
+    """Move every weight of somebody's own module away from where it starts."""
+    specs = {spec.name: replace(spec, init=Init("normal", OWN_NOISE)) for spec in plan.table}
+    with torch.no_grad():
+        for name, parameter in engine.named_parameters():
+            own, offset = local_part(parameter)
+            if own.ndim:
+                sides = zip(offset, own.shape, strict=True)
+                noise = torch.empty_like(own)
+                region = tuple((start, start + size) for start, size in sides)
+                fill(specs[name], noise, region, plan.config.seed)
+                own.add_(noise)
 
 
 def _whole(tensor: Tensor) -> Float64:

@@ -10,18 +10,21 @@ from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pentameter.config.schema import Config
 from pentameter.errors import TrainingFailedError
 from pentameter.machine.child import ChildEndedError, Forked, ForkServer, exit_reason
 from pentameter.processes.local_launch import worker_environment
 
+if TYPE_CHECKING:  # which imports torch
+    from pentameter.verify.proof import SentModel
+
 GRACE_SECONDS = 0.5
 """Time for the others to fail too, after one has: the first to say so need not be the cause."""
 JOBS_OF_A_WORKER = 10
-"""Jobs after which workers are replaced. Each leaves process groups that PyTorch keeps to the end of
-the process, and gloo's idle threads wake up a hundred times a second: eight workers after twenty
+"""Jobs after which workers are replaced. Each leaves process groups that PyTorch keeps to the end
+of the process, and gloo's idle threads wake up a hundred times a second: eight workers after twenty
 cases kept a core busy."""
 
 
@@ -37,6 +40,8 @@ class Job:
     timeout_seconds: float
     prepare: str | None = None
     """`module:function`, called first, without arguments. Tests plant faults with it."""
+    model: SentModel | None = None
+    """Somebody's own model; None for the built-in GPT."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,139 @@
+"""The outline of a model: what planning asks of it, be it the built-in GPT or a module of
+somebody's own.
+
+Of the GPT every operation is known (`planning/architecture.py`), of another module its parameters
+and what it says of itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pentameter.config.schema import Config
+from pentameter.errors import ConfigError
+from pentameter.planning.architecture import ParameterSpec, parameter_table
+from pentameter.planning.costs import CONVENTION, flops_per_token
+from pentameter.planning.layout import Layout
+
+OWN_CONVENTION = "3 × the products of a forward pass that torch.utils.flop_counter counts"
+
+
+@dataclass(frozen=True)
+class ModelOutline:
+    """The facts of one model, for a resolved configuration."""
+
+    table: tuple[ParameterSpec, ...]
+    """Every parameter, in the order of the model's `named_parameters()`."""
+    names_of: Callable[[range], frozenset[str]]
+    """Names of the parameters that a slice of these layers has."""
+    flops_per_token: int | None
+    """Forward and backward FLOPs per trained token; None where nobody could count them."""
+    built_by: str | None = None
+    """The function that builds a module of somebody's own, `module:name`; None for the GPT."""
+    divided_by: frozenset[str] = frozenset()
+    """Of such a module, the dimensions beside the data's that it says how to divide by: `tensor`,
+    `pipeline`."""
+    recomputes: bool = False
+    """Whether such a module names the sub-modules whose activations can be recomputed."""
+    gives_logits: bool = True
+    """Whether text can be sampled from the model: it needs no targets."""
+
+    @property
+    def flops_convention(self) -> str:
+        """How FLOPs are counted, in words."""
+        return CONVENTION if self.built_by is None else OWN_CONVENTION
+
+    def names_of_stages(self, stages: Sequence[range]) -> tuple[frozenset[str], ...]:
+        """Names of the parameters that each pipeline stage has.
+
+        Raises ConfigError for a parameter that no stage has, or two that are not the first and the
+        last: only these can hold copies, whose gradients are summed.
+        """
+        names = tuple(map(self.names_of, stages))
+        if missing := {spec.name for spec in self.table}.difference(*names):
+            raise ConfigError(
+                f"{min(missing)} is a parameter of the whole module and of no slice of its layers"
+            )
+        for number, here in enumerate(names):
+            for other in range(number + 1, len(names)):
+                both = here & names[other]
+                if both and (number, other) != (0, len(names) - 1):
+                    raise ConfigError(
+                        f"{min(both)} is a parameter of layers {_shown(stages[number])} and of "
+                        f"{_shown(stages[other])}; only the first and the last slice may share one"
+                    )
+        return names
+
+
+def outline_of_gpt(config: Config) -> ModelOutline:
+    """The outline of the built-in model. Its layouts are checked by its axes."""
+    model = config.model
+
+    def names_of(layers: range) -> frozenset[str]:
+        table = parameter_table(model, first_layer=layers.start, last_layer=layers.stop)
+        return frozenset(spec.name for spec in table)
+
+    return ModelOutline(parameter_table(model), names_of, flops_per_token(model))
+
+
+def check_own_layout(layout: Layout, config: Config, outline: ModelOutline) -> None:
+    """Raise ConfigError unless a module of somebody's own can be divided so, naming what would have
+    to be said of it."""
+    whose = f"the module that {outline.built_by} builds"
+    if layout.context > 1:
+        raise ConfigError(
+            f"parallel.context={layout.context} divides the time that attention sees, which is "
+            f"known of the built-in model alone, and not of {whose}; set it to 1"
+        )
+    if layout.tensor_mode != "1d":
+        raise ConfigError(
+            f"parallel.tensor_mode='{layout.tensor_mode}' divides the built-in model alone, and "
+            f"not {whose}; use '1d'"
+        )
+    if layout.tensor > 1 and "tensor" not in outline.divided_by:
+        raise ConfigError(
+            f"parallel.tensor={layout.tensor}: {whose} does not say which of its matrices are "
+            "divided, and how; give pm.OwnModel a `tensor_table`, or use data, zero"
+        )
+    if layout.pipeline > 1 and "pipeline" not in outline.divided_by:
+        raise ConfigError(
+            f"parallel.pipeline={layout.pipeline}: {whose} does not say what a slice of its layers "
+            "is; give pm.OwnModel a `slice`, or use data, zero"
+        )
+    if config.parallel.partition != "uniform":
+        raise ConfigError(
+            f"parallel.partition='{config.parallel.partition}' weighs layers by their operations, "
+            f"which are not known of {whose}; use 'uniform'"
+        )
+    if layout.zero and (scalars := [spec.name for spec in outline.table if not spec.shape]):
+        raise ConfigError(
+            f"parallel.zero={layout.zero} divides parameters by their first dimension, and "
+            f"{scalars[0]} of {whose} has none; make it a vector of one number"
+        )
+    if config.optimizer.name == "muon" and not any(spec.is_block_matrix for spec in outline.table):
+        raise ConfigError(
+            f"optimizer.name='muon' takes the matrices of blocks, and {whose} names none; give "
+            "pm.OwnModel `blocks`, like 'blocks.*', or use 'adamw'"
+        )
+    how = config.train.activation_checkpoint
+    if how is not None and not outline.recomputes:
+        raise ConfigError(
+            f"train.activation_checkpoint='{how}' computes sub-modules again, and {whose} names "
+            "none; give pm.OwnModel `blocks`, like 'blocks.*'"
+        )
+
+
+def check_tied_copies(layout: Layout, names: Sequence[frozenset[str]]) -> None:
+    """Raise ConfigError for a V whose ends, one process, share a parameter that ZeRO shards."""
+    both = names[0] & names[-1] if len(names) > 1 else frozenset()
+    if layout.turns_back and layout.zero and both:
+        raise ConfigError(
+            f"parallel.schedule='{layout.schedule}' holds both copies of {min(both)} on one "
+            f"process, where parallel.zero={layout.zero} would share it out twice; set "
+            "parallel.zero to 0, or use 'zero-bubble'"
+        )
+
+
+def _shown(layers: range) -> str:
+    return f"{layers.start}–{layers.stop - 1}"

@@ -1,0 +1,133 @@
+"""The parts of a run that a user may supply in the place of the configuration's own: the model, the
+optimizer, the batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from pentameter.checkpoint.opening import STATE_NAME, Checkpoint
+from pentameter.config.schema import Config
+from pentameter.data.batches.step import IGNORED, Batch, Int64
+from pentameter.errors import ConfigError
+from pentameter.optim.build import AnyOptimizer, build_optimizer, parameter_groups
+from pentameter.parallel.gpt_source import GPTSource
+from pentameter.parallel.model_source import ModelSource
+from pentameter.parallel.muon import ShardedMuon
+from pentameter.planning.plan import Plan, global_batch_size
+
+BatchFunction = Callable[[int, Int64], Sequence[Any]]
+"""`batches(step, rows)`: inputs and targets (len(rows), context_length) of a step's rows, whose
+numbers in the global batch, int64, are `rows`; arrays or tensors of token ids, targets of -1 do not
+count. Pure: the same arguments give the same tokens, in any process and at any time."""
+OptimizerFunction = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+"""`optimizer(groups)`: an optimizer of parameter groups, each with its `weight_decay`. The learning
+rate is set before every step."""
+
+
+@dataclass(frozen=True)
+class Supplied:
+    """What was supplied; where nothing was, the configuration's own takes its place."""
+
+    source: ModelSource = field(default_factory=GPTSource)
+    optimizer: OptimizerFunction | None = None
+    batches: BatchFunction | None = None
+
+    def build_optimizer(
+        self, named: Sequence[tuple[str, torch.nn.Parameter]], plan: Plan
+    ) -> AnyOptimizer:
+        """The optimizer of the parameters that learn.
+
+        Raises TypeError where the user's function returns none, or one of other parameters.
+        """
+        settings, table = plan.config.optimizer, plan.table
+        if self.optimizer is None:
+            return build_optimizer(named, table, settings, ShardedMuon)
+        groups = parameter_groups(named, table, settings)
+        made = self.optimizer(groups)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise TypeError(
+                "optimizer= is to be a function of parameter groups that returns a torch.optim."
+                f"Optimizer; it returned {type(made).__name__}"
+            )
+        held = {id(each) for group in made.param_groups for each in group["params"]}
+        if held != {id(each) for group in groups for each in group["params"]}:
+            raise TypeError(
+                "optimizer= was given the parameters that learn, and returned an optimizer of "
+                f"{len(held)} others; it is to hold those of its groups"
+            )
+        return made
+
+    def record(self, plan: Plan) -> dict[str, str | None]:
+        """What a checkpoint says of it, for `check_same`."""
+        optimizer = None if self.optimizer is None else _name(self.optimizer)
+        batches = None if self.batches is None else _name(self.batches)
+        return {"built_by": plan.built_by, "optimizer": optimizer, "batches": batches}
+
+    def check_same(self, checkpoint: Checkpoint, plan: Plan) -> None:
+        """Raise ConfigError where a run would go on with a part of another kind: one of the user's
+        where it had the configuration's, or the other way round. Names are no identity: a function
+        may move, and two may be called the same."""
+        arguments = {"built_by": "model", "optimizer": "optimizer", "batches": "batches"}
+        for key, here in self.record(plan).items():
+            there = checkpoint.state.get(key)
+            if (there is None) != (here is None):
+                was = "the configuration's" if there is None else there
+                now = "the configuration's" if here is None else here
+                raise ConfigError(
+                    f"{checkpoint.path / STATE_NAME}: the run's {arguments[key]} was {was}, and is "
+                    f"now to be {now}; give Trainer the same {arguments[key]}=, or another run_dir"
+                )
+
+
+class OwnBatches:
+    """The batches of a user's function, each checked as it comes."""
+
+    rows_per_epoch: None = None
+    """Unknown, so a run counts in steps."""
+
+    def __init__(self, function: BatchFunction, config: Config, vocab_size: int) -> None:
+        self._function = function
+        self._n_rows = global_batch_size(config)
+        self._context_length = config.model.context_length
+        self._vocab_size = config.model.vocab_size or vocab_size
+
+    def batch(self, step: int, rows: Int64 | None = None) -> Batch:
+        """The global batch of a step, or the rows (B,) of it, numbers in 0 … batch_size - 1.
+
+        Raises ConfigError for what is no batch of tokens.
+        """
+        rows = np.arange(self._n_rows, dtype=np.int64) if rows is None else rows
+        made = self._function(step, rows)
+        if not isinstance(made, tuple | list) or len(made) != 2:
+            raise ConfigError(
+                f"batches({step}, rows) is to return (inputs, targets), and returned "
+                f"{type(made).__name__}"
+            )
+        inputs = self._checked(made[0], "inputs", 0, step, len(rows))
+        targets = self._checked(made[1], "targets", IGNORED, step, len(rows))
+        return Batch(inputs, targets, rows)
+
+    def _checked(self, made: Any, name: str, least: int, step: int, n_rows: int) -> Int64:
+        ids = np.asarray(made)
+        shape = (n_rows, self._context_length)
+        whose = f"batches({step}, rows) gave {name}"
+        if ids.dtype.kind not in "iu" or ids.shape != shape:
+            raise ConfigError(
+                f"{whose} of {ids.dtype} and shape {ids.shape}; they are to be whole numbers of "
+                f"shape {shape}, the rows asked for × model.context_length"
+            )
+        if ids.size and not least <= ids.min() <= ids.max() < self._vocab_size:
+            raise ConfigError(
+                f"{whose} from {ids.min()} to {ids.max()}, outside {least} … "
+                f"{self._vocab_size - 1} (model.vocab_size={self._vocab_size})"
+            )
+        return ids.astype(np.int64)
+
+
+def _name(function: object) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))

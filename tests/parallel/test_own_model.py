@@ -1,0 +1,312 @@
+"""A module of somebody's own in the engine: what is known of it, how it starts, its numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from pentameter.config.schema import Config
+from pentameter.data.batches.step import Batch
+from pentameter.errors import ConfigError
+from pentameter.parallel.assemble import assemble
+from pentameter.parallel.gpt_source import GPTSource
+from pentameter.parallel.own_model import OwnModel, model_source
+from pentameter.planning.plan import make_plan
+
+CPU = torch.device("cpu")
+V, T, D = 11, 8, 4
+
+
+def config(*, micro_batch_size=6, train=None, **sections) -> Config:
+    return Config.model_validate(
+        {
+            "model": {
+                "vocab_size": V,
+                "context_length": T,
+                "n_layers": 2,
+                "n_heads": 2,
+                "d_model": D,
+            },
+            "data": {"corpus": "grammar"},
+            "train": {
+                "steps": 10,
+                "batch_size": 6,
+                "micro_batch_size": micro_batch_size,
+                **(train or {}),
+            },
+            **sections,
+        }
+    )
+
+
+class Words(nn.Module):
+    """Each token's logits from itself: a tied head, a dropout, a buffer that is not saved."""
+
+    def __init__(self, p=0.0):
+        super().__init__()
+        [scale] = [x.item() for x in torch.linspace(0.5, 1, 1)]  # which `meta` cannot
+        self.embedding = nn.Embedding(V, D)
+        self.blocks = nn.ModuleList([nn.Linear(D, D), nn.Linear(D, D)])
+        self.dropout = nn.Dropout(p)
+        self.head = nn.Linear(D, V, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("turn", torch.polar(torch.ones(D), torch.rand(D)), persistent=False)
+        self.scale = scale
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + self.dropout(torch.tanh(block(x)) * self.turn.real) * self.scale
+        return self.head(x)
+
+
+class WithLoss(Words):
+    def forward(self, tokens, targets=None):
+        logits = super().forward(tokens)
+        if targets is None:
+            return logits
+        return F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum"
+        )
+
+
+class NeedsTargets(WithLoss):
+    def forward(self, tokens, targets):
+        return super().forward(tokens, targets)
+
+
+class Unsummed(WithLoss):
+    def forward(self, tokens, targets):
+        return super().forward(tokens)
+
+
+class Leaving(Words):
+    """A module of which a part has no part in the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(D, D)
+
+
+def build(config):
+    return Words()
+
+
+def build_dropping(config):
+    return Words(0.5)
+
+
+SOURCE = OwnModel(build, blocks="blocks.*")
+
+
+def planned(source, settings):
+    return make_plan(settings, outline_of=source.outline)
+
+
+def engine_of(source, **changes):
+    precision = changes.pop("precision", "fp64")
+    return assemble(
+        planned(source, config(**changes)), CPU, precision, compiled=False, source=source
+    )
+
+
+def batch():
+    generator = np.random.default_rng(3)
+    inputs = generator.integers(0, V, (6, T))
+    targets = generator.integers(0, V, (6, T))
+    for row in range(6):
+        targets[row, row + 1 :] = -1
+    return Batch(inputs, targets, np.arange(6))
+
+
+def step_of(engine, step=0):
+    loss = engine.forward_backward(batch(), step)
+    return loss.mean, {name: p.grad for name, p in engine.named_parameters()}
+
+
+def test_the_plan_counts_what_is_there():
+    plan = planned(SOURCE, config())
+    module = Words()
+    assert [(spec.name, spec.shape) for spec in plan.table] == [
+        (name, tuple(p.shape)) for name, p in module.named_parameters()
+    ]
+    assert plan.n_parameters == sum(p.numel() for p in module.parameters())
+    assert plan.flops_per_token == 6 * (V * D + 2 * D * D)
+    assert plan.planned_memory.weights_bytes == 4 * plan.n_parameters
+    assert plan.planned_memory.optimizer_bytes == 8 * plan.n_parameters
+    said = plan.to_json()
+    assert said["model"]["built_by"] == "test_own_model.py:build"
+    assert said["communication"] is None
+    muon = {spec.name for spec in plan.table if spec.is_block_matrix}
+    assert muon == {"blocks.0.weight", "blocks.1.weight"}
+    assert {spec.name for spec in plan.table if spec.decay} == muon | {"embedding.weight"}
+
+
+def test_the_plan_divides_bytes_as_styles_and_shards_do():
+    source = OwnModel(build, tensor_table=lambda config, stream: {"blocks.*": ColwiseParallel()})
+    cut = planned(source, config(parallel={"tensor": 2}))
+    blocks = 2 * (D * D + D)
+    assert cut.planned_memory.weights_bytes == 4 * (cut.n_parameters - blocks // 2)
+    shared = planned(SOURCE, config(parallel={"zero": 3, "data": 2}, micro_batch_size=3))
+    rows = -(-V // 2) * D + blocks // 2
+    assert shared.planned_memory.weights_bytes == 4 * rows
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"parallel": {"tensor": 2}}, "give pm.OwnModel a `tensor_table`"),
+        ({"parallel": {"pipeline": 2}}, "give pm.OwnModel a `slice`"),
+        ({"parallel": {"context": 2}}, "known of the built-in model alone"),
+        ({"parallel": {"tensor": 4, "tensor_mode": "2d"}}, "'2d' divides the built-in model alone"),
+        ({"parallel": {"partition": "weighted"}}, "use 'uniform'"),
+        ({"train": {"activation_checkpoint": "full"}}, "give pm.OwnModel `blocks`"),
+        ({"optimizer": {"name": "muon"}}, "names none; give pm.OwnModel `blocks`"),
+    ],
+    ids=str,
+)
+def test_what_was_not_said_is_asked_for(settings, said):
+    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+        planned(OwnModel(build), config(micro_batch_size=None, **settings))
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (OwnModel(lambda config: None), "returned NoneType"),
+        (OwnModel(lambda config: nn.Identity()), "no parameters"),
+        (OwnModel(build, blocks="layers.*"), "no sub-module is at 'layers.*'"),
+        (
+            OwnModel(build, tensor_table=lambda config, stream: {"up": ColwiseParallel()}),
+            "`tensor_table`: no sub-module is at 'up'",
+        ),
+        (
+            OwnModel(build, slice=lambda config, layers: nn.Linear(D, D)),
+            "has weight of shape",
+        ),
+        (
+            OwnModel(build, slice=lambda config, layers: nn.ModuleDict()),
+            "of no slice of its layers",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(source, said):
+    with pytest.raises(ConfigError, match=said):
+        planned(source, config())
+
+
+def test_a_module_is_no_function_that_builds_one():
+    assert isinstance(model_source(None), GPTSource)
+    assert model_source(build) == OwnModel(build)
+    assert model_source(SOURCE) is SOURCE
+    for wrong in (Words(), "build"):
+        with pytest.raises(TypeError, match="function of the configuration"):
+            model_source(wrong)
+
+
+def test_it_starts_as_its_constructor_under_the_seed_leaves_it():
+    state = torch.get_rng_state()
+    engine = engine_of(SOURCE, seed=5)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(5)
+    expected = Words()
+    model = engine.model
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter.double())
+    assert model.head.weight is model.embedding.weight
+    assert torch.equal(model.turn, expected.turn)
+
+
+@pytest.mark.parametrize("kind", [WithLoss, NeedsTargets])
+def test_a_loss_of_its_own_is_the_step_s(kind):
+    ours, gradients = step_of(engine_of(SOURCE))
+    source = OwnModel(lambda config: kind())
+    theirs, same = step_of(engine_of(source))
+    assert theirs == pytest.approx(ours, rel=1e-14)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(same[name], gradient, rtol=1e-12, atol=1e-16)
+    assert planned(source, config()).gives_logits == (kind is WithLoss)
+    assert engine_of(source).evaluate(batch()).mean == pytest.approx(ours, rel=1e-14)
+
+
+def test_a_loss_that_is_no_sum_is_refused():
+    with pytest.raises(ConfigError, match=r"returned \(6, 8, 11\); it is to return the summed"):
+        step_of(engine_of(OwnModel(lambda config: Unsummed())))
+
+
+@pytest.mark.parametrize("recompute", [None, "full", "selective"])
+def test_micro_batches_and_recomputation_change_nothing(recompute):
+    whole, gradients = step_of(engine_of(SOURCE))
+    train = {"activation_checkpoint": recompute}
+    parts, same = step_of(engine_of(SOURCE, micro_batch_size=2, train=train))
+    assert parts == pytest.approx(whole, rel=1e-14)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(same[name], gradient, rtol=1e-11, atol=1e-15)
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_dropout_of_a_step_is_repeatable(recompute):
+    source = OwnModel(build_dropping, blocks="blocks.*")
+    train = {"activation_checkpoint": recompute}
+    first = engine_of(source, micro_batch_size=2, train=train)
+    loss, gradients = step_of(first)
+    torch.rand(7)  # whatever else is drawn
+    again, same = step_of(engine_of(source, micro_batch_size=2))
+    assert again == loss
+    assert all(torch.equal(same[name], gradients[name]) for name in gradients)
+    other, _ = step_of(engine_of(source, micro_batch_size=2), step=1)
+    assert other != loss
+    assert first.evaluate(batch()).mean == first.evaluate(batch()).mean != loss
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_it_runs_in_less_precision(precision):
+    true, gradients = step_of(engine_of(SOURCE))
+    loss, rounded = step_of(engine_of(SOURCE, precision=precision))
+    assert loss == pytest.approx(true, rel=1e-6 if precision == "fp32" else 0.01)
+    largest = gradients["embedding.weight"].abs().max().item()
+    error = (rounded["embedding.weight"] - gradients["embedding.weight"]).abs().max().item()
+    assert rounded["embedding.weight"].dtype == torch.float32
+    assert error < largest * (1e-5 if precision == "fp32" else 0.05)
+
+
+def test_muon_takes_the_matrices_of_blocks():
+    from pentameter.optim.build import build_optimizer
+
+    settings = config(optimizer={"name": "muon"})
+    engine = assemble(planned(SOURCE, settings), CPU, "fp32", compiled=False, source=SOURCE)
+    optimizer = build_optimizer(
+        engine.named_parameters(), engine.plan.table, engine.plan.config.optimizer
+    )
+    shapes = [tuple(p.shape) for group in optimizer.parts[0].param_groups for p in group["params"]]
+    assert shapes == [(D, D), (D, D)]
+
+
+def test_what_has_no_part_has_a_gradient_of_zero():
+    _, gradients = step_of(engine_of(OwnModel(lambda config: Leaving())))
+    assert torch.equal(gradients["unused.weight"], torch.zeros(D, D, dtype=torch.float64))
+    assert gradients["blocks.0.weight"].abs().sum() > 0
+
+
+def test_it_gives_logits_without_the_future():
+    engine = engine_of(SOURCE)
+    text = batch().inputs[:2, :5]
+    expected = engine.model(torch.from_numpy(text))[:, -1]
+    np.testing.assert_allclose(engine.next_logits(text), expected.detach().numpy(), rtol=1e-12)
+
+
+@pytest.mark.slow
+def test_compiled_code_computes_the_same():
+    plain = engine_of(OwnModel(build_dropping))
+    plan = planned(SOURCE, config(micro_batch_size=2))
+    compiled = assemble(plan, CPU, "fp64", compiled=True, source=SOURCE)
+    loss, gradients = step_of(compiled)
+    expected, true = step_of(engine_of(SOURCE))
+    assert loss == pytest.approx(expected, rel=1e-13)
+    for name, gradient in true.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-11, atol=1e-15)
+    assert plain.evaluate(batch()).mean == pytest.approx(expected, rel=1e-13)

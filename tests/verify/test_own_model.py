@@ -1,0 +1,90 @@
+"""The proof for a module of somebody's own: the example's, and faults in what is said of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pentameter.config.load import load_config
+from pentameter.errors import ConfigError
+from pentameter.parallel.own_model import OwnModel
+from pentameter.verify.proof import verify_model
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = {
+    "model.n_layers": 3,
+    "model.d_model": 6,
+    "model.n_heads": 2,
+    "model.d_ff": 8,
+    "model.context_length": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def example():
+    with pytest.MonkeyPatch.context() as patch:
+        for folder in (EXAMPLES, Path(__file__).parent):
+            patch.syspath_prepend(str(folder))
+        import own_model
+
+        yield own_model
+        for name in ("own_model", "own_modules"):
+            sys.modules.pop(name, None)
+
+
+def proved(model, layouts):
+    return verify_model(load_config("grammar", SMALL), model=model, layouts=layouts, steps=2)
+
+
+def test_the_example_computes_the_same_on_every_kind_of_layout(example):
+    layouts = (
+        "data=2;data=2,zero=3;tensor=2;pipeline=2;tensor=2,sequence=1,activation_checkpoint=full"
+    )
+    outcomes = proved(example.MODEL, layouts)
+    assert [(str(each.case), each.problem) for each in outcomes] == [
+        ("data=2", None),
+        ("data=2,zero=3", None),
+        ("tensor=2", None),
+        ("pipeline=2", None),
+        ("tensor=2,sequence=true,activation_checkpoint=full", None),
+    ]
+    assert max(each.gradient_error for each in outcomes) < 1e-12
+
+
+def test_a_wrong_slice_is_found(example):
+    from own_modules import skipping_slice
+
+    model = OwnModel(example.build, slice=skipping_slice, blocks="blocks.*")
+    right, wrong = proved(model, "data=2;pipeline=2")
+    assert right.passed
+    assert not wrong.passed
+    assert "loss" in wrong.problem
+
+
+def test_experts_without_tokens_are_updated_alike(example):
+    from own_modules import Mixture
+
+    model = OwnModel(Mixture, blocks="blocks.*")
+    outcomes = proved(model, "data=1,micro_batches=4;data=2;data=2,activation_checkpoint=full")
+    assert [each.problem for each in outcomes] == [None] * 3
+
+
+def test_what_no_other_process_could_import_is_refused(example):
+    with pytest.raises(ConfigError, match="define its functions at the top of a file"):
+        proved(lambda config: example.build_slice(config, range(3)), "data=2")
+
+
+def test_layouts_that_a_module_cannot_have_are_refused(example):
+    with pytest.raises(ConfigError, match=r"layout 'tensor=2': .*give pm.OwnModel a"):
+        proved(example.build, "data=2;tensor=2")
+
+
+@pytest.mark.slow
+def test_all_are_those_that_a_module_can_have(example):
+    outcomes = proved(example.build, "all")
+    assert all(each.passed for each in outcomes)
+    names = [str(each.case) for each in outcomes]
+    assert "data=2,zero=3" in names
+    assert not any(word in name for name in names for word in ("tensor", "pipeline", "full"))
