@@ -73,7 +73,10 @@ WITH = {
 }
 """What a value needs beside it in its section."""
 PIPELINE = {"pipeline": 2}  # without one, the schedule and the partition are not read
-BESIDE = {"parallel.context_mode": {"context": 2}}
+BESIDE = {
+    "parallel.context_mode": {"context": 2},
+    "model.rope_scaling.type": {"positions": "rotary"},
+}
 
 
 CHOICES = {
@@ -83,15 +86,26 @@ CHOICES = {
 }
 """The words and numbers that keys take by name."""
 OF_MODEL = [(path, value) for path in CHOICES for value in CHOICES[path] if "model." in path]
+OF_MODEL_ITSELF = [(path, value) for path, value in OF_MODEL if path.count(".") == 1]
 
 
 def with_value(path: str, value: Any) -> Config:
     """BASE with `value` at `path`, which no check of the schema has seen."""
-    section, key = path.split(".")
-    beside = BESIDE.get(path, PIPELINE) if section == "parallel" else {}
-    changes = {**beside, **WITH.get((path, value), {}), key: value}
-    changed = getattr(BASE, section).model_copy(update=changes)
-    return BASE.model_copy(update={section: changed})
+    section = path.partition(".")[0]
+    beside = BESIDE.get(path, PIPELINE if section == "parallel" else {})
+    config = changed(BASE, {section: {**beside, **WITH.get((path, value), {})}})
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return changed(config, value)
+
+
+def changed(section: Any, values: dict[str, Any]) -> Any:
+    """A section with some keys changed, of sections within it too."""
+    changes = {
+        key: changed(getattr(section, key), value) if isinstance(value, dict) else value
+        for key, value in values.items()
+    }
+    return section.model_copy(update=changes)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,7 +152,7 @@ def test_no_value_of_the_architecture_computes_what_another_does(path):
         assert abs(one - other) > 1e-6 * abs(one)
 
 
-@pytest.mark.parametrize(("path", "value"), OF_MODEL)
+@pytest.mark.parametrize(("path", "value"), OF_MODEL_ITSELF)
 def test_the_fused_step_computes_a_value_or_names_it(monkeypatch, path, value):
     # Uncompiled: what is asked here is which function a kernel computes.
     monkeypatch.setattr("torch.compile", lambda function, **_: function)
@@ -172,17 +186,19 @@ def test_a_compiled_graph_computes_every_value(path, value):
 @pytest.mark.parametrize("place", [0, -1])
 def test_compiled_code_computes_first_and_last_values(place):
     """All in one model, to compile twice only; `test_fused` compiles the values between."""
-    changes = {
-        path.split(".")[1]: CHOICES[path][place] for path in CHOICES if path.startswith("model.")
-    }
-    model_config = BASE.model.model_copy(update={**changes, "n_layers": 1})
-    config = BASE.model_copy(update={"model": model_config})
+    config = changed(BASE, {"model": {"n_layers": 1}})
+    for path in CHOICES:
+        match path.split("."):
+            case ["model", key]:
+                config = changed(config, {"model": {key: CHOICES[path][place]}})
+            case ["model", section, key]:
+                config = changed(config, {"model": {section: {key: CHOICES[path][place]}}})
     part = StageModule(built(config), call_gpt, CPU, "fp64").train()
     part.run_compiled()
     assert_equal(step_of(part.model, part), plainly(config))
 
 
-@pytest.mark.parametrize(("path", "value"), OF_MODEL)
+@pytest.mark.parametrize(("path", "value"), OF_MODEL_ITSELF)
 def test_an_export_keeps_a_value_or_names_it(path, value):
     model = with_value(path, value).model
     key, refusal = path.split(".")[1], None
@@ -284,6 +300,8 @@ PATHS: dict[str, dict[str, Any]] = {
     "model.norm": ARCHITECTURE,
     "model.norm_position": ARCHITECTURE,
     "model.positions": ARCHITECTURE,
+    "model.qk_norm": ARCHITECTURE,
+    "model.rope_scaling.type": {"plain": plainly},
     # The weights say it all: nothing computes otherwise, and an export keeps them.
     "model.init": {"plan": make_plan, "plain": built},
     "data.order": {"train": lambda c: training_batches(c, split()), "eval": evaluated},

@@ -29,6 +29,21 @@ BF16 = {"precision": "bf16"}
 UNTIED = {"tied_head": False}
 PLAIN = {"bias": False, "qkv_bias": False, "norm": "rmsnorm", "positions": "sinusoidal"}
 
+LLAMA = {
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_size": 4,
+    "positions": "rotary",
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "bias": False,
+    "qkv_bias": False,
+}
+QWEN = {**LLAMA, "qk_norm": "head"}
+ONE_KV_HEAD = {**QWEN, "n_kv_heads": 1}
+OLMO = {**LLAMA, "qk_norm": "width", "norm_position": "output"}
+OLMO_ALONE = {**OLMO, "n_kv_heads": 4}  # one matrix makes queries, keys and values
+
 TWO_D = "tensor=4,tensor_mode=2d"
 TWO_AND_A_HALF_D = "tensor=8,tensor_mode=2.5d"
 THREE_D = "tensor=8,tensor_mode=3d"
@@ -86,6 +101,18 @@ CASES = [
     (THREE_D, EVEN, {}, SMALL_CHUNKS),
     (THREE_D, {**EVEN, **UNTIED}, {**BF16, "activation_checkpoint": "selective"}, {}),
     (THREE_D, {**EVEN, **PLAIN, "head_bias": False}, {"activation_checkpoint": "full"}, {}),
+    ("tensor=2", LLAMA, {"activation_checkpoint": "full"}, {}),
+    ("tensor=2,sequence=1", QWEN, BF16, SMALL_BUCKETS),
+    ("tensor=2", OLMO_ALONE, {"activation_checkpoint": "full"}, {}),
+    ("tensor=4", QWEN, {}, {}),
+    ("data=2,tensor=2,zero=2", ONE_KV_HEAD, BF16, {}),
+    ("data=2,zero=3", QWEN, BF16, {}),
+    ("tensor=2,pipeline=2", ONE_KV_HEAD, {}, {}),
+    ("context=2", QWEN, BF16, {}),
+    ("context=2,context_mode=all-to-all", LLAMA, {}, {}),
+    (TWO_D, OLMO, {"activation_checkpoint": "selective"}, {}),
+    (TWO_D, QWEN, BF16, {}),
+    (THREE_D, {**OLMO_ALONE, **EVEN}, {}, {}),
 ]
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import ModelConfig
 from pentameter.model.cache import KVCache
 from pentameter.model.dropout import (
@@ -63,10 +64,16 @@ class Attention(nn.Module):
         else:
             self.qkv = nn.Linear(D, 3 * H * K, bias=config.qkv_bias)
         self.qk_norm = config.qk_norm
-        if self.qk_norm is not None:
-            by_head = self.qk_norm == "head"
-            self.q_norm = nn.RMSNorm(K if by_head else H * K, eps=config.norm_eps)
-            self.k_norm = nn.RMSNorm(K if by_head else G * K, eps=config.norm_eps)
+        match config.qk_norm:
+            case None:
+                pass
+            case "head":
+                self.q_norm, self.k_norm = (nn.RMSNorm(K, eps=config.norm_eps) for _ in range(2))
+            case "width":
+                self.q_norm = nn.RMSNorm(H * K, eps=config.norm_eps)
+                self.k_norm = nn.RMSNorm(G * K, eps=config.norm_eps)
+            case unknown:
+                refuse_unknown(unknown, "model.qk_norm", "the model")
         self.weights_dropout = AttentionDropout(
             attention_weights_site(layer), config.attention_dropout, config.context_length
         )
