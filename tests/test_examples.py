@@ -118,6 +118,8 @@ OWN_MODEL = [
     "--train.compile=false",
     "--data.grammar.n-characters=20000",
     "--log.interval=1",
+    "--schedule.warmup-steps=0",
+    "--optimizer.learning-rate=1e-2",
 ]
 
 

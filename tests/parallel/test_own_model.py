@@ -195,8 +195,9 @@ def test_what_was_not_said_is_asked_for(settings, said):
     ],
 )
 def test_what_cannot_be_is_refused(source, said):
+    settings = {} if source.slice is None else {"pipeline": 2}
     with pytest.raises(ConfigError, match=said):
-        planned(source, config())
+        planned(source, config(micro_batch_size=None, parallel=settings))
 
 
 def test_a_module_is_no_function_that_builds_one():

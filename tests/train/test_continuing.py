@@ -354,7 +354,7 @@ def test_what_a_full_disk_keeps_of_a_run_that_goes_on(run, monkeypatch, name):
 # -- what the Trainer takes ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["model", "loss_fn", "resme"])
+@pytest.mark.parametrize("name", ["loss", "loss_fn", "resme"])
 def test_an_unknown_argument_of_the_trainer_is_named(name):
     with pytest.raises(TypeError, match=rf"no argument '{name}'; .*run_dir, resume, init_from"):
         Trainer(config(), **{name: 1})

@@ -153,7 +153,7 @@ class OwnModel(ModelSource):
     def _made(self, config: Config, layers: range | None) -> nn.Module:
         """The module, or a slice of it, as the functions return it."""
         made: object
-        if layers is None or self.slice is None:
+        if layers is None or self.slice is None or len(layers) == config.model.n_layers:
             made = self.build(config)
         else:
             made = self.slice(config, layers)

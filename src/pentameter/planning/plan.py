@@ -215,12 +215,12 @@ def make_plan(
     ends = end_weights(config) if is_gpt else (0.0, 0.0)
     stages = stage_layers(model.n_layers, layout.n_stages, *ends)
     stage_names = outline.names_of_stages(stages)
-    check_tied_copies(layout, stage_names)
     sizes = step_sizes(config, layout)
     check_micro_batches(layout, sizes.n_micro_batches, sizes.micro_batch_size)
     if is_gpt:
         planned_memory: Memory | StateBytes = step_memory(config, layout, stages)
     else:
+        check_tied_copies(layout, stage_names)
         tables = [[spec for spec in outline.table if spec.name in own] for own in stage_names]
         planned_memory = state_bytes(config, layout, tables)
     return Plan(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pentameter.train.console import Console
     from pentameter.train.run_folder import RunFolder
     from pentameter.train.state import TrainState
-    from pentameter.train.supplied import OwnBatches
+    from pentameter.train.supplied import OwnBatches, Supplied
 
 HOOK_METHODS = (
     "on_start",
@@ -55,6 +55,8 @@ class TrainingRun(ABC):
     config: Config
     """The configuration with every value that the Plan derived."""
     plan: Plan
+    supplied: Supplied
+    """The parts that the user gave in the place of the configuration's."""
     dataset: Dataset
     batches: TrainingBatches | OwnBatches
     sample_prompt: str

@@ -33,20 +33,17 @@ from pentameter.errors import StorageError, TrainingFailedError
 from pentameter.parallel.local_parts import local_part
 from pentameter.processes.world import World
 from pentameter.train.hooks import CheckpointMetrics, TrainingRun
-from pentameter.train.supplied import Supplied
 
 
 class RunCheckpoints:
     """The checkpoints of a running run, under the rules above. Methods are collective.
 
-    `supplied` are the parts of the run that are the user's. `log_ends` syncs the logs, in the main
-    process, and returns where a resumed run cuts them back to.
+    `log_ends` syncs the logs, in the main process, and returns where a resumed run cuts them back
+    to.
     """
 
-    def __init__(
-        self, run: TrainingRun, supplied: Supplied, log_ends: Callable[[], Mapping[str, Any]]
-    ) -> None:
-        self.run, self._supplied, self._log_ends = run, supplied, log_ends
+    def __init__(self, run: TrainingRun, log_ends: Callable[[], Mapping[str, Any]]) -> None:
+        self.run, self._log_ends = run, log_ends
         self.last_step = run.state.step
         """Step of the newest checkpoint, 0 without one."""
         self._is_owed = False
@@ -151,7 +148,7 @@ class RunCheckpoints:
             {
                 **run.state.to_json(),
                 "data_hash": run.dataset.hash,
-                **self._supplied.record(run.plan),
+                **run.supplied.record(run.plan),
                 **world.on_main(self._log_ends),
             },
             extra_files={

@@ -31,7 +31,7 @@ from pentameter.train.recorder import Recorder
 from pentameter.train.run_folder import open_run_folder
 from pentameter.train.saving import RunCheckpoints
 from pentameter.train.state import TrainState, saved_state
-from pentameter.train.supplied import OwnBatches, Supplied
+from pentameter.train.supplied import OwnBatches
 from pentameter.train.trackers import require_trackers
 from pentameter.wording import size
 
@@ -60,13 +60,11 @@ def start_run(
 
     world.on_main(lock)  # once all that needs no folder is known
     folder = run.folder = open_run_folder(request, run.plan, run.dataset)
-    _build(run, request.supplied)
+    _build(run)
     console.open_log(folder.log_path_of(world.rank))
     recorder = Recorder(run)
     stack.callback(recorder.close)
-    checkpoints = RunCheckpoints(
-        run, request.supplied, lambda: {**recorder.sync(), "log_bytes": console.sync()}
-    )
+    checkpoints = RunCheckpoints(run, lambda: {**recorder.sync(), "log_bytes": console.sync()})
     checkpoints.prune()  # what a kill between a save and its pruning left
     if folder.initial_weights is not None:
         for warning in folder.initial_weights.warnings:
@@ -85,7 +83,8 @@ def start_run(
 def _prepare(run: TrainingRun, request: Request) -> None:
     """Fill in what needs no run folder: the Plan, the data, its batches, the prompt of samples, and
     what the run computes on."""
-    config, world = request.config, run.world
+    config, world, supplied = request.config, run.world, request.supplied
+    run.supplied = supplied
     warnings: list[str] = []
     run.dataset = open_dataset(
         config.data,
@@ -94,18 +93,17 @@ def _prepare(run: TrainingRun, request: Request) -> None:
         progress=run.console.progress,
         warnings=warnings,
     )
-    own_batches = request.supplied.batches
-    if own_batches is None:
+    if supplied.batches is None:
         run.batches = training_batches(config, run.dataset.split("train"))
     else:
-        run.batches = OwnBatches(own_batches, config, run.dataset.vocab_size)
+        run.batches = OwnBatches(supplied.batches, config, run.dataset.vocab_size)
     plan_of = partial(
         make_plan,
         vocab_size=run.dataset.vocab_size,
         rows_per_epoch=run.batches.rows_per_epoch,
         world_size=world.size,
         local_size=world.local_size,
-        outline_of=request.supplied.source.outline,
+        outline_of=supplied.source.outline,
     )
     run.plan = plan_run(request, plan_of)
     run.config = run.plan.config
@@ -193,13 +191,13 @@ def check_device_memory(plan: Plan, device: torch.device, local_size: int) -> No
         )
 
 
-def _build(run: TrainingRun, supplied: Supplied) -> None:
+def _build(run: TrainingRun) -> None:
     """Fill in the engine and the optimizer, with the tensors of the checkpoint from which the run
     goes on or of the model that it begins with, and the state to go on from.
 
     Each process reads its own part, whatever layout the checkpoint was written on. Collective.
     """
-    plan, compute, world = run.plan, run.compute, run.world
+    plan, compute, world, supplied = run.plan, run.compute, run.world, run.supplied
     checkpoint = run.folder.checkpoint
     if checkpoint is not None:
         supplied.check_same(checkpoint, plan)
