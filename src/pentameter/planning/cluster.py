@@ -42,6 +42,9 @@ class Calibration(Section):
     """Of the links' bandwidth within a node, in collectives of large tensors."""
     network_share: Factor
     """Of the network's bandwidth between nodes, likewise."""
+    interference_share: Factor = 0.3
+    """Of communication beside compute, the time that it costs all the same: its kernels take some
+    of the processors, and both read memory."""
     kernel_seconds: PositiveFloat = 5e-6
     """Time that an operation takes however small it is."""
     hop_seconds: PositiveFloat = 5e-6
@@ -80,6 +83,8 @@ class Device(Section):
     shared: Switch = False
     """Whether the processes of a node share these figures, as on a CPU."""
     calibration: Calibration = UNCALIBRATED
+    calibration_key: str = ""
+    """The name of its calibration in the file."""
     source: str
     """Where the figures are from."""
     date: str
@@ -276,7 +281,8 @@ def _devices(text: str, label: str, calibrations: Mapping[str, Any]) -> Mapping[
                     f"{label}: devices.{name}.calibration={named!r} is not known; known: "
                     f"{listed(calibrations)}"
                 )
-            values = {**values, "calibration": calibrations[named]}  # noqa: PLW2901
+            fitted = {"calibration": calibrations[named], "calibration_key": named}
+            values = {**values, **fitted}  # noqa: PLW2901
         try:
             found[name] = Device.model_validate(_with_floats(values))
         except ValidationError as error:

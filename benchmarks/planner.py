@@ -1,0 +1,326 @@
+"""Predicted against published: step times and memory of other programs' tables.
+
+    python benchmarks/planner.py                      # the errors, per source
+    python benchmarks/planner.py --fit                # fits the calibrations on the calibration rows
+    python benchmarks/planner.py --plot FILE.svg
+
+Reads `planner/published_rows.json` of PENTAMETER_DATA_DIR. Every row goes the way that
+`pentameter plan CONFIG --cluster C --layout L --json` goes. Rows are split by a hash of what they
+say: of each source two in five fit the constants, the rest test them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pentameter.config.load import load_config
+from pentameter.config.schema import Config
+from pentameter.disk.cache import data_folder
+from pentameter.errors import ConfigError
+from pentameter.planning.cluster import Cluster, parse_cluster
+from pentameter.planning.estimate import Estimate, make_estimate
+
+ROWS = "planner/published_rows.json"
+GPT: dict[str, Any] = {
+    "model.activation": "gelu_tanh",
+    "model.bias": True,
+    "model.qkv_bias": True,
+    "data.corpus": "stdlib",
+    "train.precision": "bf16",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published measurement, and what it takes to predict it."""
+
+    source: str
+    label: str
+    settings: Mapping[str, Any]
+    layout: str
+    cluster: str
+    step_seconds: float
+    memory_bytes: float | None = None
+
+    @property
+    def is_calibration(self) -> bool:
+        """Whether constants are fitted on it, not tested."""
+        return hashlib.sha256(f"{self.source} {self.label}".encode()).digest()[0] % 5 < 2
+
+    @property
+    def config(self) -> Config:
+        """The row as a configuration."""
+        return load_config("quickstart", {"name": "row", **GPT, **self.settings})
+
+    def estimate(self, cluster: Cluster | None = None) -> Estimate:
+        """What the planner says of it."""
+        return make_estimate(self.config, cluster or parse_cluster(self.cluster), layout=self.layout)
+
+
+def _model(
+    layers: int, width: int, heads: int, vocab: int, context: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "model.n_layers": layers,
+        "model.d_model": width,
+        "model.n_heads": heads,
+        "model.vocab_size": vocab,
+        "model.context_length": context,
+        **{f"model.{key}": value for key, value in more.items()},
+    }
+
+
+def _nodes(n_devices: int) -> str:
+    return f"{min(8, n_devices)}x{max(1, -(-n_devices // 8))}"
+
+
+def llm_foundry(table: Mapping[str, Any]) -> Iterator[Row]:
+    """MosaicML's table: FSDP, without tensor or pipeline parallelism. FP8 rows are left out."""
+    devices = {"h100_80gb": "h100-80gb", "a100_80gb": "a100-80gb", "a100_40gb": "a100-40gb"}
+    zero = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2}
+    dims = table["dims_hidden_layers_heads"]
+    for row in table["rows"]:
+        if "fp8" in row["Precision"]:
+            continue
+        width, layers, heads = dims[row["Model"]]
+        context, n = int(row["SeqLen (T)"]), int(row["# GPUs"])
+        batch = int(row["GlobalBatchSize"])
+        recompute = "full" if row["Activation Checkpointing"] == "True" else None
+        yield Row(
+            source=f"llm-foundry {row['GPU'].replace('_', ' ')}",
+            label=f"{row['Model']} T {context} × {n}",
+            settings={
+                **_model(layers, width, heads, 50368, context, tied_head=True),
+                "model.bias": False,
+                "model.qkv_bias": False,
+                "train.batch_size": batch,
+                "train.micro_batch_size": int(row["MicroBatchSize"]),
+                "train.activation_checkpoint": recompute,
+            },
+            layout=f"data={n},zero={zero[row['Sharding Strategy']]}",
+            cluster=f"{devices[row['GPU']]}:{_nodes(n)}",
+            step_seconds=batch * context / float(row["Throughput (T/s)"]),
+        )
+
+
+def megatron_2021(table: Mapping[str, Any]) -> Iterator[Row]:
+    """Megatron-LM's weak scaling on A100s (Narayanan et al. 2021, table 1), all recomputed."""
+    for row in table["rows"]:
+        v = row["virtual_stages"]
+        schedule = f",schedule=interleaved,virtual_stages={v}" if v > 1 else ""
+        degrees = f"data={row['dp']},tensor={row['tp']},pipeline={row['pp']}"
+        yield Row(
+            source="Megatron-LM 2021 a100 80gb",
+            label=row["model"],
+            settings={
+                **_model(row["layers"], row["hidden"], row["heads"], row["vocab"], row["seq"]),
+                "train.batch_size": row["gbs"],
+                "train.micro_batch_size": row["mbs"],
+                "train.activation_checkpoint": "full",
+            },
+            layout=degrees + schedule,
+            cluster=f"a100-80gb:{_nodes(row['gpus'])}",
+            step_seconds=row["derived_iter_s"],
+        )
+
+
+def megatron_core(table: Mapping[str, Any]) -> Iterator[Row]:
+    """Megatron Core 0.8 on H100s. Micro-batches of 1, and no stages more than processes, are
+    assumed: they are not published."""
+    for row in table["rows"]:
+        degrees = f"data={row['dp']},tensor={row['tp']},pipeline={row['pp']},sequence=true,zero=1"
+        yield Row(
+            source="Megatron Core 0.8 h100",
+            label=row["model"],
+            settings={
+                **_model(row["layers"], row["hidden"], row["heads"], row["vocab"], row["seq"]),
+                "model.tied_head": False,
+                "train.batch_size": row["gbs"],
+                "train.micro_batch_size": 1,
+            },
+            layout=degrees,
+            cluster=f"h100-80gb:{_nodes(row['gpus'])}",
+            step_seconds=row["derived_iter_s"],
+        )
+
+
+def nanotron(table: Mapping[str, Any]) -> Iterator[Row]:
+    """Nanotron's Llama-like models on H100s; step times follow from MFU, 6·N + 12·L·D·T a token."""
+    context, vocab = table["seq"], table["vocab"]
+    for row in table["rows"]:
+        layers, width, heads, d_ff, tied = table["dims_layers_hidden_heads_ffn_tied"][
+            f"{row['params_b']:g}"
+        ]
+        n = row["nodes"] * 8
+        batch = row["dp"] * row["gas"] * row["mbs"]
+        sequence = ",sequence=true" if row["tp"] > 1 else ""
+        if row["gas"] < row["pp"]:
+            sequence += ",schedule=gpipe"  # the same passes, where they are fewer than stages
+        degrees = f"data={row['dp']},tensor={row['tp']},pipeline={row['pp']},zero={row['zero']}"
+        settings = {
+            **_model(layers, width, heads, vocab, context, tied_head=tied, **llama(d_ff)),
+            "model.bias": False,
+            "model.qkv_bias": False,
+            "train.batch_size": batch,
+            "train.micro_batch_size": row["mbs"],
+        }
+        flops = 6 * row["params_b"] * 1e9 + 12 * layers * width * context
+        yield Row(
+            source="nanotron 0.5 h100",
+            label=f"{row['params_b']}B {degrees} × {row['mbs']}",
+            settings=settings,
+            layout=degrees + sequence,
+            cluster=f"h100-80gb:{_nodes(n)}",
+            step_seconds=flops * batch * context / (row["mfu_pct"] / 100 * 989.4e12 * n),
+            memory_bytes=row["mem_gb"] * 1e9,
+        )
+
+
+def torchtitan(table: Mapping[str, Any]) -> Iterator[Row]:
+    """torchtitan's Llama 3 on H100s with 96 GB at 500 W; rows in FP8 are left out."""
+    for row in table["rows"]:
+        if "fp8" in row["opt"]:
+            continue
+        yield Row(
+            source="torchtitan h100 96gb 500w",
+            label=f"{row['model']} × {row['gpus']} {row['opt']}",
+            settings={
+                **_model(32, 4096, 32, 128256, row["seq"], tied_head=False, **llama(14336, 8)),
+                "model.bias": False,
+                "model.qkv_bias": False,
+                "train.batch_size": row["gbs"],
+                "train.micro_batch_size": row["mbs"],
+                "train.activation_checkpoint": row["ac"],
+            },
+            layout=f"data={row['gpus']},zero=3",
+            cluster=f"h100-80gb:{_nodes(row['gpus'])}",
+            step_seconds=row["gbs"] * row["seq"] / (row["tps"] * row["gpus"]),
+            memory_bytes=row["mem_gib"] * 2**30,
+        )
+
+
+def llama(d_ff: int, n_kv_heads: int | None = None) -> dict[str, Any]:
+    """The keys of a Llama-like model."""
+    return {"d_ff": 3 * d_ff // 2, "norm": "rmsnorm", "activation": "gelu"}
+
+
+READERS = {
+    "mpt_llm_foundry": llm_foundry,
+    "megatron_sc21_table1_A100": megatron_2021,
+    "megatron_core_r0.8_H100": megatron_core,
+    "nanotron_v0.5_H100": nanotron,
+    "torchtitan_2412_H100_96GB_500W": torchtitan,
+}
+
+
+def published_rows() -> list[Row]:
+    """All rows that a configuration can say."""
+    folder = data_folder()
+    if folder is None or not (folder / ROWS).is_file():
+        raise ConfigError(f"{ROWS} is not in PENTAMETER_DATA_DIR")
+    tables = json.loads((folder / ROWS).read_text(encoding="utf-8"))
+    return list(itertools.chain(*(read(tables[name]) for name, read in READERS.items())))
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value that this share of them does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+FITTED = ("product", "attention", "memory", "link", "network", "interference")
+SMALLEST_STEP = 1.005
+
+
+def fit(rows: list[Row], family: str) -> dict[str, float]:
+    """The shares of a family's devices that make the mean error of these rows least, by turns."""
+    estimates = [(row, row.estimate()) for row in rows]
+    estimates = [
+        (row, each) for row, each in estimates if each.cluster.device.calibration_key == family
+    ]
+    first = estimates[0][1].cluster.device.calibration
+    shares = {f"{name}_share": getattr(first, f"{name}_share") for name in FITTED}
+
+    def error(shares: dict[str, float]) -> float:
+        errors = []
+        for row, old in estimates:
+            calibration = old.cluster.device.calibration.model_copy(update=shares)
+            device = old.cluster.device.model_copy(update={"calibration": calibration})
+            cluster = old.cluster.model_copy(update={"device": device})
+            seconds = Estimate(old.plan, cluster, old.precision).time.seconds
+            errors.append(min(0.5, abs(math.log(seconds / row.step_seconds))))
+        return statistics.fmean(errors)
+
+    best, step = error(shares), 1.2
+    while step > SMALLEST_STEP:
+        improved = False
+        for name in shares:
+            for factor in (step, 1 / step):
+                tried = {**shares, name: min(1.0, max(0.02, shares[name] * factor))}
+                if (found := error(tried)) < best - 1e-6:
+                    best, shares, improved = found, tried, True
+                    break
+        print(f"{family} {best:.4f} {step:.4f} "
+              + " ".join(f"{k}={v:.3f}" for k, v in shares.items()), flush=True)
+        if not improved:
+            step = step**0.5
+    return shares
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", action="store_true", help="print every row")
+    parser.add_argument("--fit", metavar="FAMILY", help="fit a calibration: ampere or hopper")
+    parsed = parser.parse_args()
+    rows = published_rows()
+    if parsed.fit:
+        for name, share in fit([row for row in rows if row.is_calibration], parsed.fit).items():
+            print(f"{name} = {share:.3f}")
+        return
+    found: dict[tuple[str, bool], list[float]] = {}
+    for row in rows:
+        estimate = row.estimate()
+        error = estimate.time.seconds / row.step_seconds - 1
+        found.setdefault((row.source, row.is_calibration), []).append(error)
+        if parsed.rows:
+            t = estimate.time
+            memory = ""
+            if row.memory_bytes:
+                memory = f" mem {estimate.memory.total_bytes / row.memory_bytes - 1:+.0%}"
+            print(
+                f"{'C' if row.is_calibration else ' '} {row.source:28} {row.label:42} "
+                f"{row.step_seconds:8.3f} {t.seconds:8.3f} {error:+6.1%}{memory} "
+                f"c{t.compute / t.seconds:.2f} b{t.bubble / t.seconds:.2f} "
+                + " ".join(f"{k}{v / t.seconds:.2f}" for k, v in t.exposed.items())
+                + ("" if estimate.fits else " no fit")
+            )
+    every: list[float] = []
+    for is_calibration in (True, False):
+        print("calibration" if is_calibration else "test")
+        for (source, kind), errors in found.items():
+            if kind is is_calibration:
+                sizes = [abs(e) for e in errors]
+                print(
+                    f"  {source:28} {len(errors):3} median {statistics.median(sizes):6.1%} "
+                    f"90th {percentile(sizes, 0.9):6.1%} worst {max(sizes):6.1%} "
+                    f"bias {statistics.median(errors):+6.1%}"
+                )
+                if not is_calibration:
+                    every += sizes
+    print(
+        f"  all test rows {len(every)} median {statistics.median(every):.1%} "
+        f"90th {percentile(every, 0.9):.1%}"
+    )
+
+
+if __name__ == "__main__":
+    main()
