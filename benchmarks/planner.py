@@ -28,6 +28,7 @@ from pentameter.disk.cache import data_folder
 from pentameter.errors import ConfigError
 from pentameter.planning.cluster import Cluster, parse_cluster
 from pentameter.planning.estimate import Estimate, make_estimate
+from pentameter.planning.step_time import step_time
 
 ROWS = "planner/published_rows.json"
 GPT: dict[str, Any] = {
@@ -256,7 +257,9 @@ def fit(rows: list[Row], family: str) -> dict[str, float]:
             calibration = old.cluster.device.calibration.model_copy(update=shares)
             device = old.cluster.device.model_copy(update={"calibration": calibration})
             cluster = old.cluster.model_copy(update={"device": device})
-            seconds = Estimate(old.plan, cluster, old.precision).time.seconds
+            plan = old.plan
+            parts = (plan.config, plan.layout, plan.stages, cluster, old.precision)
+            seconds = step_time(*parts, old.traffic).seconds
             errors.append(min(0.5, abs(math.log(seconds / row.step_seconds))))
         return statistics.fmean(errors)
 

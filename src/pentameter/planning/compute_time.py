@@ -44,20 +44,22 @@ class Kind(NamedTuple):
     """Operations of a slice that take the same time: one of them, and how many there are."""
 
     op: Operation
+    key: str
+    """Equal for equal shapes, whatever the slice."""
     in_block: bool
     n: int
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def kinds_of_operations(model: ModelConfig, layers: range) -> tuple[Kind, ...]:
     """The operations of a slice of the model, those of equal shapes together."""
-    found: dict[object, Kind] = {}
+    found: dict[str, Kind] = {}
     for op in operations(model, layers):
         shapes = tuple((each.shape, each.axes, each.dtype) for each in (*op.reads, op.result))
         in_block = op.layer is not None
-        key = (op.kind, shapes, op.token_products, op.contracts, len(op.saves), in_block)
-        old = found.get(key)
-        found[key] = Kind(op, in_block, 1 if old is None else old.n + 1)
+        key = repr((op.kind, shapes, op.token_products, op.contracts, len(op.saves), in_block))
+        n = found[key].n + 1 if key in found else 1
+        found[key] = Kind(op, key, in_block, n)
     return tuple(found.values())
 
 
@@ -105,25 +107,33 @@ class ComputeTime:
             RECOMPUTES_PRODUCTS, how, "train.activation_checkpoint", "the planner's times"
         )
         self._known: dict[str, PassSeconds] = {}
+        self._stages: dict[object, PassSeconds] = {}
 
     def stage(self, layers: range) -> PassSeconds:
-        """The passes of a stage."""
+        """The passes of a stage; stages of as many alike layers take the same time."""
+        kinds = kinds_of_operations(self.config.model, layers)
+        same = tuple((kind.key, kind.n) for kind in kinds)
+        if same not in self._stages:
+            self._stages[same] = self._stage(kinds)
+        return self._stages[same]
+
+    def _stage(self, kinds: Sequence[Kind]) -> PassSeconds:
         forward = backward_input = backward_weight = 0.0
-        for op, in_block, n in kinds_of_operations(self.config.model, layers):
-            one = self.operation(op)
-            forward += n * one.forward
-            backward_input += n * one.backward_input
-            backward_weight += n * one.backward_weight
-            if in_block and self.computes_again(op):
-                backward_input += n * one.forward
+        for kind in kinds:
+            one = self.operation(kind)
+            forward += kind.n * one.forward
+            backward_input += kind.n * one.backward_input
+            backward_weight += kind.n * one.backward_weight
+            if kind.in_block and self.computes_again(kind.op):
+                backward_input += kind.n * one.forward
         return PassSeconds(forward, backward_input, backward_weight)
 
     def attention(self, layers: range) -> float:
         """The attention of a stage in both passes, under which a ring's messages travel."""
         return sum(
-            n * sum(self.operation(op))
-            for op, _, n in kinds_of_operations(self.config.model, layers)
-            if op.kind == "attention"
+            kind.n * sum(self.operation(kind))
+            for kind in kinds_of_operations(self.config.model, layers)
+            if kind.op.kind == "attention"
         )
 
     def computes_again(self, op: Operation) -> bool:
@@ -132,11 +142,11 @@ class ComputeTime:
             return False
         return self.recomputes_products or not op.saved_selectively
 
-    def operation(self, op: Operation) -> PassSeconds:
-        """The passes of one operation; one that is asked for again is not computed again."""
-        if op.name not in self._known:
-            self._known[op.name] = self._times(op)
-        return self._known[op.name]
+    def operation(self, kind: Kind) -> PassSeconds:
+        """The passes of one operation; those of equal shapes are computed once."""
+        if kind.key not in self._known:
+            self._known[kind.key] = self._times(kind.op)
+        return self._known[kind.key]
 
     def _times(self, op: Operation) -> PassSeconds:
         by_kind: dict[str, Callable[[Operation], PassSeconds]] = {

@@ -14,8 +14,8 @@ from pentameter.planning.layout import parse_parallel
 from pentameter.planning.links import Links
 from pentameter.planning.memory import Memory
 from pentameter.planning.plan import Plan, make_plan
-from pentameter.planning.step_time import StepTime, step_time
-from pentameter.planning.traffic import WORLD, StepTraffic, busiest
+from pentameter.planning.step_time import StepTime, step_time, traffic_of_places
+from pentameter.planning.traffic import WORLD, StepTraffic
 
 SMALL_PRODUCT_ROWS = 1024
 """Tokens of a micro-batch below which products leave much of a GPU idle."""
@@ -40,12 +40,14 @@ class Estimate:
     def time(self) -> StepTime:
         """Where a step's time goes."""
         plan = self.plan
-        return step_time(plan.config, plan.layout, plan.stages, self.cluster, self.precision)
+        parts = (plan.config, plan.layout, plan.stages, self.cluster, self.precision)
+        return step_time(*parts, self.traffic)
 
     @cached_property
-    def traffic(self) -> StepTraffic:
-        """What the busiest process sends in a step."""
-        return busiest(self.plan.config, self.plan.layout, self.plan.stages)
+    def traffic(self) -> list[StepTraffic]:
+        """What the first process at each place of the pipeline sends in a step."""
+        plan = self.plan
+        return traffic_of_places(plan.config, plan.layout, plan.stages, self.precision)
 
     @property
     def device_bytes(self) -> int:
@@ -165,7 +167,7 @@ class Estimate:
     def links(self) -> dict[str, str]:
         """The link of each dimension of the mesh that sends something."""
         links = Links(self.plan.layout, self.cluster)
-        names = dict.fromkeys(dimension for dimension, _ in self.traffic)
+        names = dict.fromkeys(dimension for sent in self.traffic for dimension, _ in sent)
         return {name: links.link(name) for name in names if name != WORLD}
 
 

@@ -28,8 +28,9 @@ FORWARD_SHARE = 1 / 3
 the stream's dtype, which is twice as wide as the products', or the forward pass comes again."""
 IN_LAYERS = ("tensor", "row", "depth")
 """Dimensions of the mesh whose collectives every layer waits for."""
-SIMULATED_ROUNDS = 6
-"""Times a pipeline is filled in a simulation; more of the same rounds take as long as the last."""
+SIMULATED_ROUNDS = 4
+"""Times a pipeline is filled in a simulation; more of the same rounds take as long as the last but
+one, which neither fills nor drains it."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,35 @@ class StepTime:
 
 
 def step_time(
-    config: Config, layout: Layout, stages: Sequence[range], cluster: Cluster, precision: str
+    config: Config,
+    layout: Layout,
+    stages: Sequence[range],
+    cluster: Cluster,
+    precision: str,
+    traffic: Sequence[StepTraffic] | None = None,
 ) -> StepTime:
     """The StepTime of a resolved configuration, in a precision of the products that the cluster's
-    devices have."""
-    return _Step(config, layout, stages, cluster, precision).time()
+    devices have; `traffic` is that of `traffic_of_places`, where it is known already."""
+    traffic = traffic or traffic_of_places(config, layout, stages, precision)
+    return _Step(config, layout, stages, cluster, precision, traffic).time()
+
+
+def traffic_of_places(
+    config: Config, layout: Layout, stages: Sequence[range], precision: str
+) -> list[StepTraffic]:
+    """What the first process at each place of the pipeline sends in a step; alike places are
+    counted once."""
+    known: dict[object, StepTraffic] = {}
+    found = []
+    last = layout.n_stages - 1
+    for place in range(layout.pipeline):
+        numbers = layout.stages_of(place)
+        key = tuple((len(stages[n]), n == 0, n == last, (n - 1) in numbers) for n in numbers)
+        if key not in known:
+            rank = layout.rank_of(pipeline=place)
+            known[key] = step_traffic(config, layout, stages, rank, precision)
+        found.append(known[key])
+    return found
 
 
 class _Step:
@@ -71,6 +96,7 @@ class _Step:
         stages: Sequence[range],
         cluster: Cluster,
         precision: str,
+        traffic: Sequence[StepTraffic],
     ) -> None:
         self.config = config
         self.layout = layout
@@ -81,28 +107,9 @@ class _Step:
         self.n_micro_batches = self.sizes.n_micro_batches
         self.links = Links(layout, cluster)
         self.compute = ComputeTime(config, layout, self.sizes, cluster, precision)
-        self.precision = precision
         self.hidden: dict[str, float] = {}
         self.exposed: dict[str, float] = {}
-        self.traffic = self._traffic()
-
-    def _traffic(self) -> list[StepTraffic]:
-        """What the process at each place of the pipeline sends; alike places are counted once."""
-        known: dict[object, StepTraffic] = {}
-        found = []
-        last = self.layout.n_stages - 1
-        for place in range(self.layout.pipeline):
-            numbers = self.layout.stages_of(place)
-            key = tuple(
-                (len(self.stages[n]), n == 0, n == last, (n - 1) in numbers) for n in numbers
-            )
-            if key not in known:
-                rank = self.layout.rank_of(pipeline=place)
-                known[key] = step_traffic(
-                    self.config, self.layout, self.stages, rank, self.precision
-                )
-            found.append(known[key])
-        return found
+        self.traffic = traffic
 
     def time(self) -> StepTime:
         """The whole step."""
@@ -286,8 +293,8 @@ class _Step:
         length = _end(spans)
         if self._is_extended:
             p = self.layout.pipeline
-            shorter = _end(timeline(self.layout, n - p, seconds, message))
-            length += (self.n_micro_batches - n) / p * (length - shorter)
+            ends = [span.end for span in spans[0] if _completes(span)]
+            length += (self.n_micro_batches - n) / p * (ends[3 * p - 1] - ends[2 * p - 1])
         return spans, length
 
     def _after_passes(self, place: int) -> dict[str, float]:
@@ -322,6 +329,11 @@ class _Step:
                     moved += e * numbers * shard_elements(shape, self.layout.shard, 0)
             most = max(most, moved / self.cluster.memory_bandwidth)
         return most
+
+
+def _completes(span: Span) -> bool:
+    """Whether a pass is the last of its micro-batch in the pipeline."""
+    return span.done.stage == 0 and span.done.kind in ("backward", "backward_input")
 
 
 def _end(spans: Sequence[Sequence[Span]]) -> float:
