@@ -229,39 +229,48 @@ def _with_tokenizer_beside(config: Config, model: Path, *, say: bool) -> Config:
     return config.model_copy(update={"data": data})
 
 
-def _plan(
-    config: Config, init_from: Path | None, n_processes: int | None, place: Place | None
-) -> dict[str, object]:
-    """The Plan as JSON; the data is read only for a vocabulary or an epoch that is not known.
+def vocabulary_and_epoch(
+    config: Config, init_from: Path | None = None
+) -> tuple[int | None, int | None, list[str]]:
+    """The vocabulary and the rows of an epoch that a Plan needs, and the keys of its JSON that are
+    not known; the data is read only for a vocabulary or an epoch that is not known.
 
-    Where GPT-2's tokenizer would have to be downloaded for an epoch's length, that length is null,
-    and so is what follows from it.
+    Where GPT-2's tokenizer would have to be downloaded for an epoch's length, that length is not
+    known, and neither is what follows from it.
     """
     from pentameter.checkpoint.hugging_face.tokenizer_files import gpt2_beside
     from pentameter.data.batches.step import training_batches
     from pentameter.data.open_dataset import is_at_hand, open_dataset
     from pentameter.data.tokenizers.setting import known_vocab_size
-    from pentameter.planning.plan import make_plan, needs_data
+    from pentameter.planning.plan import needs_data
 
     tokenizer = gpt2_beside(config.data.tokenizer, init_from)
     vocab_size = config.model.vocab_size or known_vocab_size(config.data.tokenizer)
     model = config.model.model_copy(update={"vocab_size": vocab_size})
-    rows_per_epoch, unknown = None, []
-    if needs_data(config.model_copy(update={"model": model})):
-        if tokenizer is None and not is_at_hand(config.data):
-            unknown = ["rows_per_epoch"]
-            if config.train.epochs is not None:
-                unknown += ["steps", "total_tokens", "total_flops"]
-            rows_per_epoch = _LONG_EPOCH
-            print(
-                "pentameter: an epoch's length is not known: GPT-2's tokenizer, which cuts the "
-                f"text, is not on this machine; null are {', '.join(unknown)}",
-                file=sys.stderr,
-            )
-        else:
-            dataset = open_dataset(config.data, tokenizer=tokenizer, verify=False)
-            vocab_size = dataset.vocab_size
-            rows_per_epoch = training_batches(config, dataset.split("train")).rows_per_epoch
+    if not needs_data(config.model_copy(update={"model": model})):
+        return vocab_size, None, []
+    if tokenizer is None and not is_at_hand(config.data):
+        unknown = ["rows_per_epoch"]
+        if config.train.epochs is not None:
+            unknown += ["steps", "total_tokens", "total_flops"]
+        print(
+            "pentameter: an epoch's length is not known: GPT-2's tokenizer, which cuts the "
+            f"text, is not on this machine; null are {', '.join(unknown)}",
+            file=sys.stderr,
+        )
+        return vocab_size, _LONG_EPOCH, unknown
+    dataset = open_dataset(config.data, tokenizer=tokenizer, verify=False)
+    rows_per_epoch = training_batches(config, dataset.split("train")).rows_per_epoch
+    return dataset.vocab_size, rows_per_epoch, []
+
+
+def _plan(
+    config: Config, init_from: Path | None, n_processes: int | None, place: Place | None
+) -> dict[str, object]:
+    """The Plan as JSON."""
+    from pentameter.planning.plan import make_plan
+
+    vocab_size, rows_per_epoch, unknown = vocabulary_and_epoch(config, init_from)
     plan = make_plan(
         config,
         vocab_size,

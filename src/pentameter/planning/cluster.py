@@ -24,6 +24,9 @@ CONTEXT_BYTES = 1.5e9
 """Bytes of a GPU that are no run's: the driver's context, libraries, communication buffers. An
 A100 and an H100 show 0.5 GB of context; NCCL's buffers and cuBLAS's take the rest."""
 
+MEASURED_FILE = "machine.toml"
+"""The file in the cache folder that `doctor --measure` writes of this machine."""
+
 Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
