@@ -1,8 +1,9 @@
 """Predicted against published: step times and memory of other programs' tables.
 
-    python benchmarks/planner.py                      # the errors, per source
-    python benchmarks/planner.py --fit                # fits the calibrations on the calibration rows
-    python benchmarks/planner.py --plot FILE.svg
+    python benchmarks/planner.py                  # the errors, per source
+    python benchmarks/planner.py --rows           # and every row
+    python benchmarks/planner.py --fit ampere     # fits a calibration on the calibration rows
+    python benchmarks/planner.py --plot FILE.svg  # draws predicted over published
 
 Reads `planner/published_rows.json` of PENTAMETER_DATA_DIR. Every row goes the way that
 `pentameter plan CONFIG --cluster C --layout L --json` goes. Rows are split by a hash of what they
@@ -19,7 +20,6 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pentameter.config.load import load_config
@@ -64,7 +64,9 @@ class Row:
 
     def estimate(self, cluster: Cluster | None = None) -> Estimate:
         """What the planner says of it."""
-        return make_estimate(self.config, cluster or parse_cluster(self.cluster), layout=self.layout)
+        return make_estimate(
+            self.config, cluster or parse_cluster(self.cluster), layout=self.layout
+        )
 
 
 def _model(
@@ -266,14 +268,17 @@ def fit(rows: list[Row], family: str) -> dict[str, float]:
     best, step = error(shares), 1.2
     while step > SMALLEST_STEP:
         improved = False
-        for name in shares:
+        for name, share in list(shares.items()):
             for factor in (step, 1 / step):
-                tried = {**shares, name: min(1.0, max(0.02, shares[name] * factor))}
+                tried = {**shares, name: min(1.0, max(0.02, share * factor))}
                 if (found := error(tried)) < best - 1e-6:
                     best, shares, improved = found, tried, True
                     break
-        print(f"{family} {best:.4f} {step:.4f} "
-              + " ".join(f"{k}={v:.3f}" for k, v in shares.items()), flush=True)
+        print(
+            f"{family} {best:.4f} {step:.4f} "
+            + " ".join(f"{k}={v:.3f}" for k, v in shares.items()),
+            flush=True,
+        )
         if not improved:
             step = step**0.5
     return shares

@@ -218,9 +218,7 @@ def _print(parts: list[RenderableType]) -> None:
         console.print(part)
 
 
-def _view(
-    estimate: Estimate, found: Found | None, price: float | None
-) -> list[RenderableType]:
+def _view(estimate: Estimate, found: Found | None, price: float | None) -> list[RenderableType]:
     from rich.text import Text
 
     from pentameter.planning.search import first_change

@@ -14,6 +14,7 @@ _CPU_SIZES = (256, 512, 1024, 2048, 4096)
 # 8192³ fills every current GPU; smaller ones may already, and fit where memory is short
 _GPU_SIZES = (2048, 4096, 8192)
 
+
 def peak_flops(device_name: str, precision: str) -> float | None:
     """The published dense peak in FLOP/s of a device that its driver calls `device_name` ("NVIDIA
     A100-SXM4-80GB") in a precision of the matrix products; None where none is known.

@@ -213,7 +213,7 @@ def parse_cluster(text: str) -> Cluster:
     key, _, shape = text.strip().rpartition(":")
     if not key:
         key, shape = shape, "1x1"
-    sizes = re.fullmatch(r"(\d{1,6})(?:[x×](\d{1,6}))?", shape)  # noqa: RUF001 (people write ×)
+    sizes = re.fullmatch(r"(\d{1,6})(?:[x×](\d{1,6}))?", shape)
     if sizes is None or "0" in sizes.groups("1"):
         raise ConfigError(
             f"--cluster {text!r} must be DEVICE:GPUSxNODES, such as a100-80gb:8x128 (1,024 devices "

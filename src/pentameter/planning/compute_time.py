@@ -233,7 +233,9 @@ class ComputeTime:
         (table,) = (spec for spec in op.parameters if len(spec.shape) == 2)
         n_table = math.prod(self.layout.parameter_shape(table.shape, table.axes))
         return PassSeconds(
-            self._moving(2 * moved), 0.0, self._moving(3 * moved + self.sizes.element_bytes * n_table)
+            self._moving(2 * moved),
+            0.0,
+            self._moving(3 * moved + self.sizes.element_bytes * n_table),
         )
 
     def _norm(self, op: Operation) -> PassSeconds:

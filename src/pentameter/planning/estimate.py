@@ -211,5 +211,5 @@ def best_precision(config: Config, cluster: Cluster) -> str:
     if config.train.precision != "auto":
         return config.train.precision
     known = cluster.device.tflops
-    candidates = [name for name in ("fp32", "bf16", "fp16") if name in known]
-    return max(candidates or list(known), key=lambda name: known[name])
+    usual = [name for name in ("fp32", "bf16", "fp16") if name in known]
+    return max(usual or sorted(known), key=lambda name: known[name])

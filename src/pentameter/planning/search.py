@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from pentameter.config.choices import SPLITS_BACKWARD, TAKES_SEVERAL_STAGES
 from pentameter.config.schema import Config, ParallelConfig
@@ -35,12 +36,14 @@ LARGEST_MICRO_BATCH = 64
 LONG_CONTEXT = 8192
 """Tokens from which on dividing time is tried."""
 MOST_TIMED = 120
-"""Candidates that are timed in full, at most: those with the lowest bounds. A number and not a time,
-so that a busy machine finds the same."""
+"""Candidates that are timed in full, at most: those with the lowest bounds. It is no time, so that
+a busy machine finds the same."""
 VIRTUAL_STAGES = (2, 3, 4, 6)
 CHECKPOINTS = (None, "selective", "full")
 
 Allowed = Callable[[Layout], bool]
+Change = tuple[str, object]
+"""The dotted path of a setting, and its new value."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def search(
 ) -> Found:
     """The fastest layouts of a configuration on a whole cluster that fit its devices.
 
-    Its own `[parallel]`, micro-batch and activation checkpointing are left aside; its batch is kept.
+    Its own `[parallel]`, micro-batch and activation checkpointing are left aside, its batch kept.
     `allowed` says of a layout whether it may be taken.
     """
     start = time.monotonic()
@@ -119,9 +122,7 @@ def search(
             continue
         best[candidate.degrees] = took, candidate
     ranked = sorted(best.values(), key=lambda each: each[0])[:n_best]
-    estimates = (
-        _estimate(plan, each, cluster, vocab_size, rows_per_epoch) for _, each in ranked
-    )
+    estimates = (_estimate(plan, each, cluster, vocab_size, rows_per_epoch) for _, each in ranked)
     return Found(
         estimates=tuple(estimates),
         n_candidates=len(candidates),
@@ -134,23 +135,32 @@ def search(
 
 def reasons(better: Estimate, worse: Estimate) -> list[str]:
     """In which parts of a step one estimate is faster than another, the largest first, in words."""
-    parts = []
+    parts: list[tuple[str, float, float]] = []
     for name, key in (("compute", "compute"), ("bubble", "bubble"), ("optimizer", "optimizer")):
         parts.append((name, getattr(better.time, key), getattr(worse.time, key)))
     for name in dict.fromkeys((*better.time.exposed, *worse.time.exposed)):
-        both = (each.time.exposed.get(name, 0.0) for each in (better, worse))
-        parts.append((f"waiting for {name}", *both))
+        ours, theirs = (each.time.exposed.get(name, 0.0) for each in (better, worse))
+        parts.append((f"waiting for {name}", ours, theirs))
     gains = sorted(((theirs - ours, name) for name, ours, theirs in parts), reverse=True)
     least = 0.002 * worse.time.seconds
     return [f"{gain:.3g} s less {name}" for gain, name in gains if gain > least]
 
 
-def nearest_that_fit(estimate: Estimate) -> list[tuple[str, Estimate]]:
-    """Single changes of an estimate that does not fit, with which it does, the fastest first: each
-    as it stands on a command line."""
-    return [
-        (words, changed) for words, changed in _changes(estimate) if changed.fits
+def settings_that_fit(plan: Plan, usable_bytes: float, precision: str | None) -> list[str]:
+    """Changes of a Plan with which a process takes no more than `usable_bytes`, as they stand on a
+    command line: single ones first, then recomputation with the smallest micro-batch."""
+    ways = [[change] for change in _single_changes(plan)]
+    smallest: list[Change] = [
+        ("train.micro_batch_size", 1),
+        ("train.activation_checkpoint", "full"),
     ]
+    ways += [smallest, [*smallest, ("parallel.zero", 3)]]
+    found = []
+    for changes in ways:
+        other = _changed(plan, changes)
+        if other is not None and other.memory(precision).total_bytes <= usable_bytes:
+            found.append(_as_options(changes))
+    return found
 
 
 def first_change(estimate: Estimate) -> tuple[str, Estimate] | None:
@@ -165,39 +175,48 @@ def first_change(estimate: Estimate) -> tuple[str, Estimate] | None:
 
 def _changes(estimate: Estimate) -> list[tuple[str, Estimate]]:
     """Estimates with one setting changed, the fastest first."""
-    plan, found = estimate.plan, []
-    train, parallel = plan.config.train, plan.config.parallel
-    ways: list[tuple[str, object]] = [
-        ("train.micro_batch_size", size)
-        for size in (plan.micro_batch_size * 2, plan.micro_batch_size // 2, 1)
-        if size
-    ]
+    found = []
+    for change in _single_changes(estimate.plan):
+        other = _changed(estimate.plan, [change])
+        if other is not None:
+            changed = Estimate(other, estimate.cluster, estimate.precision)
+            found.append((_as_options([change]), changed))
+    return sorted(found, key=lambda each: each[1].time.seconds)
+
+
+def _single_changes(plan: Plan) -> list[Change]:
+    """One setting each that may be changed: the micro-batch, what is recomputed and shared out."""
+    rows, micro = plan.batch_size // plan.layout.n_row_parts, plan.micro_batch_size
+    sizes = [size for size in (micro * 2, *range(micro - 1, 0, -1)) if rows % size == 0]
+    ways: list[Change] = [("train.micro_batch_size", size) for size in sizes[:4]]
     ways += [("train.activation_checkpoint", how) for how in CHECKPOINTS]
-    ways += [("parallel.zero", zero) for zero in (0, 1, 2, 3)]
+    ways += [("parallel.zero", zero) for zero in (0, 1, 2, 3) if plan.layout.data > 1]
     ways += [("parallel.sequence", True)] if plan.layout.tensor > 1 else []
     if plan.layout.pipeline > 1:
         ways += [("parallel.schedule", name) for name in ("1f1b", "zero-bubble")]
-    seen = set()
-    for key, value in ways:
+    return [way for way in ways if attrgetter(way[0])(plan.config) != way[1]]
+
+
+def _changed(plan: Plan, changes: Sequence[Change]) -> Plan | None:
+    """The Plan with some settings changed; None where it cannot be."""
+    tree = plan.portable_config.model_dump()
+    for key, value in changes:
         section, _, name = key.partition(".")
-        old = train if section == "train" else parallel
-        if getattr(old, name) == value or (key, value) in seen:
-            continue
-        seen.add((key, value))
-        changed = plan.portable_config
-        new = getattr(changed, section).model_copy(update={name: value})
-        changed = changed.model_copy(update={section: new})
-        try:
-            changed = Config.model_validate(changed.model_dump())
-            other = make_plan(
-                changed, rows_per_epoch=plan.rows_per_epoch, world_size=plan.layout.world_size
-            )
-        except (ConfigError, ValueError):
-            continue
-        text = "none" if value is None else str(value).lower()
-        words = f"--{key.replace('_', '-')} {text}"
-        found.append((words, Estimate(other, estimate.cluster, estimate.precision)))
-    return sorted(found, key=lambda each: each[1].time.seconds)
+        tree[section][name] = value
+    try:
+        config = Config.model_validate(tree)
+        return make_plan(
+            config, rows_per_epoch=plan.rows_per_epoch, world_size=plan.layout.world_size
+        )
+    except (ConfigError, ValueError):
+        return None
+
+
+def _as_options(changes: Sequence[Change]) -> str:
+    return " ".join(
+        f"--{key.replace('_', '-')} {'none' if value is None else str(value).lower()}"
+        for key, value in changes
+    )
 
 
 def _base(config: Config, vocab_size: int | None, rows_per_epoch: int | None) -> Plan:
@@ -322,9 +341,10 @@ def _state_bytes(plan: Plan, layout: Layout) -> float:
     """Bytes that weights, gradients and the optimizer's state take at least: an even share."""
     config, e = plan.config, step_sizes(plan.config, Layout()).element_bytes
     table = plan.table
-    n = sum(spec.n_elements for spec in table) / (layout.tensor * layout.pipeline)
-    slots = sum(spec.n_elements * optimizer_slots(config.optimizer, spec) for spec in table)
-    slots /= layout.tensor * layout.pipeline
+    parts = layout.tensor * layout.pipeline
+    n = sum(spec.n_elements for spec in table) / parts
+    in_all = sum(spec.n_elements * optimizer_slots(config.optimizer, spec) for spec in table)
+    slots = in_all / parts
     shard = layout.shard if layout.zero else 1
     shares_gradients = layout.zero >= 2 and layout.pipeline == 1
     return e * (n / shard + n / (shard if shares_gradients else 1) + slots / shard)
@@ -335,7 +355,7 @@ def _activation_bytes(config: Config, layout: Layout, cost: ActivationBytes) -> 
     blocks, for as many micro-batches as are under way."""
     block = operations(config.model, range(1))
     each = cost.stage([op for op in block if op.layer is not None])
-    under_way = min(layout.pipeline, cost.sizes.n_micro_batches)
+    under_way: float = min(layout.pipeline, cost.sizes.n_micro_batches)
     if layout.turns_back:
         under_way /= 2
     return each * config.model.n_layers // layout.pipeline * under_way
@@ -364,13 +384,16 @@ def _bound(
     width = residual_stream(config.model, "stream").shape[1]
     n_bytes = n_tokens * width * 2 * (sizes.product_bytes + sizes.element_bytes)
     sums = Links(layout, cluster).seconds("tensor", "all_reduce", Traffic(4, 4 * n_bytes // 4))
-    slowest = around = 0.0
+    slowest = filling = draining = 0.0
     M = sizes.n_micro_batches
+    splits = SPLITS_BACKWARD[layout.schedule] and layout.pipeline > 1
     for place in range(layout.pipeline):
         numbers = layout.stages_of(place)
         n_layers = sum(len(stages[number]) for number in numbers)
-        busy = sum(sum(seconds[number]) for number in numbers) + n_layers * sums
-        slowest = max(slowest, around + M * busy)
-        # Filled by the forward passes before it, drained by the backward passes after it.
-        around += seconds[numbers[0]].forward + seconds[numbers[0]].backward_input
+        busy = M * (sum(sum(seconds[number]) for number in numbers) + n_layers * sums)
+        # While others drain the pipeline, it may compute the gradients of its weights.
+        late = M * sum(seconds[number].backward_weight for number in numbers) if splits else 0.0
+        slowest = max(slowest, filling + busy, filling + busy - late + draining)
+        filling += seconds[numbers[0]].forward
+        draining += seconds[numbers[0]].backward_input
     return slowest

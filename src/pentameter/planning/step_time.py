@@ -1,4 +1,4 @@
-"""The time of a step on a cluster: compute, the pipeline's bubble, exposed communication, optimizer.
+"""The time of a step on a cluster: compute, bubble, exposed communication, optimizer.
 
 A stage's passes take what their operations take (`compute_time.py`) and the collectives that they
 wait for (`links.py`); a pipeline is simulated pass by pass from the lists that the run executes
@@ -169,9 +169,7 @@ class _Step:
 
     # -- one process, or copies and shards of one ------------------------------------------------
 
-    def _alone(
-        self, computed: PassSeconds, waiting: PassSeconds
-    ) -> tuple[list[list[Span]], float]:
+    def _alone(self, computed: PassSeconds, waiting: PassSeconds) -> tuple[list[list[Span]], float]:
         """The passes of all micro-batches, with what ZeRO and DDP do beside them."""
         traffic, M = self.traffic[0], self.n_micro_batches
         forward = computed.forward + waiting.forward
@@ -277,7 +275,7 @@ class _Step:
     def _rounds(self) -> int:
         """Micro-batches that a simulation takes: some rounds and as many more as are over."""
         p, M = self.layout.pipeline, self.n_micro_batches
-        return M if M <= (SIMULATED_ROUNDS + 2) * p else SIMULATED_ROUNDS * p + M % p
+        return M if (SIMULATED_ROUNDS + 2) * p >= M else SIMULATED_ROUNDS * p + M % p
 
     @property
     def _is_extended(self) -> bool:
@@ -338,5 +336,3 @@ def _completes(span: Span) -> bool:
 
 def _end(spans: Sequence[Sequence[Span]]) -> float:
     return max(span.end for process in spans for span in process)
-
-

@@ -1,4 +1,4 @@
-"""The page of a plan: verdict, memory, time, the pipeline's schedule, the mesh; and scaling drawn."""
+"""The page of a plan: verdict, memory, time, schedule and mesh; and a picture of its scaling."""
 
 from __future__ import annotations
 

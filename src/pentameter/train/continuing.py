@@ -48,6 +48,8 @@ class Request:
     init_from: Path | None
     """The model with whose weights a run begins that has no checkpoint yet."""
     world: World
+    force: bool = False
+    """Whether to try what the Plan says does not fit the memory."""
 
 
 # -- whose folder it is -------------------------------------------------------------------------

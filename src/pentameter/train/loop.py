@@ -66,6 +66,7 @@ class Trainer(TrainingRun):
         schedule: Callable[[int], float] | None = None,
         quiet: bool = False,
         world: World | None = None,
+        force: bool = False,
         **unknown: object,
     ) -> None:
         if unknown:
@@ -83,7 +84,12 @@ class Trainer(TrainingRun):
         self.console = Console(self.world, quiet=quiet)
         self.state = TrainState()
         self._request = Request(
-            config, self.run_dir, resume, None if init_from is None else Path(init_from), self.world
+            config,
+            self.run_dir,
+            resume,
+            None if init_from is None else Path(init_from),
+            self.world,
+            force,
         )
         self._user_hooks = tuple(hooks)
         self._schedule = schedule
