@@ -20,6 +20,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pentameter.config.load import load_config
@@ -284,9 +285,108 @@ def fit(rows: list[Row], family: str) -> dict[str, float]:
     return shares
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """A row with what was predicted of it."""
+
+    row: Row
+    estimate: Estimate
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of a step."""
+        return self.estimate.time.seconds
+
+    @property
+    def error(self) -> float:
+        """Predicted ÷ published, less 1."""
+        return self.seconds / self.row.step_seconds - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        """The same of the fullest device's memory, where it is published."""
+        if self.row.memory_bytes is None:
+            return None
+        return self.estimate.memory.total_bytes / self.row.memory_bytes - 1
+
+    def __str__(self) -> str:
+        time = self.estimate.time
+        parts = {"compute": time.compute, "bubble": time.bubble, **time.exposed}
+        shares = " ".join(f"{name} {part / time.seconds:.0%}" for name, part in parts.items())
+        memory = "" if self.memory_error is None else f" memory {self.memory_error:+.0%}"
+        return (
+            f"{'fit ' if self.row.is_calibration else 'test'} {self.row.source:27} "
+            f"{self.row.label:46} {self.row.step_seconds:8.3f} s {self.seconds:8.3f} "
+            f"{self.error:+6.1%}{memory} {shares}"
+        )
+
+
+def print_table(outcomes: list[Outcome]) -> None:
+    """Median, 90th percentile and worst error of each source, on both kinds of rows."""
+    print("| source | rows | median | 90th percentile | worst | bias |\n" + "| --- " * 6 + "|")
+    for is_calibration, kind in ((False, "test"), (True, "calibration")):
+        chosen = [each for each in outcomes if each.row.is_calibration is is_calibration]
+        sources = dict.fromkeys(each.row.source for each in chosen)
+        for source in (*sources, None):
+            errors = [each.error for each in chosen if source in (each.row.source, None)]
+            print(_line(f"{source or 'all'}, {kind}", errors))
+    for source in dict.fromkeys(each.row.source for each in outcomes):
+        memory = [
+            each.memory_error
+            for each in outcomes
+            if each.row.source == source and each.memory_error is not None
+        ]
+        if memory:
+            print(_line(f"memory: {source}", memory))
+
+
+def _line(name: str, errors: list[float]) -> str:
+    sizes = [abs(error) for error in errors]
+    return (
+        f"| {name} | {len(errors)} | {statistics.median(sizes):.1%} | {percentile(sizes, 0.9):.1%} "
+        f"| {max(sizes):.1%} | {statistics.median(errors):+.1%} |"
+    )
+
+
+def draw(path: Path, outcomes: list[Outcome]) -> None:
+    """Predicted over published step times, calibration rows hollow."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.8), layout="constrained")
+    axes = figure.subplots()
+    sources = dict.fromkeys(each.row.source for each in outcomes)
+    for index, source in enumerate(sources):
+        colour = f"C{index}"
+        for is_calibration in (False, True):
+            chosen = [
+                each
+                for each in outcomes
+                if each.row.source == source and each.row.is_calibration is is_calibration
+            ]
+            axes.plot(
+                [each.row.step_seconds for each in chosen],
+                [each.seconds / each.row.step_seconds for each in chosen],
+                "o", ms=5, color=colour, mfc="none" if is_calibration else colour,
+                label=None if is_calibration else source,
+            )  # fmt: skip
+    axes.axhspan(0.9, 1.1, color="#138a5e", alpha=0.12, lw=0)
+    axes.axhline(1, color="#66707f", lw=0.8)
+    axes.set_xscale("log")
+    axes.set_yscale("log", base=2)
+    axes.set_yticks([0.5, 0.75, 1, 1.25, 1.5], ["½", "¾", "1", "1¼", "1½"])
+    axes.set_xlabel("published seconds a step")
+    axes.set_ylabel("predicted ÷ published")
+    axes.set_title("filled: test rows · hollow: calibration rows · band: ± 10 %", fontsize=9)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
 def main() -> None:
+    """Predict every row, and print how far off it is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", action="store_true", help="print every row")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw predicted over published")
     parser.add_argument("--fit", metavar="FAMILY", help="fit a calibration: ampere or hopper")
     parsed = parser.parse_args()
     rows = published_rows()
@@ -294,40 +394,12 @@ def main() -> None:
         for name, share in fit([row for row in rows if row.is_calibration], parsed.fit).items():
             print(f"{name} = {share:.3f}")
         return
-    found: dict[tuple[str, bool], list[float]] = {}
-    for row in rows:
-        estimate = row.estimate()
-        error = estimate.time.seconds / row.step_seconds - 1
-        found.setdefault((row.source, row.is_calibration), []).append(error)
-        if parsed.rows:
-            t = estimate.time
-            memory = ""
-            if row.memory_bytes:
-                memory = f" mem {estimate.memory.total_bytes / row.memory_bytes - 1:+.0%}"
-            print(
-                f"{'C' if row.is_calibration else ' '} {row.source:28} {row.label:42} "
-                f"{row.step_seconds:8.3f} {t.seconds:8.3f} {error:+6.1%}{memory} "
-                f"c{t.compute / t.seconds:.2f} b{t.bubble / t.seconds:.2f} "
-                + " ".join(f"{k}{v / t.seconds:.2f}" for k, v in t.exposed.items())
-                + ("" if estimate.fits else " no fit")
-            )
-    every: list[float] = []
-    for is_calibration in (True, False):
-        print("calibration" if is_calibration else "test")
-        for (source, kind), errors in found.items():
-            if kind is is_calibration:
-                sizes = [abs(e) for e in errors]
-                print(
-                    f"  {source:28} {len(errors):3} median {statistics.median(sizes):6.1%} "
-                    f"90th {percentile(sizes, 0.9):6.1%} worst {max(sizes):6.1%} "
-                    f"bias {statistics.median(errors):+6.1%}"
-                )
-                if not is_calibration:
-                    every += sizes
-    print(
-        f"  all test rows {len(every)} median {statistics.median(every):.1%} "
-        f"90th {percentile(every, 0.9):.1%}"
-    )
+    outcomes = [Outcome(row, row.estimate()) for row in rows]
+    if parsed.rows:
+        print(*outcomes, sep="\n")
+    print_table(outcomes)
+    if parsed.plot:
+        draw(parsed.plot, outcomes)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import datetime
 import math
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -116,7 +115,7 @@ date = "{date}"
 def measure_machine(capabilities: Capabilities | None = None) -> Path:
     """The path of the file that describes this machine's CPU now, for `plan` and `--layout best`.
 
-    Takes some ten seconds: products by precision, a copy, a small operation, attention, and messages
+    Takes some ten seconds: products by precision, a copy, a small operation, attention, messages
     between two processes. What other programs take of the machine meanwhile is missing from it.
     """
     capabilities = capabilities or machine_capabilities()
@@ -194,7 +193,6 @@ def _measured_link() -> tuple[float, float]:
 def _all_reduce(rank: int, folder: str) -> None:
     """One of two processes that time all-reduces of a large and of a small tensor."""
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     found = []
     for n in (MESSAGE_BYTES // 4, 1):

@@ -201,7 +201,9 @@ def _too_large(
     whose = f"{needed / 1e9:,.1f} GB in the fullest process, and {n_sharing} share the "
     if n_sharing == 1:
         whose = f"{needed / 1e9:,.1f} GB, "
-    remedy = f"{fitting[0]} fits"
+    remedy = f"{fitting[0] if fitting else ''} fits"
+    if where.type == "cuda":
+        remedy += ", and train.offload with parallel.zero takes less"
     if not fitting:
         offload = "train.offload with parallel.zero, " if where.type == "cuda" else ""
         remedy = (
