@@ -175,9 +175,9 @@ def _kernel_seconds() -> float:
 def _attention_flops(dtype: torch.dtype) -> float:
     """Products per second of causal attention, counting what is not masked."""
     B, H, T, K = ATTENTION
-    qkv = [torch.randn(B, H, T, K, dtype=dtype) for _ in range(3)]
+    q, k, v = (torch.randn(B, H, T, K, dtype=dtype) for _ in range(3))
     attend = torch.nn.functional.scaled_dot_product_attention
-    return 2 * B * H * T * T * K / _best_seconds(lambda: attend(*qkv, is_causal=True))
+    return 2 * B * H * T * T * K / _best_seconds(lambda: attend(q, k, v, is_causal=True))
 
 
 def _measured_link() -> tuple[float, float]:

@@ -46,7 +46,9 @@ class Kind(NamedTuple):
     op: Operation
     key: str
     """Equal for equal shapes, whatever the slice."""
-    in_block: bool
+    runs_again: bool
+    """Whether full activation checkpointing computes them again: in a block, all before the last
+    operation that saves something, whose result no backward pass reads."""
     n: int
 
 
@@ -54,12 +56,14 @@ class Kind(NamedTuple):
 def kinds_of_operations(model: ModelConfig, layers: range) -> tuple[Kind, ...]:
     """The operations of a slice of the model, those of equal shapes together."""
     found: dict[str, Kind] = {}
-    for op in operations(model, layers):
+    run = operations(model, layers)
+    last_saving = {op.layer: index for index, op in enumerate(run) if op.saves}
+    for index, op in enumerate(run):
         shapes = tuple((each.shape, each.axes, each.dtype) for each in (*op.reads, op.result))
-        in_block = op.layer is not None
-        key = repr((op.kind, shapes, op.token_products, op.contracts, len(op.saves), in_block))
+        again = op.layer is not None and index < last_saving[op.layer]
+        key = repr((op.kind, shapes, op.token_products, op.contracts, len(op.saves), again))
         n = found[key].n + 1 if key in found else 1
-        found[key] = Kind(op, key, in_block, n)
+        found[key] = Kind(op, key, again, n)
     return tuple(found.values())
 
 
@@ -124,7 +128,7 @@ class ComputeTime:
             forward += kind.n * one.forward
             backward_input += kind.n * one.backward_input
             backward_weight += kind.n * one.backward_weight
-            if kind.in_block and self.computes_again(kind.op):
+            if kind.runs_again and self.computes_again(kind.op):
                 backward_input += kind.n * one.forward
         return PassSeconds(forward, backward_input, backward_weight)
 

@@ -212,4 +212,4 @@ def best_precision(config: Config, cluster: Cluster) -> str:
         return config.train.precision
     known = cluster.device.tflops
     usual = [name for name in ("fp32", "bf16", "fp16") if name in known]
-    return max(usual or sorted(known), key=lambda name: known[name])
+    return max(usual or list(known), key=known.__getitem__)

@@ -29,8 +29,8 @@ the stream's dtype, which is twice as wide as the products', or the forward pass
 IN_LAYERS = ("tensor", "row", "depth")
 """Dimensions of the mesh whose collectives every layer waits for."""
 SIMULATED_ROUNDS = 4
-"""Times a pipeline is filled in a simulation; more of the same rounds take as long as the last but
-one, which neither fills nor drains it."""
+"""Times a pipeline is filled in a simulation; more of the same rounds take as long as the second,
+which neither fills nor drains it."""
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ class _Step:
         if self._is_extended:
             p = self.layout.pipeline
             ends = [span.end for span in spans[0] if _completes(span)]
-            length += (self.n_micro_batches - n) / p * (ends[3 * p - 1] - ends[2 * p - 1])
+            length += (self.n_micro_batches - n) / p * (ends[2 * p - 1] - ends[p - 1])
         return spans, length
 
     def _after_passes(self, place: int) -> dict[str, float]:
