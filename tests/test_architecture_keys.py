@@ -17,7 +17,7 @@ import torch
 from pentameter.checkpoint import initial_weights
 from pentameter.checkpoint.hugging_face import gpt2 as hugging_face
 from pentameter.config.fields import choices_of, leaves
-from pentameter.config.schema import Config, ModelConfig
+from pentameter.config.schema import Config, ModelConfig, RopeScalingConfig
 from pentameter.errors import ConfigError
 from pentameter.fused_cpu.obstacles import FUSES, architecture_obstacle
 from pentameter.model.dropout import dropout_keys
@@ -46,8 +46,21 @@ BASE = Config.model_validate(
     }
 )
 
+COMPANIONS: dict[str, dict[str, Any]] = {
+    "rope_theta": {"positions": "rotary"},
+    "rotary_fraction": {"positions": "rotary"},
+    "rope_scaling": {"positions": "rotary"},
+    "sliding_window_pattern": {"sliding_window": 4},
+}
+"""Keys that act beside others only, and what stands beside them."""
+
 NOT_PLANNED = {
     "embedding_scale": "one product per element of what is kept and counted anyway",
+    "norm_eps": "a number, which takes nothing",
+    "logit_softcap": "one function per logit, of which none is kept more",
+    "rope_theta": "a number, which takes nothing",
+    "rotary_fraction": "what turns and what does not are copied together",
+    "rope_scaling": "a number, which takes nothing",
 }
 """Keys that change neither a parameter nor a number of the plan, and why."""
 
@@ -61,6 +74,12 @@ KEPT_BY_SHRINKING = {
     "qkv_bias": "as above",
     "bias": "as above",
     "embedding_scale": "as above",
+    "qk_norm": "as above",
+    "norm_eps": "as above",
+    "parallel_residual": "as above",
+    "rope_theta": "as above",
+    "rope_scaling": "as above",
+    "logit_softcap": "as above",
     "init": "decides how weights begin, which costs no time",
     "init_std": "as above",
     "residual_init_scale": "as above",
@@ -69,14 +88,35 @@ KEPT_BY_SHRINKING = {
 own. A key that must fit a shrunk one, as heads fit a width, cannot stand here."""
 
 
+def base_of(key: str) -> Config:
+    """BASE with the companions of a key."""
+    return with_model(COMPANIONS.get(key, {}))
+
+
+def with_model(values: dict[str, Any]) -> Config:
+    model = {**BASE.model.model_dump(), **values}
+    return BASE.model_copy(update={"model": ModelConfig.model_validate(model)})
+
+
 def other_value(key: str) -> Any:
     """Another value of a key than BASE has, which suits BASE."""
     value = getattr(BASE.model, key)
+    others = {
+        "n_kv_heads": 1,
+        "sliding_window": 4,
+        "sliding_window_pattern": 2,
+        "logit_softcap": 2.0,
+        "rope_scaling": RopeScalingConfig(type="linear"),
+        "rotary_fraction": 0.25,
+    }
+    if key in others:
+        return others[key]
     if isinstance(value, bool):
         return not value
-    if isinstance(value, str):
-        (option,) = leaves()[f"model.{key}"].options
-        return next(other for other in choices_of(option) if other != value)
+    options = leaves()[f"model.{key}"].options
+    words = [word for option in options for word in choices_of(option)]
+    if words:
+        return next(other for other in words if other != value)
     if key.endswith("dropout"):
         return 0.0
     if value is None:
@@ -85,8 +125,7 @@ def other_value(key: str) -> Any:
 
 
 def with_other(key: str) -> Config:
-    model = {**BASE.model.model_dump(), key: other_value(key)}
-    return BASE.model_copy(update={"model": ModelConfig.model_validate(model)})
+    return with_model({**COMPANIONS.get(key, {}), key: other_value(key)})
 
 
 def planned(config: Config) -> Any:
@@ -116,18 +155,18 @@ def test_there_is_another_value(key):
 
 @pytest.mark.parametrize("key", KEYS)
 def test_the_table_and_the_plan_know_a_key(key):
-    assert (planned(with_other(key)) == planned(BASE)) == (key in NOT_PLANNED)
+    assert (planned(with_other(key)) == planned(base_of(key))) == (key in NOT_PLANNED)
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_the_model_knows_a_key(key):
-    assert differ(computed(with_other(key)), computed(BASE))
+    assert differ(computed(with_other(key)), computed(base_of(key)))
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_fine_tuned_model_shares_a_key(monkeypatch, key):
     tokenizer = SimpleNamespace(hash="of both")
-    theirs = SimpleNamespace(config=BASE, tokenizer=tokenizer, path=Path("m"), checkpoint=1)
+    theirs = SimpleNamespace(config=base_of(key), tokenizer=tokenizer, path=Path("m"), checkpoint=1)
     monkeypatch.setattr(initial_weights, "open_model", lambda *_args, **_options: theirs)
     refusal = None
     try:
@@ -157,7 +196,7 @@ def test_shrinking_sets_a_key_or_keeps_it_for_a_reason():
         key
         for key in KEYS
         if getattr(shrink(with_other(key), cases).model, key) == other_value(key)
-        and getattr(shrink(BASE, cases).model, key) == getattr(BASE.model, key)
+        and getattr(shrink(base_of(key), cases).model, key) == getattr(base_of(key).model, key)
     }
     assert kept == set(KEPT_BY_SHRINKING)
 

@@ -42,6 +42,8 @@ MODEL = {
     "dropout": 0.1,
 }
 SECONDS = 120
+MEETINGS = 10
+"""Configurations that a process measures."""
 
 
 def configuration(layout: str, model: dict[str, Any], train: dict[str, Any]) -> Config:
@@ -57,23 +59,33 @@ def configuration(layout: str, model: dict[str, Any], train: dict[str, Any]) -> 
 
 
 class Processes:
-    """Processes that are started once and measure one configuration after another, each with one
-    rank for life: DTensor remembers the places of a process on meshes that are equal."""
+    """Processes that measure one configuration after another, each with one rank for life: DTensor
+    remembers the places of a process on meshes that are equal. After some they are replaced: groups
+    stay to the end of a process, and their idle threads wake up a hundred times a second."""
 
-    def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pentameter.parallel.assemble", "torch.distributed.fsdp"])
-        self._ranks = [ProcessPoolExecutor(1, context) for _ in range(size)]
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        modules = ["pentameter.parallel.assemble", "torch.distributed.fsdp"]
+        self._context.set_forkserver_preload(modules)
+        self._ranks: list[ProcessPoolExecutor] = []
         self._folder = tempfile.TemporaryDirectory()
         self._n_meetings = 0
 
     def close(self) -> None:
+        self._end()
+        self._folder.cleanup()
+
+    def _end(self) -> None:
         for rank in self._ranks:
             rank.shutdown(cancel_futures=True)
-        self._folder.cleanup()
+        self._ranks.clear()
 
     def run(self, size: int, work: Any, *arguments: Any) -> list[Any]:
         """What `work(world, *arguments)` returned in each of `size` processes, by rank."""
+        if self._n_meetings % MEETINGS == 0:
+            self._end()
+        while len(self._ranks) < size:
+            self._ranks.append(ProcessPoolExecutor(1, self._context))
         self._n_meetings += 1
         file = str(Path(self._folder.name) / f"meeting-{self._n_meetings}")
         asked = [

@@ -102,6 +102,11 @@ class Run:
         }
 
 
+MEETINGS = 10
+"""Runs after which processes are replaced: groups stay to the end of a process, and their idle
+threads wake up a hundred times a second."""
+
+
 class Runs:
     """Starts runs; the processes exist while the block runs, and are made when needed."""
 
@@ -109,6 +114,7 @@ class Runs:
         self._folder = folder
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._numbers = count()
+        self._n_done = 0
 
     def __enter__(self) -> Runs:
         _context.set_forkserver_preload(PRELOAD)
@@ -131,6 +137,9 @@ class Runs:
 
         A failure of one fails here, with its traceback.
         """
+        self._n_done += 1
+        if self._n_done % MEETINGS == 0:
+            self._end()
         meeting = str(self._folder / f"meeting-{next(self._numbers)}")
         while len(self._workers) < size:
             self._workers.append(self._start())

@@ -33,6 +33,17 @@ VARIANTS: dict[str, dict[str, object]] = {
     "feed-forward": {"d_ff": 56, "activation": "relu"},
     "post-norm": {"norm_position": "post", "norm": "rmsnorm", "positions": "sinusoidal"},
     "untied": {"tied_head": False, "head_bias": True, "vocab_multiple": 32},
+    "llama": {
+        "n_kv_heads": 2,
+        "positions": "rotary",
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "tied_head": False,
+    },
+    "qwen3": {"n_kv_heads": 1, "head_size": 10, "qk_norm": "head", "positions": "rotary"},
+    "olmo2": {"norm_position": "output", "qk_norm": "width", "activation": "geglu"},
+    "gpt-neox": {"parallel_residual": True, "positions": "rotary", "rotary_fraction": 1 / 3},
+    "relu2": {"activation": "relu2", "logit_softcap": 3.0},
     "dropout": {"dropout": 0.1, "attention_dropout": 0.1},
 }
 

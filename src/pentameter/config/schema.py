@@ -62,6 +62,31 @@ class Section(BaseModel):
         return None if value == ABSENT and optional else value
 
 
+class RopeScalingConfig(Section):
+    """Rotary frequencies of a context that is longer than the one a model was first trained on."""
+
+    type: Literal["linear", "llama3"] | None = None
+    """`linear`: positions divided by factor (Chen et al. 2023); `llama3`: slow frequencies divided
+    by factor, fast ones kept, those between blended (Llama 3.1). None ("none") leaves them."""
+    factor: PositiveFloat = 8.0
+    """How many times slower they turn."""
+    low_frequency_factor: PositiveFloat = 1.0
+    """`llama3`: a frequency that turns fewer times than this in the original context is slow."""
+    high_frequency_factor: PositiveFloat = 4.0
+    """`llama3`: one that turns more often than this is fast."""
+    original_context_length: Width = 8192
+    """`llama3`: tokens of the context before it was extended."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.low_frequency_factor >= self.high_frequency_factor:
+            raise ValueError(
+                f"model.rope_scaling.low_frequency_factor={self.low_frequency_factor} must be "
+                f"below model.rope_scaling.high_frequency_factor={self.high_frequency_factor}"
+            )
+        return self
+
+
 class ModelConfig(Section):
     """The architecture. Names and shapes of its parameters: `pentameter.planning.architecture`."""
 
@@ -74,19 +99,45 @@ class ModelConfig(Section):
     n_layers: Depth = 6
     """Transformer blocks."""
     n_heads: Width = 6
-    """Attention heads (H); must divide d_model."""
+    """Attention heads (H)."""
+    n_kv_heads: Width | None = None
+    """Heads of keys and values, each shared by n_heads / n_kv_heads queries (grouped-query
+    attention; 1 is multi-query); n_heads when absent."""
+    head_size: Width | None = None
+    """Channels of a head (K); d_model / n_heads when absent."""
+    qk_norm: Literal["head", "width"] | None = None
+    """RMSNorm of queries and keys before positions act: `head` of each head's channels (Qwen 3),
+    `width` of all heads' together (OLMo 2). None ("none") has none."""
+    sliding_window: Positive | None = None
+    """Tokens that a query sees, itself included; all earlier ones when absent."""
+    sliding_window_pattern: Positive | None = None
+    """With a window, every so many layers the last one sees the whole context; none when absent."""
     d_model: Width = 384
     """Width of the residual stream (D)."""
     d_ff: Width | None = None
     """Width of the feed-forward layer; 4 × d_model when absent."""
-    activation: Literal["relu", "gelu", "gelu_tanh"] = "gelu"
-    """Feed-forward non-linearity; `gelu` is exact, `gelu_tanh` is GPT-2's approximation."""
+    activation: Literal["relu", "relu2", "gelu", "gelu_tanh", "swiglu", "geglu"] = "gelu"
+    """Feed-forward non-linearity; `gelu` is exact, `gelu_tanh` GPT-2's approximation, `relu2` the
+    square of `relu`. `swiglu` and `geglu` are SiLU or GELU of a gate, a matrix of its own, times
+    the layer's inner width (Shazeer 2020)."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalisation before (or after) each sub-layer; both with eps 1e-5."""
-    norm_position: Literal["pre", "post"] = "pre"
-    """`pre`: x + f(norm(x)) and a final norm; `post`: norm(x + f(x)), as in the 2017 paper."""
-    positions: Literal["learned", "sinusoidal"] = "learned"
-    """How a token knows its place."""
+    """Normalisation of the residual stream."""
+    norm_position: Literal["pre", "post", "output"] = "pre"
+    """`pre`: x + f(norm(x)) and a final norm; `post`: norm(x + f(x)), as in the 2017 paper;
+    `output`: x + norm(f(x)) and a final norm (OLMo 2)."""
+    norm_eps: PositiveFloat = 1e-5
+    """Added to a norm's variance, or to RMSNorm's mean square."""
+    parallel_residual: Switch = False
+    """Attention and feed-forward layer of a block read the same stream, each through its own norm,
+    and are added together (GPT-NeoX)."""
+    positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
+    """How a token knows its place; `rotary` turns queries and keys by it (Su et al. 2021)."""
+    rope_theta: PositiveFloat = 10000.0
+    """Rotary: the base of the frequencies, theta^(-2i / channels)."""
+    rotary_fraction: Factor = 1.0
+    """Rotary: the part of a head's channels that turn, the first ones."""
+    rope_scaling: RopeScalingConfig = RopeScalingConfig()
+    """Rotary: frequencies for a longer context."""
     tied_head: Switch = True
     """The output projection shares the token embedding's weight."""
     head_bias: Switch = False
@@ -95,6 +146,8 @@ class ModelConfig(Section):
     """A bias on the query, key and value projections."""
     bias: Switch = False
     """Biases on the other linear layers and on the norms."""
+    logit_softcap: PositiveFloat | None = None
+    """Logits become softcap · tanh(logits / softcap), which bounds them (Gemma 2)."""
     dropout: Rate = 0.0
     """After each sub-layer's output projection."""
     attention_dropout: Rate = 0.0
@@ -113,10 +166,16 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.d_model % self.n_heads:
+        if self.head_size is None and self.d_model % self.n_heads:
             near = ", ".join(map(str, nearest_divisors(self.d_model, self.n_heads)))
             raise ValueError(
                 f"model.n_heads={self.n_heads} must divide model.d_model={self.d_model}; "
+                f"nearest possible: {near}, or set model.head_size"
+            )
+        if self.n_kv_heads is not None and self.n_heads % self.n_kv_heads:
+            near = ", ".join(map(str, nearest_divisors(self.n_heads, self.n_kv_heads)))
+            raise ValueError(
+                f"model.n_kv_heads={self.n_kv_heads} must divide model.n_heads={self.n_heads}; "
                 f"nearest possible: {near}"
             )
         if self.positions == "sinusoidal" and self.d_model % 2:
@@ -124,7 +183,37 @@ class ModelConfig(Section):
                 f"model.d_model={self.d_model} must be even for model.positions='sinusoidal' "
                 "(pairs of sine and cosine)"
             )
+        if self.positions == "rotary":
+            self._check_rotary()
+        else:
+            for key in ("rope_theta", "rotary_fraction", "rope_scaling"):
+                if getattr(self, key) != ModelConfig.model_fields[key].default:
+                    raise ValueError(
+                        f"model.{key} is of rotary positions, and model.positions="
+                        f"{self.positions!r}; set model.positions='rotary', or leave it out"
+                    )
+        if self.parallel_residual and self.norm_position != "pre":
+            raise ValueError(
+                "model.parallel_residual=true adds both layers of a block at once, and "
+                f"model.norm_position={self.norm_position!r} norms between them; set "
+                "model.norm_position='pre'"
+            )
+        if self.sliding_window_pattern is not None and self.sliding_window is None:
+            raise ValueError(
+                f"model.sliding_window_pattern={self.sliding_window_pattern} says which layers "
+                "have no window, and model.sliding_window is not set; set it, or leave both out"
+            )
         return self
+
+    def _check_rotary(self) -> None:
+        """Raise ValueError unless the channels that turn are pairs."""
+        size = self.head_size or self.d_model // self.n_heads
+        n_turning = size * self.rotary_fraction
+        if n_turning % 2:
+            raise ValueError(
+                f"model.rotary_fraction={self.rotary_fraction} of the {size} channels of a head is "
+                f"{n_turning:g}, which must be an even number (pairs that turn)"
+            )
 
 
 class GrammarConfig(Section):

@@ -20,7 +20,6 @@ from torch import Tensor
 from pentameter.fused_cpu import amx
 from pentameter.model.compiled import kernel
 from pentameter.model.dropout import keep_mask
-from pentameter.planning.architecture import NORM_EPS
 
 ROWS_PER_SUM = 64
 PADDING = 64  # elements: one or two lines of a cache
@@ -102,6 +101,8 @@ def unfold(g: Tensor, weight: Tensor, scale: Tensor | None) -> tuple[Tensor, Ten
 
 CENTRED = {"layernorm": True, "rmsnorm": False}
 """`model.norm` → whether it subtracts the mean."""
+NORM_EPS = 1e-5
+"""The only `model.norm_eps` of these norms."""
 
 
 def _normalise(x: Tensor, centred: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

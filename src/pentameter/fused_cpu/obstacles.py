@@ -13,7 +13,7 @@ import torch
 from pentameter.config.messages import shown
 from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu import amx
-from pentameter.fused_cpu.kernels import ACTIVATIONS, CENTRED
+from pentameter.fused_cpu.kernels import ACTIVATIONS, CENTRED, NORM_EPS
 from pentameter.machine.capabilities import Capabilities
 from pentameter.planning.architecture import head_size
 from pentameter.planning.layout import Layout
@@ -27,6 +27,11 @@ FUSES: Mapping[str, Collection[object] | None] = {
     "norm": CENTRED,
     "norm_position": ("pre",),
     "positions": ("learned", "sinusoidal"),
+    **dict.fromkeys(("n_kv_heads", "head_size", "qk_norm", "sliding_window"), (None,)),
+    **dict.fromkeys(("sliding_window_pattern", "logit_softcap"), (None,)),
+    "norm_eps": (NORM_EPS,),
+    "parallel_residual": (False,),
+    **dict.fromkeys(("rope_theta", "rotary_fraction", "rope_scaling"), ANY),  # of rotary positions
     **dict.fromkeys(("vocab_size", "vocab_multiple", "context_length"), ANY),
     **dict.fromkeys(("n_layers", "n_heads", "d_model", "d_ff"), ANY),
     **dict.fromkeys(("tied_head", "head_bias", "qkv_bias", "bias", "embedding_scale"), ANY),

@@ -1,11 +1,13 @@
 """Causal self-attention: the projections, and softmax(q·kᵀ / √K) · v in the fastest form there is.
 
-Shapes: B batch, T time, D d_model, H heads, K head size; Q the new tokens (queries), S all tokens
-(keys), of which the last Q are the new ones.
+Shapes: B batch, T time, D d_model, H heads, G heads of keys and values (H where none are shared), K
+head size; Q the new tokens (queries), S all tokens (keys), of which the last Q are the new ones.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -20,8 +22,8 @@ from pentameter.model.dropout import (
     attention_output_site,
     attention_weights_site,
 )
-from pentameter.model.positions import Positions
-from pentameter.planning.architecture import head_size
+from pentameter.model.positions import Positions, Rotation
+from pentameter.planning.architecture import head_size, n_kv_heads, shares_kv_heads, window
 
 
 class Attend(Protocol):
@@ -36,26 +38,42 @@ class Attend(Protocol):
         dropout: AttentionDropout,
         dropout_keys: Tensor | None,
         positions: Tensor,
+        window: int | None,
     ) -> Tensor:
         """Return each query's mix of values, (B, H, Q, K)."""
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention; the fused projection's rows are (H, 3, K), head by head."""
+    """Causal multi-head self-attention.
+
+    Rows of the fused projection `qkv` are (H, 3, K), head by head; where several heads share keys
+    and values, there are `q` with rows (H, K) and `kv` with rows (G, 2, K).
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        D = config.d_model
+        D, H, G = config.d_model, config.n_heads, n_kv_heads(config)
+        K = self.head_size = head_size(config)
         self.layer = layer
-        self.head_size = head_size(config)
-        self.qkv = nn.Linear(D, 3 * D, bias=config.qkv_bias)
+        self.window = window(config, layer)
+        self.shares_kv = shares_kv_heads(config)
+        if self.shares_kv:
+            self.q = nn.Linear(D, H * K, bias=config.qkv_bias)
+            self.kv = nn.Linear(D, 2 * G * K, bias=config.qkv_bias)
+        else:
+            self.qkv = nn.Linear(D, 3 * H * K, bias=config.qkv_bias)
+        self.qk_norm = config.qk_norm
+        if self.qk_norm is not None:
+            by_head = self.qk_norm == "head"
+            self.q_norm = nn.RMSNorm(K if by_head else H * K, eps=config.norm_eps)
+            self.k_norm = nn.RMSNorm(K if by_head else G * K, eps=config.norm_eps)
         self.weights_dropout = AttentionDropout(
             attention_weights_site(layer), config.attention_dropout, config.context_length
         )
         self.attend: Attend = attend
         """How queries, keys and values become a mix of values; processes that divide time put
         another function here, which reaches the keys and values of the others."""
-        self.out = nn.Linear(D, D, bias=config.bias)
+        self.out = nn.Linear(H * K, D, bias=config.bias)
         self.dropout = StreamDropout(attention_output_site(layer), config.dropout)
 
     def forward(
@@ -66,11 +84,9 @@ class Attention(nn.Module):
         cache: KVCache | None = None,
     ) -> Tensor:
         """Return (B, T, D): what each token gathers from itself and the tokens before it."""
-        qkv = self.qkv(x)  # (B, T, H·3·K)
-        B, T = qkv.shape[:2]
-        q, k, v = qkv.view(B, T, -1, 3, self.head_size).transpose(1, 2).unbind(3)  # (B, H, T, K)
+        q, k, v = (each.transpose(1, 2) for each in self.project(x, positions.rotation))
         if cache is not None:
-            k, v = cache.append(self.layer, k, v)  # (B, H, past + T, K)
+            k, v = cache.append(self.layer, k, v)  # (B, G, past + T, K)
         y = self.attend(
             q,
             k,
@@ -78,9 +94,36 @@ class Attention(nn.Module):
             dropout=self.weights_dropout,
             dropout_keys=dropout_keys,
             positions=positions.attention,
+            window=self.window,
         )
-        y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, H·K)
+        y = y.transpose(1, 2).flatten(2)  # (B, T, H·K)
         return self.dropout(self.out(y), dropout_keys, positions.stream)
+
+    def project(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries (B, T, H, K), keys and values (B, T, G, K): made of x (B, T, D), normed
+        and turned."""
+        K = self.head_size
+        if self.shares_kv:
+            q = self.q(x).unflatten(-1, (-1, K))
+            k, v = self.kv(x).unflatten(-1, (-1, 2, K)).unbind(-2)
+        else:
+            q, k, v = self.qkv(x).unflatten(-1, (-1, 3, K)).unbind(-2)
+        q_made = q
+        if self.qk_norm is not None:
+            q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
+        if rotation is not None:
+            q, k = rotation(q), rotation(k)
+        if q is not q_made:
+            v = v.contiguous()  # so that what all three were made in can be freed
+        return q, k, v
+
+    def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """Return x (B, T, H, K), normed in the dtype of the norm's weight."""
+        weight = norm.weight
+        assert isinstance(weight, Tensor)
+        precise = x.to(weight.dtype)
+        y = norm(precise) if self.qk_norm == "head" else norm(precise.flatten(2)).view(x.shape)
+        return y.to(x.dtype)
 
 
 def attend(
@@ -91,23 +134,59 @@ def attend(
     dropout: AttentionDropout | None = None,
     dropout_keys: Tensor | None = None,
     positions: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
-    """Return each query's mix of values, (B, H, Q, K); a query sees no key after its own.
+    """Return each query's mix of values, (B, H, Q, K); a query sees no key after its own, and with
+    a `window` that many, its own included.
 
-    q is (B, H, Q, K), k and v are (B, H, S, K) with S ≥ Q: the first S - Q keys come from a
+    q is (B, H, Q, K), k and v are (B, G, S, K) with S ≥ Q: the first S - Q keys come from a
     cache. `dropout` is applied to the attention weights where `dropout_keys` are given; `positions`
     (S,) are those of the keys, 0 … S - 1 where absent.
     """
     if dropout is not None and dropout.acts(dropout_keys):
         return attend_explicitly(
-            q, k, v, dropout=dropout, dropout_keys=dropout_keys, positions=positions
+            q,
+            k,
+            v,
+            dropout=dropout,
+            dropout_keys=dropout_keys,
+            positions=positions,
+            window=window,
         )
     Q, S = q.shape[2], k.shape[2]
+    attention = partial(F.scaled_dot_product_attention, enable_gqa=k.shape[1] != q.shape[1])
+    if window is not None and window < S:
+        if Q == S and S % window == 0 and 2 * window < S:
+            return _attend_in_windows(q, k, v, window, attention)
+        first = max(0, S - Q - window + 1)  # no query sees an earlier key
+        k, v = k[:, :, first:], v[:, :, first:]
+        hidden = _hidden(Q, k.shape[2], window, q.device)
+        return attention(q, k, v, attn_mask=~hidden)
     if Q == S:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return attention(q, k, v, is_causal=True)
     if Q == 1:  # the newest token sees everything
-        return F.scaled_dot_product_attention(q, k, v)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=~_future(Q, S, q.device))
+        return attention(q, k, v)
+    hidden = _hidden(Q, S, None, q.device)
+    return attention(q, k, v, attn_mask=~hidden)
+
+
+def _attend_in_windows(
+    q: Tensor, k: Tensor, v: Tensor, window: int, attention: Callable[..., Tensor]
+) -> Tensor:
+    """Return what `attend` returns, where S is a multiple of the window: each block of `window`
+    queries looks at its own keys and the block before, so work grows with T and not its square."""
+    B, n = len(q), q.shape[2] // window
+
+    def with_block_before(x: Tensor) -> Tensor:  # (B, G, T, K) → (B · n, G, 2 · window, K)
+        blocks = F.pad(x, (0, 0, window, 0)).unfold(2, 2 * window, window)  # (B, G, n, K, 2 W)
+        return blocks.permute(0, 2, 1, 4, 3).flatten(0, 1)
+
+    queries = q.unflatten(2, (n, window)).transpose(1, 2).flatten(0, 1)  # (B · n, H, window, K)
+    hidden = _hidden(window, 2 * window, window, q.device).expand(n, -1, -1).clone()
+    hidden[0, :, :window] = True  # before the first block there is nothing
+    mask = ~hidden.repeat(B, 1, 1)[:, None]
+    y = attention(queries, with_block_before(k), with_block_before(v), attn_mask=mask)
+    return y.unflatten(0, (B, n)).transpose(1, 2).flatten(2, 3)
 
 
 def attend_explicitly(
@@ -118,11 +197,13 @@ def attend_explicitly(
     dropout: AttentionDropout | None = None,
     dropout_keys: Tensor | None = None,
     positions: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Return the same as `attend`, with the weights written out so that they can be dropped."""
     Q, S, K = q.shape[2], k.shape[2], q.shape[3]
+    k, v = for_each_head(k, q), for_each_head(v, q)
     scores = (q * K**-0.5) @ k.transpose(-2, -1)  # (B, H, Q, S)
-    scores = scores.masked_fill(_future(Q, S, q.device), float("-inf"))
+    scores = scores.masked_fill(_hidden(Q, S, window, q.device), float("-inf"))
     # The sum of many exponentials needs fp32 even where the products are bf16 or fp16.
     weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
     if dropout is not None:
@@ -131,7 +212,14 @@ def attend_explicitly(
     return weights.to(v.dtype) @ v
 
 
-def _future(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
-    """Return bool (Q, S): true where the key lies after the query."""
-    query = torch.arange(n_keys - n_queries, n_keys, device=device)
-    return torch.arange(n_keys, device=device) > query[:, None]
+def for_each_head(x: Tensor, q: Tensor) -> Tensor:
+    """Return keys or values x (B, G, S, K) once for each head of q (B, H, Q, K): (B, H, S, K)."""
+    n_sharing = q.shape[1] // x.shape[1]
+    return x if n_sharing == 1 else x.repeat_interleave(n_sharing, dim=1)
+
+
+def _hidden(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return bool (Q, S): true where the key lies after the query, or before its window."""
+    query = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]
+    key = torch.arange(n_keys, device=device)
+    return key > query if window is None else (key > query) | (key <= query - window)

@@ -1,6 +1,6 @@
 """The key/value cache: keys and values of the tokens seen, which generation need not compute again.
 
-Shapes: B batch, T time, H heads, K head size.
+Shapes: B batch, T time, H heads of keys and values, K head size.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pentameter.config.schema import ModelConfig
-from pentameter.planning.architecture import head_size
+from pentameter.planning.architecture import head_size, n_kv_heads
 
 
 class KVCache:
@@ -28,7 +28,7 @@ class KVCache:
     ) -> None:
         shape = (
             batch_size,
-            config.n_heads,
+            n_kv_heads(config),
             config.context_length,
             head_size(config),
         )

@@ -20,13 +20,13 @@ from pentameter.model.attention import Attention
 from pentameter.model.cache import KVCache
 from pentameter.model.dropout import EMBEDDING_SITE, StreamDropout, mlp_output_site
 from pentameter.model.initial import initialize
-from pentameter.model.loss import HeadLoss
-from pentameter.model.positions import Positions, sinusoidal_positions
+from pentameter.model.loss import HeadLoss, softcapped
+from pentameter.model.positions import Positions, rotation, sinusoidal_positions
 from pentameter.planning.architecture import (
-    NORM_EPS,
     embedding_dropout,
     feed_forward_width,
     has_final_norm,
+    has_gate,
     has_position_table,
     layer_range,
     norm_has_bias,
@@ -35,9 +35,13 @@ from pentameter.planning.architecture import (
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "swiglu": F.silu,
+    "geglu": F.gelu,
 }
+"""`model.activation` → what acts on the layer's inner width, or on its gate."""
 
 
 class GPT(nn.Module):
@@ -91,7 +95,7 @@ class GPT(nn.Module):
             else:
                 self.head = nn.Linear(D, V, bias=config.head_bias)
             assert config.vocab_size is not None  # padded_vocab_size has refused that
-            self.head_loss = HeadLoss(config.vocab_size)
+            self.head_loss = HeadLoss(config.vocab_size, config.logit_softcap)
 
     @property
     def layers(self) -> tuple[int, int]:
@@ -144,10 +148,11 @@ class GPT(nn.Module):
         if positions is None:
             positions = self._positions(n_past, n_new, x.device)
         of_stream = positions if self.stream_positions is None else self.stream_positions(positions)
-        both = Positions(of_stream, positions)
         if self.is_first:
             x = self.embed(x, of_stream)
             x = self.embedding_dropout(x, dropout_keys, of_stream)
+        turning = rotation(positions, self.config, x.dtype)
+        both = Positions(of_stream, positions, turning)
         for block in self.blocks.values():
             x = block(x, both, dropout_keys, cache)
         if cache is not None:
@@ -177,6 +182,8 @@ class GPT(nn.Module):
         match self.config.positions:
             case "learned":
                 return x + self.position_embedding(positions)
+            case "rotary":
+                return x
             case "sinusoidal":
                 table = sinusoidal_positions(positions, self.config.d_model, x.dtype)
                 return x + table[:, self.stream_channels]
@@ -185,9 +192,8 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Return logits (B, T, V) of hidden states (B, T, D)."""
-        if self.config.tied_head:
-            return self.head(x, self.token_embedding.weight)
-        return self.head(x)
+        weight = (self.token_embedding.weight,) if self.config.tied_head else ()
+        return softcapped(self.head(x, *weight), self.config.logit_softcap)
 
     def head_parameters(self) -> tuple[Tensor, Tensor | None]:
         """Return the head's weight (V, D), the embedding's where it is tied, and bias (V,)."""
@@ -215,6 +221,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.norm_position = config.norm_position
+        self.parallel_residual = config.parallel_residual
         self.attention_norm = _norm(config)
         self.attention = Attention(config, layer)
         self.mlp_norm = _norm(config)
@@ -230,11 +237,17 @@ class Block(nn.Module):
         """Return the residual stream (B, T, D) after this layer."""
         match self.norm_position:
             case "pre":
-                x = x + self.attention(self.attention_norm(x), positions, dropout_keys, cache)
-                x = x + self.mlp(self.mlp_norm(x), positions, dropout_keys)
+                attended = x + self.attention(
+                    self.attention_norm(x), positions, dropout_keys, cache
+                )
+                reads = x if self.parallel_residual else attended
+                x = attended + self.mlp(self.mlp_norm(reads), positions, dropout_keys)
             case "post":
                 x = self.attention_norm(x + self.attention(x, positions, dropout_keys, cache))
                 x = self.mlp_norm(x + self.mlp(x, positions, dropout_keys))
+            case "output":
+                x = x + self.attention_norm(self.attention(x, positions, dropout_keys, cache))
+                x = x + self.mlp_norm(self.mlp(x, positions, dropout_keys))
             case unknown:
                 refuse_unknown(unknown, "model.norm_position", "the model")
         return x
@@ -248,6 +261,7 @@ class MLP(nn.Module):
         D, d_ff = config.d_model, feed_forward_width(config)
         name = config.activation
         self.activation = look_up(ACTIVATIONS, name, "model.activation", "the model")
+        self.gate = nn.Linear(D, d_ff, bias=config.bias) if has_gate(config) else None
         self.up = nn.Linear(D, d_ff, bias=config.bias)
         self.down = nn.Linear(d_ff, D, bias=config.bias)
         self.dropout = StreamDropout(mlp_output_site(layer), config.dropout)
@@ -256,8 +270,11 @@ class MLP(nn.Module):
         self, x: Tensor, positions: Positions, dropout_keys: Tensor | None = None
     ) -> Tensor:
         """Return (B, T, D)."""
-        x = self.activation(self.up(x))  # (B, T, d_ff)
-        return self.dropout(self.down(x), dropout_keys, positions.stream)
+        if self.gate is None:
+            inner = self.activation(self.up(x))  # (B, T, d_ff)
+        else:
+            inner = self.activation(self.gate(x)) * self.up(x)
+        return self.dropout(self.down(inner), dropout_keys, positions.stream)
 
 
 class TiedHead(nn.Module):
@@ -296,8 +313,8 @@ def build_model(
 def _norm(config: ModelConfig) -> nn.Module:
     match config.norm:
         case "layernorm":
-            return nn.LayerNorm(config.d_model, eps=NORM_EPS, bias=norm_has_bias(config))
+            return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=norm_has_bias(config))
         case "rmsnorm":
-            return nn.RMSNorm(config.d_model, eps=NORM_EPS)
+            return nn.RMSNorm(config.d_model, eps=config.norm_eps)
         case unknown:
             refuse_unknown(unknown, "model.norm", "the model")

@@ -25,7 +25,7 @@ from pentameter.planning.costs import MAX_LOGITS, row_chunks
 
 IGNORED_TARGET = -1
 
-RowLoss = Callable[[Tensor, Tensor | None, Tensor, int, bool], Tensor]
+RowLoss = Callable[[Tensor, Tensor | None, Tensor, int, bool, float | None], Tensor]
 """`row_loss`, or `compiled_row_loss`."""
 Reduce = Callable[[Tensor, Literal["max", "sum"]], None]
 """Replaces a tensor by the largest, or the sum, of what all processes that share a vocabulary
@@ -61,6 +61,11 @@ def loss_sum(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
     )
 
 
+def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return softcap · tanh(logits / softcap), or the logits as they are where there is none."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
 class HeadLoss(nn.Module):
     """Σ cross-entropy of x (B, T, D) · weightᵀ (V, D) + bias (V,) against targets (B, T).
 
@@ -69,9 +74,10 @@ class HeadLoss(nn.Module):
     begins and how partial results become whole.
     """
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, softcap: float | None = None) -> None:
         super().__init__()
         self.vocab_size = vocab_size
+        self.softcap = softcap
         self.row_loss: RowLoss = row_loss
         """How a chunk's loss is computed, where logits come in chunks."""
         self.first_column = 0
@@ -87,7 +93,8 @@ class HeadLoss(nn.Module):
         """Return the sum in nats, 0-dim; targets of -1 do not count, rows from vocab_size on only
         pad. Where the logits would be many, they never exist all at once."""
         if self.reduce is None and not exceeds_chunk(targets.numel(), len(weight)):
-            return loss_sum(F.linear(x, weight, bias), targets, self.vocab_size)
+            logits = softcapped(F.linear(x, weight, bias), self.softcap)
+            return loss_sum(logits, targets, self.vocab_size)
         return chunked_loss_sum(
             x,
             weight,
@@ -95,6 +102,7 @@ class HeadLoss(nn.Module):
             targets,
             self.vocab_size,
             self.row_loss,
+            softcap=self.softcap,
             first_column=self.first_column,
             widest=self.widest,
             reduce=self.reduce,
@@ -108,11 +116,13 @@ def row_loss(
     targets: Tensor,
     vocab_size: int,
     differentiate: bool,
+    softcap: float | None = None,
     first_column: int = 0,
     reduce: Reduce | None = None,
 ) -> Tensor:
-    """Return the summed cross-entropy of `logits` + `bias`, and turn `logits` (R, V) in place into
-    the gradient of that sum (into nothing useful without `differentiate`).
+    """Return the summed cross-entropy of `logits` + `bias`, softcapped where there is a cap, and
+    turn `logits` (R, V) in place into the gradient of that sum (into nothing useful without
+    `differentiate`).
 
     Where processes share out the vocabulary, `logits` are the columns from `first_column` on, and
     `reduce` brings in the others': the sum is the same in each process, the gradient its own part.
@@ -127,6 +137,10 @@ def row_loss(
     seen = logits[:, :n_seen].to(precise)  # a view of an fp32 tensor: changed in place
     if bias is not None:
         seen = seen.add_(bias[:n_seen])
+    capped: Tensor | None = None
+    if softcap is not None:
+        capped = torch.tanh(seen.div_(softcap))
+        seen = seen.copy_(capped).mul_(softcap)
     top = seen.amax(1, keepdim=True) if n_seen else seen.new_full((len(seen), 1), -torch.inf)
     if reduce is not None:
         reduce(top, "max")
@@ -146,6 +160,8 @@ def row_loss(
         seen = seen.mul_(counted / total)
         if n_seen:
             seen = seen.scatter_add_(1, place, -here)
+        if capped is not None:
+            seen = seen.mul_(1 - capped.square())
         if logits.dtype != precise:
             logits[:, :n_seen] = seen
         logits[:, n_seen:] = 0
@@ -153,7 +169,12 @@ def row_loss(
 
 
 def elementwise_row_loss(
-    logits: Tensor, bias: Tensor | None, targets: Tensor, vocab_size: int, differentiate: bool
+    logits: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    vocab_size: int,
+    differentiate: bool,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return what `row_loss` returns, with the same effect on `logits`, in the form to compile.
 
@@ -164,6 +185,10 @@ def elementwise_row_loss(
     seen = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if bias is not None:
         seen = seen + bias
+    slope: Tensor | float = 1.0
+    if softcap is not None:
+        capped = torch.tanh(seen / softcap)
+        seen, slope = softcap * capped, 1 - capped.square()
     seen = torch.where(column < vocab_size, seen, float("-inf"))
     counted = (targets != IGNORED_TARGET)[:, None].to(seen.dtype)  # (R, 1)
     place = targets.clamp(min=0)[:, None]
@@ -172,7 +197,8 @@ def elementwise_row_loss(
     loss = ((total.log() + top - seen.gather(1, place)) * counted).sum()
     if differentiate:
         share = (seen - top).exp() / total
-        logits.copy_(torch.where(column == place.to(torch.int32), share - 1, share) * counted)
+        share = torch.where(column == place.to(torch.int32), share - 1, share)
+        logits.copy_(share * slope * counted)
     return loss
 
 
@@ -239,6 +265,7 @@ def chunked_loss_sum(
     vocab_size: int,
     of_chunk: RowLoss = row_loss,
     *,
+    softcap: float | None = None,
     first_column: int = 0,
     widest: int | None = None,
     reduce: Reduce | None = None,
@@ -253,6 +280,7 @@ def chunked_loss_sum(
         targets: int64 (…), -1 where none counts.
         vocab_size: tokens that exist.
         of_chunk: `row_loss`, or `compiled_row_loss`; with `reduce` the former.
+        softcap: bounds logits before the loss; None does not.
         first_column, reduce: of a part of the vocabulary (see `row_loss`). The loss is the whole
             one in each process; the gradient of x is this part's, to be summed by the caller.
         widest: rows of the largest part's weight: whoever reduces together takes the same chunks.
@@ -266,8 +294,8 @@ def chunked_loss_sum(
 
     def of_rows(logits: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
         if reduce is None:
-            return of_chunk(logits, bias, targets, vocab_size, differentiate)
-        part = (vocab_size, differentiate, first_column, reduce)
+            return of_chunk(logits, bias, targets, vocab_size, differentiate, softcap)
+        part = (vocab_size, differentiate, softcap, first_column, reduce)
         return row_loss(logits, bias, targets, *part)
 
     if differentiate:

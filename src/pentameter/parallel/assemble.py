@@ -54,7 +54,7 @@ def assemble(
         if mesh is not None and grid is not None:
             share_grid(module.model, mesh["row", "tensor"], grid)
         elif mesh is not None and layout.tensor > 1:
-            share_matrices(module.model, mesh["tensor"], sequence=layout.sequence)
+            share_matrices(module.model, mesh["tensor"], layout)
         if divides_time is not None:
             share_context(module.model, divides_time, layout)
         if plan.config.train.activation_checkpoint is not None:

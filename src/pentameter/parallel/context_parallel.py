@@ -66,12 +66,19 @@ def _exchanging(group: dist.ProcessGroup) -> Attend:
         dropout: AttentionDropout,
         dropout_keys: Tensor | None,
         positions: Tensor,
+        window: int | None,
     ) -> Tensor:
         size = q.shape[-1]
-        together = exchange(torch.cat((q, k, v), dim=-1), True, group_name)
-        q, k, v = together.split(size, dim=-1)
+        if q.shape == k.shape:
+            together = exchange(torch.cat((q, k, v), dim=-1), True, group_name)
+            q, k, v = together.split(size, dim=-1)
+        else:
+            q = exchange(q, True, group_name)
+            k, v = exchange(torch.cat((k, v), dim=-1), True, group_name).split(size, dim=-1)
         every = torch.arange(q.shape[2], device=q.device)
-        y = attend(q, k, v, dropout=dropout, dropout_keys=dropout_keys, positions=every)
+        y = attend(
+            q, k, v, dropout=dropout, dropout_keys=dropout_keys, positions=every, window=window
+        )
         return exchange(y, False, group_name)
 
     return attend_by_heads

@@ -9,7 +9,8 @@ backward pass keys and values go round once more, and their gradients with them.
 The two passes are operations of PyTorch's own (`torch.library`), which a compiled model calls as
 they are.
 
-Shapes: B batch, H heads, K head size; T the time of this process, C of a chunk.
+Shapes: B batch, H heads, G heads of keys and values, K head size; T the time of this process, C of
+a chunk.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pentameter.model.attention import for_each_head
 from pentameter.model.dropout import AttentionDropout, drop, weight_index
 from pentameter.parallel.mesh import group_named, name_of
 
@@ -48,8 +50,9 @@ class RingAttention:
         dropout: AttentionDropout,
         dropout_keys: Tensor | None,
         positions: Tensor,
+        window: int | None,
     ) -> Tensor:
-        """Return each query's mix of values (B, H, T, K); q, k and v are so too. Collective."""
+        """Return each query's mix of values (B, H, T, K) of k and v (B, G, T, K). Collective."""
         keys = None
         if dropout_keys is not None and dropout.acts(dropout_keys):
             keys = dropout_keys[:, dropout.site]
@@ -62,6 +65,7 @@ class RingAttention:
             dropout.head_offset,
             dropout.context_length,
             self._starts,
+            window or 0,
             self._group_name,
         )
         return out
@@ -88,17 +92,31 @@ class _Dropout(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Some queries and some keys, all of which those queries see, or their own and earlier ones."""
+    """Some queries and some keys, all of which those queries see, or their own and earlier ones,
+    back to the beginning of a window where there is one."""
 
     queries: slice
     keys: slice
     first_query: int
     first_key: int
+    window: int
+    """Tokens that a query sees, itself included; 0 for all before it."""
 
     @property
     def is_causal(self) -> bool:
         """Whether the queries are the keys' own, which see none after them."""
         return self.first_query == self.first_key
+
+    def hidden(self, device: torch.device) -> Tensor | None:
+        """Bool (Q, S), true where a query does not see a key; None where all see all."""
+        n_queries, n_keys = (part.stop - part.start for part in (self.queries, self.keys))
+        last_query = self.first_query + n_queries - 1
+        reaches_back = not self.window or last_query - self.first_key < self.window
+        if reaches_back and not self.is_causal:
+            return None
+        query = torch.arange(self.first_query, last_query + 1, device=device)[:, None]
+        key = torch.arange(self.first_key, self.first_key + n_keys, device=device)
+        return (key > query) if reaches_back else (key > query) | (key <= query - self.window)
 
 
 def attend_around(
@@ -110,22 +128,24 @@ def attend_around(
     head_offset: int,
     context_length: int,
     chunk_starts: list[int],
+    window: int,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
     """Return the mix of values (B, H, T, K) and the log-sum-exps of the scores (B, H, T).
 
     `row_keys`, int32 (B, 2), `p`, `head_offset` and `context_length` are those of a dropout of
-    attention weights; no keys, no dropout. Collective over the group.
+    attention weights; no keys, no dropout. `window` is how many tokens a query sees, 0 for all.
+    Collective over the group.
     """
     dropout = _dropout(row_keys, p, head_offset, context_length)
-    ring = _Ring(group_named(group_name), chunk_starts)
+    ring = _Ring(group_named(group_name), chunk_starts, window)
     out = torch.zeros(q.shape, dtype=_precise(q), device=q.device)
     sums = torch.full(q.shape[:3], float("-inf"), dtype=out.dtype, device=q.device)
     travelling = torch.stack((k, v))
     for step in range(ring.size):
         arriving = ring.pass_on(travelling) if step < ring.size - 1 else None
         keys, values = travelling
-        for block in ring.blocks(step, q.shape[2], explicit=_is_explicit(q, dropout)):
+        for block in ring.blocks(step, q.shape[2], explicit=_is_explicit(q, dropout, window)):
             part = (q[:, :, block.queries], keys[:, :, block.keys], values[:, :, block.keys])
             _merge(out, sums, block.queries, *_attend_block(*part, block, dropout))
         if arriving is not None:
@@ -145,6 +165,7 @@ def differentiate_around(
     head_offset: int,
     context_length: int,
     chunk_starts: list[int],
+    window: int,
     group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, given that of the mix of values (B, H, T, K).
@@ -153,7 +174,7 @@ def differentiate_around(
     that of their own process is added at the end. Collective over the group.
     """
     dropout = _dropout(row_keys, p, head_offset, context_length)
-    ring = _Ring(group_named(group_name), chunk_starts)
+    ring = _Ring(group_named(group_name), chunk_starts, window)
     q_grad = torch.zeros(q.shape, dtype=_precise(q), device=q.device)
     travelling = torch.stack((k, v))
     own = torch.empty(0)
@@ -162,7 +183,7 @@ def differentiate_around(
         arriving = ring.pass_on(travelling) if step < ring.size - 1 else None
         keys, values = travelling
         added = torch.zeros(travelling.shape, dtype=q_grad.dtype, device=q.device)
-        for block in ring.blocks(step, q.shape[2], explicit=_is_explicit(q, dropout)):
+        for block in ring.blocks(step, q.shape[2], explicit=_is_explicit(q, dropout, window)):
             grads = _differentiate_block(
                 grad[:, :, block.queries],
                 q[:, :, block.queries],
@@ -228,7 +249,8 @@ ring_attention.register_autograd(_backward, setup_context=_keep_for_backward)
 class _Ring:
     """This process's place in a ring, what it passes on, and the blocks that it sees."""
 
-    def __init__(self, group: dist.ProcessGroup, chunk_starts: Sequence[int]) -> None:
+    def __init__(self, group: dist.ProcessGroup, chunk_starts: Sequence[int], window: int) -> None:
+        self._window = window
         self.size = group.size()
         self._group = group
         self._place = group.rank()
@@ -254,15 +276,17 @@ class _Ring:
 
     def blocks(self, step: int, n_tokens: int, *, explicit: bool) -> Iterator[_Block]:
         """The blocks of this process's queries and of the keys that are here at a step, without
-        those whose keys all come later than their queries."""
+        those that none of the queries sees a key of."""
         queries = self._starts[self._place]
         keys = self._starts[(self._place - step) % self.size]
         size = n_tokens // len(queries)
         tile = min(size, TILE) if explicit else size
         for first_query, own in _tiles(queries, size, tile):
             for first_key, other in _tiles(keys, size, tile):
-                if first_key <= first_query:
-                    yield _Block(own, other, first_query, first_key)
+                last_key = first_key + other.stop - other.start - 1
+                is_near = not self._window or first_query - last_key < self._window
+                if first_key <= first_query and is_near:
+                    yield _Block(own, other, first_query, first_key, self._window)
 
 
 class _Arriving(NamedTuple):
@@ -292,16 +316,17 @@ def _merge(out: Tensor, sums: Tensor, queries: slice, part: Tensor, part_sums: T
     """Add to some queries' mixes of values, in place, what they get from another block."""
     old = sums[:, :, queries]
     new = torch.logaddexp(old, part_sums.to(old.dtype))
-    weight_old, weight_part = (old - new).exp(), (part_sums - new).exp()
+    shown = new.clamp(min=torch.finfo(new.dtype).min)  # a query that has seen no key as yet
+    weight_old, weight_part = (old - shown).exp(), (part_sums - shown).exp()
     mixed = out[:, :, queries] * weight_old[..., None] + part * weight_part[..., None]
     out[:, :, queries] = mixed
     sums[:, :, queries] = new
 
 
-def _is_explicit(q: Tensor, dropout: _Dropout | None) -> bool:
-    """Whether weights are written out: to be dropped, and where PyTorch has no public operation
-    that gives log-sum-exps and takes them back."""
-    return dropout is not None or q.device.type != "cpu"
+def _is_explicit(q: Tensor, dropout: _Dropout | None, window: int) -> bool:
+    """Whether weights are written out: to be dropped, for a window, and where PyTorch has no public
+    operation that gives log-sum-exps and takes them back."""
+    return dropout is not None or window > 0 or q.device.type != "cpu"
 
 
 def _attend_block(
@@ -309,14 +334,15 @@ def _attend_block(
 ) -> tuple[Tensor, Tensor]:
     """Return a block's mix of values (B, H, Q, K), by its own weights, and its log-sum-exps."""
     with torch.autocast(q.device.type, enabled=False):
-        if not _is_explicit(q, dropout):
+        k, v = for_each_head(k, q), for_each_head(v, q)
+        if not _is_explicit(q, dropout, block.window):
             out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, block.is_causal
             )
             return out, sums
         scores = _scores(q, k, block)
         sums = scores.logsumexp(-1)
-        weights = (scores - sums[..., None]).exp()
+        weights = _weights(scores, sums)
         if dropout is not None:
             weights = dropout(weights, block)
         return weights.to(v.dtype) @ v, sums
@@ -334,15 +360,17 @@ def _differentiate_block(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what a block adds to the gradients of q, k and v. `out` and `sums` are those of the
     whole context: a weight is exp(score - sum) whichever block it is computed in."""
+    n_shared = k.shape[1]
     with torch.autocast(q.device.type, enabled=False):
-        if not _is_explicit(q, dropout):
+        k, v = for_each_head(k, q), for_each_head(v, q)
+        if not _is_explicit(q, dropout, block.window):
             q_grad, k_grad, v_grad = (
                 torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                     grad, q, k, v, out, sums, 0.0, block.is_causal
                 )
             )
-            return q_grad, k_grad, v_grad
-        weights = (_scores(q, k, block) - sums[..., None]).exp()
+            return q_grad, _over_sharing(k_grad, n_shared), _over_sharing(v_grad, n_shared)
+        weights = _weights(_scores(q, k, block), sums)
         weight_grads = (grad @ v.transpose(-2, -1)).to(weights.dtype)
         left = weights
         if dropout is not None:
@@ -352,18 +380,27 @@ def _differentiate_block(
         scale = q.shape[-1] ** -0.5
         return (
             score_grads @ k * scale,
-            score_grads.transpose(-2, -1) @ q * scale,
-            left.to(grad.dtype).transpose(-2, -1) @ grad,
+            _over_sharing(score_grads.transpose(-2, -1) @ q * scale, n_shared),
+            _over_sharing(left.to(grad.dtype).transpose(-2, -1) @ grad, n_shared),
         )
 
 
+def _over_sharing(gradient: Tensor, n_shared: int) -> Tensor:
+    """Return the gradient of keys or values (B, G, S, K): the sum of those of the heads that share
+    them, of (B, H, S, K)."""
+    return gradient.unflatten(1, (n_shared, -1)).sum(2)
+
+
+def _weights(scores: Tensor, sums: Tensor) -> Tensor:
+    """Return exp(score - sum), 0 where a query sees no key at all."""
+    return (scores - sums.clamp(min=torch.finfo(sums.dtype).min)[..., None]).exp()
+
+
 def _scores(q: Tensor, k: Tensor, block: _Block) -> Tensor:
-    """Return the scores (B, H, Q, S), -inf where a key comes later than its query."""
+    """Return the scores (B, H, Q, S), -inf where a query does not see a key."""
     scores = ((q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)).to(_precise(q))
-    if block.is_causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
-    return scores
+    hidden = block.hidden(q.device)
+    return scores if hidden is None else scores.masked_fill(hidden, float("-inf"))
 
 
 def _precise(tensor: Tensor) -> torch.dtype:

@@ -113,8 +113,12 @@ def grid_table() -> dict[str, Style]:
         "position_embedding": _divide_positions,
         "blocks.*.attention_norm": _divide_norm,
         "blocks.*.attention.qkv": _divide_reading,  # by head
+        "blocks.*.attention.q": _divide_reading,
+        "blocks.*.attention.kv": _divide_reading,
+        "blocks.*.attention.?_norm": _divide_norm_of_heads,
         "blocks.*.attention.out": _divide_adding,
         "blocks.*.mlp_norm": _divide_norm,
+        "blocks.*.mlp.gate": _divide_reading,
         "blocks.*.mlp.up": _divide_reading,
         "blocks.*.mlp.down": _divide_adding,
         "final_norm": _divide_norm,
@@ -213,6 +217,25 @@ def _divide_norm(grid: Grid, module: nn.LayerNorm | nn.RMSNorm) -> None:
         bias = getattr(module, "bias", None)
         own_bias = None if bias is None else _local(bias)
         y, _ = divided_norm(x, _local(module.weight), own_bias, eps, centred, grid.tensor)
+        return y
+
+    _run(module, forward)
+
+
+def _divide_norm_of_heads(grid: Grid, module: nn.RMSNorm) -> None:
+    """Of each head's channels a process has all or none, of all heads' together its own heads'."""
+    eps = module.eps
+    assert eps is not None
+    of_all = isinstance(module.weight, DTensor) and not all(
+        placement.is_replicate() for placement in module.weight.placements
+    )
+
+    def forward(x: Tensor) -> Tensor:
+        if not of_all:
+            return F.rms_norm(x, x.shape[-1:], _local(module.weight), eps)
+        weight = grid.vector(module.weight)
+        assert weight is not None
+        y, _ = divided_norm(x, weight, None, eps, False, grid.heads[1])
         return y
 
     _run(module, forward)

@@ -20,29 +20,32 @@ from pentameter.config.schema import ModelConfig
 from pentameter.errors import ConfigError
 
 NORM_MAY_HAVE_BIAS = {"layernorm": True, "rmsnorm": False}
-FINAL_NORM = {"pre": True, "post": False}
-POSITION_TABLE = {"learned": True, "sinusoidal": False}
+FINAL_NORM = {"pre": True, "post": False, "output": True}
+POSITION_TABLE = {"learned": True, "sinusoidal": False, "rotary": False}
 
-NORM_EPS = 1e-5
-"""Added to a norm's variance, or to RMSNorm's mean square."""
-
-SAVES_INPUT = {"relu": False, "gelu": True, "gelu_tanh": True}
+SAVES_INPUT = {"relu": False, "relu2": True, "gelu": True, "gelu_tanh": True}
 """`model.activation` → whether its slope is computed from its input, not from its result."""
+GATES = {"swiglu": True, "geglu": True, **dict.fromkeys(SAVES_INPUT, False)}
+"""`model.activation` → whether it is a gate's, whose matrix is one more."""
 
-Axis = Literal["vocab", "position", "embed", "heads", "mlp", "time", "context"]
+Axis = Literal["vocab", "position", "embed", "heads", "kv_heads", "head", "mlp", "time", "context"]
 """What a dimension of a parameter or of an activation runs over.
 
 `heads` is all heads' channels, head by head: H·K of the attention output, or (H, 3, K) flattened of
-the fused query, key and value projection. `time` is the tokens of the residual stream, of which
-each may be computed alone; `context` is all tokens of a sequence, as the matrix products around
-attention read them. Which mesh dimension divides an axis is said in `planning/layout.py`.
+the fused query, key and value projection. `kv_heads` is the same of keys and values that several
+queries share, (G, 2, K) flattened; `head` is the channels of one head. `time` is the tokens of the
+residual stream, of which each may be computed alone; `context` is all tokens of a sequence, as the
+matrix products around attention read them. Which mesh dimension divides an axis is said in
+`planning/layout.py`.
 """
 
 ActivationType = Literal["weights", "products", "softmax", "float32", "bool"]
 """The dtype of an activation: the weights' (also the residual stream's), the one that goes into
 matrix products, the softmax's (the weights', float32 at least), or one that is always the same."""
 
-OperationKind = Literal["look_up", "norm", "product", "attention", "activation", "dropout", "head"]
+OperationKind = Literal[
+    "look_up", "norm", "product", "rotation", "attention", "activation", "dropout", "head"
+]
 
 
 @dataclass(frozen=True)
@@ -146,8 +149,37 @@ def feed_forward_width(model: ModelConfig) -> int:
 
 
 def head_size(model: ModelConfig) -> int:
-    """Return the channels of an attention head."""
-    return model.d_model // model.n_heads
+    """Return the channels of an attention head: `head_size`, or d_model / n_heads."""
+    return model.head_size if model.head_size is not None else model.d_model // model.n_heads
+
+
+def n_kv_heads(model: ModelConfig) -> int:
+    """Return the heads of keys and values: `n_kv_heads`, or `n_heads` when it is not set."""
+    return model.n_kv_heads if model.n_kv_heads is not None else model.n_heads
+
+
+def shares_kv_heads(model: ModelConfig) -> bool:
+    """Return whether several heads share keys and values. Their projection is then a matrix of its
+    own; else one matrix makes queries, keys and values."""
+    return n_kv_heads(model) != model.n_heads
+
+
+def turning_channels(model: ModelConfig) -> int:
+    """Return the channels of a head that rotary positions turn, an even number."""
+    return round(head_size(model) * model.rotary_fraction)
+
+
+def has_gate(model: ModelConfig) -> bool:
+    """Return whether the feed-forward layer has a gate, a matrix as large as the one beside it."""
+    return look_up(GATES, model.activation, "model.activation", "the parameter table")
+
+
+def window(model: ModelConfig, layer: int) -> int | None:
+    """Return how many tokens a query of a layer sees, itself included; None for all before it."""
+    size, every = model.sliding_window, model.sliding_window_pattern
+    if size is None or size >= model.context_length:
+        return None
+    return None if every is not None and (layer + 1) % every == 0 else size
 
 
 def embedding_dropout(model: ModelConfig) -> float:
@@ -237,7 +269,11 @@ def residual_stream(model: ModelConfig, name: str) -> ActivationTensor:
 
 def even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
     """Return what must divide into equal parts where an axis is divided, by key of `[model]`."""
-    return {"heads": {"n_heads": model.n_heads}, "mlp": {"d_ff": feed_forward_width(model)}}
+    return {
+        "heads": {"n_heads": model.n_heads},
+        "kv_heads": {"n_kv_heads": n_kv_heads(model)},
+        "mlp": {"d_ff": feed_forward_width(model)},
+    }
 
 
 def layer_range(model: ModelConfig, first_layer: int, last_layer: int | None) -> tuple[int, int]:
@@ -269,15 +305,21 @@ def _bias(name: str, n: int, axis: Axis, layer: int | None = None) -> ParameterS
     return ParameterSpec(name, (n,), (axis,), Init("zeros"), False, layer)
 
 
+def _scale(name: str, n: int, axis: Axis, layer: int | None) -> ParameterSpec:
+    return ParameterSpec(f"{name}.weight", (n,), (axis,), Init("ones"), False, layer)
+
+
 def _norm(model: ModelConfig, name: str, layer: int | None) -> Iterator[ParameterSpec]:
     D = model.d_model
-    yield ParameterSpec(f"{name}.weight", (D,), ("embed",), Init("ones"), False, layer)
+    yield _scale(name, D, "embed", layer)
     if norm_has_bias(model):
         yield _bias(f"{name}.bias", D, "embed", layer)
 
 
 def _block(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
     D, d_ff = model.d_model, feed_forward_width(model)
+    H, G, K = model.n_heads, n_kv_heads(model), head_size(model)
+    attention = f"blocks.{layer}.attention"
 
     def linear(
         name: str, shape: tuple[int, int], axes: tuple[Axis, Axis], *, bias: bool
@@ -288,9 +330,28 @@ def _block(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
             yield _bias(f"blocks.{layer}.{name}.bias", shape[0], axes[0], layer)
 
     yield from _norm(model, f"blocks.{layer}.attention_norm", layer)
-    yield from linear("attention.qkv", (3 * D, D), ("heads", "embed"), bias=model.qkv_bias)
-    yield from linear("attention.out", (D, D), ("embed", "heads"), bias=model.bias)
+    if shares_kv_heads(model):
+        yield from linear("attention.q", (H * K, D), ("heads", "embed"), bias=model.qkv_bias)
+        yield from linear(
+            "attention.kv", (2 * G * K, D), ("kv_heads", "embed"), bias=model.qkv_bias
+        )
+    else:
+        yield from linear("attention.qkv", (3 * H * K, D), ("heads", "embed"), bias=model.qkv_bias)
+    match model.qk_norm:
+        case None:
+            pass
+        case "head":
+            yield _scale(f"{attention}.q_norm", K, "head", layer)
+            yield _scale(f"{attention}.k_norm", K, "head", layer)
+        case "width":
+            yield _scale(f"{attention}.q_norm", H * K, "heads", layer)
+            yield _scale(f"{attention}.k_norm", G * K, "kv_heads", layer)
+        case unknown:
+            refuse_unknown(unknown, "model.qk_norm", "the parameter table")
+    yield from linear("attention.out", (D, H * K), ("embed", "heads"), bias=model.bias)
     yield from _norm(model, f"blocks.{layer}.mlp_norm", layer)
+    if has_gate(model):
+        yield from linear("mlp.gate", (d_ff, D), ("mlp", "embed"), bias=model.bias)
     yield from linear("mlp.up", (d_ff, D), ("mlp", "embed"), bias=model.bias)
     yield from linear("mlp.down", (D, d_ff), ("embed", "mlp"), bias=model.bias)
 
@@ -345,19 +406,25 @@ class _Operations:
         self.dropout("embedding_dropout", embedding_dropout(self.model))
 
     def block(self, layer: int) -> None:
-        """Attention and feed-forward; the stream is normed before each, or with what it adds."""
+        """Attention and feed-forward; the stream is normed before each, with what it adds, or what
+        it adds is."""
         self.layer = layer
-        x = residual_stream(self.model, f"blocks.{layer}")
+        stream = x = residual_stream(self.model, f"blocks.{layer}")
         for name, add_sub_layer in (("attention", self.attention), ("mlp", self.mlp)):
             path = f"blocks.{layer}.{name}"
             total = residual_stream(self.model, f"{path} and the stream")
             match self.model.norm_position:
                 case "pre":
-                    add_sub_layer(path, self.norm(f"{path}_norm", x))
+                    reads = stream if self.model.parallel_residual else x
+                    add_sub_layer(path, self.norm(f"{path}_norm", reads))
                     x = total
                 case "post":
                     add_sub_layer(path, x)
                     x = self.norm(f"{path}_norm", total)
+                case "output":
+                    add_sub_layer(path, x)
+                    self.norm(f"{path}_norm", residual_stream(self.model, f"{path}.added"))
+                    x = total
                 case unknown:
                     refuse_unknown(unknown, "model.norm_position", "the list of operations")
         self.layer = None
@@ -373,25 +440,28 @@ class _Operations:
 
     def attention(self, path: str, x: ActivationTensor) -> None:
         """Causal self-attention; without dropout of its weights they are never written out."""
-        T, D, H = self.model.context_length, self.model.d_model, self.model.n_heads
-        qkv = self.linear(f"{path}.qkv", x)
-        result = self.computed(path, D, "heads")
+        T, H = self.model.context_length, self.model.n_heads
+        width = H * head_size(self.model)
+        reads = self.attention_inputs(path, x)
+        result = self.computed(path, width, "heads")
         sums = self.computed(f"{path}.exponential_sums", H, "heads", "float32")
-        by_blocks: tuple[ActivationTensor, ...] = (qkv, result, sums)
+        by_blocks: tuple[ActivationTensor, ...] = (*reads, result, sums)
         saves = by_blocks
         if self.model.attention_dropout:
             saves = (
-                qkv,
-                self.computed(f"{path}.scaled_queries", D, "heads"),
+                *reads,
+                self.computed(f"{path}.scaled_queries", width, "heads"),
                 self.computed(f"{path}.weights", H * T, "heads", "softmax"),
                 self.computed(f"{path}.mask", H * T, "heads", "bool"),
                 self.computed(f"{path}.weights_left", H * T, "heads"),
             )
-        n_products = 2 * D * T  # q·kᵀ and the weights' product with v, nothing masked
+        assert self.layer is not None
+        n_seen = window(self.model, self.layer) or T
+        n_products = 2 * width * n_seen  # q·kᵀ and the weights' product with v, nothing masked
         self.add(
             path,
             "attention",
-            (qkv,),
+            reads,
             result,
             saves=saves,
             saves_by_blocks=by_blocks,
@@ -400,14 +470,51 @@ class _Operations:
         self.linear(f"{path}.out", result)
         self.dropout(f"{path}.dropout", self.model.dropout)
 
+    def attention_inputs(self, path: str, x: ActivationTensor) -> tuple[ActivationTensor, ...]:
+        """Queries, keys and values: as the matrices made them, which is in one tensor where heads
+        share none, or each in its own where queries and keys are normed or turned."""
+        model = self.model
+        q_width, kv_width = (n * head_size(model) for n in (model.n_heads, n_kv_heads(model)))
+        names = ("q", "kv") if shares_kv_heads(model) else ("qkv",)
+        made = tuple(self.linear(f"{path}.{name}", x) for name in names)
+        q, k = made[0], made[-1]
+        kv_axis = k.axes[1]
+        if model.qk_norm is not None:
+            q = self.head_norm(f"{path}.q_norm", q, q_width)
+            k = self.head_norm(f"{path}.k_norm", k, kv_width)
+        if model.positions == "rotary":
+            q = self.turned(f"{path}.q_turned", q, q_width)
+            k = self.turned(f"{path}.k_turned", k, kv_width)
+        if q is made[0]:
+            return made
+        return q, k, self.computed(f"{path}.v", kv_width, kv_axis)
+
+    def head_norm(self, name: str, x: ActivationTensor, width: int) -> ActivationTensor:
+        """A norm of queries or keys, which are `width` of the channels of x."""
+        result = self.computed(name, width, x.axes[1])
+        saves = (replace(result, name=f"{name}.input", dtype="weights"),)
+        self.add(name, "norm", (x,), result, parameters=self.parameters(name), saves=saves)
+        return result
+
+    def turned(self, name: str, x: ActivationTensor, width: int) -> ActivationTensor:
+        """Queries or keys, `width` of the channels of x, turned by their positions."""
+        result = self.computed(name, width, x.axes[1])
+        self.add(name, "rotation", (x,), result)
+        return result
+
     def mlp(self, path: str, x: ActivationTensor) -> None:
         """The feed-forward layer."""
-        inner = self.linear(f"{path}.up", x)
-        activated = self.computed(f"{path}.activation", inner.shape[1], "mlp")
-        name = self.model.activation
-        slope_of_input = look_up(SAVES_INPUT, name, "model.activation", "the list of operations")
-        saves = (inner if slope_of_input else activated,)
-        self.add(f"{path}.activation", "activation", (inner,), activated, saves=saves)
+        names = ("gate", "up") if has_gate(self.model) else ("up",)
+        reads = tuple(self.linear(f"{path}.{name}", x) for name in names)
+        activated = self.computed(f"{path}.activation", reads[0].shape[1], "mlp")
+        saves: tuple[ActivationTensor, ...]
+        if has_gate(self.model):
+            saves = (*reads, replace(activated, name=f"{path}.gate.activation"))
+        else:
+            name = self.model.activation
+            slope_of_input = look_up(SAVES_INPUT, name, "model.activation", "the operations")
+            saves = reads if slope_of_input else (activated,)
+        self.add(f"{path}.activation", "activation", reads, activated, saves=saves)
         self.linear(f"{path}.down", activated)
         self.dropout(f"{path}.dropout", self.model.dropout)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -251,12 +251,9 @@ class ActivationBytes:
         """Bytes of the backward pass of a ring's attention: keys and values at work and on their
         way, in the products' dtype; their gradients, likewise and this process's own, and that of
         the queries, as they are added up."""
-        (qkv,) = op.reads
-        n_q, n_qkv = (
-            math.prod(self.layout.local_shape(each.shape, each.axes)) for each in (op.result, qkv)
-        )
+        n_q, n_kv = attention_elements(op, self.layout)
         summed = max(4, self.sizes.element_bytes)
-        each_row = 2 * (n_qkv - n_q) * self.sizes.product_bytes + (3 * (n_qkv - n_q) + n_q) * summed
+        each_row = 2 * n_kv * self.sizes.product_bytes + (3 * n_kv + n_q) * summed
         return self.sizes.micro_batch_size * each_row
 
     def _kept_of_block(self, block: Sequence[Operation]) -> int:
@@ -348,6 +345,15 @@ class ActivationBytes:
         weight = op.parameters[0]
         n_elements = math.prod(self.layout.parameter_shape(weight.shape, weight.axes))
         return self.sizes.product_bytes * n_elements
+
+
+def attention_elements(
+    op: Operation, layout: Layout, places: Mapping[str, int] | None = None
+) -> tuple[int, int]:
+    """Numbers of the queries, and of the keys and values, of a sequence that a process has."""
+    n_q = math.prod(layout.local_shape(op.result.shape, op.result.axes, places))
+    n_read = sum(math.prod(layout.local_shape(each.shape, each.axes, places)) for each in op.reads)
+    return n_q, n_read - n_q
 
 
 def _blocks(run: Iterable[Operation]) -> Iterator[list[Operation]]:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from pentameter.config.choices import look_up
 from pentameter.config.schema import Config
-from pentameter.planning.architecture import Operation
+from pentameter.planning.architecture import Operation, ParameterSpec
 from pentameter.planning.costs import MAX_LOGITS, StepSizes, row_chunks
 from pentameter.planning.layout import Layout, part_size
 
@@ -49,7 +49,10 @@ class GridTraffic:
             case "look_up" if op.contracts == "vocab":
                 yield from self._look_up(op)
             case "norm":
-                yield from self._norm(n_forward)
+                if op.result.axes[1] == "embed":
+                    yield from self._norm(n_forward)
+                else:
+                    yield from self._norm_of_heads(op, n_forward)
             case "product":
                 yield from self._bias(op, n_forward)
                 if self.config.train.activation_checkpoint == "selective":
@@ -128,9 +131,12 @@ class GridTraffic:
         """In three dimensions the bias of what is between two products is divided as its weight."""
         biases = [spec for spec in op.parameters if len(spec.shape) == 1]
         if self.is_3d and biases and op.contracts == "embed":
-            n_bytes = self.sizes.element_bytes * self._gathered(*biases[0].shape)
-            yield Collective("row", "all_gather", n_bytes, n_forward)
-            yield Collective("row", "reduce_scatter", n_bytes)
+            yield from self._gathered_vector(biases[0], n_forward)
+
+    def _gathered_vector(self, spec: ParameterSpec, n_forward: int) -> Iterator[Collective]:
+        n_bytes = self.sizes.element_bytes * self._gathered(*spec.shape)
+        yield Collective("row", "all_gather", n_bytes, n_forward)
+        yield Collective("row", "reduce_scatter", n_bytes)
 
     def _norm(self, n_forward: int) -> Iterator[Collective]:
         n = look_up(NUMBERS_OF_A_NORM, self.config.model.norm, "model.norm", "the traffic")
@@ -140,6 +146,16 @@ class GridTraffic:
         else:
             yield Collective("tensor", "all_gather", self.edge * n_bytes, n_forward)
         yield Collective("tensor", "all_reduce", n_bytes)
+
+    def _norm_of_heads(self, op: Operation, n_forward: int) -> Iterator[Collective]:
+        """A mean square of all heads' channels for each token, nothing of one head's."""
+        (weight,) = op.parameters
+        if weight.axes[0] == "head":
+            return
+        n_bytes = self.n_tokens * max(4, self.sizes.element_bytes)
+        yield Collective("depth" if self.is_3d else "tensor", "all_reduce", n_bytes, n_forward + 1)
+        if self.is_3d:
+            yield from self._gathered_vector(weight, n_forward)
 
     def _look_up(self, op: Operation) -> Iterator[Collective]:
         """All tokens of a group to each process, and its part of the sums for its own ones back."""

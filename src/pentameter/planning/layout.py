@@ -20,12 +20,13 @@ from pentameter.config.choices import (
 )
 from pentameter.config.schema import (
     ContextMode,
+    ModelConfig,
     ParallelConfig,
     ScheduleName,
     TensorMode,
 )
 from pentameter.errors import ConfigError, either, listed, nearest, nearest_divisors
-from pentameter.planning.architecture import Axis
+from pentameter.planning.architecture import Axis, n_kv_heads
 
 MESH_DIMENSIONS = ("pipeline", "data", "shard", "context", "depth", "row", "tensor")
 """Dimensions of the mesh, from far apart to close together: neighbouring ranks, which share a
@@ -42,6 +43,7 @@ parameters, as those that divide the batch do: here `context` is part of `shard`
 AXIS_DIMENSIONS: Mapping[Axis, tuple[str, ...]] = {
     "vocab": ("tensor",),
     "heads": ("tensor",),
+    "kv_heads": ("tensor",),
     "mlp": ("tensor",),
     "context": ("context",),
     "time": ("context", "tensor"),
@@ -51,9 +53,12 @@ the other; `tensor` divides `time` with `sequence` only. An axis that is not her
 process."""
 
 GRID_DIMENSIONS: Mapping[TensorMode, Mapping[Axis, tuple[str, ...]]] = {
-    "2d": dict.fromkeys(("vocab", "heads", "mlp", "embed"), ("tensor",)),
-    "2.5d": dict.fromkeys(("vocab", "heads", "mlp", "embed"), ("tensor",)),
-    "3d": {"vocab": ("depth",), "heads": ("depth",), "mlp": ("depth",), "embed": ("tensor",)},
+    "2d": dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "embed"), ("tensor",)),
+    "2.5d": dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "embed"), ("tensor",)),
+    "3d": {
+        **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("depth",)),
+        "embed": ("tensor",),
+    },
 }
 """The same of activations in the other tensor modes, which leave `context` and `time` to
 `context`, and divide rows of the batch over `depth` and `row`. In three dimensions rows of the
@@ -82,6 +87,14 @@ class Layout:
     context_mode: ContextMode = "ring"
     tensor_mode: TensorMode = "1d"
     tensor_depth: int = 1
+    kv_copies: int = 1
+    """Processes of `tensor` that compute the same heads of keys and values, where a model has fewer
+    of them than `tensor`; no degree of its own, see `for_model`."""
+
+    def for_model(self, model: ModelConfig) -> Layout:
+        """The layout with what a model adds to it: `kv_copies`."""
+        n, n_processes = n_kv_heads(model), self.tensor if self.tensor_mode == "1d" else 1
+        return replace(self, kv_copies=n_processes // n if n_processes % n == 0 else 1)
 
     @property
     def world_size(self) -> int:
@@ -136,6 +149,8 @@ class Layout:
         if self.tensor_mode != "1d":
             table = {**AXIS_DIMENSIONS, **GRID_DIMENSIONS[self.tensor_mode]}
         for axis, dimensions in table.items():
+            if axis == "kv_heads" and self.kv_copies > 1:
+                continue  # a process has all rows of the matrix, and multiplies with some
             dividing = tuple(
                 dimension
                 for dimension in dimensions
@@ -159,6 +174,8 @@ class Layout:
         places = places or {}
         local = list(shape)
         for index, axis in enumerate(axes):
+            if axis == "kv_heads" and self.kv_copies > 1:
+                local[index] //= self.tensor // self.kv_copies
             for dimension in self.divided_axes.get(axis, ()):
                 place = places.get(dimension, 0)
                 local[index] = self._part(local[index], axis, dimension, place)
@@ -176,12 +193,12 @@ class Layout:
     def parameter_divisions(self, axes: Sequence[Axis]) -> tuple[str | None, ...]:
         """For each dimension of a parameter the one of PARAMETER_DIMENSIONS that divides it in a
         tensor mode of several dimensions; None where it is whole. Positions are looked up alike by
-        all rows, so only their channels are divided."""
+        all rows, so only their channels are divided; what all heads share is whole."""
         if self.tensor_mode == "3d":
-            of_axis: Mapping[Axis, str | None] = {"embed": "tensor", "position": None}
+            of_axis: Mapping[Axis, str | None] = {"embed": "tensor", "position": None, "head": None}
             return tuple(of_axis.get(axis, "row") for axis in axes)
         if len(axes) == 1:
-            return ("tensor",)
+            return (None if axes[0] == "head" else "tensor",)
         return (None if axes[0] == "position" else "row", "tensor")
 
     def parameter_shape(
@@ -190,6 +207,8 @@ class Layout:
         """The shape of the part of a parameter at `places` of PARAMETER_DIMENSIONS, before ZeRO
         shards it; a dimension that is left out is at 0, which has the largest part."""
         places = places or {}
+        if self.tensor_mode == "1d" and self.kv_copies > 1 and "kv_heads" in axes:
+            return shape
         if self.tensor_mode == "1d":
             return self.local_shape(shape, axes, places)
         return tuple(
@@ -272,6 +291,11 @@ class Layout:
         """Of so many heads those that a process computes, of all the time that it has."""
         return self.local_shape((n_heads,), ("heads",))[0]
 
+    def n_kv_heads_here(self, n_heads: int) -> int:
+        """Of so many heads of keys and values those that a process computes, of all the time that
+        it has."""
+        return self.local_shape((n_heads,), ("kv_heads",))[0]
+
     def stages_of(self, pipeline_index: int) -> tuple[int, ...]:
         """The stages that a process of the pipeline holds: every `pipeline`-th one, or of a V the
         one on the way there and the one on the way back."""
@@ -291,18 +315,18 @@ class Layout:
 
     def to_json(self) -> dict[str, Any]:
         """The degrees by name, as `train --dry-run` prints them."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "kv_copies"}
 
     def degrees(self) -> dict[str, int]:
         """The degrees alone, which a checkpoint's manifest records."""
-        return {name: value for name, value in asdict(self).items() if type(value) is int}
+        return {name: value for name, value in self.to_json().items() if type(value) is int}
 
     def __str__(self) -> str:
         """The layout as it is written on a command line: what differs from one process."""
-        plain = asdict(Layout())
+        plain = Layout().to_json()
         parts = [
             f"{name}={str(value).lower()}"
-            for name, value in asdict(self).items()
+            for name, value in self.to_json().items()
             if value != plain[name]
         ]
         return ",".join(parts) or "data=1"
@@ -442,7 +466,7 @@ def make_layout(parallel: ParallelConfig, world_size: int | None = None) -> Layo
         case unknown:
             refuse_unknown(unknown, "parallel.zero", "the layout")
     depth = _resolved_depth(parallel)
-    copied = set(Layout.__dataclass_fields__) - {"data", "tensor_depth"}
+    copied = set(Layout.__dataclass_fields__) - {"data", "tensor_depth", "kv_copies"}
     values = parallel.model_dump(include=copied, warnings="none")
     layout = Layout(data=data, tensor_depth=depth, **values)
     if layout.tensor == 1:

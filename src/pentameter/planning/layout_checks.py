@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import ModelConfig
 from pentameter.errors import ConfigError, either, listed
-from pentameter.planning.architecture import even_sizes, padded_vocab_size
+from pentameter.planning.architecture import even_sizes, n_kv_heads, padded_vocab_size
 from pentameter.planning.layout import Layout, part_size
 
 
@@ -17,12 +17,14 @@ def check_layout(layout: Layout, model: ModelConfig, local_size: int | None = No
 
     `local_size` is the number of processes in each machine, where it is known.
     """
+    layout = layout.for_model(model)
     if layout.tensor_mode == "1d":
         for dimension in layout.dividing_dimensions:
             _check_division(layout, model, dimension)
     else:
         _check_grid(layout, model)
     _check_time(layout, model)
+    _check_normed_heads(layout, model)
     t = layout.tensor
     if local_size is not None and local_size % t:
         raise ConfigError(
@@ -54,9 +56,10 @@ def _check_division(layout: Layout, model: ModelConfig, dimension: str) -> None:
     sizes = {k: v for axis in axes for k, v in even.get(axis, {}).items()}
     for key, size in sizes.items():
         if size % n:
+            also = ", or a multiple" if key == "n_kv_heads" else ""
             raise ConfigError(
                 f"parallel.{dimension}={n} must divide model.{key}={size}; possible: "
-                + listed(_divisors(math.gcd(*sizes.values())))
+                f"{listed(_divisors(math.gcd(*sizes.values())))}{also}"
             )
     if "vocab" in axes and model.vocab_size is not None:
         n_rows = padded_vocab_size(model)
@@ -75,9 +78,9 @@ def _check_grid(layout: Layout, model: ModelConfig) -> None:
     cuts = edge * edge if layout.tensor_mode == "3d" else edge
     whose = f"parallel.tensor_mode='{layout.tensor_mode}' over parallel.tensor={layout.tensor}"
     even = even_sizes(model)
-    sizes = {**even["heads"], "d_model": model.d_model, **even["mlp"]}
+    sizes = {**even["heads"], **even["kv_heads"], "d_model": model.d_model, **even["mlp"]}
     for key, size in sizes.items():
-        n = edge if key == "n_heads" else cuts
+        n = edge if key in ("n_heads", "n_kv_heads") else cuts
         if size % n:
             raise ConfigError(
                 f"{whose} divides model.{key}={size} by {n}; possible: "
@@ -89,6 +92,16 @@ def _check_grid(layout: Layout, model: ModelConfig) -> None:
             f"{whose} cuts the {n_rows} rows of the vocabulary into parts of "
             f"{part_size(n_rows, cuts, 0)}, which leaves the last of {cuts} none; pad it: "
             f"--model.vocab-multiple {cuts}"
+        )
+
+
+def _check_normed_heads(layout: Layout, model: ModelConfig) -> None:
+    """Raise ConfigError where keys are normed by all heads' channels, and no process has them."""
+    if layout.kv_copies > 1 and model.qk_norm == "width":
+        raise ConfigError(
+            f"model.qk_norm='width' norms the channels of all model.n_kv_heads={model.n_kv_heads} "
+            f"heads together, of which each of parallel.tensor={layout.tensor} processes computes "
+            f"one; possible: {listed(_divisors(n_kv_heads(model)))}"
         )
 
 
@@ -121,12 +134,14 @@ def _check_time(layout: Layout, model: ModelConfig) -> None:
 
 def _check_exchanged_heads(layout: Layout, model: ModelConfig) -> None:
     """Raise ConfigError unless heads can be exchanged for time: each process then has some."""
-    n_heads = layout.n_heads_here(model.n_heads)
+    few = n_kv_heads(model) < model.n_heads
+    n_heads = layout.n_kv_heads_here(n_kv_heads(model))
     if layout.exchanges_heads and n_heads % layout.context:
         raise ConfigError(
             f"parallel.context_mode='all-to-all' gives each of parallel.context={layout.context} "
-            f"processes some of the {n_heads} heads that one of parallel.tensor={layout.tensor} "
-            f"has; possible: {listed(_divisors(n_heads))}, or parallel.context_mode='ring'"
+            f"processes some of the {n_heads} {'key/value ' if few else ''}heads that one of "
+            f"parallel.tensor={layout.tensor} has; possible: {listed(_divisors(n_heads))}, or "
+            "parallel.context_mode='ring'"
         )
 
 

@@ -160,6 +160,7 @@ def make_plan(
     config = _resolve(config, vocab_size, rows_per_epoch, layout)
     model, train = config.model, config.train
     check_layout(layout, model, local_size)
+    layout = layout.for_model(model)
     table = parameter_table(model)
     n_padded = sum(spec.n_elements for spec in table)
     n_padding = padding_elements(model)

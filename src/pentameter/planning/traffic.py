@@ -23,8 +23,15 @@ from pentameter.planning.architecture import (
     Operation,
     ParameterSpec,
     operations,
+    shares_kv_heads,
 )
-from pentameter.planning.costs import MAX_LOGITS, ActivationBytes, row_chunks, step_sizes
+from pentameter.planning.costs import (
+    MAX_LOGITS,
+    ActivationBytes,
+    attention_elements,
+    row_chunks,
+    step_sizes,
+)
 from pentameter.planning.grid_traffic import GridTraffic
 from pentameter.planning.layout import Layout, Shape
 from pentameter.planning.rules import LayoutRules
@@ -225,11 +232,29 @@ class _RankTraffic:
                 if dimension in axes.get(contracted, ()):
                     n_sums = 2 if op.name in repeated else 1
                     self.count_sum(dimension, op.result, n_sums=n_sums, n_gathers=1)
-            for op, _ in matrices:
-                if dimension in axes.get(op.result.axes[1], ()):
-                    n_gathers = 2 if self.recomputes and op.layer is not None else 1
-                    for read in op.reads:
-                        self.count_sum(dimension, read, n_sums=1, n_gathers=n_gathers)
+            reading = {
+                read: op.layer
+                for op, _ in matrices
+                if dimension in axes.get(op.result.axes[1], ())
+                for read in op.reads  # once, however many matrices read it
+            }
+            for read, layer in reading.items():
+                n_gathers = 2 if self.recomputes and layer is not None else 1
+                self.count_sum(dimension, read, n_sums=1, n_gathers=n_gathers)
+            self.count_head_norms(dimension)
+
+    def count_head_norms(self, dimension: str) -> None:
+        """The mean squares of norms over the channels of divided heads: one number of each token,
+        added up in each pass."""
+        for op in self.operations:
+            of_heads = op.kind == "norm" and op.result.axes[1] in ("heads", "kv_heads")
+            if not of_heads or op.parameters[0].axes == ("head",):  # the latter of one head
+                continue
+            repeated = op.name in (_recomputed_results(self.operations) if self.recomputes else ())
+            T = self.layout.local_shape(op.result.shape, op.result.axes)[0]
+            n_bytes = self.sizes.micro_batch_size * T * max(4, self.element_bytes)
+            n_calls = (2 if repeated else 1) + 1
+            self.counter.add(dimension, "all_reduce", n_bytes, self.n_micro_batches * n_calls)
 
     def count_grid(self) -> None:
         """The collectives of a tensor mode of several dimensions, in each micro-batch."""
@@ -269,24 +294,23 @@ class _RankTraffic:
         for op in self.operations:
             if op.kind != "attention":
                 continue
-            (qkv,) = op.reads
-            n_q, n_qkv = (
-                self.sizes.micro_batch_size
-                * math.prod(self.layout.local_shape(each.shape, each.axes, self.places))
-                for each in (op.result, qkv)
+            n_q, n_kv = (
+                self.sizes.micro_batch_size * n
+                for n in attention_elements(op, self.layout, self.places)
             )
             n_forward = 2 if op.name in repeated else 1
             match self.layout.context_mode:
                 case "ring":
                     if self.config.train.activation_checkpoint == "selective":
                         n_forward = 1  # whose result is kept
-                    n_bytes = (n_qkv - n_q) * self.sizes.product_bytes
-                    n_summed = (n_qkv - n_q) * max(4, self.element_bytes)
+                    n_bytes = n_kv * self.sizes.product_bytes
+                    n_summed = n_kv * max(4, self.element_bytes)
                     for kind in ("send", "receive"):
                         self.counter.add("context", kind, n_bytes, M * (n - 1) * (n_forward + 1))
                         self.counter.add("context", kind, n_summed, M * (n - 1))
                 case "all-to-all":
-                    for n_elements in (n_qkv, n_q):
+                    shares_kv = shares_kv_heads(self.config.model)
+                    for n_elements in (n_q, n_kv, n_q) if shares_kv else (n_q + n_kv, n_q):
                         n_bytes = n_elements * self.sizes.product_bytes
                         self.counter.add("context", "all_to_all", n_bytes, M * (n_forward + 1))
                 case unknown:
@@ -306,8 +330,9 @@ class _RankTraffic:
 
     def count_whole_parameters(self) -> None:
         """The gradients of norms and positions, which sequence parallelism leaves whole in every
-        process: each has those of its own tokens. (A bias after a sum gets all tokens'.) In tensor
-        modes that divide rows those of all that a dimension does not divide."""
+        process: each has those of its own tokens. (A bias after a sum gets all tokens'.) Likewise,
+        one by one, of what acts on a process's own heads and is whole. In tensor modes that divide
+        rows those of all that a dimension does not divide."""
         if self.layout.tensor_mode != "1d":
             every = [spec for table in self.stages.values() for spec in table]
             for dimension in self.rules.sums_copies_over:
@@ -318,6 +343,7 @@ class _RankTraffic:
                 ]
                 self.count_sums(dimension, self.gradient_bytes(alike))
             return
+        self.count_shared_by_heads()
         if not self.rules.sums_copies_over:
             return
         on_stream = {
@@ -329,6 +355,25 @@ class _RankTraffic:
         }
         whole = [spec for table in self.stages.values() for spec in table if spec in on_stream]
         self.count_sums("tensor", self.gradient_bytes(whole))
+
+    def count_shared_by_heads(self) -> None:
+        """The gradients of parameters that every process has whole for its own heads: those of
+        keys and values of few heads, and of norms of each head."""
+        layout = self.layout
+        if layout.tensor == 1:
+            return
+        divided = {"heads", "kv_heads"}
+        specs = {
+            spec: None
+            for op in self.operations
+            if op.result.axes[1] in divided
+            for spec in op.parameters
+            if not set(spec.axes) & layout.divided_axes.keys()
+        }
+        n_times = self.n_micro_batches if self.rules.reduces_each_micro_batch else 1
+        for spec in specs:
+            n_bytes = self.element_bytes * spec.n_elements
+            self.counter.add("tensor", "all_reduce", n_bytes, n_times)
 
     def count_sums(self, dimension: str, sizes: Sequence[int]) -> None:
         for bucket in filled_buckets(sizes):

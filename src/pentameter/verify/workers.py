@@ -19,6 +19,10 @@ from pentameter.processes.local_launch import worker_environment
 
 GRACE_SECONDS = 0.5
 """Time for the others to fail too, after one has: the first to say so need not be the cause."""
+JOBS_OF_A_WORKER = 10
+"""Jobs after which workers are replaced. Each leaves process groups that PyTorch keeps to the end of
+the process, and gloo's idle threads wake up a hundred times a second: eight workers after twenty
+cases kept a core busy."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class Workers:
 
     def __init__(self) -> None:
         self._workers: list[Forked] = []
+        self._n_done = 0
         self._numbers = count()
 
     def __enter__(self) -> Self:
@@ -95,8 +100,8 @@ class Workers:
     def run(self, jobs: Sequence[Job]) -> list[Any]:
         """The answers to the jobs, each computed by a worker of its own at the same time.
 
-        Processes of a job that has a `prepare` do no other job. Raises CaseFailedError where one
-        fails, dies or has not answered in time; the processes are then replaced.
+        Processes of a job that has a `prepare` do no other job, others some. Raises CaseFailedError
+        where one fails, dies or has not answered in time; the processes are then replaced.
         """
         said = self._errors_path.stat().st_size
         reusable = False
@@ -109,8 +114,11 @@ class Workers:
                 self._check(answers, busy, said, jobs[0].timeout_seconds)
                 reusable = all(job.prepare is None for job in jobs)
             finally:
+                self._n_done += 1
                 if not reusable:
                     self._end(busy)
+                elif self._n_done % JOBS_OF_A_WORKER == 0:
+                    self._end(self._workers)
         except ChildEndedError as error:
             raise TrainingFailedError(
                 "the processes of verify cannot be started: "

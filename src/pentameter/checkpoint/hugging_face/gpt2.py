@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 from pentameter.checkpoint.safetensors_writer import LazyTensor, materialize
 from pentameter.config.choices import look_up
 from pentameter.config.messages import shown
-from pentameter.config.schema import ModelConfig
+from pentameter.config.schema import ModelConfig, RopeScalingConfig
 from pentameter.errors import ConfigError
 from pentameter.planning.architecture import (
-    NORM_EPS,
     ParameterSpec,
     embedding_dropout,
     feed_forward_width,
@@ -49,6 +48,16 @@ NOT_GPT2 = {
     "positions": ("learned", "GPT-2 learns its positions"),
     "embedding_scale": (False, "GPT-2 does not scale its embeddings"),
     "head_bias": (False, "GPT-2's output projection has no bias"),
+    "n_kv_heads": (None, "GPT-2's heads share no keys and values"),
+    "head_size": (None, "GPT-2's heads are d_model / n_heads wide"),
+    "qk_norm": (None, "GPT-2 norms no queries and keys"),
+    "sliding_window": (None, "GPT-2 attends to the whole context"),
+    "sliding_window_pattern": (None, "as above"),
+    "parallel_residual": (False, "GPT-2 adds one layer after the other"),
+    "rope_theta": (10000.0, "GPT-2 turns no queries and keys"),
+    "rotary_fraction": (1.0, "as above"),
+    "rope_scaling": (RopeScalingConfig(), "as above"),
+    "logit_softcap": (None, "GPT-2's logits are unbounded"),
 }
 """Our key → the only value that GPT-2 can express, and why another is refused."""
 
@@ -65,6 +74,7 @@ WRITTEN = {
     "attention_dropout": ("attn_pdrop", 0.1),
     "embedding_dropout": ("embd_pdrop", 0.1),
     "init_std": ("initializer_range", 0.02),
+    "norm_eps": ("layer_norm_epsilon", 1e-5),
 }
 """Our key → theirs in config.json, and its default."""
 
@@ -86,7 +96,6 @@ NOT_NEEDED = {
 """Our keys that the weights alone express, or that say nothing of them, and why."""
 
 NOT_OURS = {
-    "layer_norm_epsilon": (NORM_EPS, "norms here have eps 1e-5"),
     "scale_attn_weights": (True, "attention here is always scaled by 1/√(head size)"),
     "scale_attn_by_inverse_layer_idx": (False, "attention here is scaled alike in every layer"),
     "reorder_and_upcast_attn": (False, "attention here is computed in the step's own precision"),
@@ -150,7 +159,6 @@ def to_gpt2_config(
         "n_inner": feed_forward_width(model),
         "activation_function": look_up(theirs, model.activation, "model.activation", "GPT-2"),
         "embd_pdrop": embedding_dropout(model),
-        "layer_norm_epsilon": NORM_EPS,
         "scale_attn_weights": True,
         # Written even where there is none: absent, they would be GPT-2's own 50256.
         "bos_token_id": end_of_text,
