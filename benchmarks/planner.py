@@ -214,7 +214,13 @@ def torchtitan(table: Mapping[str, Any]) -> Iterator[Row]:
 
 def llama(d_ff: int, n_kv_heads: int | None = None) -> dict[str, Any]:
     """The keys of a Llama-like model."""
-    return {"d_ff": 3 * d_ff // 2, "norm": "rmsnorm", "activation": "gelu"}
+    return {
+        "d_ff": d_ff,
+        "n_kv_heads": n_kv_heads,
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "positions": "rotary",
+    }
 
 
 READERS = {

@@ -251,7 +251,7 @@ def _candidates(plan: Plan, cluster: Cluster, precision: str) -> Iterator[Candid
     ends = end_weights(config)
     for parallel in _parallels(plan, cluster):
         try:
-            layout = make_layout(parallel, cluster.n_devices)
+            layout = make_layout(parallel, cluster.n_devices).for_model(config.model)
             check_layout(layout, config.model, cluster.node_size)
         except ConfigError:
             continue
