@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pentameter.config.load import load_config as load_config
     from pentameter.generation.loop import generate as generate
     from pentameter.generation.loop import stream as stream
-    from pentameter.planning.plan import make_plan as plan
+    from pentameter.planning.estimate import plan as plan
     from pentameter.train.loop import Trainer as Trainer
 
 _HOMES = {
@@ -29,7 +29,7 @@ _HOMES = {
     "load_config": ("pentameter.config.load", "load_config"),
     "load_model": ("pentameter.checkpoint.load_model", "load_model"),
     "stream": ("pentameter.generation.loop", "stream"),
-    "plan": ("pentameter.planning.plan", "make_plan"),
+    "plan": ("pentameter.planning.estimate", "plan"),
 }
 
 __all__ = ["Trainer", "generate", "load_config", "load_model", "plan", "stream"]

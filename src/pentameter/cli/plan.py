@@ -184,9 +184,9 @@ def _scale(
 
 def _compare_rank(estimate: Estimate, rank: int) -> None:
     """Print the bytes of a rank that was built on fake tensors, beside the plan's."""
-    from pentameter.cli.dry_run import traced_rank
+    from pentameter.parallel.dry_run import trace_rank
 
-    print(traced_rank(estimate.plan, rank, estimate.precision), file=sys.stderr)
+    print(trace_rank(estimate.plan, rank, estimate.precision), file=sys.stderr)
 
 
 def _write_pictures(estimate: Estimate, found: Found | None, parsed: PlanArguments) -> None:

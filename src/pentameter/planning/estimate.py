@@ -9,7 +9,7 @@ from typing import Any
 
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
-from pentameter.planning.cluster import Cluster
+from pentameter.planning.cluster import Cluster, parse_cluster
 from pentameter.planning.layout import parse_parallel
 from pentameter.planning.links import Links
 from pentameter.planning.memory import Memory
@@ -197,6 +197,29 @@ def make_estimate(
         world_size = asked
     plan = make_plan(config, vocab_size, rows_per_epoch, world_size=world_size)
     return Estimate(plan, cluster, best_precision(config, cluster))
+
+
+def plan(
+    config: Config,
+    cluster: Cluster | str | int | None = None,
+    vocab_size: int | None = None,
+    rows_per_epoch: int | None = None,
+    *,
+    layout: str | None = None,
+    world_size: int | None = None,
+    local_size: int | None = None,
+) -> Plan | Estimate:
+    """`pm.plan`: the Estimate of a configuration on a cluster ("h100-80gb:8x2"), or without one its
+    Plan, of `world_size` processes. A number in the cluster's place is the `vocab_size`."""
+    if isinstance(cluster, int):
+        cluster, vocab_size, rows_per_epoch = None, cluster, rows_per_epoch or vocab_size
+    if cluster is None:
+        if layout is not None:
+            config = config.model_copy(update={"parallel": parse_parallel(layout, config.parallel)})
+        sizes = {"world_size": world_size, "local_size": local_size}
+        return make_plan(config, vocab_size, rows_per_epoch, **sizes)
+    there = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    return make_estimate(config, there, vocab_size, rows_per_epoch, layout=layout)
 
 
 def _named_processes(config: Config) -> int:
