@@ -233,6 +233,6 @@ def best_precision(config: Config, cluster: Cluster) -> str:
     where their products are faster than in float32."""
     if config.train.precision != "auto":
         return config.train.precision
-    known = cluster.device.tflops
+    known: dict[str, float] = dict(cluster.device.tflops)
     usual = [name for name in ("fp32", "bf16", "fp16") if name in known]
-    return max(usual or list(known), key=known.__getitem__)
+    return max(usual or known, key=lambda name: known[name])

@@ -35,7 +35,7 @@ LARGEST_MICRO_BATCH = 64
 """Sequences; more fill no device better."""
 LONG_CONTEXT = 8192
 """Tokens from which on dividing time is tried."""
-MOST_TIMED = 120
+MOST_TIMED = 60
 """Candidates that are timed in full, at most: those with the lowest bounds. It is no time, so that
 a busy machine finds the same."""
 VIRTUAL_STAGES = (2, 3, 4, 6)
