@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pentameter.generation.loop import generate as generate
     from pentameter.generation.loop import stream as stream
     from pentameter.parallel.own_model import OwnModel as OwnModel
-    from pentameter.planning.plan import make_plan as plan
+    from pentameter.planning.estimate import plan as plan
     from pentameter.train.loop import Trainer as Trainer
     from pentameter.verify.proof import verify_model as verify_model
 
@@ -32,8 +32,8 @@ _HOMES = {
     "load_config": ("pentameter.config.load", "load_config"),
     "load_model": ("pentameter.checkpoint.load_model", "load_model"),
     "stream": ("pentameter.generation.loop", "stream"),
-    "plan": ("pentameter.planning.plan", "make_plan"),
     "verify_model": ("pentameter.verify.proof", "verify_model"),
+    "plan": ("pentameter.planning.estimate", "plan"),
 }
 
 __all__ = [

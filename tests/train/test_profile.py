@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,18 @@ import torch
 from pentameter.cli.main import main
 from pentameter.config.load import load_config
 from pentameter.errors import ConfigError
+from pentameter.planning.cluster import parse_cluster
+from pentameter.planning.plan import make_plan
+from pentameter.planning.step_time import StepTime
 from pentameter.train import profile
 from pentameter.train.loop import Trainer
-from pentameter.train.profile import Profile, longest_operations, parse_window
+from pentameter.train.profile import (
+    PlannedPace,
+    Profile,
+    longest_operations,
+    parse_window,
+    slow_step,
+)
 
 TINY = [
     "grammar", "--data.grammar.n-characters=3000", "--model.n-layers=1", "--model.d-model=16",
@@ -191,3 +201,32 @@ def test_every_process_writes_a_trace_of_its_own_also_of_a_text_by_name(tmp_path
         assert steps == ["step 2", "step 3"]
         assert any("all_reduce" in name or "allreduce" in name for name in names)
     assert "profile of steps 2 to 3" in (tmp_path / "run" / "logs" / "rank-00001.txt").read_text()
+
+
+def test_a_slow_step_names_its_part():
+    planned = StepTime(1.0, 0.7, 0.1, {"tensor": 0.2}, 0.0, {}, 0.1, [])
+    said = slow_step(planned, 1.5, 0.01)
+    assert "a step takes 1.5 s, 50% more than the 1 s planned" in said
+    assert "0.2 s communication, 0.1 s of the pipeline's bubble" in said
+    assert "compute or communication is" in said
+    assert "0.4 s of it go to reading the batch" in slow_step(planned, 1.5, 0.4)
+
+
+def test_pace_is_compared_once_after_it_settled(monkeypatch):
+    said = []
+    cluster = parse_cluster("h100-80gb:1x1").resized(1)
+    monkeypatch.setattr(profile, "this_cluster", lambda *sizes: (cluster, True))
+    plan = make_plan(load_config("gpt2-124m", {"train.micro_batch_size": 16}))
+    run = SimpleNamespace(
+        plan=plan,
+        world=SimpleNamespace(size=1, local_size=1),
+        compute=SimpleNamespace(device=torch.device("cuda"), precision="bf16"),
+        console=SimpleNamespace(say=said.append),
+    )
+    for seconds, warns in ((0.01, False), (1000.0, True)):
+        pace = PlannedPace(lambda: 0.0)
+        pace.on_start(run)
+        for number in range(40):
+            pace.on_step(run, SimpleNamespace(step_seconds=seconds, step=number))
+        assert bool(said) == warns
+    assert len(said) == 1

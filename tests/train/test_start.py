@@ -8,6 +8,7 @@ import torch
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
+from pentameter.planning.cluster import CONTEXT_BYTES
 from pentameter.planning.plan import make_plan
 from pentameter.train import start
 from pentameter.train.loop import Trainer
@@ -20,7 +21,7 @@ def own_cache(tmp_path_factory):
         yield
 
 
-def fit(tmp_path, data, **train):
+def fit(tmp_path, data, *, force=False, **train):
     config = Config.model_validate(
         {
             "model": {"context_length": 8, "n_layers": 1, "n_heads": 1, "d_model": 8},
@@ -30,7 +31,7 @@ def fit(tmp_path, data, **train):
         }
     )
     tmp_path.mkdir(exist_ok=True)
-    Trainer(config, run_dir=tmp_path / "run", quiet=True).fit()
+    Trainer(config, run_dir=tmp_path / "run", quiet=True, force=force).fit()
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     return (tmp_path / "run" / "log.txt").read_text(), [json.loads(line) for line in lines]
 
@@ -92,7 +93,10 @@ def test_what_is_offloaded_must_fit_the_machine_and_not_the_gpu(monkeypatch, dev
     def check():
         start.check_device_memory(plan, torch.device("cuda"), local_size=2)
 
-    small = {device: 1000}
+    memory = plan.memory()
+    state = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+    on_gpu = CONTEXT_BYTES + max(0, memory.total_bytes - state) + 1
+    small = {device: on_gpu if device == "cuda" else 1000}
     monkeypatch.setattr(start, "memory_bytes", lambda device: small.get(device.type, 10**12))
     if device == "cuda":
         check()
@@ -100,6 +104,24 @@ def test_what_is_offloaded_must_fit_the_machine_and_not_the_gpu(monkeypatch, dev
     with pytest.raises(ConfigError, match=rf"{device} .*GB.*") as caught:
         check()
     assert ("train.offload" in str(caught.value)) == (device == "cuda")
+
+
+def test_a_step_beyond_the_memory_names_settings_that_fit(tmp_path, monkeypatch):
+    config = load_config("gpt2-124m", {"train.tokens_per_step": 65536, "train.precision": "bf16"})
+    plan = make_plan(config)
+    assert plan.memory().total_bytes > 8e9
+    monkeypatch.setattr(start, "memory_bytes", lambda device: 8_000_000_000)
+    said = (
+        r"is planned to take .* GB, cpu has 8\.0 GB; --train\.micro-batch-size \d+ fits\. --force"
+    )
+    with pytest.raises(ConfigError, match=said):
+        start.check_device_memory(plan, torch.device("cpu"), local_size=1)
+    small = make_plan(load_config(config, {"train.micro_batch_size": 1}))
+    start.check_device_memory(small, torch.device("cpu"), local_size=1)
+    monkeypatch.setattr(start, "memory_bytes", lambda device: 1000)
+    (tmp_path / "text.txt").write_text("some text " * 20)
+    tiny = {"path": str(tmp_path / "text.txt")}
+    fit(tmp_path, tiny, force=True)
 
 
 def test_padding_is_not_counted_as_speed(tmp_path):

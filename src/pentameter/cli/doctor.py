@@ -35,6 +35,9 @@ TESTED_TORCH = ("2.13.0", "2.14.1")
 class DoctorArguments:
     """Show devices, versions, what is usable and what is missing."""
 
+    measure: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Measure this machine's CPU for `plan` and `train --layout best`: some ten seconds, in which
+    nothing else should run."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object."""
 
@@ -42,6 +45,8 @@ class DoctorArguments:
 def run(arguments: list[str]) -> int:
     """Return the exit code of `pentameter doctor ARGUMENTS`: 0 whatever is found."""
     asked = parse(DoctorArguments, arguments, verb="doctor")
+    if asked.measure:
+        return _measure(as_json=asked.json)
     facts = examine()
     if asked.json:
         print(json.dumps(facts))
@@ -56,6 +61,21 @@ def run(arguments: list[str]) -> int:
     for row in _rows(facts):
         table.add_row(*map(printable, row))
     Console(highlight=False, markup=False).print(table)
+    return 0
+
+
+def _measure(*, as_json: bool) -> int:
+    """Measure the machine, and say what was found and where it is."""
+    from pentameter.machine.this_cluster import measure_machine
+    from pentameter.planning.cluster import read_devices
+
+    path = measure_machine()
+    (device,) = read_devices(path).values()
+    if as_json:
+        print(json.dumps({"path": str(path), **device.model_dump()}))
+    else:
+        print(path.read_text(encoding="utf-8"), end="")
+        print(f"\nwritten to {path}; pentameter plan quickstart reads it")
     return 0
 
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 _LONG_EPOCH = 1 << 40  # rows: stands in the Plan for an epoch that nobody could count
 
 
+BEST = "best"
+"""The layout that the search chooses."""
+
 PRESET_FOR_TEXT = "quickstart"
 """The preset that `train novel.txt` trains."""
 
@@ -58,6 +61,11 @@ class TrainArguments:
     """Train as N processes of this machine, which divide the work as [parallel] says."""
     oversubscribe: tyro.conf.FlagCreatePairsOff[bool] = False
     """Let --nproc start more processes than the cores of this machine can serve."""
+    layout: Annotated[str | None, tyro.conf.arg(metavar="best|LAYOUT")] = None
+    """Instead of [parallel]: best, which is the fastest that `plan --search` finds for these
+    processes, with its micro-batch; or a layout, data=2,tensor=2."""
+    force: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Try what the Plan says does not fit the memory."""
     profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
     """Record what these steps spend their time and memory on, into the run folder's profile/."""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -79,6 +87,10 @@ def run(arguments: list[str]) -> int:
     config = load_config(*configuration_of(parsed.source, overrides, parsed.init_from))
     if is_main and parsed.init_from is None:
         _warn_of_random_weights(Path(parsed.source))
+    if parsed.layout is not None:
+        config = _with_layout(config, parsed.layout, n_processes or 1, place, say=is_main)
+        if place is None:  # the processes that are started get it as it was chosen
+            arguments = [*_without_layout(arguments), *_layout_options(config)]
     if parsed.init_from is not None:
         config = _with_tokenizer_beside(config, parsed.init_from, say=is_main)
     hooks = []
@@ -97,7 +109,7 @@ def run(arguments: list[str]) -> int:
     # Before data is read, processes meet, or N of them say the same.
     if place is None:
         check_processes(n_processes or 1, oversubscribe=parsed.oversubscribe)
-    _check_layout(config, n_processes or 1, place)
+    _check_layout(config, n_processes or 1, place, check_fit=not parsed.force)
     if place is None and n_processes is not None and n_processes > 1:
         run_local(python_command("train", *arguments), n_processes)
         return 0
@@ -193,15 +205,18 @@ def _train(
             init_from=parsed.init_from,
             hooks=hooks,
             world=world,
+            force=parsed.force,
         )
         trainer.fit()
     if world.is_main:
         _say_goodbye(trainer)
 
 
-def _check_layout(config: Config, n_processes: int, place: Place | None) -> None:
+def _check_layout(
+    config: Config, n_processes: int, place: Place | None, *, check_fit: bool
+) -> None:
     """Raise ConfigError where the layout does not fit the processes: those started at `place`, or
-    `n_processes` on this machine."""
+    `n_processes` on this machine, whose memory they must fit with `check_fit`."""
     from pentameter.planning.layout import make_layout
     from pentameter.planning.layout_checks import check_layout
     from pentameter.planning.plan import make_plan, needs_data
@@ -212,8 +227,70 @@ def _check_layout(config: Config, n_processes: int, place: Place | None) -> None
         return
     plan = make_plan(config, world_size=n_processes, local_size=local_size)
     on_gpu = config.train.device in ("auto", "cuda") and Path("/dev/nvidia0").exists()
-    if place is None and n_processes > 1 and not on_gpu:
+    if check_fit and place is None and n_processes > 1 and not on_gpu:
         check_memory(n_processes, plan.weights_bytes + plan.gradients_bytes + plan.optimizer_bytes)
+
+
+def _with_layout(
+    config: Config, layout: str, n_processes: int, place: Place | None, *, say: bool
+) -> Config:
+    """`config` in another layout: the fastest that fits these processes where it is `best`."""
+    from pentameter.planning.layout import parse_parallel
+
+    if layout != BEST:
+        parallel = parse_parallel(layout, config.parallel, also=[BEST])
+        return config.model_copy(update={"parallel": parallel})
+    from pentameter.machine.this_cluster import this_cluster
+    from pentameter.planning.search import search
+
+    local_size = n_processes if place is None else place.local_size
+    cluster, _ = this_cluster(n_processes, local_size)
+    found = search(config, cluster, *vocabulary_and_epoch(config)[:2], n_best=2)
+    if not found.estimates:
+        raise ConfigError(
+            f"--layout best: no layout of {config.name} fits {n_processes} processes with "
+            f"{cluster.usable_bytes / 1e9:,.1f} GB each; start more, or choose a smaller model"
+        )
+    best = found.estimates[0]
+    if say:
+        print(
+            f"pentameter: the best of {found.n_candidates:,} layouts is {best.plan.layout}, "
+            f"{best.plan.micro_batch_size} sequences at a time: {best.time.seconds:.3g} s a step "
+            f"planned on {cluster.device.name or cluster.device_key}",
+            file=sys.stderr,
+        )
+    chosen = best.plan.config
+    train = config.train.model_copy(
+        update={
+            "micro_batch_size": best.plan.micro_batch_size,
+            "activation_checkpoint": chosen.train.activation_checkpoint,
+        }
+    )
+    return config.model_copy(update={"parallel": chosen.parallel, "train": train})
+
+
+def _layout_options(config: Config) -> list[str]:
+    """The overrides that say a configuration's layout, and how it cuts the batch."""
+    parallel = config.parallel
+    values = {f"parallel.{name}": value for name, value in parallel.model_dump().items()}
+    for name in ("micro_batch_size", "activation_checkpoint"):
+        values[f"train.{name}"] = getattr(config.train, name)
+    return [
+        f"--{key}={'none' if value is None else str(value).lower()}"
+        for key, value in values.items()
+    ]
+
+
+def _without_layout(arguments: list[str]) -> list[str]:
+    """A command line without its --layout."""
+    kept, rest = [], list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument == "--layout":
+            rest[:1] = []
+        elif not argument.startswith("--layout="):
+            kept.append(argument)
+    return kept
 
 
 def _with_tokenizer_beside(config: Config, model: Path, *, say: bool) -> Config:
@@ -229,39 +306,48 @@ def _with_tokenizer_beside(config: Config, model: Path, *, say: bool) -> Config:
     return config.model_copy(update={"data": data})
 
 
-def _plan(
-    config: Config, init_from: Path | None, n_processes: int | None, place: Place | None
-) -> dict[str, object]:
-    """The Plan as JSON; the data is read only for a vocabulary or an epoch that is not known.
+def vocabulary_and_epoch(
+    config: Config, init_from: Path | None = None
+) -> tuple[int | None, int | None, list[str]]:
+    """The vocabulary and the rows of an epoch that a Plan needs, and the keys of its JSON that are
+    not known; the data is read only for a vocabulary or an epoch that is not known.
 
-    Where GPT-2's tokenizer would have to be downloaded for an epoch's length, that length is null,
-    and so is what follows from it.
+    Where GPT-2's tokenizer would have to be downloaded for an epoch's length, that length is not
+    known, and neither is what follows from it.
     """
     from pentameter.checkpoint.hugging_face.tokenizer_files import gpt2_beside
     from pentameter.data.batches.step import training_batches
     from pentameter.data.open_dataset import is_at_hand, open_dataset
     from pentameter.data.tokenizers.setting import known_vocab_size
-    from pentameter.planning.plan import make_plan, needs_data
+    from pentameter.planning.plan import needs_data
 
     tokenizer = gpt2_beside(config.data.tokenizer, init_from)
     vocab_size = config.model.vocab_size or known_vocab_size(config.data.tokenizer)
     model = config.model.model_copy(update={"vocab_size": vocab_size})
-    rows_per_epoch, unknown = None, []
-    if needs_data(config.model_copy(update={"model": model})):
-        if tokenizer is None and not is_at_hand(config.data):
-            unknown = ["rows_per_epoch"]
-            if config.train.epochs is not None:
-                unknown += ["steps", "total_tokens", "total_flops"]
-            rows_per_epoch = _LONG_EPOCH
-            print(
-                "pentameter: an epoch's length is not known: GPT-2's tokenizer, which cuts the "
-                f"text, is not on this machine; null are {', '.join(unknown)}",
-                file=sys.stderr,
-            )
-        else:
-            dataset = open_dataset(config.data, tokenizer=tokenizer, verify=False)
-            vocab_size = dataset.vocab_size
-            rows_per_epoch = training_batches(config, dataset.split("train")).rows_per_epoch
+    if not needs_data(config.model_copy(update={"model": model})):
+        return vocab_size, None, []
+    if tokenizer is None and not is_at_hand(config.data):
+        unknown = ["rows_per_epoch"]
+        if config.train.epochs is not None:
+            unknown += ["steps", "total_tokens", "total_flops"]
+        print(
+            "pentameter: an epoch's length is not known: GPT-2's tokenizer, which cuts the "
+            f"text, is not on this machine; null are {', '.join(unknown)}",
+            file=sys.stderr,
+        )
+        return vocab_size, _LONG_EPOCH, unknown
+    dataset = open_dataset(config.data, tokenizer=tokenizer, verify=False)
+    rows_per_epoch = training_batches(config, dataset.split("train")).rows_per_epoch
+    return dataset.vocab_size, rows_per_epoch, []
+
+
+def _plan(
+    config: Config, init_from: Path | None, n_processes: int | None, place: Place | None
+) -> dict[str, object]:
+    """The Plan as JSON."""
+    from pentameter.planning.plan import make_plan
+
+    vocab_size, rows_per_epoch, unknown = vocabulary_and_epoch(config, init_from)
     plan = make_plan(
         config,
         vocab_size,

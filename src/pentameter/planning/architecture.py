@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from pentameter.config.choices import look_up, refuse_unknown
@@ -204,6 +205,7 @@ def has_position_table(model: ModelConfig) -> bool:
     return look_up(POSITION_TABLE, model.positions, "model.positions", "the parameter table")
 
 
+@lru_cache(maxsize=64)
 def parameter_table(
     model: ModelConfig, *, first_layer: int = 0, last_layer: int | None = None
 ) -> tuple[ParameterSpec, ...]:
@@ -240,6 +242,7 @@ def parameter_table(
     return tuple(table)
 
 
+@lru_cache(maxsize=64)
 def operations(model: ModelConfig, layers: range | None = None) -> tuple[Operation, ...]:
     """Return the operations of a slice of the model (all of it when absent), as they run.
 

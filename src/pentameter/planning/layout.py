@@ -64,6 +64,9 @@ GRID_DIMENSIONS: Mapping[TensorMode, Mapping[Axis, tuple[str, ...]]] = {
 `context`, and divide rows of the batch over `depth` and `row`. In three dimensions rows of the
 stream are so divided; rows of what is between two products of a layer over `tensor` and `row`."""
 
+NOT_OF_A_LAYOUT = ("partition", "timeout_seconds")
+"""Keys of `[parallel]` that a layout's text does not name."""
+
 Shape = tuple[int, ...]
 
 
@@ -335,8 +338,18 @@ def parse_layout(text: str, *, also: Sequence[str] = ()) -> Layout:
     What is left out is 1 (`zero` 0). Raises ConfigError for what cannot be, saying what can: `also`
     what else may stand where the text comes from.
     """
+    return make_layout(parse_parallel(text, also=also))
+
+
+def parse_parallel(
+    text: str, base: ParallelConfig | None = None, *, also: Sequence[str] = ()
+) -> ParallelConfig:
+    """The `[parallel]` section that a layout's text describes; `data` is None where it is left out.
+    What no layout names (`partition`, `timeout_seconds`) is that of `base`. Errors as
+    `parse_layout`."""
     values: dict[str, Any] = {}
-    known = [name for name in ParallelConfig.model_fields if name != "partition"]
+    known = [name for name in ParallelConfig.model_fields if name not in NOT_OF_A_LAYOUT]
+    base = base or ParallelConfig()
     for part in text.split(","):
         name, sign, value = (piece.strip() for piece in part.partition("="))
         name = name.replace("-", "_")
@@ -351,7 +364,7 @@ def parse_layout(text: str, *, also: Sequence[str] = ()) -> Layout:
             raise ConfigError(f"layout {text!r}: {name} stands there twice")
         values[name] = _value(text, name, value)
     try:
-        parallel = ParallelConfig(**values)
+        return ParallelConfig(**{name: getattr(base, name) for name in NOT_OF_A_LAYOUT}, **values)
     except ValidationError as error:
         reasons = [
             f"{item['loc'][0]}={item['input']!r}: {item['msg']}"
@@ -360,7 +373,6 @@ def parse_layout(text: str, *, also: Sequence[str] = ()) -> Layout:
             for item in error.errors()
         ]
         raise ConfigError(f"layout {text!r}: {'; '.join(reasons)}") from None
-    return make_layout(parallel)
 
 
 def _value(text: str, name: str, value: str) -> Any:

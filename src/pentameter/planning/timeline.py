@@ -132,21 +132,28 @@ def _order_of_a_v(layout: Layout, n_micro_batches: int, place: int) -> list[Pass
 
 
 def timeline(
-    layout: Layout, n_micro_batches: int, seconds: Sequence[PassSeconds]
+    layout: Layout,
+    n_micro_batches: int,
+    seconds: Sequence[PassSeconds],
+    message_seconds: float = 0.0,
 ) -> list[list[Span]]:
-    """Each process's passes with their starts and ends, if sending takes no time.
+    """Each process's passes with their starts and ends.
 
     `seconds` holds the times of each stage. A pass starts once its process is free and what it
-    needs has been computed, in another process for most.
+    needs has been computed, and has come from another process, `message_seconds` later.
     """
+    place_of = layout.place_of_stage
     waiting = [deque(passes) for passes in pass_order(layout, n_micro_batches)]
     made: list[list[Span]] = [[] for _ in waiting]
     ends: dict[Pass, float] = {}
     while any(waiting):
         for passes, spans in zip(waiting, made, strict=True):
             while passes and (needs := _needs(passes[0], layout)) <= ends.keys():
-                start = max([ends[need] for need in needs], default=0.0)
-                start = max(start, spans[-1].end if spans else 0.0)
+                start = spans[-1].end if spans else 0.0
+                here = place_of[passes[0].stage]
+                for need in needs:
+                    way = message_seconds if place_of[need.stage] != here else 0.0
+                    start = max(start, ends[need] + way)
                 end = start + _seconds(passes[0], layout, seconds[passes[0].stage])
                 ends[passes[0]] = end
                 spans.append(Span(passes.popleft(), start, end))

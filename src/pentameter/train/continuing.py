@@ -51,6 +51,8 @@ class Request:
     world: World
     supplied: Supplied = field(default_factory=Supplied)
     """The parts that the user supplied in the place of the configuration's."""
+    force: bool = False
+    """Whether to try what the Plan says does not fit the memory."""
 
 
 # -- whose folder it is -------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,7 +37,7 @@ from pentameter.train.hooks import (
     TrainingRun,
     check_hook,
 )
-from pentameter.train.profile import Stopwatch
+from pentameter.train.profile import PlannedPace, Stopwatch
 from pentameter.train.signals import StopSignals
 from pentameter.train.start import start_run
 from pentameter.train.state import EpochSums, TrainState
@@ -75,6 +76,7 @@ class Trainer(TrainingRun):
         schedule: Callable[[int], float] | None = None,
         quiet: bool = False,
         world: World | None = None,
+        force: bool = False,
         **unknown: object,
     ) -> None:
         if unknown:
@@ -98,13 +100,14 @@ class Trainer(TrainingRun):
         self.console = Console(self.world, quiet=quiet)
         self.state = TrainState()
         weights = None if init_from is None else Path(init_from)
-        self._request = Request(config, self.run_dir, resume, weights, self.world, supplied)
+        self._request = Request(config, self.run_dir, resume, weights, self.world, supplied, force)
         self._user_hooks = tuple(hooks)
         self._schedule = schedule
         self._signals = StopSignals()
         self._stop_word: str | None = None
         self._new_best = False
         self._has_lost_a_sample = False
+        self._input_seconds = 0.0
 
     def fit(self) -> RunEnd:
         """Train to the end: all steps, patience, or a hook's stop.
@@ -154,7 +157,8 @@ class Trainer(TrainingRun):
         self._rate = self._schedule or partial(
             learning_rate, optimizer=self.config.optimizer, schedule=self.config.schedule
         )
-        self._hooks = Hooks((self._recorder, self.console, *self._user_hooks))
+        pace = PlannedPace(lambda: self._input_seconds)
+        self._hooks = Hooks((self._recorder, self.console, pace, *self._user_hooks))
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -176,7 +180,9 @@ class Trainer(TrainingRun):
             "training", state.step + 1, nothing_to_lose=self._signals.nothing_to_lose
         )
         with self.stopwatch:
+            start = time.perf_counter()
             batch = self.batches.batch(state.step, self.engine.rows)
+            self._input_seconds = time.perf_counter() - start
             scale = state.loss_scale.scale if self.compute.precision == "fp16" else 1.0
             loss = self.engine.forward_backward(batch, state.step, loss_scale=scale)
             rate = self._rate(state.step)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any, Self
 
@@ -21,12 +21,19 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from pentameter.errors import ConfigError
+from pentameter.machine.this_cluster import this_cluster
 from pentameter.parallel.compute import Compute
+from pentameter.planning.estimate import Estimate
 from pentameter.planning.plan import Plan
+from pentameter.planning.step_time import StepTime
 from pentameter.train.hooks import RunEnd, SkippedStep, StepMetrics, TrainingRun
 
 WINDOW_STEPS = 20
 """Latest steps whose median tells how long the remaining ones will take."""
+
+SLOW = 1.3
+"""Times the planned step from which on one is said to be slow."""
+SETTLING_STEPS, COMPARED_STEPS = 5, 20
 
 _RULE = "the numbers of two steps, counted from 1 as the log counts them"
 N_LONGEST = 10
@@ -70,6 +77,57 @@ class Stopwatch:
     def eta_seconds(self, steps_left: int) -> float:
         """Seconds that `steps_left` steps will take at the median pace of the latest ones."""
         return steps_left * median(self._recent)
+
+
+class PlannedPace:
+    """The hook that warns once where steps take longer than the Plan says for these devices, and
+    which part of a step does; silent where the devices are not known or measured."""
+
+    def __init__(self, input_seconds: Callable[[], float]) -> None:
+        self._input_seconds = input_seconds
+        """Seconds that the latest step waited for its batch."""
+        self._planned: StepTime | None = None
+        self._steps: list[float] = []
+        self._inputs: list[float] = []
+
+    def on_start(self, run: TrainingRun) -> None:
+        """Plan a step on the devices that are here."""
+        cluster, is_known = this_cluster(run.world.size, run.world.local_size)
+        is_known = is_known and run.plan.built_by is None  # else operations are not known
+        if is_known and run.compute.device.type == ("cpu" if cluster.device.shared else "cuda"):
+            self._planned = Estimate(run.plan, cluster, run.compute.precision).time
+
+    def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
+        """Compare the median of some steps after the first ones, which compile and settle."""
+        planned = self._planned
+        if planned is None:
+            return
+        self._steps.append(step.step_seconds)
+        self._inputs.append(self._input_seconds())
+        if len(self._steps) < SETTLING_STEPS + COMPARED_STEPS:
+            return
+        self._planned = None  # said once, or not at all
+        took = median(self._steps[SETTLING_STEPS:])
+        waited = median(self._inputs[SETTLING_STEPS:])
+        if took > SLOW * planned.seconds:
+            run.console.say(f"warning: {slow_step(planned, took, waited)}")
+
+
+def slow_step(planned: StepTime, took: float, waited_for_input: float) -> str:
+    """What to say of steps that take longer than planned: by how much, and which part it is."""
+    late = took - planned.seconds
+    waiting = sum(planned.exposed.values())
+    said = (
+        f"a step takes {took:.3g} s, {took / planned.seconds - 1:.0%} more than the "
+        f"{planned.seconds:.3g} s planned ({planned.compute:.3g} s compute, "
+        f"{waiting:.3g} s communication"
+    )
+    if planned.bubble:
+        said += f", {planned.bubble:.3g} s of the pipeline's bubble"
+    if waited_for_input > late / 2:
+        return f"{said}): {waited_for_input:.3g} s of it go to reading the batch"
+    part = "compute or communication" if waiting else "compute"
+    return f"{said}); the batch is not the reason, {part} is: --profile FIRST:LAST says which"
 
 
 class Profile:

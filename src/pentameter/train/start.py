@@ -7,6 +7,7 @@ refused before anything is written.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -24,7 +25,9 @@ from pentameter.errors import ConfigError, StorageError
 from pentameter.machine.capabilities import memory_bytes
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.compute import choose_compute
+from pentameter.planning.cluster import CONTEXT_BYTES
 from pentameter.planning.plan import Plan, make_plan
+from pentameter.planning.search import settings_that_fit
 from pentameter.train.continuing import Request, plan_run, saved_layout
 from pentameter.train.hooks import TrainingRun
 from pentameter.train.recorder import Recorder
@@ -118,7 +121,8 @@ def _prepare(run: TrainingRun, request: Request) -> None:
             f"nothing is sampled: the module that {run.plan.built_by} builds needs targets to run"
         )
     run.compute = choose_compute(run.plan, world)
-    check_device_memory(run.plan, run.compute.device, world.local_size)
+    if not request.force:
+        check_device_memory(run.plan, run.compute.device, world.local_size, run.compute.precision)
     run.console.warn(warnings + _misfits(run.plan, run.dataset, run.batches))
 
 
@@ -171,24 +175,58 @@ def _misfits(plan: Plan, dataset: Dataset, batches: TrainingBatches | OwnBatches
     return warnings
 
 
-def check_device_memory(plan: Plan, device: torch.device, local_size: int) -> None:
-    """Raise ConfigError where weights, gradients and optimizer exceed the memory of the device."""
-    needed = plan.weights_bytes + plan.gradients_bytes + plan.optimizer_bytes
-    offload = plan.config.train.offload
-    where = torch.device("cpu") if offload else device
-    there = memory_bytes(where)
-    n_sharing = 1 if where.type == "cuda" else local_size
-    if there is not None and needed * n_sharing > there:
-        whose = f"{needed / 1e9:,.1f} GB in the fullest process, and {n_sharing} share the "
-        if n_sharing == 1:
-            whose = f"{needed / 1e9:,.1f} GB, "
-        remedy = "train.offload with parallel.zero, " if where.type == "cuda" else ""
-        raise ConfigError(
-            f"weights, gradients and optimizer of {plan.n_parameters:,} parameters take {whose}"
-            f"{where.type} {'with' if n_sharing > 1 else 'has'} {there / 1e9:,.1f} GB; choose a "
-            "smaller model (--model.n-layers, --model.d-model), more processes with parallel.zero, "
-            f"tensor or pipeline, {remedy}or look at it with --dry-run"
+def check_device_memory(
+    plan: Plan, device: torch.device, local_size: int, precision: str | None = None
+) -> None:
+    """Raise ConfigError where the peak that the Plan says exceeds the memory of the device, or what
+    is offloaded that of the machine, with the nearest settings that fit."""
+    is_gpt, offload = plan.built_by is None, plan.config.train.offload
+    state = plan.weights_bytes + plan.gradients_bytes + plan.optimizer_bytes
+    # Of a module of somebody's own nothing more is known.
+    total = plan.memory(precision).total_bytes if is_gpt else state
+    needs = [(device, total)]
+    if offload:
+        needs = [(torch.device("cpu"), state), (device, max(0, total - state))]
+    for where, needed in needs:
+        there = memory_bytes(where)
+        if there is None:
+            continue
+        n_sharing = 1 if where.type == "cuda" else local_size
+        if where.type == "cuda":
+            there -= int(CONTEXT_BYTES)
+        if needed * n_sharing > there:
+            fitting = []
+            if is_gpt and not offload:
+                fitting = settings_that_fit(plan, there / n_sharing, precision)
+            raise ConfigError(_too_large(plan, where, needed, there, n_sharing, fitting))
+
+
+def _too_large(
+    plan: Plan,
+    where: torch.device,
+    needed: int,
+    there: int,
+    n_sharing: int,
+    fitting: Sequence[str],
+) -> str:
+    """The refusal of a run that takes more memory than there is, with what to do."""
+    whose = f"{needed / 1e9:,.1f} GB in the fullest process, and {n_sharing} share the "
+    if n_sharing == 1:
+        whose = f"{needed / 1e9:,.1f} GB, "
+    remedy = f"{fitting[0] if fitting else ''} fits"
+    if where.type == "cuda":
+        remedy += ", and train.offload with parallel.zero takes less"
+    if not fitting:
+        offload = "train.offload with parallel.zero, " if where.type == "cuda" else ""
+        remedy = (
+            "choose a smaller model (--model.n-layers, --model.d-model), more processes with "
+            f"parallel.zero, tensor or pipeline, {offload}or look at it with --dry-run"
         )
+    return (
+        f"a step of {plan.n_parameters:,} parameters, {plan.micro_batch_size} sequences at a time, "
+        f"is planned to take {whose}{where.type} {'with' if n_sharing > 1 else 'has'} "
+        f"{max(0, there) / 1e9:,.1f} GB; {remedy}. --force tries it all the same"
+    )
 
 
 def _build(run: TrainingRun) -> None:

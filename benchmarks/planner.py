@@ -1,0 +1,412 @@
+"""Predicted against published: step times and memory of other programs' tables.
+
+    python benchmarks/planner.py                  # the errors, per source
+    python benchmarks/planner.py --rows           # and every row
+    python benchmarks/planner.py --fit ampere     # fits a calibration on the calibration rows
+    python benchmarks/planner.py --plot FILE.svg  # draws predicted over published
+
+Reads `planner/published_rows.json` of PENTAMETER_DATA_DIR. Every row goes the way that
+`pentameter plan CONFIG --cluster C --layout L --json` goes. Rows are split by a hash of what they
+say: of each source two in five fit the constants, the rest test them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pentameter.config.load import load_config
+from pentameter.config.schema import Config
+from pentameter.disk.cache import data_folder
+from pentameter.errors import ConfigError
+from pentameter.planning.cluster import Cluster, parse_cluster
+from pentameter.planning.estimate import Estimate, make_estimate
+from pentameter.planning.step_time import step_time
+
+ROWS = "planner/published_rows.json"
+GPT: dict[str, Any] = {
+    "model.activation": "gelu_tanh",
+    "model.bias": True,
+    "model.qkv_bias": True,
+    "data.corpus": "stdlib",
+    "train.precision": "bf16",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published measurement, and what it takes to predict it."""
+
+    source: str
+    label: str
+    settings: Mapping[str, Any]
+    layout: str
+    cluster: str
+    step_seconds: float
+    memory_bytes: float | None = None
+
+    @property
+    def is_calibration(self) -> bool:
+        """Whether constants are fitted on it, not tested."""
+        return hashlib.sha256(f"{self.source} {self.label}".encode()).digest()[0] % 5 < 2
+
+    @property
+    def config(self) -> Config:
+        """The row as a configuration."""
+        return load_config("quickstart", {"name": "row", **GPT, **self.settings})
+
+    def estimate(self, cluster: Cluster | None = None) -> Estimate:
+        """What the planner says of it."""
+        return make_estimate(
+            self.config, cluster or parse_cluster(self.cluster), layout=self.layout
+        )
+
+
+def _model(
+    layers: int, width: int, heads: int, vocab: int, context: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "model.n_layers": layers,
+        "model.d_model": width,
+        "model.n_heads": heads,
+        "model.vocab_size": vocab,
+        "model.context_length": context,
+        **{f"model.{key}": value for key, value in more.items()},
+    }
+
+
+def _nodes(n_devices: int) -> str:
+    return f"{min(8, n_devices)}x{max(1, -(-n_devices // 8))}"
+
+
+def llm_foundry(table: Mapping[str, Any]) -> Iterator[Row]:
+    """MosaicML's table: FSDP, without tensor or pipeline parallelism. FP8 rows are left out."""
+    devices = {"h100_80gb": "h100-80gb", "a100_80gb": "a100-80gb", "a100_40gb": "a100-40gb"}
+    zero = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2}
+    dims = table["dims_hidden_layers_heads"]
+    for row in table["rows"]:
+        if "fp8" in row["Precision"]:
+            continue
+        width, layers, heads = dims[row["Model"]]
+        context, n = int(row["SeqLen (T)"]), int(row["# GPUs"])
+        batch = int(row["GlobalBatchSize"])
+        recompute = "full" if row["Activation Checkpointing"] == "True" else None
+        yield Row(
+            source=f"llm-foundry {row['GPU'].replace('_', ' ')}",
+            label=f"{row['Model']} T {context} × {n}",
+            settings={
+                **_model(layers, width, heads, 50368, context, tied_head=True),
+                "model.bias": False,
+                "model.qkv_bias": False,
+                "train.batch_size": batch,
+                "train.micro_batch_size": int(row["MicroBatchSize"]),
+                "train.activation_checkpoint": recompute,
+            },
+            layout=f"data={n},zero={zero[row['Sharding Strategy']]}",
+            cluster=f"{devices[row['GPU']]}:{_nodes(n)}",
+            step_seconds=batch * context / float(row["Throughput (T/s)"]),
+        )
+
+
+def megatron_2021(table: Mapping[str, Any]) -> Iterator[Row]:
+    """Megatron-LM's weak scaling on A100s (Narayanan et al. 2021, table 1), all recomputed."""
+    for row in table["rows"]:
+        v = row["virtual_stages"]
+        schedule = f",schedule=interleaved,virtual_stages={v}" if v > 1 else ""
+        degrees = f"data={row['dp']},tensor={row['tp']},pipeline={row['pp']}"
+        yield Row(
+            source="Megatron-LM 2021 a100 80gb",
+            label=row["model"],
+            settings={
+                **_model(row["layers"], row["hidden"], row["heads"], row["vocab"], row["seq"]),
+                "train.batch_size": row["gbs"],
+                "train.micro_batch_size": row["mbs"],
+                "train.activation_checkpoint": "full",
+            },
+            layout=degrees + schedule,
+            cluster=f"a100-80gb:{_nodes(row['gpus'])}",
+            step_seconds=row["derived_iter_s"],
+        )
+
+
+def megatron_core(table: Mapping[str, Any]) -> Iterator[Row]:
+    """Megatron Core 0.8 on H100s. Micro-batches of 1, and no stages more than processes, are
+    assumed: they are not published."""
+    for row in table["rows"]:
+        degrees = f"data={row['dp']},tensor={row['tp']},pipeline={row['pp']},sequence=true,zero=1"
+        yield Row(
+            source="Megatron Core 0.8 h100",
+            label=row["model"],
+            settings={
+                **_model(row["layers"], row["hidden"], row["heads"], row["vocab"], row["seq"]),
+                "model.tied_head": False,
+                "train.batch_size": row["gbs"],
+                "train.micro_batch_size": 1,
+            },
+            layout=degrees,
+            cluster=f"h100-80gb:{_nodes(row['gpus'])}",
+            step_seconds=row["derived_iter_s"],
+        )
+
+
+def nanotron(table: Mapping[str, Any]) -> Iterator[Row]:
+    """Nanotron's Llama-like models on H100s; step times follow from MFU, 6·N + 12·L·D·T a token."""
+    context, vocab = table["seq"], table["vocab"]
+    for row in table["rows"]:
+        layers, width, heads, d_ff, tied = table["dims_layers_hidden_heads_ffn_tied"][
+            f"{row['params_b']:g}"
+        ]
+        n = row["nodes"] * 8
+        batch = row["dp"] * row["gas"] * row["mbs"]
+        sequence = ",sequence=true" if row["tp"] > 1 else ""
+        if row["gas"] < row["pp"]:
+            sequence += ",schedule=gpipe"  # the same passes, where they are fewer than stages
+        degrees = f"data={row['dp']},tensor={row['tp']},pipeline={row['pp']},zero={row['zero']}"
+        settings = {
+            **_model(layers, width, heads, vocab, context, tied_head=tied, **llama(d_ff)),
+            "model.bias": False,
+            "model.qkv_bias": False,
+            "train.batch_size": batch,
+            "train.micro_batch_size": row["mbs"],
+        }
+        flops = 6 * row["params_b"] * 1e9 + 12 * layers * width * context
+        yield Row(
+            source="nanotron 0.5 h100",
+            label=f"{row['params_b']}B {degrees} × {row['mbs']}",
+            settings=settings,
+            layout=degrees + sequence,
+            cluster=f"h100-80gb:{_nodes(n)}",
+            step_seconds=flops * batch * context / (row["mfu_pct"] / 100 * 989.4e12 * n),
+            memory_bytes=row["mem_gb"] * 1e9,
+        )
+
+
+def torchtitan(table: Mapping[str, Any]) -> Iterator[Row]:
+    """torchtitan's Llama 3 on H100s with 96 GB at 500 W; rows in FP8 are left out."""
+    for row in table["rows"]:
+        if "fp8" in row["opt"]:
+            continue
+        yield Row(
+            source="torchtitan h100 96gb 500w",
+            label=f"{row['model']} × {row['gpus']} {row['opt']}",
+            settings={
+                **_model(32, 4096, 32, 128256, row["seq"], tied_head=False, **llama(14336, 8)),
+                "model.bias": False,
+                "model.qkv_bias": False,
+                "train.batch_size": row["gbs"],
+                "train.micro_batch_size": row["mbs"],
+                "train.activation_checkpoint": row["ac"],
+            },
+            layout=f"data={row['gpus']},zero=3",
+            cluster=f"h100-80gb:{_nodes(row['gpus'])}",
+            step_seconds=row["gbs"] * row["seq"] / (row["tps"] * row["gpus"]),
+            memory_bytes=row["mem_gib"] * 2**30,
+        )
+
+
+def llama(d_ff: int, n_kv_heads: int | None = None) -> dict[str, Any]:
+    """The keys of a Llama-like model."""
+    return {
+        "d_ff": d_ff,
+        "n_kv_heads": n_kv_heads,
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "positions": "rotary",
+    }
+
+
+READERS = {
+    "mpt_llm_foundry": llm_foundry,
+    "megatron_sc21_table1_A100": megatron_2021,
+    "megatron_core_r0.8_H100": megatron_core,
+    "nanotron_v0.5_H100": nanotron,
+    "torchtitan_2412_H100_96GB_500W": torchtitan,
+}
+
+
+def published_rows() -> list[Row]:
+    """All rows that a configuration can say."""
+    folder = data_folder()
+    if folder is None or not (folder / ROWS).is_file():
+        raise ConfigError(f"{ROWS} is not in PENTAMETER_DATA_DIR")
+    tables = json.loads((folder / ROWS).read_text(encoding="utf-8"))
+    return list(itertools.chain(*(read(tables[name]) for name, read in READERS.items())))
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value that this share of them does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+FITTED = ("product", "attention", "memory", "link", "network", "interference")
+SMALLEST_STEP = 1.005
+
+
+def fit(rows: list[Row], family: str) -> dict[str, float]:
+    """The shares of a family's devices that make the mean error of these rows least, by turns."""
+    estimates = [(row, row.estimate()) for row in rows]
+    estimates = [
+        (row, each) for row, each in estimates if each.cluster.device.calibration_key == family
+    ]
+    first = estimates[0][1].cluster.device.calibration
+    shares = {f"{name}_share": getattr(first, f"{name}_share") for name in FITTED}
+
+    def error(shares: dict[str, float]) -> float:
+        errors = []
+        for row, old in estimates:
+            calibration = old.cluster.device.calibration.model_copy(update=shares)
+            device = old.cluster.device.model_copy(update={"calibration": calibration})
+            cluster = old.cluster.model_copy(update={"device": device})
+            plan = old.plan
+            parts = (plan.config, plan.layout, plan.stages, cluster, old.precision)
+            seconds = step_time(*parts, old.traffic).seconds
+            errors.append(min(0.5, abs(math.log(seconds / row.step_seconds))))
+        return statistics.fmean(errors)
+
+    best, step = error(shares), 1.2
+    while step > SMALLEST_STEP:
+        improved = False
+        for name, share in list(shares.items()):
+            for factor in (step, 1 / step):
+                tried = {**shares, name: min(1.0, max(0.02, share * factor))}
+                if (found := error(tried)) < best - 1e-6:
+                    best, shares, improved = found, tried, True
+                    break
+        print(
+            f"{family} {best:.4f} {step:.4f} "
+            + " ".join(f"{k}={v:.3f}" for k, v in shares.items()),
+            flush=True,
+        )
+        if not improved:
+            step = step**0.5
+    return shares
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A row with what was predicted of it."""
+
+    row: Row
+    estimate: Estimate
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of a step."""
+        return self.estimate.time.seconds
+
+    @property
+    def error(self) -> float:
+        """Predicted ÷ published, less 1."""
+        return self.seconds / self.row.step_seconds - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        """The same of the fullest device's memory, where it is published."""
+        if self.row.memory_bytes is None:
+            return None
+        return self.estimate.memory.total_bytes / self.row.memory_bytes - 1
+
+    def __str__(self) -> str:
+        time = self.estimate.time
+        parts = {"compute": time.compute, "bubble": time.bubble, **time.exposed}
+        shares = " ".join(f"{name} {part / time.seconds:.0%}" for name, part in parts.items())
+        memory = "" if self.memory_error is None else f" memory {self.memory_error:+.0%}"
+        return (
+            f"{'fit ' if self.row.is_calibration else 'test'} {self.row.source:27} "
+            f"{self.row.label:46} {self.row.step_seconds:8.3f} s {self.seconds:8.3f} "
+            f"{self.error:+6.1%}{memory} {shares}"
+        )
+
+
+def print_table(outcomes: list[Outcome]) -> None:
+    """Median, 90th percentile and worst error of each source, on both kinds of rows."""
+    print("| source | rows | median | 90th percentile | worst | bias |\n" + "| --- " * 6 + "|")
+    for is_calibration, kind in ((False, "test"), (True, "calibration")):
+        chosen = [each for each in outcomes if each.row.is_calibration is is_calibration]
+        sources = dict.fromkeys(each.row.source for each in chosen)
+        for source in (*sources, None):
+            errors = [each.error for each in chosen if source in (each.row.source, None)]
+            print(_line(f"{source or 'all'}, {kind}", errors))
+    for source in dict.fromkeys(each.row.source for each in outcomes):
+        memory = [
+            each.memory_error
+            for each in outcomes
+            if each.row.source == source and each.memory_error is not None
+        ]
+        if memory:
+            print(_line(f"memory: {source}", memory))
+
+
+def _line(name: str, errors: list[float]) -> str:
+    sizes = [abs(error) for error in errors]
+    return (
+        f"| {name} | {len(errors)} | {statistics.median(sizes):.1%} | {percentile(sizes, 0.9):.1%} "
+        f"| {max(sizes):.1%} | {statistics.median(errors):+.1%} |"
+    )
+
+
+def draw(path: Path, outcomes: list[Outcome]) -> None:
+    """Predicted over published step times, calibration rows hollow."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.8), layout="constrained")
+    axes = figure.subplots()
+    sources = dict.fromkeys(each.row.source for each in outcomes)
+    for index, source in enumerate(sources):
+        colour = f"C{index}"
+        for is_calibration in (False, True):
+            chosen = [
+                each
+                for each in outcomes
+                if each.row.source == source and each.row.is_calibration is is_calibration
+            ]
+            axes.plot(
+                [each.row.step_seconds for each in chosen],
+                [each.seconds / each.row.step_seconds for each in chosen],
+                "o", ms=5, color=colour, mfc="none" if is_calibration else colour,
+                label=None if is_calibration else source,
+            )  # fmt: skip
+    axes.axhspan(0.9, 1.1, color="#138a5e", alpha=0.12, lw=0)
+    axes.axhline(1, color="#66707f", lw=0.8)
+    axes.set_xscale("log")
+    axes.set_yscale("log", base=2)
+    axes.set_yticks([0.5, 0.75, 1, 1.25, 1.5], ["½", "¾", "1", "1¼", "1½"])
+    axes.set_xlabel("published seconds a step")
+    axes.set_ylabel("predicted ÷ published")
+    axes.set_title("filled: test rows · hollow: calibration rows · band: ± 10 %", fontsize=9)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def main() -> None:
+    """Predict every row, and print how far off it is."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", action="store_true", help="print every row")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw predicted over published")
+    parser.add_argument("--fit", metavar="FAMILY", help="fit a calibration: ampere or hopper")
+    parsed = parser.parse_args()
+    rows = published_rows()
+    if parsed.fit:
+        for name, share in fit([row for row in rows if row.is_calibration], parsed.fit).items():
+            print(f"{name} = {share:.3f}")
+        return
+    outcomes = [Outcome(row, row.estimate()) for row in rows]
+    if parsed.rows:
+        print(*outcomes, sep="\n")
+    print_table(outcomes)
+    if parsed.plot:
+        draw(parsed.plot, outcomes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""The cluster that a run is on: GPUs by the name that their driver gives, else this machine as
+`doctor --measure` has measured it, else usual figures of a CPU."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from pentameter.disk.atomic import make_folder, write_atomic
+from pentameter.disk.cache import cache_folder
+from pentameter.machine.capabilities import Capabilities, machine_capabilities
+from pentameter.machine.cores import host_memory_bytes
+from pentameter.machine.peaks import product_ceiling
+from pentameter.planning.cluster import (
+    MEASURED_FILE,
+    UNCALIBRATED,
+    Cluster,
+    Device,
+    device_of_driver,
+    read_devices,
+)
+
+CORE_TFLOPS = {"fp32": 0.08, "bf16": 0.03, "fp64": 0.04}
+CORE_TFLOPS_BF16 = 0.4
+"""Products of a core, without and with bf16 in hardware (docs/performance.md: 0.33 TFLOP/s in fp32
+and 0.78 to 2.2 in bf16 on two cores)."""
+CORE_BYTES_PER_SECOND = 8e9
+SHARED_MEMORY_BYTES_PER_SECOND = 2e9
+
+
+def this_cluster(
+    world_size: int, local_size: int, capabilities: Capabilities | None = None
+) -> tuple[Cluster, bool]:
+    """The Cluster of so many processes, `local_size` in each machine, and whether its figures are
+    published or measured ones, not usual ones."""
+    capabilities = capabilities or machine_capabilities()
+    n_nodes = max(1, world_size // local_size)
+    shape = {"node_size": local_size, "n_nodes": n_nodes}
+    if capabilities.gpus:
+        gpu = capabilities.gpus[0]
+        device = device_of_driver(gpu.name)
+        if device is not None and device.can_be_planned:
+            device = device.model_copy(update={"memory_bytes": float(gpu.memory_bytes)})
+            return Cluster(device_key=gpu.name, device=device, **shape), True
+    measured = cache_folder() / MEASURED_FILE
+    if not capabilities.gpus and n_nodes == 1 and measured.is_file():
+        (device,) = read_devices(measured).values()
+        return Cluster(device_key="this machine", device=device, **shape), True
+    return Cluster(device_key="cpu", device=usual_cpu(capabilities), **shape), False
+
+
+def usual_cpu(capabilities: Capabilities) -> Device:
+    """A CPU by its number of cores alone."""
+    cpu = capabilities.cpu
+    tflops = {name: each * cpu.n_cores for name, each in CORE_TFLOPS.items()}
+    if cpu.fast_bf16:
+        tflops["bf16"] = CORE_TFLOPS_BF16 * cpu.n_cores
+    return Device(
+        name=cpu.name,
+        tflops=tflops,
+        memory_bytes=float(host_memory_bytes() or 8 << 30),
+        memory_bytes_per_second=CORE_BYTES_PER_SECOND * cpu.n_cores,
+        link_bytes_per_second=SHARED_MEMORY_BYTES_PER_SECOND,
+        network_bytes_per_second=1e9,
+        shared=True,
+        calibration=UNCALIBRATED,
+        source="usual figures of a core; doctor --measure measures this machine",
+        date="2026-11",
+    )
+
+
+# -- measuring ----------------------------------------------------------------------------------
+
+COPY_BYTES = 1 << 27
+"""Far more than caches hold."""
+MESSAGE_BYTES = 1 << 24
+PRODUCT = (4096, 512, 512)
+"""Rows and sides of a product as small models have them, against the best one measured."""
+ATTENTION = (8, 8, 512, 64)
+"""Sequences, heads, tokens and channels of the attention that is timed."""
+FILE = """# This machine, as `pentameter doctor --measure` measured it; `pentameter plan` reads it.
+
+[calibrations.measured]
+fitted_on = "doctor --measure on this machine"
+product_share = {product_share:.4g}
+attention_share = {attention_share:.4g}
+memory_share = 1.0
+link_share = 1.0
+network_share = 1.0
+interference_share = 1.0
+kernel_seconds = {kernel_seconds:.3g}
+hop_seconds = {hop_seconds:.3g}
+
+[devices.this-machine]
+name = {name}
+tflops = {{ {tflops} }}
+memory_bytes = {memory_bytes:.6g}
+memory_bytes_per_second = {bandwidth:.4g}
+link_bytes_per_second = {link:.4g}
+shared = true
+calibration = "measured"
+source = "doctor --measure"
+date = "{date}"
+"""
+
+
+def measure_machine(capabilities: Capabilities | None = None) -> Path:
+    """The path of the file that describes this machine's CPU now, for `plan` and `--layout best`.
+
+    Takes some ten seconds: products by precision, a copy, a small operation, attention, messages
+    between two processes. What other programs take of the machine meanwhile is missing from it.
+    """
+    capabilities = capabilities or machine_capabilities()
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+    peaks = {name: product_ceiling("cpu", dtype, seconds=1.0) for name, dtype in dtypes.items()}
+    best = "bf16" if peaks["bf16"] > peaks["fp32"] else "fp32"
+    dtype, peak = dtypes[best], peaks[best]
+    link, hop = _measured_link()
+    m, n, k = PRODUCT
+    left, right = torch.randn(m, k, dtype=dtype), torch.randn(k, n, dtype=dtype)
+    product = 2 * m * n * k / _best_seconds(lambda: left @ right)
+    text = FILE.format(
+        product_share=min(1.0, product / peak),
+        attention_share=min(1.0, _attention_flops(dtype) / peak),
+        kernel_seconds=_kernel_seconds(),
+        hop_seconds=hop,
+        name='"'
+        + "".join(c for c in capabilities.cpu.name if c.isprintable() and c not in '"\\')
+        + '"',
+        tflops=", ".join(f"{name} = {flops / 1e12:.4g}" for name, flops in peaks.items()),
+        memory_bytes=host_memory_bytes() or 8 << 30,
+        bandwidth=_copy_bandwidth(),
+        link=link,
+        date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+    )
+    make_folder(cache_folder())
+    path = cache_folder() / MEASURED_FILE
+    write_atomic(path, text.encode())
+    return path
+
+
+def _best_seconds(act: Callable[[], object], seconds: float = 0.3) -> float:
+    """The shortest time of an action, repeated for so long."""
+    best, deadline = math.inf, time.perf_counter() + seconds
+    with torch.inference_mode():
+        act()
+        while time.perf_counter() < deadline:
+            start = time.perf_counter()
+            act()
+            best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _copy_bandwidth() -> float:
+    """Bytes read and written per second by an operation on single elements."""
+    source = torch.ones(COPY_BYTES // 4)
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / _best_seconds(lambda: torch.add(source, 1.0, out=target))
+
+
+def _kernel_seconds() -> float:
+    """Time of an operation on a handful of numbers."""
+    few = torch.ones(16)
+    return _best_seconds(lambda: [torch.add(few, 1.0) for _ in range(100)]) / 100
+
+
+def _attention_flops(dtype: torch.dtype) -> float:
+    """Products per second of causal attention, counting what is not masked."""
+    B, H, T, K = ATTENTION
+    q, k, v = (torch.randn(B, H, T, K, dtype=dtype) for _ in range(3))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return 2 * B * H * T * T * K / _best_seconds(lambda: attend(q, k, v, is_causal=True))
+
+
+def _measured_link() -> tuple[float, float]:
+    """Bytes per second, and seconds of the smallest message, between two processes of the machine:
+    those of a ring, from all-reduces."""
+    with tempfile.TemporaryDirectory(prefix="pentameter-") as folder:
+        mp.spawn(_all_reduce, args=(folder,), nprocs=2)
+        large, small = map(float, Path(folder, "seconds").read_text().split())
+    hop = small / 2  # there and back
+    return MESSAGE_BYTES / max(1e-9, large - small), hop
+
+
+def _all_reduce(rank: int, folder: str) -> None:
+    """One of two processes that time all-reduces of a large and of a small tensor."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    found = []
+    for n in (MESSAGE_BYTES // 4, 1):
+        tensor, times = torch.ones(n), []
+        for _ in range(20):
+            dist.barrier()
+            start = time.perf_counter()
+            dist.all_reduce(tensor)
+            times.append(time.perf_counter() - start)
+        found.append(min(times))
+    if rank == 0:
+        Path(folder, "seconds").write_text(" ".join(map(repr, found)))
+    dist.destroy_process_group()

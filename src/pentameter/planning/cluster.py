@@ -1,0 +1,313 @@
+"""Clusters: devices, how many stand in a node and how many nodes there are, and their links.
+
+The table of devices is `devices.toml` beside this file; `--cluster mine.toml:8x16` reads another
+of the same form. Bandwidths count one direction.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from pentameter.config.schema import Factor, Positive, PositiveFloat, Section, Switch
+from pentameter.errors import ConfigError, listed, nearest, printable
+
+CONTEXT_BYTES = 1.5e9
+"""Bytes of a GPU that are no run's: the driver's context, libraries, communication buffers. An
+A100 and an H100 show 0.5 GB of context; NCCL's buffers and cuBLAS's take the rest."""
+
+MEASURED_FILE = "machine.toml"
+"""The file in the cache folder that `doctor --measure` writes of this machine."""
+
+Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Calibration(Section):
+    """The shares of a device's published figures that training reaches."""
+
+    fitted_on: str
+    """The measurements that they are fitted on."""
+    product_share: Factor
+    """Of the peak, in a matrix product that fills the device."""
+    attention_share: Factor
+    """Of the peak, in fused attention over a long context."""
+    memory_share: Factor
+    """Of the memory's bandwidth, in operations on single elements and in the optimizer."""
+    link_share: Factor
+    """Of the links' bandwidth within a node, in collectives of large tensors."""
+    network_share: Factor
+    """Of the network's bandwidth between nodes, likewise."""
+    interference_share: Factor = 0.3
+    """Of communication beside compute, the time that it costs all the same: its kernels take some
+    of the processors, and both read memory."""
+    kernel_seconds: PositiveFloat = 5e-6
+    """Time that an operation takes however small it is."""
+    hop_seconds: PositiveFloat = 5e-6
+    """Time of the smallest message from one device to another of its node."""
+    network_hop_seconds: PositiveFloat = 15e-6
+    """The same between nodes."""
+
+
+UNCALIBRATED = Calibration(
+    fitted_on="nothing: usual shares",
+    product_share=0.65,
+    attention_share=0.4,
+    memory_share=0.75,
+    link_share=0.7,
+    network_share=0.6,
+)
+
+
+class Device(Section):
+    """A device, as its maker describes it."""
+
+    name: str = ""
+    """What it is called, in words."""
+    driver_names: str = ""
+    """A pattern of the names that its driver gives it."""
+    tflops: dict[str, Number]
+    """`train.precision` → peak of the matrix products, in TFLOP/s."""
+    units: Positive = 1
+    """Processors that work on a tile of a product each; 1 where products are not cut so."""
+    memory_bytes: Number | None = None
+    memory_bytes_per_second: Number | None = None
+    link_bytes_per_second: Number | None = None
+    """From a device to others of its node, one way."""
+    network_bytes_per_second: Number | None = None
+    """From a device to other nodes, one way: its share of what the node has."""
+    shared: Switch = False
+    """Whether the processes of a node share these figures, as on a CPU."""
+    calibration: Calibration = UNCALIBRATED
+    calibration_key: str = ""
+    """The name of its calibration in the file."""
+    source: str
+    """Where the figures are from."""
+    date: str
+    """When they were published or measured."""
+
+    @property
+    def can_be_planned(self) -> bool:
+        """Whether memory and links are known, not the peak alone."""
+        return None not in (
+            self.memory_bytes,
+            self.memory_bytes_per_second,
+            self.link_bytes_per_second,
+        )
+
+    def peak_flops(self, precision: str) -> float | None:
+        """Products per second in a precision, FLOP/s; None where it is not known."""
+        teraflops = self.tflops.get(precision)
+        return None if teraflops is None else teraflops * 1e12
+
+
+class Cluster(Section):
+    """Equal nodes of equal devices."""
+
+    device_key: str
+    device: Device
+    node_size: Positive
+    """Devices of a node, one process each."""
+    n_nodes: Positive
+
+    @property
+    def n_devices(self) -> int:
+        """Devices in all."""
+        return self.node_size * self.n_nodes
+
+    @property
+    def sharing(self) -> int:
+        """Processes that share a device's figures."""
+        return self.node_size if self.device.shared else 1
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory of a process that a run may use."""
+        assert self.device.memory_bytes is not None  # checked by parse_cluster
+        reserved = 0.0 if self.device.shared else CONTEXT_BYTES
+        return self.device.memory_bytes / self.sharing - reserved
+
+    @property
+    def memory_bandwidth(self) -> float:
+        """Bytes per second that element-wise operations of a process reach."""
+        assert self.device.memory_bytes_per_second is not None
+        share = self.device.calibration.memory_share
+        return self.device.memory_bytes_per_second * share / self.sharing
+
+    def peak_flops(self, precision: str) -> float:
+        """FLOP/s of a process's device in a precision. Raises ConfigError where it has none."""
+        peak = self.device.peak_flops(precision)
+        if peak is None:
+            raise ConfigError(
+                f"train.precision={precision} is not known of {self.device_key}; known: "
+                f"{listed(self.device.tflops)}"
+            )
+        return peak / self.sharing
+
+    def resized(self, n_devices: int) -> Cluster:
+        """The same nodes, fewer or more of them, with so many devices in all."""
+        node_size = min(self.node_size, n_devices)
+        n_nodes = -(-n_devices // node_size)
+        return self.model_copy(update={"node_size": node_size, "n_nodes": n_nodes})
+
+    def to_json(self) -> dict[str, Any]:
+        """What the plan's JSON says of it."""
+        return {
+            "device": self.device_key,
+            "name": self.device.name or self.device_key,
+            "node_size": self.node_size,
+            "n_nodes": self.n_nodes,
+            "n_devices": self.n_devices,
+            "usable_bytes": round(self.usable_bytes),
+            "source": f"{self.device.source} ({self.device.date})",
+            "calibration": self.device.calibration.fitted_on,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.device_key}:{self.node_size}x{self.n_nodes}"
+
+
+@cache
+def known_devices() -> Mapping[str, Device]:
+    """The table of devices by key, in the order of the file."""
+    file = resources.files("pentameter.planning") / "devices.toml"
+    return _devices(file.read_text(encoding="utf-8"), "devices.toml", {})
+
+
+def device_of_driver(name: str) -> Device | None:
+    """The device that a driver calls `name` ("NVIDIA A100-SXM4-80GB"); None for an unknown one."""
+    found = (
+        device
+        for device in known_devices().values()
+        if device.driver_names and re.search(device.driver_names, name)
+    )
+    return next(found, None)
+
+
+def read_devices(path: Path) -> Mapping[str, Device]:
+    """The devices of a user's file, which may use the calibrations of the package's table.
+
+    Raises ConfigError where it is not there, or says what it must not.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{printable(str(path))} cannot be read: {why}") from None
+    return _devices(text, printable(str(path)), _calibrations())
+
+
+def parse_cluster(text: str) -> Cluster:
+    """The Cluster that `h100-80gb:8x16` describes: a known device, or a TOML file with one, the
+    devices of a node and the nodes, both 1 where they are left out.
+
+    Raises ConfigError for what cannot be, with what can.
+    """
+    key, _, shape = text.strip().rpartition(":")
+    if not key:
+        key, shape = shape, "1x1"
+    sizes = re.fullmatch(r"(\d{1,6})(?:[x×](\d{1,6}))?", shape)
+    if sizes is None or "0" in sizes.groups("1"):
+        raise ConfigError(
+            f"--cluster {text!r} must be DEVICE:GPUSxNODES, such as a100-80gb:8x128 (1,024 devices "
+            "in nodes of 8)"
+        )
+    device = _device(key)
+    if not device.can_be_planned:
+        raise ConfigError(
+            f"--cluster {text!r}: only the peak of {key} is known here, not its memory and links; "
+            "describe it in a TOML file (docs/planner.md), or take one of: "
+            + listed(name for name, each in known_devices().items() if each.can_be_planned)
+        )
+    node_size, n_nodes = (int(size or 1) for size in sizes.groups())
+    if n_nodes > 1 and device.network_bytes_per_second is None:
+        raise ConfigError(
+            f"--cluster {text!r}: no network between nodes is known of {key}; add "
+            "network_bytes_per_second to its table"
+        )
+    name = Path(key).stem if key.endswith(".toml") else key
+    return Cluster(device_key=name, device=device, node_size=node_size, n_nodes=n_nodes)
+
+
+def _device(key: str) -> Device:
+    if key.endswith(".toml"):
+        devices = read_devices(Path(key))
+        if len(devices) != 1:
+            raise ConfigError(
+                f"{printable(key)} describes {len(devices)} devices ({listed(devices)}); "
+                "a cluster's file describes one"
+            )
+        return next(iter(devices.values()))
+    devices = known_devices()
+    if key.lower() not in devices:
+        names = [name for name, device in devices.items() if device.can_be_planned]
+        near = nearest(key.lower(), names)
+        raise ConfigError(
+            f"device {key!r} is not known{f'; did you mean {near}?' if near else '.'} Known: "
+            f"{listed(names)}, or a TOML file of your own (docs/planner.md)"
+        )
+    return devices[key.lower()]
+
+
+@cache
+def _calibrations() -> Mapping[str, Any]:
+    file = resources.files("pentameter.planning") / "devices.toml"
+    found: Mapping[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))["calibrations"]
+    return found
+
+
+def _devices(text: str, label: str, calibrations: Mapping[str, Any]) -> Mapping[str, Device]:
+    try:
+        tree = tomllib.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{label}: not valid TOML: {printable(str(error))}") from None
+    unknown = tree.keys() - {"devices", "calibrations"}
+    if unknown or not isinstance(tree.get("devices"), dict):
+        raise ConfigError(
+            f"{label}: holds {listed(sorted(unknown)) or 'no table'}; it must hold tables "
+            "[devices.NAME], and may hold [calibrations.NAME]"
+        )
+    calibrations = {**calibrations, **tree.get("calibrations", {})}
+    found = {}
+    for name, values in tree["devices"].items():
+        named = values.get("calibration") if isinstance(values, dict) else None
+        if isinstance(named, str):
+            if named not in calibrations:
+                raise ConfigError(
+                    f"{label}: devices.{name}.calibration={named!r} is not known; known: "
+                    f"{listed(calibrations)}"
+                )
+            fitted = {"calibration": calibrations[named], "calibration_key": named}
+            values = {**values, **fitted}  # noqa: PLW2901
+        try:
+            found[name] = Device.model_validate(_with_floats(values))
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise ConfigError(f"{label}: devices.{name}.{place}: {first['msg']}") from None
+    return found
+
+
+def _with_floats(values: Any) -> Any:
+    """TOML's numbers as the schema's: 900 is a float where one is asked for."""
+    if not isinstance(values, dict):
+        return values
+    return {
+        key: float(value)
+        if isinstance(value, int) and not isinstance(value, bool) and key != "units"
+        else _with_floats(value)
+        for key, value in values.items()
+    }
+
+
+def group_shape(stride: int, size: int, node_size: int) -> tuple[int, int]:
+    """How the `size` ranks of a group, `stride` apart, lie in nodes: (in a node, nodes)."""
+    within = max(1, min(size, math.ceil(node_size / stride))) if stride < node_size else 1
+    return within, -(-size // within)

@@ -1,0 +1,239 @@
+"""An Estimate: a Plan on a cluster, with its memory, its time and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from pentameter.config.schema import Config
+from pentameter.errors import ConfigError
+from pentameter.planning.cluster import Cluster, parse_cluster
+from pentameter.planning.layout import parse_parallel
+from pentameter.planning.links import Links
+from pentameter.planning.memory import Memory
+from pentameter.planning.plan import Plan, make_plan
+from pentameter.planning.step_time import StepTime, step_time, traffic_of_places
+from pentameter.planning.traffic import WORLD, StepTraffic
+
+SMALL_PRODUCT_ROWS = 1024
+"""Tokens of a micro-batch below which products leave much of a GPU idle."""
+LARGE_BUBBLE = 0.25
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a Plan costs on a cluster."""
+
+    plan: Plan
+    cluster: Cluster
+    precision: str
+    """Of the products: the configuration's, or what the devices do best where it says `auto`."""
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The fullest process's bytes."""
+        return self.plan.memory(self.precision)
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Where a step's time goes."""
+        plan = self.plan
+        parts = (plan.config, plan.layout, plan.stages, self.cluster, self.precision)
+        return step_time(*parts, self.traffic)
+
+    @cached_property
+    def traffic(self) -> list[StepTraffic]:
+        """What the first process at each place of the pipeline sends in a step."""
+        plan = self.plan
+        return traffic_of_places(plan.config, plan.layout, plan.stages, self.precision)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that the fullest process holds in its device."""
+        memory = self.memory
+        if not self.plan.config.train.offload:
+            return memory.total_bytes
+        state = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+        return max(0, memory.total_bytes - state)
+
+    @property
+    def spare_bytes(self) -> float:
+        """Bytes of a device that are left over; negative where it does not fit."""
+        return self.cluster.usable_bytes - self.device_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest process fits its device."""
+        return self.spare_bytes >= 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all processes, per second."""
+        return self.plan.tokens_per_step / self.time.seconds
+
+    @property
+    def mfu(self) -> float:
+        """FLOPs of the model ÷ the peak of the devices that the layout uses."""
+        peak = self.plan.layout.world_size * self.cluster.peak_flops(self.precision)
+        return self.plan.least_flops_per_token * self.tokens_per_second / peak
+
+    @property
+    def run_seconds(self) -> float:
+        """Seconds of training of the whole run, evaluation and checkpoints left out."""
+        return self.plan.steps * self.time.seconds
+
+    @property
+    def device_hours(self) -> float:
+        """Hours of all devices of the cluster, idle ones too."""
+        return self.run_seconds / 3600 * self.cluster.n_devices
+
+    def warnings(self) -> Iterator[str]:
+        """What to change, a line each, with the remedy."""
+        plan, layout = self.plan, self.plan.layout
+        if not self.fits:
+            yield (
+                f"does not fit: the fullest process needs {-self.spare_bytes / 1e9:,.1f} GB more "
+                f"than the {self.cluster.usable_bytes / 1e9:,.1f} GB of {self.cluster.device_key}; "
+                "try --search, a smaller train.micro_batch_size, train.activation_checkpoint, or "
+                "more of parallel.zero, tensor or pipeline"
+            )
+        if layout.world_size < self.cluster.n_devices:
+            idle = self.cluster.n_devices - layout.world_size
+            yield (
+                f"the layout uses {layout.world_size:,} of {self.cluster.n_devices:,} devices, and "
+                f"{idle:,} stay idle; leave data out of the layout to use them all"
+            )
+        links = Links(layout, self.cluster)
+        for dimension in ("tensor", "row", "context"):
+            if layout.sizes[dimension] > 1 and links.link(dimension) == "between nodes":
+                yield (
+                    f"{dimension}-parallel processes are in several nodes: every layer waits for "
+                    f"the network; keep parallel.{'tensor' if dimension == 'row' else dimension} "
+                    f"within the {self.cluster.node_size} devices of a node"
+                )
+        rows = plan.micro_batch_size * plan.config.model.context_length // layout.context
+        if self.cluster.device.units > 1 and rows < SMALL_PRODUCT_ROWS:
+            yield (
+                f"a micro-batch has {rows:,} tokens, too few to fill a device; raise "
+                f"train.micro_batch_size={plan.micro_batch_size}"
+            )
+        if self.time.bubble_fraction > LARGE_BUBBLE:
+            yield (
+                f"the pipeline's bubble is {self.time.bubble_fraction:.0%} of its work: more "
+                f"micro-batches than {plan.n_micro_batches}, parallel.schedule='interleaved' or "
+                "'zero-bubble', or a smaller parallel.pipeline shrink it"
+            )
+        if plan.config.train.offload:
+            yield "train.offload: what travels between host and device is not in the time"
+        if self.cluster.device.calibration.fitted_on.startswith("nothing"):
+            yield (
+                f"no measured run calibrated {self.cluster.device_key}: its time is reckoned with "
+                "usual shares of its figures"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of `plan --json`: the Plan's, and what the cluster makes of it."""
+        time, found = self.time, self.plan.to_json()
+        return {
+            **found,
+            "memory": {
+                **asdict(self.memory),
+                "device_bytes": self.device_bytes,
+                "usable_bytes": round(self.cluster.usable_bytes),
+                "spare_bytes": round(self.spare_bytes),
+            },
+            "time": {
+                "step_seconds": time.seconds,
+                "tokens_per_second": self.tokens_per_second,
+                "mfu": self.mfu,
+                "bubble_fraction": time.bubble_fraction,
+                "compute_seconds": time.compute,
+                "bubble_seconds": time.bubble,
+                "exposed_seconds": time.exposed,
+                "hidden_seconds": time.hidden,
+                "optimizer_seconds": time.optimizer,
+                "run_seconds": self.run_seconds,
+                "device_hours": self.device_hours,
+            },
+            "links": self.links(),
+            "precision": self.precision,
+            "cluster": {**self.cluster.to_json(), "text": str(self.cluster)},
+            "fits": self.fits,
+            "warnings": list(self.warnings()),
+        }
+
+    def links(self) -> dict[str, str]:
+        """The link of each dimension of the mesh that sends something."""
+        links = Links(self.plan.layout, self.cluster)
+        names = dict.fromkeys(dimension for sent in self.traffic for dimension, _ in sent)
+        return {name: links.link(name) for name in names if name != WORLD}
+
+
+def make_estimate(
+    config: Config,
+    cluster: Cluster,
+    vocab_size: int | None = None,
+    rows_per_epoch: int | None = None,
+    *,
+    layout: str | None = None,
+) -> Estimate:
+    """The Estimate of a configuration on a cluster, in its own layout or in `layout`
+    ("data=8,tensor=8,pipeline=16"), whose `data` fills the cluster where it is left out.
+
+    Raises the errors of `make_plan`, and ConfigError for a layout of more devices than there are.
+    """
+    if layout is not None:
+        config = config.model_copy(update={"parallel": parse_parallel(layout, config.parallel)})
+    world_size = cluster.n_devices
+    if config.parallel.data is not None:
+        asked = _named_processes(config)
+        if asked > world_size:
+            raise ConfigError(
+                f"the layout takes {asked:,} devices, and --cluster {cluster} has {world_size:,}; "
+                "name a larger cluster, or lower a degree"
+            )
+        world_size = asked
+    plan = make_plan(config, vocab_size, rows_per_epoch, world_size=world_size)
+    return Estimate(plan, cluster, best_precision(config, cluster))
+
+
+def plan(
+    config: Config,
+    cluster: Cluster | str | int | None = None,
+    vocab_size: int | None = None,
+    rows_per_epoch: int | None = None,
+    *,
+    layout: str | None = None,
+    world_size: int | None = None,
+    local_size: int | None = None,
+) -> Plan | Estimate:
+    """`pm.plan`: the Estimate of a configuration on a cluster ("h100-80gb:8x2"), or without one its
+    Plan, of `world_size` processes. A number in the cluster's place is the `vocab_size`."""
+    if isinstance(cluster, int):
+        cluster, vocab_size, rows_per_epoch = None, cluster, rows_per_epoch or vocab_size
+    if cluster is None:
+        if layout is not None:
+            config = config.model_copy(update={"parallel": parse_parallel(layout, config.parallel)})
+        return make_plan(
+            config, vocab_size, rows_per_epoch, world_size=world_size, local_size=local_size
+        )
+    there = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    return make_estimate(config, there, vocab_size, rows_per_epoch, layout=layout)
+
+
+def _named_processes(config: Config) -> int:
+    """Processes that `[parallel]` names in full."""
+    parallel = config.parallel
+    return (parallel.data or 1) * parallel.tensor * parallel.pipeline * parallel.context
+
+
+def best_precision(config: Config, cluster: Cluster) -> str:
+    """The configuration's precision, or for `auto` the one that is fastest on the devices: 16 bits
+    where their products are faster than in float32."""
+    if config.train.precision != "auto":
+        return config.train.precision
+    known: dict[str, float] = dict(cluster.device.tflops)
+    usual = [name for name in ("fp32", "bf16", "fp16") if name in known]
+    return max(usual or known, key=lambda name: known[name])

@@ -1,0 +1,338 @@
+"""The time of a step on a cluster: compute, bubble, exposed communication, optimizer.
+
+A stage's passes take what their operations take (`compute_time.py`) and the collectives that they
+wait for (`links.py`); a pipeline is simulated pass by pass from the lists that the run executes
+(`timeline.py`). Beside compute run the gathers and reductions of ZeRO, DDP's buckets and a ring's
+messages: they are exposed where they take longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pentameter.config.schema import Config
+from pentameter.planning.cluster import Cluster
+from pentameter.planning.compute_time import ComputeTime
+from pentameter.planning.costs import ActivationBytes, PassSeconds, StepSizes, step_sizes
+from pentameter.planning.layout import Layout
+from pentameter.planning.links import Links
+from pentameter.planning.memory import optimizer_slots
+from pentameter.planning.rules import LayoutRules
+from pentameter.planning.shares import shard_elements, stage_tables
+from pentameter.planning.timeline import Span, bubble_fraction, timeline
+from pentameter.planning.traffic import WORLD, StepTraffic, step_traffic
+
+FORWARD_SHARE = 1 / 3
+"""Part of a layer's tensor-parallel sums and exchanges in its forward pass: gradients are summed in
+the stream's dtype, which is twice as wide as the products', or the forward pass comes again."""
+IN_LAYERS = ("tensor", "row", "depth")
+"""Dimensions of the mesh whose collectives every layer waits for."""
+SIMULATED_ROUNDS = 4
+"""Times a pipeline is filled in a simulation; more of the same rounds take as long as the second,
+which neither fills nor drains it."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Where a step's time goes, in seconds; the parts add up to the whole."""
+
+    seconds: float
+    compute: float
+    """Of the mean process of a pipeline, with what activation checkpointing computes again."""
+    bubble: float
+    """Idle time of the mean process of a pipeline."""
+    exposed: dict[str, float]
+    """Communication that compute waits for, by dimension of the mesh."""
+    optimizer: float
+    """The update, and the norm of the gradients."""
+    hidden: dict[str, float]
+    """Communication beside compute, by dimension."""
+    bubble_fraction: float
+    """Idle time ÷ busy time of the pipeline's processes, 0 without one."""
+    spans: Sequence[Sequence[Span]] = field(repr=False)
+    """The passes of the pipeline's processes: of the first rounds where there are many."""
+
+
+def step_time(
+    config: Config,
+    layout: Layout,
+    stages: Sequence[range],
+    cluster: Cluster,
+    precision: str,
+    traffic: Sequence[StepTraffic] | None = None,
+) -> StepTime:
+    """The StepTime of a resolved configuration, in a precision of the products that the cluster's
+    devices have; `traffic` is that of `traffic_of_places`, where it is known already."""
+    traffic = traffic or traffic_of_places(config, layout, stages, precision)
+    return _Step(config, layout, stages, cluster, precision, traffic).time()
+
+
+def traffic_of_places(
+    config: Config, layout: Layout, stages: Sequence[range], precision: str
+) -> list[StepTraffic]:
+    """What the first process at each place of the pipeline sends in a step; alike places are
+    counted once."""
+    known: dict[object, StepTraffic] = {}
+    found = []
+    last = layout.n_stages - 1
+    for place in range(layout.pipeline):
+        numbers = layout.stages_of(place)
+        key = tuple((len(stages[n]), n == 0, n == last, (n - 1) in numbers) for n in numbers)
+        if key not in known:
+            rank = layout.rank_of(pipeline=place)
+            known[key] = step_traffic(config, layout, stages, rank, precision)
+        found.append(known[key])
+    return found
+
+
+class _Step:
+    """One step's times, on the processes that are first along every dimension but pipeline."""
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        stages: Sequence[range],
+        cluster: Cluster,
+        precision: str,
+        traffic: Sequence[StepTraffic],
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.stages = stages
+        self.cluster = cluster
+        self.rules = LayoutRules(layout)
+        self.sizes: StepSizes = step_sizes(config, layout, precision)
+        self.n_micro_batches = self.sizes.n_micro_batches
+        self.links = Links(layout, cluster)
+        self.compute = ComputeTime(config, layout, self.sizes, cluster, precision)
+        self.hidden: dict[str, float] = {}
+        self.exposed: dict[str, float] = {}
+        self.traffic = traffic
+
+    def time(self) -> StepTime:
+        """The whole step."""
+        computed, waiting = self._passes()
+        if self.layout.pipeline == 1:
+            spans, length = self._alone(computed[0], waiting[0])
+            busy, bubble, fraction = self.n_micro_batches * sum(computed[0]), 0.0, 0.0
+        else:
+            spans, length, busy, bubble, fraction = self._pipeline(computed, waiting)
+        numbers = self.links.total(self.traffic[0], WORLD)
+        optimizer = self._optimizer()
+        self.exposed[WORLD] = numbers
+        exposed = {name: seconds for name, seconds in self.exposed.items() if seconds}
+        return StepTime(
+            seconds=length + numbers + optimizer,
+            compute=busy,
+            bubble=bubble,
+            exposed=exposed,
+            optimizer=optimizer,
+            hidden={name: seconds for name, seconds in self.hidden.items() if seconds},
+            bubble_fraction=fraction,
+            spans=spans,
+        )
+
+    # -- passes ---------------------------------------------------------------------------------
+
+    def _passes(self) -> tuple[list[PassSeconds], list[PassSeconds]]:
+        """Of each stage the time of its passes, and what they wait for in other processes."""
+        computed = [self.compute.stage(layers) for layers in self.stages]
+        return computed, [self._waiting(number) for number in range(len(self.stages))]
+
+    def _waiting(self, number: int) -> PassSeconds:
+        """Seconds that a stage's passes wait for tensor-parallel sums and for context's messages,
+        per micro-batch. They are dealt out by layers."""
+        place = self.layout.place_of_stage[number]
+        traffic, layers = self.traffic[place], self.stages[number]
+        here = sum(len(self.stages[other]) for other in self.layout.stages_of(place))
+        share = len(layers) / here / self.n_micro_batches
+        sums = share * self.links.total(traffic, *IN_LAYERS)
+        forward, backward = sums * FORWARD_SHARE, sums * (1 - FORWARD_SHARE)
+        if self.layout.context > 1:
+            context = share * self.links.total(traffic, "context")
+            late = context
+            if not self.layout.exchanges_heads:  # a ring's messages travel beside attention
+                late = max(0.0, context - self.compute.attention(layers))
+                self._note(self.hidden, "context", (context - late) * self.n_micro_batches)
+            self._note(self.exposed, "context", late * self.n_micro_batches / self.layout.pipeline)
+            forward += late * FORWARD_SHARE
+            backward += late * (1 - FORWARD_SHARE)
+        mean = sums * self.n_micro_batches / self.layout.pipeline
+        if mean:
+            self._note(self.exposed, "tensor", mean)
+        return PassSeconds(forward, backward, 0.0)
+
+    def _note(self, book: dict[str, float], name: str, seconds: float) -> None:
+        book[name] = book.get(name, 0.0) + seconds
+
+    # -- one process, or copies and shards of one ------------------------------------------------
+
+    def _alone(self, computed: PassSeconds, waiting: PassSeconds) -> tuple[list[list[Span]], float]:
+        """The passes of all micro-batches, with what ZeRO and DDP do beside them."""
+        traffic, M = self.traffic[0], self.n_micro_batches
+        forward = computed.forward + waiting.forward
+        backward = sum(computed[1:]) + sum(waiting[1:])
+        match self.rules.data_sum:
+            case "none":
+                return [], M * (forward + backward)
+            case "after_backward":
+                sums = self.links.total(traffic, "data")
+                self._note(self.exposed, "data", sums)
+                return [], M * (forward + backward) + sums
+            case "ddp":
+                sums = self.links.total(traffic, "data")
+                calls = sum(each.calls for key, each in traffic.items() if key[0] == "data")
+                last = self._beside(backward, sums, calls, "data")
+                return [], M * (forward + backward) - backward + last
+            case "fsdp":
+                return [], self._sharded(forward, backward)
+
+    def _beside(self, compute: float, sent: float, calls: int, name: str) -> float:
+        """Time of compute with communication beside it, of which the last call is late."""
+        late = sent / max(1, calls)
+        beside = sent - late
+        cost = self.cluster.device.calibration.interference_share
+        time = max(compute, beside) + cost * min(compute, beside) + late
+        self._note(self.exposed, name, time - compute)
+        self._note(self.hidden, name, max(0.0, sent - (time - compute)))
+        return time
+
+    def _sharded(self, forward: float, backward: float) -> float:
+        """ZeRO: weights are gathered once, or before each pass, and gradients reduced in the last
+        micro-batch, or in each."""
+        traffic, M = self.traffic[0], self.n_micro_batches
+        gathers, n_gathers = self._of(traffic, "shard", "all_gather")
+        sums, n_sums = self._of(traffic, "shard", "reduce_scatter")
+        copies, n_copies = self._of(traffic, "data", "all_reduce")
+        n_reducing = M if self.rules.reduces_each_micro_batch else 1
+        n_gathering = 2 * M if not self.rules.weights_stay_gathered else 1
+        gather, calls = gathers / n_gathering, n_gathers // n_gathering
+        reduction, n_reduced = sums / n_reducing, n_sums // n_reducing
+        total = 0.0
+        for number in range(M):
+            is_first, is_last = number == 0, number == M - 1
+            gathers_anew = not self.rules.weights_stay_gathered
+            if number > 1 and not is_last:
+                continue
+            repeated = M - 2 if number == 1 and not is_last else 1
+            time = forward
+            before = {name: dict(book) for name, book in self._books().items()}
+            if is_first or gathers_anew:
+                time = self._beside(forward, gather, calls, "shard")
+            sent, n_calls = (gather, calls) if gathers_anew else (0.0, 0)
+            if self.rules.reduces_each_micro_batch or is_last:
+                sent, n_calls = sent + reduction, n_calls + n_reduced
+            if is_last:
+                sent, n_calls = sent + copies, n_calls + n_copies
+            time += self._beside(backward, sent, n_calls, "shard") if sent else backward
+            total += repeated * time
+            for name, book in self._books().items():
+                for key, seconds in book.items():
+                    old = before[name].get(key, 0.0)
+                    book[key] = old + repeated * (seconds - old)
+        return total
+
+    def _books(self) -> dict[str, dict[str, float]]:
+        return {"hidden": self.hidden, "exposed": self.exposed}
+
+    def _of(self, traffic: StepTraffic, dimension: str, kind: str) -> tuple[float, int]:
+        """Seconds and calls of one kind along a dimension."""
+        for key, counted in traffic.items():
+            if key == (dimension, kind):
+                return self.links.seconds(dimension, key[1], counted), counted.calls
+        return 0.0, 0
+
+    # -- pipelines ------------------------------------------------------------------------------
+
+    def _pipeline(
+        self, computed: list[PassSeconds], waiting: list[PassSeconds]
+    ) -> tuple[list[list[Span]], float, float, float, float]:
+        """Spans, length with what follows the last pass, and of the mean process its compute, its
+        idle time, and idle ÷ busy time."""
+        both = [
+            PassSeconds(*(a + b for a, b in zip(*pair, strict=True)))
+            for pair in zip(computed, waiting, strict=True)
+        ]
+        p, M = self.layout.pipeline, self.n_micro_batches
+        stream = ActivationBytes(self.config, self.layout, self.sizes).stream
+        message = self.links.message_seconds(stream)
+        spans, length = self._simulated(both, message)
+        compute = M * sum(map(sum, computed)) / p
+        waited = M * sum(map(sum, waiting)) / p
+        tails = [self._after_passes(place) for place in range(p)]
+        at_end = {name: max(tail.get(name, 0.0) for tail in tails) for name in tails[0]}
+        for name, seconds in at_end.items():
+            self._note(self.exposed, name, seconds)
+        bubble = length - compute - waited
+        fraction = bubble / (compute + waited)
+        if not self._is_extended:
+            fraction = bubble_fraction(spans)
+        return spans, length + sum(at_end.values()), compute, bubble, fraction
+
+    @property
+    def _rounds(self) -> int:
+        """Micro-batches that a simulation takes: some rounds and as many more as are over."""
+        p, M = self.layout.pipeline, self.n_micro_batches
+        return M if (SIMULATED_ROUNDS + 2) * p >= M else SIMULATED_ROUNDS * p + M % p
+
+    @property
+    def _is_extended(self) -> bool:
+        return self._rounds < self.n_micro_batches
+
+    def _simulated(
+        self, seconds: list[PassSeconds], message: float
+    ) -> tuple[list[list[Span]], float]:
+        """Spans and length of the schedule; where it repeats many rounds, those that are left out
+        take as long as the last."""
+        n = self._rounds
+        spans = timeline(self.layout, n, seconds, message)
+        length = _end(spans)
+        if self._is_extended:
+            p = self.layout.pipeline
+            ends = [span.end for span in spans[0] if _completes(span)]
+            length += (self.n_micro_batches - n) / p * (ends[2 * p - 1] - ends[p - 1])
+        return spans, length
+
+    def _after_passes(self, place: int) -> dict[str, float]:
+        """Communication of a place of the pipeline before its first pass and after its last one."""
+        traffic = self.traffic[place]
+        tied = sum(
+            self.links.seconds(dimension, kind, counted)
+            for (dimension, kind), counted in traffic.items()
+            if (dimension, kind) == ("pipeline", "all_reduce")
+        )
+        return {
+            "data": self.links.total(traffic, "data"),
+            "shard": self.links.total(traffic, "shard"),
+            "pipeline": tied,
+        }
+
+    # -- the update -----------------------------------------------------------------------------
+
+    def _optimizer(self) -> float:
+        """The update of the fullest process: weight and state read and written, gradients read for
+        it, for their norm and where they are scaled and zeroed."""
+        most = 0.0
+        e = self.sizes.element_bytes
+        for place in {0, self.layout.pipeline - 1}:
+            tables = stage_tables(self.config.model, self.layout, self.stages, place)
+            moved = 0
+            for _, table in tables:
+                for spec in table:
+                    shape = self.layout.parameter_shape(spec.shape, spec.axes)
+                    slots = optimizer_slots(self.config.optimizer, spec)
+                    numbers = 2 + 2 * slots + 4
+                    moved += e * numbers * shard_elements(shape, self.layout.shard, 0)
+            most = max(most, moved / self.cluster.memory_bandwidth)
+        return most
+
+
+def _completes(span: Span) -> bool:
+    """Whether a pass is the last of its micro-batch in the pipeline."""
+    return span.done.stage == 0 and span.done.kind in ("backward", "backward_input")
+
+
+def _end(spans: Sequence[Sequence[Span]]) -> float:
+    return max(span.end for process in spans for span in process)

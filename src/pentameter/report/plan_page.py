@@ -1,0 +1,211 @@
+"""The page of a plan: verdict, memory, time, schedule and mesh; and a picture of its scaling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from pentameter.planning.estimate import Estimate
+from pentameter.planning.scaling import ScalePoint
+from pentameter.planning.search import Found
+from pentameter.planning.shares import stage_tables
+from pentameter.report.markup import render, write_page
+from pentameter.report.plots import save_figure
+from pentameter.report.timeline_svg import timeline_svg
+from pentameter.wording import count, duration, percent, size
+
+MOST_MESH_ROWS = 64
+
+
+def verdict(estimate: Estimate, price: float | None = None) -> str:
+    """Whether it fits, how long it takes and what it costs, in a line."""
+    hours = estimate.device_hours
+    fits = (
+        f"fits with {size(estimate.spare_bytes)} to spare"
+        if estimate.fits
+        else f"does not fit: {size(-estimate.spare_bytes)} too much"
+    )
+    spent = f"{hours:,.3g} device-hours" if hours < 1000 else f"{hours:,.0f} device-hours"
+    money = "" if price is None else f" at {price:g} an hour: {price * hours:,.0f}"
+    return (
+        f"{fits} · {duration(estimate.time.seconds)} a step · "
+        f"{count(estimate.tokens_per_second)} tokens/s · MFU {estimate.mfu:.1%} · "
+        f"{duration(estimate.run_seconds)} in all · {spent}{money}"
+    )
+
+
+def memory_parts(estimate: Estimate) -> list[tuple[str, float, str]]:
+    """Name, bytes and remark of each component of the fullest process's memory."""
+    memory = estimate.memory
+    parts = [
+        ("weights", memory.weights_bytes, ""),
+        ("gradients", memory.gradients_bytes, ""),
+        ("optimizer", memory.optimizer_bytes, estimate.plan.config.optimizer.name),
+        ("gathered", memory.gathered_bytes, "weights whole or rounded, buffers under way"),
+        ("messages", memory.received_bytes, "of the pipeline"),
+        ("activations", memory.activations_bytes, "of the micro-batches under way"),
+    ]
+    return [part for part in parts if part[1] > 0]
+
+
+def time_parts(estimate: Estimate) -> list[tuple[str, float, str]]:
+    """Name, seconds and remark of each part of a step."""
+    time, links = estimate.time, estimate.links()
+    parts = [("compute", time.compute, "")]
+    if estimate.plan.layout.pipeline > 1:
+        parts.append(("bubble", time.bubble, f"{time.bubble_fraction:.1%} of the work"))
+    for name, seconds in time.exposed.items():
+        link = links.get(name, "all processes")
+        hidden = time.hidden.get(name, 0.0)
+        beside = f", {hidden:.3g} s more beside compute" if hidden else ""
+        parts.append((f"waiting: {name}", seconds, link + beside))
+    parts.append(("optimizer", time.optimizer, estimate.plan.config.optimizer.name))
+    return parts
+
+
+def found_rows(found: Found) -> list[tuple[str, ...]]:
+    """Of each layout found its name, micro-batch, what it recomputes, seconds, MFU, bytes left."""
+    return [
+        (
+            str(estimate.plan.layout),
+            f"{estimate.plan.micro_batch_size} × {estimate.plan.n_micro_batches}",
+            str(estimate.plan.config.train.activation_checkpoint or "nothing"),
+            f"{estimate.time.seconds:.4g}",
+            percent(estimate.mfu),
+            size(estimate.spare_bytes),
+        )
+        for estimate in found.estimates
+    ]
+
+
+def write_plan_page(
+    path: Path, estimate: Estimate, found: Found | None = None, price: float | None = None
+) -> Path:
+    """`path`, which holds the page of an estimate now."""
+    plan, cluster, time = estimate.plan, estimate.cluster, estimate.time
+    usable = cluster.usable_bytes
+    peak = ("peak", estimate.device_bytes, f"of {size(usable)} usable")
+    memory = [
+        (name, size(n_bytes), 100 * min(1.0, n_bytes / usable), remark)
+        for name, n_bytes, remark in [*memory_parts(estimate), peak]
+    ]
+    seconds = [
+        (name, duration(value), 100 * value / time.seconds, remark)
+        for name, value, remark in time_parts(estimate)
+        if value > 1e-4 * time.seconds
+    ]
+    page = render(
+        "plan.html",
+        name=plan.config.name,
+        cluster=str(cluster),
+        verdict=verdict(estimate, price),
+        subtitle=f"{plan.layout} · {cluster.n_devices:,} × "
+        f"{cluster.device.name or cluster.device_key}, {cluster.node_size} a node · "
+        f"{estimate.precision}",
+        facts=list(_facts(estimate)),
+        warnings=list(estimate.warnings()),
+        memory=memory,
+        time=seconds,
+        layouts=[] if found is None else found_rows(found),
+        timeline=Markup(timeline_svg(estimate)) if plan.layout.pipeline > 1 else "",
+        mesh=list(_mesh(estimate)),
+        mesh_note=_mesh_note(estimate),
+        device_source=f"{cluster.device.source} ({cluster.device.date})",
+        calibration=cluster.device.calibration.fitted_on,
+    )
+    return write_page(path, page)
+
+
+def _facts(estimate: Estimate) -> Iterator[tuple[str, str, str]]:
+    plan = estimate.plan
+    yield "Parameters", count(plan.n_parameters), f"{plan.n_parameters:,}"
+    yield "A step", duration(estimate.time.seconds), f"{plan.tokens_per_step:,} tokens"
+    yield "The run", duration(estimate.run_seconds), f"{plan.steps:,} steps"
+    yield "Tokens per second", count(estimate.tokens_per_second), ""
+    yield "MFU", percent(estimate.mfu), "of the published peak"
+    yield "Memory", size(estimate.device_bytes), f"of {size(estimate.cluster.usable_bytes)}"
+    micro = f"{plan.n_micro_batches} a step"
+    yield "Micro-batch", f"{plan.micro_batch_size} sequences", micro
+    if plan.layout.pipeline > 1:
+        yield "Bubble", percent(estimate.time.bubble_fraction), "of the work"
+
+
+def _mesh(estimate: Estimate) -> Iterator[tuple[str, str, str, str]]:
+    """Ranks, nodes, layers and parameters of each place of the pipeline."""
+    plan, layout = estimate.plan, estimate.plan.layout
+    each = layout.world_size // layout.pipeline
+    for place in range(min(layout.pipeline, MOST_MESH_ROWS)):
+        first = layout.rank_of(pipeline=place)
+        last = first + each - 1
+        nodes = sorted({first // estimate.cluster.node_size, last // estimate.cluster.node_size})
+        layers = ", ".join(
+            f"{plan.stages[n].start}–{plan.stages[n].stop - 1}" for n in layout.stages_of(place)
+        )
+        tables = stage_tables(plan.config.model, layout, plan.stages, place)
+        n = sum(
+            math.prod(layout.parameter_shape(spec.shape, spec.axes))
+            for _, table in tables
+            for spec in table
+        )
+        yield (
+            f"{first}–{last}" if each > 1 else str(first),
+            "–".join(map(str, nodes)),
+            layers,
+            count(n),
+        )
+
+
+def _mesh_note(estimate: Estimate) -> str:
+    sizes = estimate.plan.layout.sizes
+    used = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    order = " × ".join(used) or "one process"
+    return f"Ranks count {order}, row by row: neighbouring ranks differ in the last."
+
+
+def write_scale_figure(path: Path, name: str, points: Sequence[ScalePoint]) -> Path:
+    """`path`, a picture of tokens per second and efficiency over the number of devices.
+
+    Its ending says the kind: .svg, .png or .pdf.
+    """
+    return save_figure(scale_figure(name, points), path)
+
+
+def scale_figure(name: str, points: Sequence[ScalePoint]) -> Figure:
+    """Tokens per second of the best layouts, and of simpler ones, beside their efficiency."""
+    figure = Figure(figsize=(9.6, 3.8), layout="constrained")
+    speed, share = figure.subplots(1, 2)
+    known = [point for point in points if point.best is not None]
+    first = next((p for p in known if p.best is not None), None)
+    kinds = (
+        ("best layout", "best", "-", "#2f6bdb"),
+        ("without pipeline", "without_pipeline", "--", "#dd6b10"),
+        ("data alone", "data_alone", ":", "#138a5e"),
+    )
+    for label, key, style, colour in kinds:
+        pairs = [
+            (point.n_devices, found.tokens_per_second)
+            for point in known
+            if (found := getattr(point, key)) is not None
+        ]
+        if not pairs or first is None or first.best is None:
+            continue
+        each = first.best.tokens_per_second / first.n_devices
+        devices, rates = zip(*pairs, strict=True)
+        speed.plot(devices, rates, style, color=colour, marker="o", ms=3, label=label)
+        efficiency = [rate / n / each for n, rate in pairs]
+        share.plot(devices, efficiency, style, color=colour, marker="o", ms=3, label=label)
+    for axes, title in ((speed, "tokens per second"), (share, "efficiency")):
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("devices")
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    speed.set_yscale("log")
+    share.set_ylim(0, 1.05)
+    speed.legend(frameon=False, fontsize=9)
+    figure.suptitle(name, fontsize=11, x=0.01, ha="left")
+    return figure

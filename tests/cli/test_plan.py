@@ -1,0 +1,97 @@
+"""`pentameter plan`: its object, its page, its pictures, and that it loads no torch."""
+
+import json
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+from pentameter.cli import plan
+from pentameter.errors import ConfigError
+
+CLUSTER = ["--cluster", "a100-80gb:8x128"]
+
+
+@pytest.fixture(autouse=True)
+def no_measured_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def planned(capsys, *arguments):
+    assert plan.run([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_object(capsys):
+    found = planned(
+        capsys, "gpt3-175b", *CLUSTER, "--layout", "tensor=8,pipeline=16", "--price", "2"
+    )
+    assert found["model"]["parameters"] == 174_604_836_864
+    assert (found["layout"]["data"], found["layout"]["pipeline"]) == (8, 16)
+    assert found["batch"]["tokens_per_step"] == 3_145_728
+    assert found["time"]["step_seconds"] == pytest.approx(32, rel=0.15)  # as published
+    assert found["time"]["tokens_per_second"] * found["time"]["step_seconds"] == pytest.approx(
+        found["batch"]["tokens_per_step"]
+    )
+    assert set(found["memory"]) > {
+        "weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "total_bytes"
+    }  # fmt: skip
+    assert found["fits"] is True
+    assert found["price"] == pytest.approx(2 * found["time"]["device_hours"])
+    assert isinstance(found["warnings"], list)
+
+
+def test_the_view_says_the_verdict_first(capsys):
+    assert plan.run(["gpt2-124m", "--cluster", "h100-80gb:8x1"]) == 0
+    said = capsys.readouterr().out
+    assert "✓ fits with" in said
+    for word in ("tokens/s", "MFU", "device-hours", "activations", "compute", "optimizer"):
+        assert word in said
+
+
+def test_the_search_lists_layouts_best_first(capsys):
+    found = planned(capsys, "gpt2-124m", "--cluster", "h100-80gb:4x1", "--search")
+    times = [each["time"]["step_seconds"] for each in found["layouts"]]
+    assert times == sorted(times)
+    assert found["time"]["step_seconds"] == times[0]
+    assert all(each["fits"] for each in found["layouts"])
+
+
+def test_the_page_and_the_schedule(capsys, tmp_path):
+    page, picture = tmp_path / "plan.html", tmp_path / "schedule.svg"
+    asked = ["gpt3-175b", *CLUSTER, "--train.tokens-per-step", "524288"]
+    found = planned(
+        capsys, *asked, "--layout", "tensor=8,pipeline=16", "--html", str(page),
+        "--timeline", str(picture),
+    )  # fmt: skip
+    root = ElementTree.fromstring(picture.read_text())
+    passes = [each for each in root.iter() if each.tag.endswith("rect")]
+    n_passes = 16 * 2 * found["batch"]["n_micro_batches"]
+    assert len(passes) == n_passes + 16 + 2 + 1  # rows, legend, background
+    text = page.read_text()
+    assert "gpt3-175b" in text
+    assert "Which rank holds what" in text
+    assert "process 15" in text
+
+
+def test_without_a_cluster_there_is_no_time(capsys):
+    found = planned(capsys, "gpt2-124m")
+    assert found["time"]["step_seconds"] is None
+    assert found["memory"]["total_bytes"] > 0
+    with pytest.raises(ConfigError, match="--search needs to know the devices"):
+        plan.run(["gpt2-124m", "--search"])
+    with pytest.raises(ConfigError, match="has no pipeline"):
+        plan.run(["gpt2-124m", "--cluster", "h200", "--timeline", "x.svg"])
+
+
+def test_it_needs_no_torch():
+    code = (
+        "import sys; from pentameter.cli.main import main; "
+        "assert main(['plan', 'gpt2-124m', '--cluster', 'h100-80gb:8x1', '--json']) == 0; "
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr

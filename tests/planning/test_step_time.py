@@ -1,0 +1,148 @@
+"""The time of a step: its parts, what makes it longer, and published runs."""
+
+import pytest
+
+from pentameter.config.load import load_config
+from pentameter.planning.cluster import parse_cluster
+from pentameter.planning.estimate import make_estimate
+from pentameter.planning.links import Links
+from pentameter.planning.step_time import SIMULATED_ROUNDS, step_time
+from pentameter.planning.timeline import timeline
+from pentameter.planning.traffic import Traffic
+
+GPT = {
+    "model.vocab_size": 50304,
+    "model.n_layers": 16,
+    "model.n_heads": 16,
+    "model.d_model": 2048,
+    "model.context_length": 1024,
+    "train.batch_size": 256,
+    "train.precision": "bf16",
+    "train.micro_batch_size": 4,
+}
+LAYOUTS = [
+    "data=8",
+    "data=8,zero=1",
+    "data=8,zero=2",
+    "data=8,zero=3",
+    "data=4,tensor=2,sequence=true,zero=3",
+    "data=1,tensor=8",
+    "data=4,tensor=4,tensor_mode=2d",
+    "tensor=2,context=4",
+    "tensor=2,context=4,context_mode=all-to-all",
+    "data=2,pipeline=4",
+    "data=2,pipeline=4,zero=1,schedule=interleaved,virtual_stages=2",
+    "pipeline=4,schedule=zero-bubble",
+    "pipeline=4,schedule=zero-bubble-v,virtual_stages=2",
+    "pipeline=4,schedule=gpipe",
+]
+
+
+def estimate(layout="data=8", cluster="a100-80gb:8x2", **changes):
+    config = load_config("quickstart", {**GPT, **changes})
+    return make_estimate(config, parse_cluster(cluster), layout=layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_parts_of_a_step_add_up(layout):
+    found = estimate(layout)
+    time = found.time
+    parts = time.compute + time.bubble + sum(time.exposed.values()) + time.optimizer
+    assert parts == pytest.approx(time.seconds, rel=1e-6)
+    assert min(time.compute, time.optimizer, *time.exposed.values()) > 0
+    assert time.bubble >= -1e-9
+    assert 0 < found.mfu < 1
+
+
+def test_more_work_takes_longer_and_a_better_device_less():
+    plain = estimate().time.seconds
+    assert estimate(**{"train.activation_checkpoint": "full"}).time.seconds > 1.2 * plain
+    assert estimate(**{"train.batch_size": 512}).time.seconds > 1.8 * plain
+    assert estimate(cluster="h100-80gb:8x2").time.seconds < 0.8 * plain
+    assert estimate(**{"train.precision": "fp32"}).time.seconds > 3 * plain
+    by_ones = estimate(**{"train.micro_batch_size": 1}).time
+    assert by_ones.compute > estimate().time.compute  # gradients are added up four times as often
+
+
+def test_what_leaves_the_node_is_slower():
+    inside, between = estimate("tensor=8"), estimate("tensor=8", cluster="a100-80gb:4x4")
+    assert between.time.exposed["tensor"] > 2 * inside.time.exposed["tensor"]
+    assert inside.links()["tensor"] == "inside a node"
+    assert between.links()["tensor"] == "between nodes"
+    assert any("keep parallel.tensor within" in line for line in between.warnings())
+    links = Links(inside.plan.layout, inside.cluster)
+    small, large = (links.seconds("tensor", "all_reduce", Traffic(1, n)) for n in (8, 10**9))
+    assert 0 < small < 1e-3 < large
+
+
+def test_zero_hides_its_gathers_beside_compute():
+    time = estimate("data=8,zero=3").time
+    assert time.hidden["shard"] > time.exposed["shard"]
+    tiny = {"model.context_length": 128, "train.micro_batch_size": 1, "train.batch_size": 8}
+    assert "shard" in estimate("data=8,zero=3", **tiny).time.exposed
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved,virtual_stages=2", "zero-bubble"])
+def test_many_rounds_of_a_pipeline_take_what_a_whole_simulation_says(schedule):
+    many = {"train.batch_size": 4 * 4 * 20, "train.micro_batch_size": 4}
+    found = estimate(f"data=1,pipeline=4,schedule={schedule}", **many)
+    plan = found.plan
+    assert plan.n_micro_batches == 80 > (SIMULATED_ROUNDS + 2) * 4
+    short = found.time
+    from pentameter.planning import step_time as module
+
+    whole = pytest.MonkeyPatch()
+    whole.setattr(module, "SIMULATED_ROUNDS", 80)
+    try:
+        parts = (plan.config, plan.layout, plan.stages, found.cluster, found.precision)
+        long = step_time(*parts)
+    finally:
+        whole.undo()
+    assert max(span.done.micro_batch for span in long.spans[0]) == 79
+    assert short.seconds == pytest.approx(long.seconds, rel=1e-3)
+    assert short.bubble_fraction == pytest.approx(long.bubble_fraction, abs=0.01)
+
+
+def test_messages_delay_the_stages_that_wait_for_them():
+    found = estimate("pipeline=4")
+    layout, seconds = found.plan.layout, [(1.0, 1.0, 1.0)] * 4
+    from pentameter.planning.costs import PassSeconds
+
+    passes = [PassSeconds(*each) for each in seconds]
+    at_once, later = (timeline(layout, 4, passes, way) for way in (0.0, 0.5))
+    assert later[3][0].start == at_once[3][0].start + 3 * 0.5
+    assert later[0][0] == at_once[0][0]
+
+
+@pytest.mark.parametrize(
+    ("preset", "cluster", "layout", "published", "share"),
+    [
+        # Narayanan et al. 2021: 32 s a step at a batch of 1,536, all recomputed
+        ("gpt3-175b", "a100-80gb:8x128", "data=8,tensor=8,pipeline=16", 32.0, 0.15),
+    ],
+)
+def test_published_runs(preset, cluster, layout, published, share):
+    found = make_estimate(load_config(preset), parse_cluster(cluster), layout=layout)
+    assert found.time.seconds == pytest.approx(published, rel=share)
+    assert found.fits
+
+
+def test_a_layout_must_fit_the_cluster():
+    from pentameter.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"takes 64 devices, and --cluster a100-80gb:8x2 has 16"):
+        estimate("data=64")
+    with pytest.raises(ConfigError, match=r"tf64|not known"):
+        estimate(cluster="b200:8x2", **{"train.precision": "fp32"}).mfu  # noqa: B018
+    idle = estimate("data=4")
+    assert any("12 stay idle" in line for line in idle.warnings())
+
+
+def test_what_does_not_fit_says_by_how_much():
+    found = estimate("data=16", cluster="rtx-4090:8x2", **{"train.micro_batch_size": 16})
+    assert not found.fits
+    assert found.spare_bytes < 0
+    assert "does not fit" in next(iter(found.warnings()))
+    shown = found.to_json()
+    assert shown["fits"] is False
+    assert shown["memory"]["spare_bytes"] == round(found.spare_bytes)
