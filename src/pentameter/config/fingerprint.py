@@ -64,6 +64,8 @@ def defining_values(config: Config) -> dict[str, Any]:
     for path in ("data.sources", "data.chat_template"):  # as above
         if not values[path]:
             del values[path]
+    if config.lora.rank is None:  # as above
+        values = {path: value for path, value in values.items() if not path.startswith("lora.")}
     rule = config.optimizer.name
     if look_up(MOMENTUM, rule, "optimizer.name", "the configuration's hash") is None:
         del values["optimizer.momentum"]

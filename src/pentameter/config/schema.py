@@ -407,6 +407,21 @@ ContextMode = Literal["ring", "all-to-all"]
 TensorMode = Literal["1d", "2d", "2.5d", "3d"]
 
 
+class LoraConfig(Section):
+    """Low-rank adapters, which alone are trained (Hu et al. 2021, "LoRA").
+
+    To each matrix W that they adapt they add (alpha ÷ rank) · B A, of A (rank, inputs) and B
+    (outputs, rank).
+    """
+
+    rank: Width | None = None
+    """Rows of A and columns of B; without it, everything is trained and there are no adapters."""
+    alpha: PositiveFloat = 16.0
+    """Scale of what adapters add, over their rank."""
+    targets: tuple[str, ...] = ()
+    """Names of the blocks' linear layers that are adapted, such as `qkv,out`; all when empty."""
+
+
 class ParallelConfig(Section):
     """How the processes divide the work. The training is the same whatever stands here."""
 
@@ -536,6 +551,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig
+    lora: LoraConfig = LoraConfig()
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()

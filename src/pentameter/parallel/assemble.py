@@ -12,6 +12,7 @@ from torch import nn
 from pentameter.fused_cpu.obstacles import fused_obstacle
 from pentameter.model.gpt import GPT
 from pentameter.model.initial import fill
+from pentameter.parallel.adapters import add_adapters
 from pentameter.parallel.context_parallel import share_context
 from pentameter.parallel.data_parallel import share_state, with_copies
 from pentameter.parallel.engine import Engine
@@ -55,6 +56,8 @@ def assemble(
             share_grid(module.model, mesh["row", "tensor"], grid)
         elif mesh is not None and layout.tensor > 1:
             share_matrices(module.model, mesh["tensor"], sequence=layout.sequence)
+        if plan.config.lora.rank is not None:
+            add_adapters(module.model, plan)
         if divides_time is not None:
             share_context(module.model, divides_time, layout)
         if plan.config.train.activation_checkpoint is not None:

@@ -77,6 +77,8 @@ class StageModule(nn.Module):
             self.model.head_loss.row_loss = compiled_row_loss
         self.replays = replays
         for parameter in self.model.parameters() if replays else ():
+            if not parameter.requires_grad:  # beside adapters
+                continue
             parameter.grad = torch.zeros_like(parameter)
         self._train = torch.compile(
             MethodType(with_own_code(GPT.forward), self.model),

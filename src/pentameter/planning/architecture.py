@@ -28,13 +28,14 @@ NORM_EPS = 1e-5
 SAVES_INPUT = {"relu": False, "gelu": True, "gelu_tanh": True}
 """`model.activation` → whether its slope is computed from its input, not from its result."""
 
-Axis = Literal["vocab", "position", "embed", "heads", "mlp", "time", "context"]
+Axis = Literal["vocab", "position", "embed", "heads", "mlp", "time", "context", "rank"]
 """What a dimension of a parameter or of an activation runs over.
 
 `heads` is all heads' channels, head by head: H·K of the attention output, or (H, 3, K) flattened of
 the fused query, key and value projection. `time` is the tokens of the residual stream, of which
 each may be computed alone; `context` is all tokens of a sequence, as the matrix products around
-attention read them. Which mesh dimension divides an axis is said in `planning/layout.py`.
+attention read them. `rank` is between the two matrices of an adapter. Which mesh dimension divides
+an axis is said in `planning/layout.py`.
 """
 
 ActivationType = Literal["weights", "products", "softmax", "float32", "bool"]
@@ -65,6 +66,7 @@ class ParameterSpec:
     init: Init
     decay: bool
     layer: int | None = None
+    is_trained: bool = True
 
     @property
     def n_elements(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from pentameter.config.choices import DECAY_KEYS, MOMENTUM, look_up, refuse_unknown
 from pentameter.config.schema import Config, OptimizerConfig, ScheduleConfig
 from pentameter.errors import ConfigError, nearest_divisors
+from pentameter.planning.adapters import check_adapters, training_table
 from pentameter.planning.architecture import (
     ParameterSpec,
     embedding_dropout,
@@ -45,6 +46,7 @@ class Plan:
     vocab_size_padded: int
     n_parameters: int
     n_parameters_padded: int
+    """Those of the model; `n_trained` are trained, which may be adapters' beside them."""
     rows_per_epoch: int | None
     """Rows of the training split; None where the plan was made without the data."""
     batch_size: int
@@ -70,6 +72,11 @@ class Plan:
         """Optimizer steps of the run."""
         assert self.config.train.steps is not None  # resolved
         return self.config.train.steps
+
+    @property
+    def n_trained(self) -> int:
+        """Parameters that the optimizer updates, padding included."""
+        return sum(spec.n_elements for spec in self.table if spec.is_trained)
 
     def epoch(self, step: int) -> int:
         """Whole passes over the training split that `step` completed steps have made."""
@@ -117,6 +124,7 @@ class Plan:
             "model": {
                 "parameters": self.n_parameters,
                 "parameters_padded": self.n_parameters_padded,
+                "trained_parameters": self.n_trained,
                 "vocab_size_padded": self.vocab_size_padded,
                 "flops_per_token": self.flops_per_token,
                 "flops_convention": CONVENTION,
@@ -160,8 +168,9 @@ def make_plan(
     config = _resolve(config, vocab_size, rows_per_epoch, layout)
     model, train = config.model, config.train
     check_layout(layout, model, local_size)
-    table = parameter_table(model)
-    n_padded = sum(spec.n_elements for spec in table)
+    check_adapters(config.lora, layout)
+    table = training_table(config)
+    n_padded = sum(spec.n_elements for spec in parameter_table(model))
     n_padding = padding_elements(model)
     assert train.batch_size is not None
     assert train.steps is not None
@@ -183,7 +192,9 @@ def make_plan(
         n_micro_batches=sizes.n_micro_batches,
         tokens_per_step=tokens_per_step,
         total_tokens=tokens_per_step * train.steps,
-        flops_per_token=flops_per_token(model),
+        flops_per_token=flops_per_token(
+            model, [spec for spec in table if spec.is_trained] if config.lora.rank else ()
+        ),
         planned_memory=step_memory(config, layout, stages),
         asked_micro_batch_size=asked,
     )

@@ -115,6 +115,11 @@ def _prepare(run: TrainingRun, request: Request) -> None:
         run.sample_prompt = ""
     run.compute = choose_compute(run.plan, world)
     check_device_memory(run.plan, run.compute.device, world.local_size)
+    if config.lora.rank is not None and request.init_from is None:
+        warnings.append(
+            f"lora.rank={config.lora.rank} trains adapters alone, here of random weights; add "
+            "--init-from MODEL"
+        )
     run.console.warn(warnings + _misfits(run.plan, run.dataset, run.batches))
 
 
@@ -249,6 +254,11 @@ def _describe(run: TrainingRun) -> list[str]:
             f"layout  {plan.layout} · {compute.n_threads} thread{plural} a process",
             *_stages(plan),
         ]
+    if config.lora.rank is not None:
+        lines.append(
+            f"lora    {plan.n_trained:,} parameters are trained: rank {config.lora.rank} of "
+            f"{', '.join(config.lora.targets) or 'every linear layer'}"
+        )
     if run.folder.initial_weights is not None:
         lines.append(f"init    the weights of {run.folder.initial_weights.path}")
     if run.state.step:

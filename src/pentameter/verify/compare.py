@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from pentameter.config.schema import Config
 from pentameter.errors import TrainingFailedError
-from pentameter.planning.architecture import parameter_table
+from pentameter.planning.adapters import training_table
+from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.layout import Layout
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.verify.cases import MOST_PROCESSES, Case
@@ -225,29 +226,29 @@ def differences(
     evaluation loss.
     """
     names = [spec.name for spec in plan.table]
-    expected = [_names(plan, rank) for rank in range(len(ranks))]
+    specs = [_specs(plan, rank) for rank in range(len(ranks))]
+    expected = [{spec.name for spec in of_rank} for of_rank in specs]
+    trained = [{spec.name for spec in of_rank if spec.is_trained} for of_rank in specs]
     for step, true in enumerate(reference):
         here = [numbers[step] for numbers in ranks]
         yield from _scalars("loss", step, [n.loss for n in (true, *here)])
         gradients = [n.gradients for n in here]
-        yield from _tensors("gradient", step, true.gradients, gradients, names[::-1], expected)
+        yield from _tensors("gradient", step, true.gradients, gradients, names[::-1], trained)
         yield from _scalars("gradient norm", step, [n.gradient_norm for n in (true, *here)])
         weights = [n.weights for n in here]
         yield from _tensors("weight", step, true.weights, weights, names, expected)
         yield from _scalars("evaluation loss", step, [n.evaluation_loss for n in (true, *here)])
 
 
-def _names(plan: Plan, rank: int) -> set[str]:
-    """Names of the parameters that a rank has, a copy of a tied one included."""
+def _specs(plan: Plan, rank: int) -> list[ParameterSpec]:
+    """The parameters that a rank has, a copy of a tied one included."""
     stages = plan.layout.stages_of(plan.layout.coordinates(rank)["pipeline"])
     ranges = [plan.stages[number] for number in stages]
-    return {
-        spec.name
+    return [
+        spec
         for layers in ranges
-        for spec in parameter_table(
-            plan.config.model, first_layer=layers.start, last_layer=layers.stop
-        )
-    }
+        for spec in training_table(plan.config, first_layer=layers.start, last_layer=layers.stop)
+    ]
 
 
 def _scalars(kind: Kind, step: int, values: Sequence[float]) -> Iterator[Difference]:
