@@ -115,12 +115,12 @@ class ChatTemplate:
         spans, documents = [], []
         is_prefix = True
         for number in answers:
-            text = _unmarked(self.render(messages[: number + 1], tools))
+            text = unmarked(self.render(messages[: number + 1], tools))
             before = self._before(messages, number, tools, text)
             spans.append((before, len(text)))
             documents.append([(text[:before], False), (text[before:], True)])
-            is_prefix &= _unmarked(whole).startswith(text)
-        return [_cut(_unmarked(whole), spans)] if is_prefix else documents
+            is_prefix &= unmarked(whole).startswith(text)
+        return [_cut(unmarked(whole), spans)] if is_prefix else documents
 
     def _before(
         self,
@@ -133,7 +133,7 @@ class ChatTemplate:
         if number == 0:
             return 0
         for asks in (True, False):
-            before = _unmarked(self.render(messages[:number], tools, add_generation_prompt=asks))
+            before = unmarked(self.render(messages[:number], tools, add_generation_prompt=asks))
             if text.startswith(before):
                 return len(before)
         raise TemplateRefusalError(
@@ -194,7 +194,8 @@ def _tojson(value: Any, indent: int | None = None, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
 
-def _unmarked(text: str) -> str:
+def unmarked(text: str) -> str:
+    """A rendered text without the marks around what `{% generation %}` encloses."""
     return text.replace(BEGIN, "").replace(END, "")
 
 
