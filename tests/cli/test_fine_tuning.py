@@ -78,6 +78,9 @@ def test_import_tune_export(theirs, tmp_path, monkeypatch, capsys):
         assert train.tokens[start:stop].tolist() == expected["input_ids"]
         assert mask[start:stop].astype(int).tolist() == expected["assistant_masks"]
 
+    capsys.readouterr()
+    assert main(["eval", str(run), "--split", "train", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == train.answers.n_tokens
     assert main(["export", str(run), "--to", "hf", "--out", str(tmp_path / "out")]) == 0
     assert main(["export", str(run), "--to", "peft", "--out", str(tmp_path / "peft")]) == 0
     back = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")

@@ -66,7 +66,8 @@ def run(arguments: list[str]) -> int:
     loaded = load_for_verb(asked.model, choose_device(asked.device))
     tokenizer, ends = loaded.tokenizer, frozenset[int]()
     if asked.chat:
-        prompt_ids, ends = encode_chat(tokenizer, prompt), {*tokenizer.special_tokens.values()}
+        prompt_ids = encode_chat(tokenizer, prompt)
+        ends = frozenset(tokenizer.special_tokens.values())
     else:
         prompt_ids = encode_prompt(tokenizer, prompt)
     steps = stream_tokens(

@@ -4,6 +4,7 @@ end, the test split."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from pentameter.checkpoint.opening import Checkpoint, find_checkpoint
 from pentameter.checkpoint.state_dicts import load_model_state
@@ -11,7 +12,7 @@ from pentameter.config.schema import Config
 from pentameter.data.open_dataset import open_evaluations
 from pentameter.data.progress import Progress
 from pentameter.data.shards.dataset import Dataset, TokenSplit, beginning
-from pentameter.errors import ConfigError
+from pentameter.errors import ConfigError, CorruptError
 from pentameter.evaluate.split import EvalMetrics, evaluate, evaluation_batch_size
 from pentameter.train.hooks import TrainingRun
 
@@ -93,12 +94,12 @@ def _saved(run: TrainingRun, step: int | None) -> Checkpoint | None:
     folder = run.folder
 
     def find() -> Checkpoint | None:
-        if step is None:
-            return None
-        return find_checkpoint(
-            folder.store.folder,
-            lambda _, manifest: (manifest.run_id, manifest.step) == (folder.run_id, step),
-            folder.store.warnings,
-        )
+        with suppress(CorruptError):
+            return find_checkpoint(
+                folder.store.folder,
+                lambda _, manifest: (manifest.run_id, manifest.step) == (folder.run_id, step),
+                folder.store.warnings,
+            )
+        return None
 
     return run.world.on_main(find)
