@@ -28,7 +28,7 @@ class StopBelow:
 
     def on_eval(self, trainer, evaluation):
         """Stop once it is reached; the trainer saves what there is."""
-        if evaluation.loss < self.loss:
+        if evaluation.split == "val" and evaluation.loss < self.loss:
             trainer.stop(f"validation loss {evaluation.loss:.3f} is below {self.loss}")
 
 

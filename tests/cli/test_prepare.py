@@ -145,3 +145,20 @@ def test_help_imports_nothing_slow():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "CORPUS-or-FILES" in done.stdout
+
+
+def test_conversations_become_shards(tmp_path, capsys):
+    record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "chat.jsonl").write_text(f"{json.dumps(record)}\n" * 4)
+    out = tmp_path / "out"
+    arguments = [str(tmp_path / "chat.jsonl"), "--chat-template", "chatml", "--out", str(out)]
+    assert run([*arguments, "--validation-fraction", "0.25"]) == 0
+    assert "in 4 documents" in capsys.readouterr().out
+    dataset = open_dataset(DataConfig(path=str(out)))
+    assert [len(split.answers.bounds) for split in dataset.splits.values()] == [3, 1, 0]
+    assert dataset.tokenizer.chat is not None
+    with pytest.raises(ConfigError, match="exists and is not an empty folder"):
+        run(arguments)
+    (tmp_path / "t.txt").write_text("text")
+    with pytest.raises(ConfigError, match="is for conversations"):
+        run([str(tmp_path / "t.txt"), "--chat-template", "chatml", "--out", str(tmp_path / "b")])

@@ -182,7 +182,7 @@ DAMAGE = {
         lambda folder: rewrite(folder, lambda h: h.update(bytes_per_token=2.0), rehash=False),
         'match its "sha256"',
     ),
-    "version": (put("version", value=3), '"version" is 3'),
+    "version": (put("version", value=4), '"version" is 4'),
     "name": (put("name", value="other"), "the file is named 'text'"),
     "dtype unknown": (put("dtype", value="float32"), '"dtype" is'),
     "dtype of another width": (put("dtype", value="uint32"), "truncated"),

@@ -344,7 +344,7 @@ def test_a_non_finite_validation_loss_ends_with_70(tmp_path):
 
 
 def test_an_evaluation_that_a_signal_cut_off_still_finds_the_best(tmp_path, monkeypatch):
-    from pentameter.train import loop as module
+    from pentameter.train import evaluations as module
 
     whole, run = tmp_path / "whole", tmp_path / "run"
     eight = {"train": {"steps": 8}}

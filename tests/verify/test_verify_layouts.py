@@ -42,6 +42,17 @@ def test_every_layout_is_one_process(preset, layouts, workers):
         assert outcome.worst.error <= TOLERANCE / 100  # nothing is near the edge
 
 
+def test_adapters_on_every_layout_that_takes_them(workers):
+    config = load_config("quickstart", {"lora.rank": 3, "lora.targets": ["qkv", "down"]})
+    assert all(case.layout.tensor_mode == "1d" for case in chosen_cases(config, "all"))
+    cases = chosen_cases(
+        config, "data=2,zero=3,micro_batches=2;tensor=2,sequence=1;pipeline=2,context=2"
+    )
+    for outcome in verify_layouts(shrink(config, cases), cases, workers, n_steps=2):
+        assert outcome.passed, f"{outcome.case}: {outcome.problem}\n{outcome.worker_traceback}"
+        assert outcome.worst.error <= TOLERANCE / 100
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
 def test_other_update_rules(optimizer, workers):
     config = load_config("quickstart", {"optimizer.name": optimizer})

@@ -61,6 +61,8 @@ class InitialWeights:
         axes = {spec.name: spec.axes for spec in parameter_table(self.stored.config.model)}
         vocab_size = self.stored.config.model.vocab_size
         for name, own in model_state(model).items():
+            if name not in axes:  # an adapter's, which begins with this run
+                continue
             theirs = materialize(self.stored.weights[name])
             copy_part(own, theirs[:vocab_size] if axes[name][0] == "vocab" else theirs)
 

@@ -94,13 +94,14 @@ def load_model(
 def open_model(
     path: Path | str, *, warnings: list[str] | None = None, is_own: bool = False
 ) -> StoredModel:
-    """The model that `load_model` loads, still on disk: its weights are mapped.
+    """The model that `load_model` loads, still on disk: its weights are mapped, and those that a
+    run's adapters adapt have what they add.
 
     Where training removes a checkpoint after it was found, the next one is taken. Raises
     ConfigError unless the model is a module of somebody's own exactly where `is_own` says so.
     """
     from pentameter.checkpoint.hugging_face.folder import read_hf
-    from pentameter.checkpoint.model_folder import StoredModel, check_weights
+    from pentameter.checkpoint.model_folder import StoredModel, check_weights, with_adapters_added
     from pentameter.config.load import load_config
     from pentameter.data.tokenizers.setting import load_tokenizer
 
@@ -124,7 +125,7 @@ def open_model(
         if not is_own:
             check_weights(config, weights, here)
         files = tuple(here / name for name in checkpoint.manifest.groups["model"])
-        return StoredModel(here, config, tokenizer, weights, files, checkpoint)
+        return with_adapters_added(StoredModel(here, config, tokenizer, weights, files, checkpoint))
 
 
 def _check_kind(path: Path, built_by: Any, *, is_own: bool) -> None:

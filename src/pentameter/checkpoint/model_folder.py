@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pentameter.checkpoint.manifest import encode_json, seal
 from pentameter.checkpoint.opening import STATE_NAME, Checkpoint
-from pentameter.checkpoint.safetensors_writer import LazyTensor, plan_file
+from pentameter.checkpoint.safetensors_writer import LazyTensor, materialize, plan_file
 from pentameter.checkpoint.state_dicts import name_differences
 from pentameter.config.fingerprint import config_hash
-from pentameter.config.schema import Config
+from pentameter.config.schema import Config, LoraConfig
 from pentameter.config.write import to_toml
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.disk.atomic import refuse_existing, storage_errors, write_hashed
 from pentameter.disk.lock import building
 from pentameter.errors import CorruptError
-from pentameter.planning.architecture import parameter_table
+from pentameter.planning.adapters import A, B, adapted_modules, scale, training_table
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,15 @@ if TYPE_CHECKING:
     Weights = Mapping[str, torch.Tensor | LazyTensor]
 
 _GROUP = "model"
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters as a run trained them."""
+
+    lora: LoraConfig
+    tensors: Weights
+    """By the names of `planning.adapters.training_table`."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,8 @@ class StoredModel:
     """Where the weights lie."""
     checkpoint: Checkpoint | None
     """None of a Hugging Face folder."""
+    adapters: Adapters | None = None
+    """What the run trained, where that was adapters; `weights` have it added."""
 
     @property
     def step(self) -> int:
@@ -63,8 +75,9 @@ class StoredModel:
 
 
 def check_weights(config: Config, weights: Weights, where: Path) -> None:
-    """Raise CorruptError unless the weights are those of the configuration's parameter table."""
-    expected = {spec.name: spec.shape for spec in parameter_table(config.model)}
+    """Raise CorruptError unless the weights are those of the configuration's parameters, those of
+    its adapters among them."""
+    expected = {spec.name: spec.shape for spec in training_table(config)}
     if differences := name_differences(expected, weights):
         raise CorruptError(f"{where}: its tensors are not its configuration's; {differences}")
     for name, shape in expected.items():
@@ -72,6 +85,46 @@ def check_weights(config: Config, weights: Weights, where: Path) -> None:
             raise CorruptError(
                 f"{where}: {name} is {tuple(weights[name].shape)}, its configuration says {shape}"
             )
+
+
+def with_adapters_added(stored: StoredModel) -> StoredModel:
+    """The model with what its adapters add in its weights, computed as each is asked for: a model
+    like any other, whose configuration has no adapters. The sums are made in fp32 at least."""
+    lora = stored.config.lora
+    if lora.rank is None:
+        return stored
+    tensors = {
+        f"{path}.{name}": stored.weights[f"{path}.{name}"]
+        for path in adapted_modules(stored.config.model, lora)
+        for name in (A, B)
+    }
+    weights = {name: value for name, value in stored.weights.items() if name not in tensors}
+    for path in adapted_modules(stored.config.model, lora):
+        weight = weights[f"{path}.weight"]
+        weights[f"{path}.weight"] = LazyTensor(
+            tuple(weight.shape),
+            weight.dtype,
+            partial(_sum, weight, tensors[f"{path}.{A}"], tensors[f"{path}.{B}"], scale(lora)),
+        )
+    return replace(
+        stored,
+        config=stored.config.model_copy(update={"lora": LoraConfig()}),
+        weights=weights,
+        adapters=Adapters(lora, tensors),
+    )
+
+
+def _sum(
+    weight: torch.Tensor | LazyTensor,
+    a: torch.Tensor | LazyTensor,
+    b: torch.Tensor | LazyTensor,
+    factor: float,
+) -> torch.Tensor:
+    import torch
+
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    whole, left, right = (materialize(each).to(dtype) for each in (weight, b, a))
+    return (whole + factor * (left @ right)).to(weight.dtype)
 
 
 def save_model(stored: StoredModel, out: Path, config: Config | None = None) -> Path:

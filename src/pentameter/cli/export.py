@@ -18,9 +18,11 @@ class ExportArguments:
     model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run folder (its best checkpoint, else its last), a checkpoint folder, or a Hugging Face
     GPT-2 folder."""
-    to: Literal["hf", "safetensors"]
+    to: Literal["hf", "safetensors", "peft"]
     """`hf`: a GPT-2 folder that `transformers` opens, with the same logits. `safetensors`: this
-    library's names, with config.toml and tokenizer.json; any model, and itself a MODEL."""
+    library's names, with config.toml and tokenizer.json; any model, and itself a MODEL. What
+    adapters add is in the weights of both. `peft`: the adapters alone, as
+    adapter_model.safetensors and adapter_config.json."""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """The folder to make."""
 
@@ -29,6 +31,7 @@ def run(arguments: list[str]) -> int:
     """Export; 0."""
     asked = parse(ExportArguments, arguments, verb="export")
     from pentameter.checkpoint.hugging_face.folder import export_hf
+    from pentameter.checkpoint.hugging_face.peft import export_peft
     from pentameter.checkpoint.load_model import open_model
     from pentameter.checkpoint.model_folder import save_model
     from pentameter.disk.atomic import refuse_existing
@@ -36,10 +39,13 @@ def run(arguments: list[str]) -> int:
     refuse_existing(asked.out)  # before gigabytes are verified
     warnings: list[str] = []
     stored = open_model(asked.model, warnings=warnings)
-    if asked.to == "hf":
-        warnings += export_hf(stored, asked.out).notes
-    else:
-        save_model(stored, asked.out)
+    match asked.to:
+        case "hf":
+            warnings += export_hf(stored, asked.out).notes
+        case "safetensors":
+            save_model(stored, asked.out)
+        case "peft":
+            export_peft(stored, asked.out)
     print_warnings(warnings)
     n_bytes = sum(file.stat().st_size for file in asked.out.iterdir())
     print(f"{asked.out}: step {stored.step}, {n_bytes:,} bytes")

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from pentameter.config.schema import DataConfig
+    from pentameter.data.corpora.conversations import Conversations
     from pentameter.data.corpora.text import Text
+    from pentameter.data.prepare.splits import Splitting
     from pentameter.data.progress import Progress
     from pentameter.data.shards.dataset import Dataset
 
@@ -52,15 +54,18 @@ class Options:
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="CORPUS-or-FILES")
     ]
     """A corpus (stdlib, grammar, shakespeare, wikitext-2), or files and folders: text, each file a
-    document, or .jsonl with a document's `text` in each line; .gz and .zst of either. Or
-    tokens of nanoGPT, llm.c, modded-nanogpt (.bin) or Megatron (.bin and .idx), taken as they
-    are."""
+    document, or .jsonl with a document's `text` or a conversation in each line; .gz and .zst of
+    either. Or tokens of nanoGPT, llm.c, modded-nanogpt (.bin) or Megatron (.bin and .idx), taken
+    as they are."""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """The folder to make."""
     tokenizer: Annotated[str, tyro.conf.arg(metavar="char|word|gpt2|bpe:N|FILE")] = "char"
     """`char`: one token per character; `word`: per word of lower-cased English; `gpt2`: GPT-2's
     own; `bpe:8192`: byte-level BPE of that size, trained on the text; or a tokenizer file of an
     earlier `prepare`. Tokens of other programs need the one that wrote them."""
+    chat_template: Annotated[str | None, tyro.conf.arg(metavar="FILE|DIR|chatml")] = None
+    """What makes the messages of conversations text: a Jinja file, a folder with the
+    tokenizer_config.json of a Hugging Face model, or `chatml`; the tokenizer's own when absent."""
     encoding: str = "utf-8"
     """How the files encode text: `utf-8`, `utf-16`, `gb18030`, `latin-1`, or another that Python
     knows. The shards do not depend on it."""
@@ -85,9 +90,7 @@ class Options:
 def run(arguments: list[str]) -> int:
     """Exit code 0 once the shards are written; the errors of `pentameter.errors` otherwise."""
     options = parse(Options, arguments, verb="prepare")
-    from pentameter.data.prepare.from_text import prepare
     from pentameter.data.prepare.from_tokens import token_files
-    from pentameter.data.prepare.splits import Splitting
     from pentameter.data.shards.dataset import open_shards
     from pentameter.data.shards.format import find_header
 
@@ -95,19 +98,10 @@ def run(arguments: list[str]) -> int:
     warnings: list[str] = []
     if files := token_files([Path(source) for source in options.source]):
         _import(options, files)
+    elif (conversations := _conversations(options)) is not None:
+        _prepare_conversations(options, conversations, warnings)
     else:
-        text = _text(options)
-        splits = (options.validation_fraction, options.test_fraction, options.split_by)
-        with _progress() as (progress, count_tokens):
-            prepare(
-                text,
-                options.out,
-                tokenizer=options.tokenizer,
-                splitting=Splitting(*splits),
-                progress=progress,
-                count_tokens=count_tokens,
-                warnings=warnings,
-            )
+        _prepare_text(options, _text(options), warnings)
     seconds = time.perf_counter() - started
     header = find_header(options.out)
     assert header is not None
@@ -122,6 +116,8 @@ def _import(options: Options, sources: Sequence[Path]) -> None:
     from pentameter.data.prepare.from_tokens import import_tokens, open_token_file, with_neighbours
     from pentameter.data.tokenizers.setting import chosen_tokenizer
 
+    if options.chat_template is not None:
+        raise ConfigError("--chat-template is for conversations, not for tokens; leave it out")
     if options.max_bytes is not None:
         raise ConfigError("--max-bytes cannot shorten files of tokens; leave it out")
     for key, usual in FILE_DEFAULTS.items():
@@ -157,6 +153,68 @@ def _import(options: Options, sources: Sequence[Path]) -> None:
             test_fraction=options.test_fraction,
             progress=progress,
         )
+
+
+def _conversations(options: Options) -> Conversations | None:
+    """The conversations that the options name; None where they name a text."""
+    from pentameter.data.corpora.conversations import conversations_at
+
+    if not options.source or not all(Path(source).exists() for source in options.source):
+        return None
+    found = conversations_at(_data_section(options, None), [Path(each) for each in options.source])
+    if found is None and options.chat_template is not None:
+        raise ConfigError("--chat-template is for conversations, and this is text; leave it out")
+    return found
+
+
+def _prepare_conversations(
+    options: Options, conversations: Conversations, warnings: list[str]
+) -> None:
+    from pentameter.data.prepare.from_conversations import (
+        chat_template,
+        prepare_conversations,
+        read_conversations,
+    )
+    from pentameter.data.tokenizers.setting import chosen_tokenizer
+    from pentameter.disk.atomic import refuse_existing
+
+    refuse_existing(options.out)  # before all is read
+    wanted = chosen_tokenizer(options.tokenizer)
+    chat = chat_template(options.chat_template, wanted)
+    with _progress() as (progress, count_tokens):
+        contents = read_conversations(
+            conversations, chat, wanted, _splitting(options), progress=progress
+        )
+        prepare_conversations(
+            contents,
+            options.out,
+            wanted,
+            progress=progress,
+            count_tokens=count_tokens,
+            warnings=warnings,
+        )
+
+
+def _prepare_text(options: Options, text: Text, warnings: list[str]) -> None:
+    from pentameter.data.prepare.from_text import prepare
+
+    splitting = _splitting(options)
+    with _progress() as (progress, count_tokens):
+        prepare(
+            text,
+            options.out,
+            tokenizer=options.tokenizer,
+            splitting=splitting,
+            progress=progress,
+            count_tokens=count_tokens,
+            warnings=warnings,
+        )
+
+
+def _splitting(options: Options) -> Splitting:
+    from pentameter.data.prepare.splits import Splitting
+
+    return Splitting(options.validation_fraction, options.test_fraction, options.split_by)
 
 
 def _text(options: Options) -> Text:

@@ -33,6 +33,9 @@ class SampleArguments:
     it, else after a newline; neither is printed."""
     prompt_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Read the prompt from this UTF-8 file instead."""
+    chat: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Take the prompt as a user's message, in the chat template of the model's tokenizer; the
+    answer ends at the first special token."""
     max_new_tokens: int = 256
     """Tokens per sample. Past the model's context length only the last tokens are seen."""
     temperature: float = 1.0
@@ -55,26 +58,43 @@ def run(arguments: list[str]) -> int:
     """Return the exit code of `pentameter sample ARGUMENTS`."""
     asked = parse(SampleArguments, arguments, verb="sample")
     prompt = _prompt(asked)
-    from pentameter.generation.loop import TextPieces, encode_prompt, stream_tokens
+    from pentameter.generation.loop import TextPieces, encode_chat, encode_prompt, stream_tokens
     from pentameter.generation.sampling import Sampling
     from pentameter.machine.choices import choose_device
 
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
     loaded = load_for_verb(asked.model, choose_device(asked.device))
-    prompt_ids = encode_prompt(loaded.tokenizer, prompt)
+    tokenizer, ends = loaded.tokenizer, frozenset[int]()
+    if asked.chat:
+        prompt_ids = encode_chat(tokenizer, prompt)
+        ends = frozenset(tokenizer.special_tokens.values())
+    else:
+        prompt_ids = encode_prompt(tokenizer, prompt)
     steps = stream_tokens(
         loaded.model,
         prompt_ids,
-        vocab_size=loaded.tokenizer.vocab_size,
+        vocab_size=tokenizer.vocab_size,
         max_new_tokens=asked.max_new_tokens,
         sampling=sampling,
         num_samples=asked.num_samples,
         seed=asked.seed,
     )
-    before = prompt_ids.tolist() if prompt else ()
-    samples = [TextPieces(loaded.tokenizer, before) for _ in range(asked.num_samples)]
-    (_print_json if asked.json else _print_text)(steps, samples, prompt)
+    before = prompt_ids.tolist() if prompt and not asked.chat else ()
+    samples = [TextPieces(tokenizer, before, ends) for _ in range(asked.num_samples)]
+    shown = _until_ended(steps, samples)
+    if asked.json:
+        _print_json(shown, samples, prompt)
+    else:
+        _print_text(shown, samples, "" if asked.chat else prompt)
     return 0
+
+
+def _until_ended(steps: Iterator[np.ndarray], samples: list[TextPieces]) -> Iterator[np.ndarray]:
+    """The tokens of each step until every sample has ended."""
+    for tokens in steps:
+        yield tokens
+        if all(sample.is_ended for sample in samples):
+            return
 
 
 def _prompt(asked: SampleArguments) -> str:
@@ -100,12 +120,19 @@ def _prompt(asked: SampleArguments) -> str:
 def _print_json(steps: Iterator[np.ndarray], samples: list[TextPieces], prompt: str) -> None:
     """Print the object of the interface; the rate counts the new tokens of all samples."""
     start = time.perf_counter()
-    ids_of_samples = list(zip(*(tokens.tolist() for tokens in steps), strict=True))
+    ids_of_samples: list[list[int]] = [[] for _ in samples]
+    texts: list[list[str]] = [[] for _ in samples]
+    for tokens in steps:
+        for index, token in enumerate(tokens.tolist()):
+            if not samples[index].is_ended:
+                ids_of_samples[index].append(token)
+                texts[index].append(samples[index].push(token))
     seconds = time.perf_counter() - start
     found = []
-    for pieces, ids in zip(samples, ids_of_samples, strict=True):
-        text = "".join(map(pieces.push, ids)) + pieces.flush()
-        found.append({"text": text, "tokens": len(ids), "token_ids": list(ids)})
+    for pieces, ids, parts in zip(samples, ids_of_samples, texts, strict=True):
+        found.append(
+            {"text": "".join(parts) + pieces.flush(), "tokens": len(ids), "token_ids": ids}
+        )
     rate = sum(len(ids) for ids in ids_of_samples) / seconds
     print(json.dumps({"prompt": prompt, "samples": found, "tokens_per_second": rate}), flush=True)
 

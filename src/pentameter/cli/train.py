@@ -386,5 +386,5 @@ def _say_goodbye(trainer: Trainer) -> None:
             "\nThe run was complete already. To train longer, add --resume extend and a larger "
             f"--train.steps than {trainer.plan.steps}."
         )
-    if trainer.config.data.path is None:
+    if trainer.config.data.corpus is not None:
         print("\nYour own text, a file or a folder: name it where you named the preset.")

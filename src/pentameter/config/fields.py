@@ -56,7 +56,7 @@ def _sections_from(path: str, section: type[Section]) -> Iterator[tuple[str, typ
 @cache
 def leaves() -> dict[str, Leaf]:
     """Every key of the configuration by dotted path, section by section."""
-    schema = Config.model_json_schema()
+    schema = _schema()
     found: dict[str, Leaf] = {}
     for section, kind in sections().items():
         described = schema["$defs"][kind.__name__] if section else schema
@@ -69,8 +69,15 @@ def leaves() -> dict[str, Leaf]:
 
 
 def values_of(config: Config) -> dict[str, Any]:
-    """Dotted path → value of every key of `config`, in the order of `leaves`."""
-    return {path: attrgetter(path)(config) for path in leaves()}
+    """Dotted path → value of every key of `config`, in the order of `leaves`; a table of a list of
+    tables is a dictionary."""
+    return {path: _plain(attrgetter(path)(config)) for path in leaves()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return value.model_dump() if isinstance(value, Section) else value
 
 
 def value_in(tree: Any, path: str) -> Any:
@@ -85,12 +92,33 @@ def choices_of(option: Mapping[str, Any]) -> Sequence[Any]:
     return option.get("enum") or ([option["const"]] if "const" in option else [])
 
 
+def tables_of(leaf: Leaf) -> Mapping[str, Mapping[str, Any]]:
+    """The keys of each table of a list of them, with their JSON schemas; none for another key."""
+    return _keys_of_tables(leaf.options[0])
+
+
+def _keys_of_tables(option: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    name = option.get("items", {}).get("$ref", "").rpartition("/")[2]
+    keys: Mapping[str, Mapping[str, Any]] = _schema()["$defs"][name]["properties"] if name else {}
+    return keys
+
+
+@cache
+def _schema() -> Mapping[str, Any]:
+    return Config.model_json_schema()
+
+
 def _expected(option: Mapping[str, Any]) -> str:
     if choices := choices_of(option):
         return ("one of " if len(choices) > 1 else "") + ", ".join(map(str, choices))
-    if option["type"] == "array":
+    if option["type"] == "array" and "prefixItems" in option:
         inner = option["prefixItems"]
         return f"{len(inner)} values, each {_expected(inner[0])}"
+    if option["type"] == "array":
+        keys = _keys_of_tables(option)
+        return (
+            f"tables of {', '.join(keys)}" if keys else f"values, each {_expected(option['items'])}"
+        )
     word = {
         "integer": "a whole number",
         "number": "a number",
@@ -127,10 +155,7 @@ def parse_value(leaf: Leaf, text: str) -> Any:
 
 def _read(option: Mapping[str, Any], text: str) -> Any:
     if option["type"] == "array":
-        inner = option["prefixItems"][0]
-        items = [item.strip() for item in text.strip("[]()").split(",") if item.strip()]
-        values = [_read(inner, item) for item in items]
-        return None if None in values else values
+        return _read_list(option, text)
     if choices := choices_of(option):  # one of numbers; words are text as they are
         return next((v for v in choices if not isinstance(v, str) and str(v) == text), None)
     if option["type"] == "boolean":
@@ -143,6 +168,17 @@ def _read(option: Mapping[str, Any], text: str) -> Any:
             value = whole_number(float(text))
             return value if isinstance(value, int) else None
     return None
+
+
+def _read_list(option: Mapping[str, Any], text: str) -> Any:
+    if _keys_of_tables(option):  # a command line has no tables
+        return None
+    inner = option["items"] if "items" in option else option["prefixItems"][0]
+    items = [item.strip() for item in text.strip("[]()").split(",") if item.strip()]
+    if inner["type"] == "string":
+        return items
+    values = [_read(inner, item) for item in items]
+    return None if None in values else values
 
 
 def whole_number(value: Any) -> Any:

@@ -22,7 +22,9 @@ NOT_THE_TRAINING = {
     "train.offload": "the same arithmetic, with its numbers kept elsewhere",
     "train.compile": "the same arithmetic, compiled",
     "train.eval_interval": "evaluation reads, it changes nothing",
+    "train.eval_train_tokens": "evaluation reads, it changes nothing",
     "train.patience": "where the run ends",
+    "data.evaluations": "evaluation reads, it changes nothing",
     "train.sample_interval": "samples are drawn with their own keys",
     "train.sample_tokens": "as above",
     "train.sample_prompt": "as above",
@@ -59,6 +61,11 @@ def defining_values(config: Config) -> dict[str, Any]:
         values["schedule.decay_steps"] = None if steps is None else steps - schedule.start_step
     if schedule.start_step == 0:  # as before there was such a key
         del values["schedule.start_step"]
+    for path in ("data.sources", "data.chat_template"):  # as above
+        if not values[path]:
+            del values[path]
+    if config.lora.rank is None:  # as above
+        values = {path: value for path, value in values.items() if not path.startswith("lora.")}
     rule = config.optimizer.name
     if look_up(MOMENTUM, rule, "optimizer.name", "the configuration's hash") is None:
         del values["optimizer.momentum"]

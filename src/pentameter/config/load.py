@@ -5,6 +5,7 @@ Layers are merged as plain dictionaries, oldest first, and validated once at the
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import stat
@@ -24,11 +25,11 @@ from pentameter.config.schema import ABSENT, Config
 from pentameter.errors import ConfigError, nearest, printable
 
 EXCLUSIVE = (
-    ("data", "corpus", "path"),
+    ("data", "corpus", "path", "sources"),
     ("train", "batch_size", "tokens_per_step"),
     ("train", "steps", "epochs"),
 )
-"""Section and two keys that exclude each other: a newer layer's choice replaces an older one's."""
+"""Section and keys that exclude each other: a newer layer's choice replaces an older one's."""
 
 BOUND_TO_TEXT = (
     "name",
@@ -37,12 +38,15 @@ BOUND_TO_TEXT = (
     "data.test_path",
     "data.text_field",
     "data.encoding",
+    "data.chat_template",
     "data.grammar",
     "train.sample_prompt",
 )
 """Keys and sections that suit one text: when a newer layer chooses another, older values go."""
 
 LONGEST_NAME = 100
+BLEND_NAME = "blend"
+"""The run's name where several data sets replace a preset's."""
 
 LARGEST_FILE_BYTES = 2**20
 """A configuration is some kilobytes; what is larger is another file, named by mistake."""
@@ -108,14 +112,15 @@ def merge(base: Tree, layer: Tree) -> Tree:
     """
     old, new = _text_of(base), _text_of(layer)
     if old is not None and new not in (None, old):
-        base = {**_without(base, BOUND_TO_TEXT), "name": text_name(new[1])}
+        name = text_name(new[1]) if isinstance(new[1], str) else BLEND_NAME
+        base = {**_without(base, BOUND_TO_TEXT), "name": name}
     merged = _merge_keys(base, layer)
-    for section, first, second in EXCLUSIVE:
+    for section, *keys in EXCLUSIVE:
         chosen, result = layer.get(section), merged.get(section)
         if not isinstance(chosen, dict) or not isinstance(result, dict):
             continue
-        for key, other in ((first, second), (second, first)):
-            if chosen.get(key, ABSENT) not in (None, ABSENT) and other not in chosen:
+        for key, other in itertools.permutations(keys, 2):
+            if chosen.get(key, ABSENT) not in (None, ABSENT, [], ()) and other not in chosen:
                 result.pop(other, None)
     return merged
 
@@ -126,12 +131,12 @@ def text_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("_-")[:LONGEST_NAME] or "text"
 
 
-def _text_of(tree: Tree) -> tuple[str, str] | None:
+def _text_of(tree: Tree) -> tuple[str, Any] | None:
     """The key and the value with which `tree` chooses a text; None where it chooses none."""
     section, *keys = EXCLUSIVE[0]
     for key in keys:
         value = value_in(tree, f"{section}.{key}")
-        if isinstance(value, str) and value != ABSENT:
+        if isinstance(value, str | list | tuple) and value and value != ABSENT:
             return key, value
     return None
 

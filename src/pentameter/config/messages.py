@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pentameter.config.fields import leaves, sections, value_in
+from pentameter.config.fields import leaves, sections, tables_of, value_in
 from pentameter.config.schema import ABSENT
 from pentameter.errors import nearest, printable
 
@@ -83,6 +83,9 @@ def _unknown_key(path: str) -> str:
     """The sentence for a path that the schema does not have, with the nearest that it has."""
     path = shortened(printable(path))
     section = path.rpartition(".")[0]
+    for leaf in leaves().values():  # of a table in a list, `data.sources.0.pth`
+        if path.startswith(f"{leaf.path}.") and (keys := tables_of(leaf)):
+            return f"{path} is no key; the tables of {leaf.path} have {', '.join(keys)}"
     if path in sections():
         return f"{path} is a section, not a value; it has {_keys(path)}"
     if section in leaves():

@@ -239,6 +239,29 @@ class GrammarConfig(Section):
         return self
 
 
+RESERVED_SPLITS = ("train", "val", "test")
+
+
+class SourceConfig(Section):
+    """One of several data sets that a run reads, `[[data.sources]]`."""
+
+    corpus: str | None = None
+    """A corpus by name."""
+    path: str | None = None
+    """Instead of `corpus`: a file, a folder, or prepared shards."""
+    weight: PositiveFloat = 1.0
+    """Rows of the batches that are its, in proportion to the other sources' weights."""
+
+
+class EvaluationConfig(Section):
+    """Text beside validation that a run is evaluated on, `[[data.evaluations]]`."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+    """The `split` of its metrics."""
+    path: str
+    """A file, a folder, or prepared shards; all of it is evaluated."""
+
+
 FILE_DEFAULTS = {"text_field": "text", "encoding": "utf-8"}
 """Keys of `[data]` that say how its files hold text, with what they are when absent."""
 
@@ -249,10 +272,15 @@ class DataConfig(Section):
     corpus: str | None = None
     """A corpus by name: stdlib, grammar, shakespeare, wikitext-2."""
     path: str | None = None
-    """Instead of `corpus`: a text or JSONL file, a folder of them, or prepared shards. To choose
-    another text than that of the preset or file below, by this or by `corpus`, resets `max_bytes`,
-    `validation_path`, `test_path`, `text_field`, `encoding`, `grammar` and `train.sample_prompt`,
-    and names the run after it."""
+    """Instead of `corpus`: a text or JSONL file (documents or conversations), a folder of them, or
+    prepared shards. To choose another text than that of the preset or file below, by this or by
+    `corpus`, resets `max_bytes`, `validation_path`, `test_path`, `text_field`, `encoding`,
+    `chat_template`, `grammar` and `train.sample_prompt`, and names the run after it."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Instead of `corpus` and `path`: a blend of several data sets. Each row of a batch is of one
+    of them, drawn by their weights; each is read in `order` and cut into splits as one alone."""
+    evaluations: tuple[EvaluationConfig, ...] = ()
+    """Texts by name that each evaluation also passes over, besides the validation split."""
     validation_path: str | None = None
     """Held-out text of its own; `path` is then trained on whole."""
     test_path: str | None = None
@@ -265,6 +293,9 @@ class DataConfig(Section):
     tokenizer: Annotated[str, Field(min_length=1)] = "char"
     """`char`, `word` (basic English words), `gpt2`, `bpe:VOCAB_SIZE` (trained on the text), or a
     tokenizer file."""
+    chat_template: Annotated[str, Field(min_length=1)] | None = None
+    """What makes the messages of conversations text: a Jinja file, a folder with the
+    tokenizer_config.json of a Hugging Face model, or `chatml`; the tokenizer's own when absent."""
     order: Literal["random", "shuffled", "sequential", "columns", "documents"] = "random"
     """`random`: windows at random offsets; `shuffled`: every window once an epoch, permuted;
     `sequential`: windows in the order of the text; `columns`: the text cut into batch_size
@@ -291,7 +322,8 @@ class DataConfig(Section):
                 f"data.corpus={self.corpus!r} and data.path={self.path!r} exclude each other; "
                 "keep one"
             )
-        if self.corpus is None and self.path is None:
+        self._check_sources()
+        if self.corpus is None and self.path is None and not self.sources:
             raise ValueError(
                 "set data.corpus (stdlib, grammar, shakespeare, wikitext-2) or data.path (a file "
                 "or a folder)"
@@ -320,6 +352,39 @@ class DataConfig(Section):
                 f"{self.test_fraction} leave nothing to train on; their sum must stay below 1"
             )
         return self
+
+    def _check_sources(self) -> None:
+        """Raise ValueError where sources or evaluations are not what they must be."""
+        names = [each.name for each in self.evaluations]
+        for name in names:
+            if name in RESERVED_SPLITS or names.count(name) > 1:
+                raise ValueError(
+                    f"data.evaluations has the name {name!r}, which another split has; choose one "
+                    f"of its own (not {', '.join(RESERVED_SPLITS)})"
+                )
+        if not self.sources:
+            return
+        if self.corpus is not None or self.path is not None:
+            key, value = ("corpus", self.corpus) if self.path is None else ("path", self.path)
+            raise ValueError(
+                f"data.sources and data.{key}={value!r} exclude each other; make that one a source"
+            )
+        for number, source in enumerate(self.sources):
+            if (source.corpus is None) == (source.path is None):
+                raise ValueError(
+                    f"data.sources[{number}] needs one of corpus (now {source.corpus or ABSENT}) "
+                    f"and path (now {source.path or ABSENT})"
+                )
+        if self.max_bytes is not None:
+            raise ValueError(
+                f"data.max_bytes={self.max_bytes} cuts one text, and data.sources are several; "
+                "prepare the one that is too long with `prepare --max-bytes`"
+            )
+        if self.order == "columns":
+            raise ValueError(
+                "data.order='columns' cuts one text into a column for each row, and data.sources "
+                "are several; choose another order"
+            )
 
 
 class OptimizerConfig(Section):
@@ -399,6 +464,8 @@ class TrainConfig(Section):
     eval_interval: Positive | Literal["epoch"] | None = 250
     """Steps between passes over the whole validation split; `epoch` is the steps of a pass over
     the training split, rounded up. None when absent ("none")."""
+    eval_train_tokens: Positive | None = None
+    """Also evaluate, without dropout, on about so many tokens of the training split: its first."""
     patience: Positive | None = None
     """Stop after this many evaluations in a row without a new best."""
     sample_interval: Positive | None = None
@@ -427,6 +494,21 @@ class TrainConfig(Section):
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"]
 ContextMode = Literal["ring", "all-to-all"]
 TensorMode = Literal["1d", "2d", "2.5d", "3d"]
+
+
+class LoraConfig(Section):
+    """Low-rank adapters, which alone are trained (Hu et al. 2021, "LoRA").
+
+    To each matrix W that they adapt they add (alpha ÷ rank) · B A, of A (rank, inputs) and B
+    (outputs, rank).
+    """
+
+    rank: Width | None = None
+    """Rows of A and columns of B; without it, everything is trained and there are no adapters."""
+    alpha: PositiveFloat = 16.0
+    """Scale of what adapters add, over their rank."""
+    targets: tuple[str, ...] = ()
+    """Names of the blocks' linear layers that are adapted, such as `qkv,out`; all when empty."""
 
 
 class ParallelConfig(Section):
@@ -558,6 +640,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig
+    lora: LoraConfig = LoraConfig()
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()

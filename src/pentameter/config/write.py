@@ -6,7 +6,7 @@ import json
 import textwrap
 from typing import Any
 
-from pentameter.config.fields import leaves, sections, values_of
+from pentameter.config.fields import Leaf, leaves, sections, tables_of, values_of
 from pentameter.config.schema import ABSENT, Config, Section
 
 LINE_LENGTH = 98
@@ -33,7 +33,11 @@ def to_toml(config: Config) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """`value` as TOML writes it, which is as JSON does; None as `"none"`."""
+    """`value` as TOML writes it, which is as JSON does; None as `"none"`, tables within a line."""
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {toml_value(each)}' for key, each in value.items())} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
     text = json.dumps(ABSENT if value is None else value, ensure_ascii=False, allow_nan=False)
     return text.replace("\x7f", "\\u007f")  # the one control character that only TOML escapes
 
@@ -41,6 +45,22 @@ def toml_value(value: Any) -> str:
 def _summary(section: type[Section]) -> str:
     """The first paragraph of a section's docstring, on one line."""
     return " ".join((section.__doc__ or "").strip().split("\n\n")[0].split())
+
+
+def _tables(leaf: Leaf) -> list[str]:
+    """The keys of each table of a list of them; nothing for another key."""
+    keys = tables_of(leaf)
+    if not keys:
+        return []
+    lines = ["", f"Each `[[{leaf.path}]]` has", "", "| key | default | meaning |"]
+    lines.append("| --- | --- | --- |")
+    for key, described in keys.items():
+        value = described.get("default", ...)
+        shown = ABSENT if value is None else "–" if value is ... else toml_value(value)
+        default = f"`{shown}`"
+        meaning = " ".join(described.get("description", "").split())
+        lines.append(f"| `{key}` | {default} | {meaning} |")
+    return lines
 
 
 def reference_page() -> str:
@@ -67,4 +87,7 @@ def reference_page() -> str:
             meaning = " ".join(leaf.description.split())
             cells = (f"`{leaf.key}`", f"`{default}`", leaf.expected, meaning)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        for leaf in leaves().values():
+            if leaf.section == section:
+                lines += _tables(leaf)
     return "\n".join(lines) + "\n"

@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pentameter.config.schema import FILE_DEFAULTS, DataConfig
+from pentameter.data.corpora.conversations import Conversations, conversations_at
 from pentameter.data.corpora.registry import corpus_text
 from pentameter.data.corpora.text import Text
+from pentameter.data.prepare.from_conversations import (
+    chat_template,
+    prepare_conversations,
+    read_conversations,
+)
 from pentameter.data.prepare.from_text import Contents, prepare, read_contents
 from pentameter.data.prepare.splits import Splitting
 from pentameter.data.progress import Progress
-from pentameter.data.shards.dataset import Dataset, open_shards
-from pentameter.data.shards.format import TOKENIZER_FILE, find_header
+from pentameter.data.shards.dataset import Dataset, TokenSplit, joined, open_shards
+from pentameter.data.shards.format import SPLITS, TOKENIZER_FILE, find_header
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.setting import (
@@ -42,7 +51,8 @@ def open_dataset(
     progress: Progress | None = None,
     warnings: list[str] | None = None,
 ) -> Dataset:
-    """The data set that `data` describes, prepared into the cache if it is not there yet.
+    """The data set that `data` describes, prepared into the cache if it is not there yet; of
+    several sources, each by itself and then joined.
 
     `tokenizer` takes the place of `data.tokenizer`: a trained model's own, for other text.
     With `verify` the files' content is checked against their hashes, which one process of each
@@ -53,12 +63,23 @@ def open_dataset(
     not know, …), CorruptError (damaged shards, a file that is not UTF-8 text), StorageError
     (reading or writing fails).
     """
+    if data.sources:
+        return _open_sources(data, tokenizer, verify, progress, warnings)
     if data.path is not None and (header := find_header(Path(data.path))) is not None:
         dataset = open_shards(header, verify=verify, progress=progress)
         _check_prepared(data, dataset.tokenizer, tokenizer or data.tokenizer)
         return dataset
     wanted = chosen_tokenizer(tokenizer or data.tokenizer)
-    text = corpus_text(data)
+    conversations = None if data.path is None else conversations_at(data, [Path(data.path)])
+    if conversations is not None:
+        header = _prepared_conversations(data, conversations, wanted, progress, warnings)
+        return _open_cached(header, verify, progress)
+    if data.chat_template is not None:
+        raise ConfigError(
+            f"data.chat_template={data.chat_template!r} is for conversations, and "
+            f"{data.path or data.corpus} holds text; leave it out"
+        )
+    given, text = wanted, corpus_text(data)
     splitting = Splitting(data.validation_fraction, data.test_fraction, data.split_by)
     contents = None
     if text.identity is None:
@@ -77,15 +98,142 @@ def open_dataset(
             warnings=warnings,
             keep_existing=True,
         )
+    dataset = _open_cached(header, verify, progress)
+    if isinstance(given, Tokenizer):  # the same tokens may have been prepared without it
+        dataset.tokenizer.chat = given.chat
+    return dataset
+
+
+def _open_sources(
+    data: DataConfig,
+    tokenizer: Tokenizer | None,
+    verify: bool,
+    progress: Progress | None,
+    warnings: list[str] | None,
+) -> Dataset:
+    """The data sets of all sources, joined; the first one's tokenizer cuts the text of the others.
+
+    A tokenizer that is made from text is so made from the first source's.
+    """
+    opened: list[Dataset] = []
+    for source in data.sources:
+        dataset = open_dataset(
+            _data_of(data, corpus=source.corpus, path=source.path),
+            tokenizer=tokenizer,
+            verify=verify,
+            progress=progress,
+            warnings=warnings,
+        )
+        tokenizer = dataset.tokenizer
+        opened.append(dataset)
+    names = [str(source.corpus or source.path) for source in data.sources]
+    splits = {}
+    for split in SPLITS:
+        parts = [
+            replace(dataset.split(split), name=f"{split} of {name}")
+            for name, dataset in zip(names, opened, strict=True)
+        ]
+        splits[split] = joined(split, parts)
+    if data.chat_template is not None and splits["train"].answers is None:
+        raise ConfigError(
+            f"data.chat_template={data.chat_template!r} is for conversations, and every one of "
+            "data.sources holds text; leave it out"
+        )
+    with_chat = (dataset.tokenizer for dataset in opened if dataset.tokenizer.chat is not None)
+    hashes = json.dumps([dataset.hash for dataset in opened])
+    return Dataset(
+        next(with_chat, opened[0].tokenizer), hashlib.sha256(hashes.encode()).hexdigest(), splits
+    )
+
+
+def open_evaluations(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    verify: bool = True,
+    progress: Progress | None = None,
+) -> dict[str, TokenSplit]:
+    """The texts of `data.evaluations` by name, each whole, as tokens of `tokenizer`; errors are
+    those of `open_dataset`."""
+    found = {}
+    for each in data.evaluations:
+        dataset = open_dataset(
+            _data_of(data, path=each.path, validation_fraction=0.0, test_fraction=0.0),
+            tokenizer=tokenizer,
+            verify=verify,
+            progress=progress,
+        )
+        parts = [split for split in dataset.splits.values() if split.n_tokens]
+        found[each.name] = replace(joined(each.name, parts), parts=())
+    return found
+
+
+def _data_of(data: DataConfig, **chosen: Any) -> DataConfig:
+    """`data` with a data set of its own in place of those that it names."""
+    own: dict[str, Any] = {
+        "corpus": None,
+        "path": None,
+        "sources": (),
+        "validation_path": None,
+        "test_path": None,
+    }
+    own |= {"evaluations": (), "max_bytes": None, **chosen}
+    path = own["path"]
+    is_prepared = path is not None and find_header(Path(path)) is not None
+    is_chat = (
+        not is_prepared
+        and path is not None
+        and bool(conversations_at(data.model_copy(update=own), [Path(path)]))
+    )
+    if not is_chat:
+        own["chat_template"] = None
+    if is_prepared or path is None:
+        own |= FILE_DEFAULTS
+    return data.model_copy(update=own)
+
+
+def _open_cached(header: Path, verify: bool, progress: Progress | None) -> Dataset:
     try:
         return open_shards(header, verify=verify, progress=progress)
     except CorruptError as error:
-        raise CorruptError(f"{error} (it is a cache: delete {folder} and start again)") from error
+        raise CorruptError(
+            f"{error} (it is a cache: delete {header.parent} and start again)"
+        ) from error
+
+
+def _prepared_conversations(
+    data: DataConfig,
+    conversations: Conversations,
+    wanted: str | Tokenizer,
+    progress: Progress | None,
+    warnings: list[str] | None,
+) -> Path:
+    """The header of conversations' shards in the cache, prepared where they are not there yet."""
+    chat = chat_template(data.chat_template, wanted)
+    splitting = Splitting(data.validation_fraction, data.test_fraction, data.split_by)
+    contents = read_conversations(conversations, chat, wanted, splitting, progress=progress)
+    folder = _folder_of(
+        {
+            "name": conversations.name,
+            "conversations": contents.sha256,
+            "held_out": {split: other.sha256 for split, other in contents.held_out.items()},
+            "tokenizer": wanted if isinstance(wanted, str) else wanted.hash,
+            "chat": None if chat is None else chat.to_json(),  # which goes into the tokenizer
+            "splits": [data.split_by, data.validation_fraction, data.test_fraction],
+        }
+    )
+    header = folder / f"{conversations.name}.json"
+    if not header.exists():
+        prepare_conversations(
+            contents, folder, wanted, progress=progress, warnings=warnings, keep_existing=True
+        )
+    return header
 
 
 def is_at_hand(data: DataConfig) -> bool:
     """True if `open_dataset` needs no download of GPT-2's tokenizer."""
-    prepared = data.path is not None and find_header(Path(data.path)) is not None
+    paths = [source.path for source in data.sources] or [data.path]
+    prepared = all(path is not None and find_header(Path(path)) is not None for path in paths)
     return data.tokenizer != GPT2 or prepared or gpt2_is_at_hand()
 
 
@@ -113,16 +261,22 @@ def _cached_folder(
 ) -> Path:
     """The folder in which the cache keeps this text, cut with these settings."""
     held_out = contents.held_out if contents else {}
-    settings = {
-        "version": CACHE_VERSION,
-        "name": text.name,
-        "text": contents.sha256 if contents else text.identity,
-        "held_out": {split: other.sha256 for split, other in held_out.items()},
-        "tokenizer": tokenizer if isinstance(tokenizer, str) else tokenizer.hash,
-        "splits": [data.split_by, data.validation_fraction, data.test_fraction],
-    }
+    return _folder_of(
+        {
+            "name": text.name,
+            "text": contents.sha256 if contents else text.identity,
+            "held_out": {split: other.sha256 for split, other in held_out.items()},
+            "tokenizer": tokenizer if isinstance(tokenizer, str) else tokenizer.hash,
+            "splits": [data.split_by, data.validation_fraction, data.test_fraction],
+        }
+    )
+
+
+def _folder_of(settings: Mapping[str, Any]) -> Path:
+    """The folder in which the cache keeps what these settings give; `name` is one of them."""
+    settings = {"version": CACHE_VERSION, **settings}
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-    return cache_folder() / "prepared" / f"{text.name}-{key[:24]}"
+    return cache_folder() / "prepared" / f"{settings['name']}-{key[:24]}"
 
 
 def _check_prepared(data: DataConfig, found: Tokenizer, wanted: str | Tokenizer) -> None:
@@ -133,11 +287,11 @@ def _check_prepared(data: DataConfig, found: Tokenizer, wanted: str | Tokenizer)
             f"data.max_bytes={data.max_bytes} cannot shorten prepared shards ({data.path}); "
             "give it to `prepare`, or leave it out"
         )
-    for key in ("validation_path", "test_path"):
+    for key in ("validation_path", "test_path", "chat_template"):
         if (value := getattr(data, key)) is not None:
             raise ConfigError(
-                f"data.{key}={value!r} stands beside prepared shards ({data.path}), which have "
-                "their own splits; give it to `prepare`, or leave it out"
+                f"data.{key}={value!r} stands beside prepared shards ({data.path}), which are as "
+                "they were prepared; give it to `prepare`, or leave it out"
             )
     for key, usual in FILE_DEFAULTS.items():
         if (value := getattr(data, key)) != usual:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pentameter.config.choices import ROWS_ARE_DOCUMENTS, look_up
-from pentameter.data.batches.step import IGNORED, Batch, Int64, filled_batch
+from pentameter.data.batches.step import IGNORED, Batch, Int64, filled_batch, learnt_tokens
 from pentameter.data.shards.dataset import TokenSplit
 from pentameter.errors import ConfigError
 from pentameter.parallel.engine import Engine, LossSum
@@ -48,9 +48,9 @@ def evaluate(
 
     Every target token counts once, so the figures do not depend on `batch_size`. Windows lie side
     by side, or overlap where a `stride` is given (see `evaluation_batches`); where training reads a
-    document a row, so does evaluation.
+    document a row, so does evaluation, and of conversations always.
     Bits per byte are nats per token ÷ ln 2 × tokens per UTF-8 byte of the split's text; they
-    compare models with different tokenizers.
+    compare models with different tokenizers. Of conversations, answers alone count in all of this.
     """
     start = time.perf_counter()
     loss = LossSum(0.0, 0)
@@ -61,7 +61,7 @@ def evaluate(
         context_length=config.model.context_length,
         batch_size=batch_size,
         stride=stride,
-        within_documents=are_documents and not config.data.packing,
+        within_documents=split.answers is not None or (are_documents and not config.data.packing),
     )
     for batch in batches:
         if should_stop():
@@ -72,7 +72,7 @@ def evaluate(
         split=name,
         loss=loss.mean,
         perplexity=perplexity(loss.mean),
-        bits_per_byte=loss.mean / math.log(2) * len(split.tokens) / split.n_bytes,
+        bits_per_byte=loss.mean / math.log(2) * split.tokens_per_byte,
         tokens=loss.n_targets,
         seconds=time.perf_counter() - start,
     )
@@ -107,7 +107,8 @@ def evaluation_batches(
     stride: int | None = None,
     within_documents: bool = False,
 ) -> Iterator[Batch]:
-    """A pass over the whole split, each token but the first a target that counts exactly once.
+    """A pass over the whole split, each token but the first a target that counts exactly once
+    (of conversations, each of an answer).
 
     Windows of context_length inputs begin every `stride` tokens, side by side when it is absent.
     The first counts all its targets, each later one only those that the window before did not
@@ -160,7 +161,7 @@ def _filled(
     """The windows as batches of `batch_size` rows, the last with what is left."""
     n_done = 0
     while rows := list(itertools.islice(windows, batch_size)):
-        tokens = (split.tokens[start:stop] for start, stop, _ in rows)
+        tokens = (learnt_tokens(split, [(start, stop)]) for start, stop, _ in rows)
         numbers = np.arange(n_done, n_done + len(rows), dtype=np.int64)
         batch = filled_batch(tokens, numbers, context_length)
         for row, (start, stop, n_counted) in enumerate(rows):

@@ -60,6 +60,8 @@ def fused_obstacle(plan: Plan) -> str | None:
     obstacle = architecture_obstacle(plan.config.model)
     if obstacle is not None:
         return obstacle
+    if plan.config.lora.rank is not None:
+        return f"lora.rank={plan.config.lora.rank}"
     copies = asdict(Layout(data=plan.layout.data))  # all that the fused step can be divided into
     for name, value in asdict(plan.layout).items():
         if value != copies[name]:

@@ -11,7 +11,7 @@ Shapes: B samples, T time, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.data.tokenizers.chat import disarmed, pieces_of, unmarked
 from pentameter.errors import ConfigError
 from pentameter.generation.sampling import Floats, Sampling, Tokens, choose, uniform_numbers
 from pentameter.model.cache import KVCache
@@ -202,6 +203,27 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Tokens:
     return newline if len(newline) else np.zeros(1, dtype=np.int64)
 
 
+def encode_chat(tokenizer: Tokenizer, message: str) -> Tokens:
+    """Return the ids (n,) of a user's message in the tokenizer's chat template, up to where the
+    answer begins.
+
+    Raises ConfigError where the tokenizer has no template, or the template refuses the message.
+    """
+    if tokenizer.chat is None:
+        raise ConfigError(
+            f"the model's tokenizer ({tokenizer.kind}) has no chat template; leave --chat out, and "
+            "write the prompt as the model knows it"
+        )
+    special = tokenizer.special_tokens
+    asked = disarmed([{"role": "user", "content": message}], special)
+    text = unmarked(tokenizer.chat.render(asked, add_generation_prompt=True))
+    ids = [
+        tokenizer.encode(piece) if isinstance(piece, str) else np.array([piece])
+        for piece in pieces_of(text, special)
+    ]
+    return np.concatenate(ids) if ids else encode_prompt(tokenizer, "")
+
+
 def window_tokens(n_tokens: int, context_length: int) -> int:
     """Return how many of the last tokens the model sees when the text has n_tokens (≥ 1).
 
@@ -323,14 +345,22 @@ class TextPieces:
     decoding all of it adds to them, so that a word is set off from the prompt's last word.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Iterable[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Iterable[int] = (), ends: Collection[int] = ()
+    ) -> None:
         self._decode = tokenizer.decode
+        self._ends = ends
+        self.is_ended = False
+        """Whether one of the tokens `ends` came, of which and after which nothing is shown."""
         # The last settled token, then those not settled yet.
         self._ids: list[int] = [int(token) for token in prompt][-1:]
         self._n_shown = len(self._decode(self._ids))  # characters of them that were given out
 
     def push(self, token: int) -> str:
         """Return the text that `token` settles, perhaps none."""
+        self.is_ended |= token in self._ends
+        if self.is_ended:
+            return ""
         self._ids.append(token)
         text = self._decode(self._ids)
         n_settled = len(text) - text.endswith("\N{REPLACEMENT CHARACTER}")

@@ -77,13 +77,13 @@ def build_optimizer(
     config: OptimizerConfig,
     muon: type[torch.optim.Muon] = torch.optim.Muon,
 ) -> AnyOptimizer:
-    """The configuration's update rule over the table's groups; fused, one kernel for all
-    parameters, where torch has that.
+    """The configuration's update rule over the table's groups, of the parameters that are trained;
+    fused, one kernel for all, where torch has that.
 
     `muon` is the class for Muon's part, where its matrices may be sharded. The learning rate here
     is a placeholder: `set_learning_rate` writes the schedule's each step.
     """
-    named = list(named_parameters)
+    named = [pair for pair in named_parameters if pair[1].requires_grad]
     if config.name != "muon":
         return _one_rule(named, table, config)
     in_block = {spec.name for spec in table if spec.is_block_matrix}

@@ -50,8 +50,7 @@ def assemble(
     numbers = layout.stages_of(layout.coordinates(world.rank)["pipeline"])
     modules = {number: slice_module(source, plan, number, device, precision) for number in numbers}
     models = [module.model for module in modules.values()]
-    if mesh is not None:
-        source.divide(models, plan, mesh, world)
+    source.divide(models, plan, mesh, world)
     for module in modules.values():
         if train.activation_checkpoint is not None:
             recompute_activations(

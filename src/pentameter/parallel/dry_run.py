@@ -102,7 +102,7 @@ def _planned(plan: Plan, rank: int, precision: str) -> dict[str, int]:
     layout = plan.layout
     places = layout.parameter_coordinates(rank)
     n_bytes = arithmetic(precision).weights.itemsize
-    tables = stage_tables(plan.config.model, layout, plan.stages, places["pipeline"])
+    tables = stage_tables(plan.config, layout, plan.stages, places["pipeline"])
     found = {}
     for _, table in tables:
         for spec in table:

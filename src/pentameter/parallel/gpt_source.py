@@ -14,6 +14,7 @@ from pentameter.model.dropout import attention_weights_site, dropout_keys
 from pentameter.model.gpt import GPT
 from pentameter.model.initial import fill
 from pentameter.model.loss import compiled_row_loss
+from pentameter.parallel.adapters import add_adapters
 from pentameter.parallel.context_parallel import share_context
 from pentameter.parallel.local_parts import local_part
 from pentameter.parallel.mesh import group_along
@@ -43,17 +44,20 @@ class GPTSource(ModelSource):
         return call_gpt
 
     def divide(
-        self, models: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh, world: World
+        self, models: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh | None, world: World
     ) -> None:
-        """Cut matrices by `tensor`, in one dimension or several, and time by `context`."""
+        """Cut matrices by `tensor`, in one dimension or several, and time by `context`; adapters
+        are cut with the matrices that they adapt."""
         layout = plan.layout
         divides_time = group_along("context", layout, world) if layout.context > 1 else None
         grid = Grid.of(layout, world) if layout.tensor_mode != "1d" else None
         for model in map(_gpt, models):
-            if grid is not None:
+            if mesh is not None and grid is not None:
                 share_grid(model, mesh["row", "tensor"], grid)
-            elif layout.tensor > 1:
+            elif mesh is not None and layout.tensor > 1:
                 share_matrices(model, mesh["tensor"], layout)
+            if plan.config.lora.rank is not None:
+                add_adapters(model, plan)
             if divides_time is not None:
                 share_context(model, divides_time, layout)
 

@@ -51,10 +51,11 @@ class ModelSource(ABC):
 
     @abstractmethod
     def divide(
-        self, models: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh, world: World
+        self, models: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh | None, world: World
     ) -> None:
         """Cut the slices of this process, in place, over every dimension of the mesh but those of
-        the data; they have no memory yet. Collective over the world."""
+        the data, where there is one, and adapt them where the plan says so; they have no memory
+        yet. Collective over the world."""
 
     @abstractmethod
     def initialize(self, models: Sequence[nn.Module], plan: Plan) -> None:

@@ -227,11 +227,11 @@ class OwnModel(ModelSource):
         return call_for_logits if _gives(model) == "logits" else call_for_loss
 
     def divide(
-        self, models: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh, world: World
+        self, models: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh | None, world: World
     ) -> None:
         """Cut matrices over `tensor`, as the table says."""
         layout = plan.layout
-        if layout.tensor == 1:
+        if mesh is None or layout.tensor == 1:
             return
         assert self.tensor_table is not None  # the Plan has seen to it
         for model in models:

@@ -90,6 +90,8 @@ class StageModule(nn.Module):
         take the graph's own memory for it."""
         self.replays = replays
         for parameter in self.model.parameters() if replays else ():
+            if not parameter.requires_grad:  # beside adapters
+                continue
             parameter.grad = torch.zeros_like(parameter)
         self._train = torch.compile(
             MethodType(with_own_code(self._call), self.model),

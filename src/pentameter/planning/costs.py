@@ -19,6 +19,7 @@ from pentameter.config.schema import Config, ModelConfig
 from pentameter.planning.architecture import (
     ActivationTensor,
     Operation,
+    ParameterSpec,
     operations,
     padded_vocab_size,
     parameter_table,
@@ -112,18 +113,21 @@ def step_sizes(config: Config, layout: Layout, precision: str | None = None) -> 
 # -- arithmetic -------------------------------------------------------------------------------
 
 
-def flops_per_token(model: ModelConfig) -> int:
+def flops_per_token(model: ModelConfig, adapters: Sequence[ParameterSpec] = ()) -> int:
     """Forward and backward FLOPs per trained token: 6·N + 12·n_layers·d_model·context_length.
 
     N counts every parameter except position embeddings, which are only added, and except the
     token embedding when the head does not share it, because a look-up multiplies nothing.
     Attention is counted in full although half of it is masked. The convention is the one of PaLM
-    (Chowdhery et al. 2022, appendix B).
+    (Chowdhery et al. 2022, appendix B). Where `adapters` alone are trained, N is that of their own
+    parameters, and the model's count 4 each: their gradients are not computed.
     """
     used = [op for op in operations(model) if op.kind != "look_up"]
     multiplied = {spec for op in used for spec in op.parameters}
     n_products = sum(op.token_products for op in used)
-    return 6 * (sum(spec.n_elements for spec in multiplied) + n_products)
+    n_own = sum(spec.n_elements for spec in multiplied)
+    n_of_adapters = sum(spec.n_elements for spec in adapters)
+    return (4 if adapters else 6) * n_own + 6 * (n_of_adapters + n_products)
 
 
 class PassSeconds(NamedTuple):

@@ -178,10 +178,11 @@ class _RankMemory:
         self.element_bytes = self.sizes.element_bytes
         self.product_bytes = self.sizes.product_bytes
         self.accumulates = self.sizes.n_micro_batches > 1
-        numbered = dict(stage_tables(config.model, layout, stages, place))
+        numbered = dict(stage_tables(config, layout, stages, place))
         self.tables, self.numbers = list(numbered.values()), list(numbered)
         self.has_first, self.has_last = 0 in numbered, layout.n_stages - 1 in numbered
         self.specs = [spec for table in self.tables for spec in table]
+        self.trained = [spec for spec in self.specs if spec.is_trained]
         self.costs = ActivationBytes(config, layout, self.sizes)
         self.activations_bytes, self.later_activations_bytes = self.peak_activations(
             {number: stages[number] for number in self.numbers}, passes
@@ -223,7 +224,7 @@ class _RankMemory:
         weights = self.element_bytes * sum(self.elements(spec) for spec in self.specs)
         optimizer = self.element_bytes * sum(
             self.elements(spec) * optimizer_slots(self.config.optimizer, spec)
-            for spec in self.specs
+            for spec in self.trained
         )
         received = self.received_bytes(waiting)
         points = list(self.with_fsdp() if self.rules.data_sum == "fsdp" else self.with_copies())
@@ -248,6 +249,11 @@ class _RankMemory:
         """Numbers of a parameter that are here while it is gathered from its shards."""
         return math.prod(self.layout.parameter_shape(spec.shape, spec.axes))
 
+    def padded_elements(self, specs: Sequence[ParameterSpec]) -> int:
+        """Numbers of parameters as they are gathered, shards padded to the largest."""
+        shapes = [self.layout.parameter_shape(spec.shape, spec.axes) for spec in specs]
+        return sum(gathered_elements(shape, self.layout.shard) for shape in shapes)
+
     def received_bytes(self, waiting: int) -> int:
         """Bytes of a pipeline's messages under way: those that wait, the gradient that a backward
         pass makes to be sent, and the one sent before by each stage."""
@@ -258,7 +264,7 @@ class _RankMemory:
         """Bytes of gradients held from one micro-batch to the next, or to the optimizer's step."""
         whole = self.rules.keeps_whole_gradients(self.sizes.n_micro_batches)
         elements = self.whole_elements if whole else self.elements
-        return self.element_bytes * sum(map(elements, self.specs))
+        return self.element_bytes * sum(map(elements, self.trained))
 
     @property
     def adds_whole(self) -> bool:
@@ -268,13 +274,13 @@ class _RankMemory:
     def head_gradient_bytes(self) -> int:
         """Bytes of the gradient of the head's weight, the first of a backward pass."""
         head = "token_embedding.weight" if self.config.model.tied_head else "head.weight"
-        specs = [spec for spec in self.specs if spec.name == head and self.has_last]
+        specs = [spec for spec in self.trained if spec.name == head and self.has_last]
         return self.element_bytes * sum(self.whole_elements(spec) for spec in specs)
 
     def embedding_gradient_bytes(self) -> int:
         """Extra bytes at the end of backward: DTensor first materialises the embedding's gradient
         for the full vocabulary."""
-        if not self.has_first:
+        if not self.has_first or not self.specs[0].is_trained:
             return 0
         part = self.element_bytes * self.whole_elements(self.specs[0])
         whole = self.element_bytes * self.specs[0].n_elements
@@ -316,13 +322,13 @@ class _RankMemory:
             for name, specs in units(table).items():
                 e = self.element_bytes
                 p = self.product_bytes if is_rounded(name) else e
-                shapes = [self.layout.parameter_shape(spec.shape, spec.axes) for spec in specs]
-                whole = [math.prod(shape) for shape in shapes]
-                padded = sum(gathered_elements(shape, self.layout.shard) for shape in shapes)
+                trained = [spec for spec in specs if spec.is_trained]
+                whole = [self.whole_elements(spec) for spec in trained]
+                gathered, padded = map(self.padded_elements, (specs, trained))
                 unit = _FsdpUnit(
-                    gathered=p * padded,
+                    gathered=p * gathered,
                     fresh=p * sum(whole),
-                    largest=p * max(whole),
+                    largest=p * max(whole, default=0),
                     whole=e * sum(whole),
                     padded=e * padded,
                     shard=e * padded // self.layout.shard,

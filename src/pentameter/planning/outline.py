@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
-from pentameter.planning.architecture import ParameterSpec, parameter_table
+from pentameter.planning.adapters import training_table
+from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.costs import CONVENTION, flops_per_token
 from pentameter.planning.layout import Layout
 
@@ -71,16 +72,23 @@ def outline_of_gpt(config: Config) -> ModelOutline:
     model = config.model
 
     def names_of(layers: range) -> frozenset[str]:
-        table = parameter_table(model, first_layer=layers.start, last_layer=layers.stop)
+        table = training_table(config, first_layer=layers.start, last_layer=layers.stop)
         return frozenset(spec.name for spec in table)
 
-    return ModelOutline(parameter_table(model), names_of, flops_per_token(model))
+    table = training_table(config)
+    adapters = [spec for spec in table if spec.is_trained] if config.lora.rank else ()
+    return ModelOutline(table, names_of, flops_per_token(model, adapters))
 
 
 def check_own_layout(layout: Layout, config: Config, outline: ModelOutline) -> None:
     """Raise ConfigError unless a module of somebody's own can be divided so, naming what would have
     to be said of it."""
     whose = f"the module that {outline.built_by} builds"
+    if config.lora.rank is not None:
+        raise ConfigError(
+            f"lora.rank={config.lora.rank} adapts the linear layers of the built-in model, and not "
+            f"{whose}; leave [lora] out"
+        )
     if layout.context > 1:
         raise ConfigError(
             f"parallel.context={layout.context} divides the time that attention sees, which is "

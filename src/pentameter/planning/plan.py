@@ -11,11 +11,13 @@ from typing import Any
 from pentameter.config.choices import DECAY_KEYS, MOMENTUM, look_up, refuse_unknown
 from pentameter.config.schema import Config, OptimizerConfig, ScheduleConfig
 from pentameter.errors import ConfigError, nearest_divisors
+from pentameter.planning.adapters import check_adapters
 from pentameter.planning.architecture import (
     ParameterSpec,
     embedding_dropout,
     feed_forward_width,
     padded_vocab_size,
+    parameter_table,
 )
 from pentameter.planning.costs import end_weights, padding_elements, step_sizes
 from pentameter.planning.layout import Layout, make_layout, stage_layers
@@ -55,6 +57,7 @@ class Plan:
     vocab_size_padded: int
     n_parameters: int
     n_parameters_padded: int
+    """Those of the model; `n_trained` are trained, which may be adapters' beside them."""
     rows_per_epoch: int | None
     """Rows of the training split; None where the plan was made without the data."""
     batch_size: int
@@ -82,6 +85,11 @@ class Plan:
         """Optimizer steps of the run."""
         assert self.config.train.steps is not None  # resolved
         return self.config.train.steps
+
+    @property
+    def n_trained(self) -> int:
+        """Parameters that the optimizer updates, padding included."""
+        return sum(spec.n_elements for spec in self.table if spec.is_trained)
 
     def epoch(self, step: int) -> int:
         """Whole passes over the training split that `step` completed steps have made."""
@@ -156,6 +164,7 @@ class Plan:
                 "built_by": self.built_by,
                 "parameters": self.n_parameters,
                 "parameters_padded": self.n_parameters_padded,
+                "trained_parameters": self.n_trained,
                 "vocab_size_padded": self.vocab_size_padded,
                 "flops_per_token": flops,
                 "flops_convention": self.flops_convention,
@@ -204,10 +213,12 @@ def make_plan(
     if is_gpt:
         check_layout(layout, model, local_size)
         layout = layout.for_model(model)
+        check_adapters(config.lora, layout)
     else:
         check_places(layout, model, local_size)
         check_own_layout(layout, config, outline)
-    n_padded = sum(spec.n_elements for spec in outline.table)
+    without_adapters = parameter_table(model) if is_gpt else outline.table
+    n_padded = sum(spec.n_elements for spec in without_adapters)
     n_padding = padding_elements(model) if is_gpt else 0
     assert train.batch_size is not None
     assert train.steps is not None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from pentameter.config.schema import ModelConfig
-from pentameter.planning.architecture import ParameterSpec, parameter_table
+from pentameter.config.schema import Config
+from pentameter.planning.adapters import training_table
+from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.layout import Layout, Shape, part_size
 
 ROOT = ""
@@ -45,13 +46,13 @@ def is_rounded(unit: str) -> bool:
 
 
 def stage_tables(
-    model: ModelConfig, layout: Layout, stages: Sequence[range], pipeline_index: int
+    config: Config, layout: Layout, stages: Sequence[range], pipeline_index: int
 ) -> Iterator[tuple[int, tuple[ParameterSpec, ...]]]:
     """Number and parameters of each stage that a process of the pipeline holds, each parameter in
     the first that has it."""
     held: set[str] = set()
     for number in layout.stages_of(pipeline_index):
         layers = stages[number]
-        table = parameter_table(model, first_layer=layers.start, last_layer=layers.stop)
+        table = training_table(config, first_layer=layers.start, last_layer=layers.stop)
         yield number, tuple(spec for spec in table if spec.name not in held)
         held.update(spec.name for spec in table)

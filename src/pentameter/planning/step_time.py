@@ -317,7 +317,7 @@ class _Step:
         most = 0.0
         e = self.sizes.element_bytes
         for place in {0, self.layout.pipeline - 1}:
-            tables = stage_tables(self.config.model, self.layout, self.stages, place)
+            tables = stage_tables(self.config, self.layout, self.stages, place)
             moved = 0
             for _, table in tables:
                 for spec in table:

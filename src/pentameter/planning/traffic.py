@@ -176,7 +176,7 @@ class _RankTraffic:
         self.sizes = step_sizes(config, layout, precision)
         self.n_micro_batches = self.sizes.n_micro_batches
         self.element_bytes = self.sizes.element_bytes
-        self.stages = dict(stage_tables(config.model, layout, stages, self.places["pipeline"]))
+        self.stages = dict(stage_tables(config, layout, stages, self.places["pipeline"]))
         self.operations = [
             op for number in self.stages for op in operations(config.model, stages[number])
         ]
@@ -353,7 +353,8 @@ class _RankTraffic:
             for spec in op.parameters
             if not set(spec.axes) & self.layout.divided_axes.keys()
         }
-        whole = [spec for table in self.stages.values() for spec in table if spec in on_stream]
+        trained = (spec for table in self.stages.values() for spec in table if spec.is_trained)
+        whole = [spec for spec in trained if spec in on_stream]
         self.count_sums("tensor", self.gradient_bytes(whole))
 
     def count_shared_by_heads(self) -> None:
@@ -368,7 +369,7 @@ class _RankTraffic:
             for op in self.operations
             if op.result.axes[1] in divided
             for spec in op.parameters
-            if not set(spec.axes) & layout.divided_axes.keys()
+            if spec.is_trained and not set(spec.axes) & layout.divided_axes.keys()
         }
         n_times = self.n_micro_batches if self.rules.reduces_each_micro_batch else 1
         for spec in specs:
@@ -382,7 +383,7 @@ class _RankTraffic:
     def count_copies(self) -> None:
         """The gradients of whole copies: by DDP, or after the backward pass where the model is cut
         in other ways too."""
-        specs = [spec for table in self.stages.values() for spec in table]
+        specs = [spec for table in self.stages.values() for spec in table if spec.is_trained]
         if self.rules.data_sum == "after_backward":
             self.count_sums("data", self.gradient_bytes(specs))
         if self.rules.data_sum != "ddp":
@@ -407,15 +408,18 @@ class _RankTraffic:
         n_reductions = self.n_micro_batches if rules.reduces_each_micro_batch else 1
         for specs in self.stages.values():
             for name, unit in units(specs).items():
-                shapes = [self.local_shape(spec) for spec in unit]
-                gathered = sum(gathered_elements(shape, shard) for shape in shapes)
+                gathered, reduced = (
+                    sum(gathered_elements(self.local_shape(spec), shard) for spec in specs)
+                    for specs in (unit, [spec for spec in unit if spec.is_trained])
+                )
                 low = self.sizes.product_bytes if is_rounded(name) else self.element_bytes
                 if shard > 1:
-                    whole = gathered * self.element_bytes
                     self.counter.add("shard", "all_gather", gathered * low, n_gathers)
+                if shard > 1 and reduced:
+                    whole = reduced * self.element_bytes
                     self.counter.add("shard", "reduce_scatter", whole, n_reductions)
-                if rules.sums_shard_copies:
-                    self.counter.add("data", "all_reduce", gathered // shard * self.element_bytes)
+                if rules.sums_shard_copies and reduced:
+                    self.counter.add("data", "all_reduce", reduced // shard * self.element_bytes)
 
     def count_tied(self) -> None:
         """The gradients of the embedding and of its copy in the last stage, added up."""
@@ -423,7 +427,8 @@ class _RankTraffic:
         if layout.pipeline == 1 or layout.turns_back or not model.tied_head:
             return
         for specs in self.stages.values():
-            held = [spec for spec in specs if spec.name == "token_embedding.weight"]
+            named = [spec for spec in specs if spec.name == "token_embedding.weight"]
+            held = [spec for spec in named if spec.is_trained]
             for size in self.gradient_bytes(held):
                 self.counter.add("pipeline", "all_reduce", size)
 

@@ -75,6 +75,8 @@ def _subtitle(record: RecordedRun) -> str:
         words.append(f"context {model['context_length']}")
     if data.get("data.corpus") or data.get("data.path"):
         words.append(str(data.get("data.corpus") or Path(str(data["data.path"])).name))
+    elif n_sources := sum(key.startswith("data.sources.") and "weight" in key for key in data):
+        words.append(f"a blend of {n_sources}")
     words += [str(record.start[key]) for key in ("device", "precision") if record.start.get(key)]
     return " · ".join(words)
 

@@ -145,7 +145,7 @@ def _mesh(estimate: Estimate) -> Iterator[tuple[str, str, str, str]]:
         layers = ", ".join(
             f"{plan.stages[n].start}–{plan.stages[n].stop - 1}" for n in layout.stages_of(place)
         )
-        tables = stage_tables(plan.config.model, layout, plan.stages, place)
+        tables = stage_tables(plan.config, layout, plan.stages, place)
         n = sum(
             math.prod(layout.parameter_shape(spec.shape, spec.axes))
             for _, table in tables

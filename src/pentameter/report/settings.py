@@ -17,7 +17,7 @@ Settings = dict[str, Any]
 """Dotted path → value, None where it is absent."""
 
 
-TEXT_KEYS = ("data.corpus", "data.path")
+TEXT_KEYS = ("data.corpus", "data.path", "data.sources")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ run like any other error.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from pentameter.errors import nearest
 
 if TYPE_CHECKING:
     from pentameter.data.batches.step import TrainingBatches
-    from pentameter.data.shards.dataset import Dataset
+    from pentameter.data.shards.dataset import Dataset, TokenSplit
     from pentameter.optim.build import AnyOptimizer
     from pentameter.parallel.compute import Compute
     from pentameter.parallel.engine import Engine
@@ -59,6 +59,8 @@ class TrainingRun(ABC):
     """The parts that the user gave in the place of the configuration's."""
     dataset: Dataset
     batches: TrainingBatches | OwnBatches
+    evaluations: Mapping[str, TokenSplit]
+    """The splits that each evaluation passes over, by name; `val` is what is held out."""
     sample_prompt: str
     compute: Compute
     run_dir: Path

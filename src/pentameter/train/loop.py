@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError, InterruptedRunError, StorageError
-from pentameter.evaluate.split import evaluate, evaluation_batch_size, perplexity
+from pentameter.evaluate.split import perplexity
 from pentameter.generation.loop import sample_text
 from pentameter.machine.cores import OtherPrograms
 from pentameter.optim.schedule import learning_rate
@@ -27,6 +27,7 @@ from pentameter.processes.join import lone_world, loss_behind
 from pentameter.processes.world import World
 from pentameter.train.console import Console
 from pentameter.train.continuing import Request
+from pentameter.train.evaluations import VALIDATION, evaluate_all, evaluate_test
 from pentameter.train.hooks import (
     EpochMetrics,
     Hooks,
@@ -169,6 +170,8 @@ class Trainer(TrainingRun):
             reason = self._stop_reason()
             self._save_if_due(reason)
             if reason is not None:
+                if self._signals.agreed is None:
+                    self._test()
                 end = RunEnd(self.state.step, reason, self.state.train_seconds)
                 self._hooks.call("on_end", self, end)
                 return end
@@ -245,6 +248,8 @@ class Trainer(TrainingRun):
         value = loss if what == "loss" else norm
         batch = self.batches.batch(state.step - 1)  # of all processes
         reason = f"{what} is {value} on batch {batch.hash()[:16]}"
+        if not batch.n_targets:
+            reason += ", of which no token is to be learnt"
         if self.compute.precision == "fp16" and state.loss_scale.scale > 1:
             reason += f"; loss scale falls to {state.loss_scale.scale:g}"
         else:
@@ -270,32 +275,36 @@ class Trainer(TrainingRun):
         return stop_word
 
     def _evaluate_if_due(self) -> None:
-        state, split = self.state, self.dataset.split("val")
-        interval = self.config.train.eval_interval
+        state, interval = self.state, self.config.train.eval_interval
         assert interval != "epoch"  # the plan resolved it
         if not state.is_due(interval, state.last_eval_step, self.plan.steps):
             return
-        if split.n_tokens < 2:  # nothing is held out
-            return
         self.world.progress.note("evaluating", state.step)
-        metrics = evaluate(
-            self.engine,
-            split,
-            name="val",
-            step=state.step,
-            batch_size=evaluation_batch_size(self.plan),
-            should_stop=lambda: self._signals.agree(self.world) is not None,
-        )
-        if metrics is not None:
+        found = evaluate_all(self, self._is_stopping)
+        if not found:  # there is nothing to evaluate on, or a signal came
+            return
+        for name, metrics in found.items():
             if not math.isfinite(metrics.loss):
-                self._checkpoints.give_up(
-                    f"the validation loss is {metrics.loss} at step {state.step}"
-                )
-            if self._checkpoints.last_step == state.step:
-                self._checkpoints.prove()
+                what = "validation" if name == VALIDATION else name
+                self._checkpoints.give_up(f"the {what} loss is {metrics.loss} at step {state.step}")
+        if self._checkpoints.last_step == state.step:
+            self._checkpoints.prove()
+        state.last_eval_step = state.step
+        if VALIDATION in found:
             trained = state.step > 0 or self._request.init_from is not None
-            self._new_best = state.record_eval(metrics.loss, trained=trained)
-            self._hooks.call("on_eval", self, replace(metrics, best=self._new_best))
+            self._new_best = state.record_eval(found[VALIDATION].loss, trained=trained)
+        for name, metrics in found.items():
+            best = name == VALIDATION and self._new_best
+            self._hooks.call("on_eval", self, replace(metrics, best=best))
+
+    def _test(self) -> None:
+        """Evaluate the test split, once, at the end of a run that has one."""
+        metrics = evaluate_test(self, self._is_stopping)
+        if metrics is not None:
+            self._hooks.call("on_eval", self, metrics)
+
+    def _is_stopping(self) -> bool:
+        return self._signals.agree(self.world) is not None
 
     def _sample_if_due(self) -> None:
         state, train = self.state, self.config.train

@@ -29,6 +29,7 @@ from pentameter.planning.cluster import CONTEXT_BYTES
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.planning.search import settings_that_fit
 from pentameter.train.continuing import Request, plan_run, saved_layout
+from pentameter.train.evaluations import splits_to_evaluate
 from pentameter.train.hooks import TrainingRun
 from pentameter.train.recorder import Recorder
 from pentameter.train.run_folder import open_run_folder
@@ -110,6 +111,9 @@ def _prepare(run: TrainingRun, request: Request) -> None:
     )
     run.plan = plan_run(request, plan_of)
     run.config = run.plan.config
+    run.evaluations = splits_to_evaluate(
+        run.config, run.dataset, verify=world.local_rank == 0, progress=run.console.progress
+    )
     run.sample_prompt = config.train.sample_prompt
     try:
         run.dataset.tokenizer.encode(run.sample_prompt)
@@ -123,6 +127,11 @@ def _prepare(run: TrainingRun, request: Request) -> None:
     run.compute = choose_compute(run.plan, world)
     if not request.force:
         check_device_memory(run.plan, run.compute.device, world.local_size, run.compute.precision)
+    if config.lora.rank is not None and request.init_from is None:
+        warnings.append(
+            f"lora.rank={config.lora.rank} trains adapters alone, here of random weights; add "
+            "--init-from MODEL"
+        )
     run.console.warn(warnings + _misfits(run.plan, run.dataset, run.batches))
 
 
@@ -269,7 +278,7 @@ def _describe(run: TrainingRun) -> list[str]:
     """The lines with which a run introduces itself before its first step."""
     plan, compute, config = run.plan, run.compute, run.plan.config
     model, data = config.model, config.data
-    source = data.corpus or data.path
+    source = data.corpus or data.path or f"a blend of {len(data.sources)}"
     splits = ", ".join(
         f"{name} {run.dataset.split(name).n_tokens:,}"
         for name in ("train", "val", "test")
@@ -284,6 +293,7 @@ def _describe(run: TrainingRun) -> list[str]:
         f"{model.context_length}",
         f"data    {source}{_left_out(data)} · {run.dataset.tokenizer.kind} tokens: {splits} · "
         f"vocabulary {model.vocab_size:,}",
+        *_sources(run),
         f"run     {plan.steps:,} steps × {plan.tokens_per_step:,} tokens{micro} = "
         f"{plan.total_tokens:,} tokens{_epochs(plan)}",
         f"device  {compute.device_name} · {compute.precision} ({compute.precision_reason}) · "
@@ -295,6 +305,11 @@ def _describe(run: TrainingRun) -> list[str]:
             f"layout  {plan.layout} · {compute.n_threads} thread{plural} a process",
             *_stages(plan),
         ]
+    if config.lora.rank is not None:
+        lines.append(
+            f"lora    {plan.n_trained:,} parameters are trained: rank {config.lora.rank} of "
+            f"{', '.join(config.lora.targets) or 'every linear layer'}"
+        )
     if run.folder.initial_weights is not None:
         lines.append(f"init    the weights of {run.folder.initial_weights.path}")
     if run.state.step:
@@ -326,6 +341,23 @@ def _epochs(plan: Plan) -> str:
         return ""
     n_epochs = plan.steps * plan.batch_size / plan.rows_per_epoch
     return f" = {n_epochs:,.3g} epochs"
+
+
+def _sources(run: TrainingRun) -> list[str]:
+    """The share of each source of a blend, and how often the run passes over it, a line each."""
+    blend = getattr(run.batches, "blend", None)  # batches of one's own are no blend
+    if blend is None:
+        return []
+    passes = blend.passes(run.plan.steps * run.plan.batch_size)
+    sources = run.config.data.sources
+    total = sum(source.weight for source in sources)
+    return [
+        f"        {source.weight / total:6.1%} {source.corpus or source.path} · train "
+        f"{part.n_tokens:,} · {n_passes:,.3g} passes"
+        for source, part, n_passes in zip(
+            sources, run.dataset.split("train").parts, passes, strict=True
+        )
+    ]
 
 
 def _left_out(data: DataConfig) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from pentameter.config.schema import Config, ParallelConfig
 from pentameter.errors import ConfigError
+from pentameter.planning.adapters import adapters_obstacle
 from pentameter.planning.layout import Layout, make_layout, parse_layout
 from pentameter.planning.layout_checks import check_layout
 
@@ -167,15 +168,18 @@ def _edge_of_two(layout: Layout) -> int:
 def chosen_cases(config: Config, text: str) -> list[Case]:
     """The cases that `--layouts` asks for: `all`, or layouts with `;` between them.
 
-    `all` are LAYOUTS, some of them with the other kind of head, and the configuration's own.
+    `all` are LAYOUTS, some of them with the other kind of head, and the configuration's own;
+    without those on which its adapters could not be trained.
     Raises ConfigError for what cannot be.
     """
     cases: list[Case] = []
     for part in (piece.strip() for piece in text.split(";")):
         if part == "all":
             other = not config.model.tied_head
-            cases += map(_parse, LAYOUTS)
-            cases += (replace(_parse(layout), tied_head=other) for layout in WITH_OTHER_HEAD)
+            possible = [*map(_parse, LAYOUTS)]
+            possible += (replace(_parse(layout), tied_head=other) for layout in WITH_OTHER_HEAD)
+            lora = config.lora
+            cases += (case for case in possible if adapters_obstacle(lora, case.layout) is None)
             if (own := own_case(config)) is not None:
                 cases.append(own)
         elif part:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from pentameter.config.schema import Config
 from pentameter.errors import TrainingFailedError
+from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.layout import Layout
 from pentameter.planning.outline import ModelOutline, outline_of_gpt
 from pentameter.planning.plan import Plan, make_plan
@@ -231,22 +232,25 @@ def differences(
     evaluation loss.
     """
     names = [spec.name for spec in plan.table]
-    expected = [_names(plan, rank) for rank in range(len(ranks))]
+    specs = [_specs(plan, rank) for rank in range(len(ranks))]
+    expected = [{spec.name for spec in of_rank} for of_rank in specs]
+    trained = [{spec.name for spec in of_rank if spec.is_trained} for of_rank in specs]
     for step, true in enumerate(reference):
         here = [numbers[step] for numbers in ranks]
         yield from _scalars("loss", step, [n.loss for n in (true, *here)])
         gradients = [n.gradients for n in here]
-        yield from _tensors("gradient", step, true.gradients, gradients, names[::-1], expected)
+        yield from _tensors("gradient", step, true.gradients, gradients, names[::-1], trained)
         yield from _scalars("gradient norm", step, [n.gradient_norm for n in (true, *here)])
         weights = [n.weights for n in here]
         yield from _tensors("weight", step, true.weights, weights, names, expected)
         yield from _scalars("evaluation loss", step, [n.evaluation_loss for n in (true, *here)])
 
 
-def _names(plan: Plan, rank: int) -> set[str]:
-    """Names of the parameters that a rank has, a copy of a tied one included."""
+def _specs(plan: Plan, rank: int) -> list[ParameterSpec]:
+    """The parameters that a rank has, a copy of a tied one included."""
     stages = plan.layout.stages_of(plan.layout.coordinates(rank)["pipeline"])
-    return set().union(*(plan.stage_names[number] for number in stages))
+    names = frozenset().union(*(plan.stage_names[number] for number in stages))
+    return [spec for spec in plan.table if spec.name in names]
 
 
 def _scalars(kind: Kind, step: int, values: Sequence[float]) -> Iterator[Difference]:

@@ -16,6 +16,7 @@ from pentameter.data.tokenizers.bpe import (
     parse_merge,
 )
 from pentameter.data.tokenizers.char import CharTokenizer
+from pentameter.data.tokenizers.chat import TEMPLATE_FILE, read_chat_template
 from pentameter.data.tokenizers.setting import GPT2, is_gpt2, load_tokenizer
 from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError, printable
 
@@ -62,6 +63,12 @@ def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, byte
     if tokenizer.end_of_text is not None:
         whole.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False, special=True)])
         special = {f"{use}_token": END_OF_TEXT for use in ("bos", "eos", "unk")}
+    of_chat: dict[str, bytes] = {}
+    if tokenizer.chat is not None:  # which names its tokens, and they are one token each there too
+        of_chat[TEMPLATE_FILE] = tokenizer.chat.source.encode()
+        tokens = tokenizer.special_tokens
+        whole.add_special_tokens([AddedToken(token, normalized=False) for token in tokens])
+        special |= {key: text for key, text in tokenizer.chat.tokens.items() if text in tokens}
     added = {token.pop("id"): token for token in json.loads(whole.to_str())["added_tokens"]}
     settings |= {
         "tokenizer_class": "GPT2Tokenizer",
@@ -76,6 +83,7 @@ def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, byte
         WHOLE: whole.to_str(pretty=True).encode(),
         SETTINGS: _json(settings),
         SPECIAL: _json(special),
+        **of_chat,
     }
 
 
@@ -90,6 +98,13 @@ def read_tokenizer(folder: Path, warnings: list[str]) -> Tokenizer | None:
     becomes one: a line in `warnings` names them. Raises ConfigError for a tokenizer of another
     kind than GPT-2's (or our characters), CorruptError for a file that is not what it should be.
     """
+    tokenizer = _read_files(folder, warnings)
+    if tokenizer is not None:
+        tokenizer.chat = read_chat_template(folder)
+    return tokenizer
+
+
+def _read_files(folder: Path, warnings: list[str]) -> Tokenizer | None:
     if (path := folder / WHOLE).is_file():
         return _read_whole(read_json(path), path, warnings)
     path = folder / VOCABULARY

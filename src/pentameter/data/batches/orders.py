@@ -172,13 +172,23 @@ class Columns(Order):
 class DocumentRows(Order):
     """A document a row, permuted anew each epoch: its first context_length + 1 tokens.
 
-    A document of a single token predicts nothing, and is no row.
+    A document of a single token predicts nothing, and is no row; nor is a conversation whose first
+    answer begins behind these tokens.
     """
 
     def __post_init__(self) -> None:
         split, bounds = self.split, self.split.document_bounds
-        long_enough = np.diff(bounds) >= 2
-        self._starts, self._stops = bounds[:-1][long_enough], bounds[1:][long_enough]
+        is_row = np.diff(bounds) >= 2
+        if split.answers is not None:
+            ends = np.minimum(bounds[1:], bounds[:-1] + self.context_length + 1)
+            is_row &= split.answers.meet(bounds[:-1] + 1, ends)
+        self._starts, self._stops = bounds[:-1][is_row], bounds[1:][is_row]
+        if not len(self._starts) and split.answers is not None:
+            raise ConfigError(
+                f"split {split.name!r} has no answer within the first model.context_length="
+                f"{self.context_length} tokens of a conversation ({len(bounds) - 1} "
+                "conversations); there is nothing to learn"
+            )
         if not len(self._starts):
             raise ConfigError(
                 f"split {split.name!r} has no document of two tokens ({split.n_tokens} tokens in "
@@ -187,14 +197,14 @@ class DocumentRows(Order):
 
     @property
     def rows_per_epoch(self) -> int:
-        """Number of documents of two tokens or more."""
+        """Number of documents that are rows."""
         return len(self._starts)
 
     @property
     def tokens_per_epoch(self) -> int:
         """Number of tokens a pass trains on: documents are cut to context_length + 1 tokens.
 
-        Those of one token are skipped.
+        Those that are no rows are skipped.
         """
         return int(np.minimum(self._stops - self._starts, self.context_length + 1).sum())
 

@@ -1,6 +1,7 @@
 """The batch of a step: a pure function of (seed, step, global row); nothing is stored.
 
-A row is up to context_length + 1 tokens: inputs, and targets one place later. Because each row of
+A row is up to context_length + 1 tokens: inputs, and targets one place later, which count where
+they are to be learnt. Because each row of
 the global batch is computed for itself, any division of rows over processes and micro-batches
 sees the same data, and a resumed run continues in the middle of an epoch without any state.
 `orders.py` says which tokens a row has.
@@ -9,17 +10,19 @@ sees the same data, and a resumed run continues in the middle of an epoch withou
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pentameter.config.choices import look_up
+from pentameter.config.choices import ROWS_ARE_DOCUMENTS, look_up
 from pentameter.config.schema import Config
+from pentameter.data.batches.blend import ROWS_AT_ONCE, Blend
 from pentameter.data.batches.orders import ORDERS, DocumentRows, PackedDocuments, Row
 from pentameter.data.shards.dataset import TokenSplit
+from pentameter.errors import ConfigError
 from pentameter.planning.plan import global_batch_size
 
 Int64 = npt.NDArray[np.int64]
@@ -51,26 +54,42 @@ class Batch:
         return digest.hexdigest()
 
 
-def filled_batch(tokens: Iterable[npt.NDArray[Any]], rows: Int64, context_length: int) -> Batch:
+Learnt = tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | None]
+"""Token ids, and which of them are to be learnt; None where all are."""
+
+
+def filled_batch(tokens: Iterable[Learnt], rows: Int64, context_length: int) -> Batch:
     """The batch of rows of token ids, each up to context_length + 1 long; `rows` has their numbers.
 
-    The rest of a row is padded: inputs 0, targets -1.
+    The rest of a row is padded: inputs 0, targets -1. So are targets that are not to be learnt.
     """
     inputs = np.zeros((len(rows), context_length), dtype=np.int64)
     targets = np.full((len(rows), context_length), IGNORED, dtype=np.int64)
-    for row, ids in enumerate(tokens):
+    for row, (ids, learnt) in enumerate(tokens):
         n_targets = len(ids) - 1
         inputs[row, :n_targets] = ids[:-1]
         targets[row, :n_targets] = ids[1:]
+        if learnt is not None:
+            targets[row, :n_targets][~learnt[1:]] = IGNORED
     return Batch(inputs, targets, rows)
+
+
+def learnt_tokens(split: TokenSplit, pieces: Row) -> Learnt:
+    """The token ids of pieces of a split, one after another."""
+    ids = [split.tokens[start:stop] for start, stop in pieces]
+    joined = ids[0] if len(ids) == 1 else np.concatenate(ids)
+    if split.answers is None:
+        return joined, None
+    return joined, np.concatenate([split.answers.mask(*piece) for piece in pieces])
 
 
 class TrainingBatches:
     """The batches of a training split, by step.
 
     `order` is one of `orders.ORDERS`; with `packing`, `documents` fills rows with one document
-    after another. `batch_size` counts the sequences of the whole step, over all devices. Raises
-    ConfigError when the split is too short or the order unknown.
+    after another. `batch_size` counts the sequences of the whole step, over all devices. A split
+    of several parts is read as a blend of them by `weights`, which are as many. Raises ConfigError
+    when a split is too short or the order unknown.
     """
 
     def __init__(
@@ -82,38 +101,61 @@ class TrainingBatches:
         batch_size: int,
         context_length: int,
         packing: bool = False,
+        weights: Sequence[float] = (),
     ) -> None:
         kind = look_up(ORDERS, order, "data.order", "training")
         if packing and kind is DocumentRows:
             kind = PackedDocuments
-        self._order = kind(split, seed=seed, batch_size=batch_size, context_length=context_length)
+        are_documents = look_up(ROWS_ARE_DOCUMENTS, order, "data.order", "training")
+        if split.answers is not None and not are_documents:
+            raise ConfigError(
+                f"the data are conversations, which are read whole, and data.order={order!r} reads "
+                "windows of a text; set data.order='documents' (with data.packing=true to fill "
+                "rows with several)"
+            )
+        self._batch_size, self._context_length = batch_size, context_length
+        self.blend: Blend | None = None
+        """The rule that picks each row's part of a split of several; None where it is one."""
+        if split.parts:
+            orders = [
+                kind(part, seed=seed, batch_size=ROWS_AT_ONCE, context_length=context_length)
+                for part in split.parts
+            ]
+            self.blend = Blend(orders, weights, seed)
+        else:
+            self._order = kind(
+                split, seed=seed, batch_size=batch_size, context_length=context_length
+            )
 
     @property
     def rows_per_epoch(self) -> int:
         """Number of rows in one pass over the split; steps run on across its end."""
-        return self._order.rows_per_epoch
+        return (self.blend or self._order).rows_per_epoch
 
     @property
     def tokens_per_epoch(self) -> int:
         """Number of the split's tokens that a pass reads: all of them, unless documents are cut."""
-        return self._order.tokens_per_epoch
+        return (self.blend or self._order).tokens_per_epoch
 
     def batch(self, step: int, rows: Int64 | None = None) -> Batch:
         """The global batch of a step, or the rows (B,) of it, numbers in 0 … batch_size - 1.
 
         Raises ValueError for rows outside the batch.
         """
-        size = self._order.batch_size
+        size = self._batch_size
         rows = np.arange(size, dtype=np.int64) if rows is None else np.asarray(rows, np.int64)
         if rows.size and not 0 <= rows.min() <= rows.max() < size:
             raise ValueError(f"rows must be in 0 … {size - 1}, got {rows.min()} … {rows.max()}")
-        tokens = map(self._tokens, self._order.rows(step, rows))
-        return filled_batch(tokens, rows, self._order.context_length)
+        return filled_batch(self._tokens(step, rows), rows, self._context_length)
 
-    def _tokens(self, row: Row) -> npt.NDArray[Any]:
-        """The token ids of a row's pieces, one after another."""
-        pieces = [self._order.split.tokens[start:stop] for start, stop in row]
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    def _tokens(self, step: int, rows: Int64) -> Iterator[Learnt]:
+        """The tokens of each row."""
+        if self.blend is None:
+            for row in self._order.rows(step, rows):
+                yield learnt_tokens(self._order.split, row)
+            return
+        for blended in self.blend.rows(step * self._batch_size + rows):
+            yield learnt_tokens(blended.split, blended.row)
 
 
 def training_batches(config: Config, split: TokenSplit) -> TrainingBatches:
@@ -125,4 +167,5 @@ def training_batches(config: Config, split: TokenSplit) -> TrainingBatches:
         seed=config.seed,
         batch_size=global_batch_size(config),
         context_length=config.model.context_length,
+        weights=[source.weight for source in config.data.sources],
     )

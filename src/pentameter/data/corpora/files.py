@@ -62,6 +62,11 @@ def about_bytes(file: Path) -> int:
     return size * USUAL_COMPRESSION if _compression(file) else size
 
 
+def is_jsonl(file: Path) -> bool:
+    """True if a file's name says that it holds one record a line, compressed or not."""
+    return file.name.lower().removesuffix(_compression(file)).endswith(JSONL_SUFFIXES)
+
+
 def read_documents(file: Path, contents: FileContents = UTF8) -> Iterator[Iterator[str]]:
     """The documents of a file, each as its pieces.
 
@@ -70,10 +75,9 @@ def read_documents(file: Path, contents: FileContents = UTF8) -> Iterator[Iterat
     text field or a line longer than `LONGEST_LINE_BYTES`, damaged compression. StorageError when
     it cannot be read; ConfigError for `.zst` without a decoder.
     """
-    name = file.name.lower().removesuffix(_compression(file))
-    if name.endswith(JSONL_SUFFIXES):
-        for text in _read_records(file, contents):
-            yield iter((text,))
+    if is_jsonl(file):
+        for record, where in read_records(file, contents):
+            yield iter((_record_text(record, contents.text_field, where),))
     else:
         yield read_pieces(file, PIECE_BYTES, contents)
 
@@ -159,8 +163,11 @@ _ENCODING_HINT = (
 )
 
 
-def _read_records(file: Path, contents: FileContents) -> Iterator[str]:
-    """The text of each record; empty lines are passed over."""
+def read_records(file: Path, contents: FileContents = UTF8) -> Iterator[tuple[dict[str, Any], str]]:
+    """Each record of a JSONL file, and where it stands; empty lines are passed over.
+
+    Raises as `read_documents` does, but for what a record must hold.
+    """
     offset = 0
     with _open(file) as stream:
         pieces = _decoded(stream, file, contents, PIECE_BYTES)
@@ -181,11 +188,13 @@ def _read_records(file: Path, contents: FileContents) -> Iterator[str]:
                 except UnicodeDecodeError as error:
                     first = offset + len(line) - len(record)
                     raise _undecodable(file, "utf-8", error, first, number) from error
-                yield _record_text(decoded, contents.text_field, f"{file}, line {number}")
+                where = f"{file}, line {number}"
+                yield _parsed(decoded, contents.text_field, where), where
             offset += len(line)
 
 
-def _record_text(record: str, field: str, where: str) -> str:
+def _parsed(record: str, field: str, where: str) -> dict[str, Any]:
+    """The object of a line; `field` is where its text is looked for, for messages."""
     try:
         parsed = json.loads(record)
     except (ValueError, RecursionError) as error:
@@ -193,28 +202,41 @@ def _record_text(record: str, field: str, where: str) -> str:
             f"{where} is not JSON ({error}); JSONL has one object a line, with its text in "
             f"{field!r}"
         ) from error
-    if not isinstance(parsed, dict) or field not in parsed:
-        found = f"its keys are {sorted(parsed)}" if isinstance(parsed, dict) else "no object"
+    if not isinstance(parsed, dict):
         raise CorruptError(
-            f"{where} has no field {field!r} ({found}); name the field of the document's text with "
-            "--data.text-field (in prepare --text-field)"
+            f"{where} has no field {field!r} (no object); name the field of the document's text "
+            "with --data.text-field (in prepare --text-field)"
         )
-    text = parsed[field]
+    return parsed
+
+
+def _record_text(record: dict[str, Any], field: str, where: str) -> str:
+    if field not in record:
+        raise CorruptError(
+            f"{where} has no field {field!r} (its keys are {sorted(record)}); name the field of "
+            "the document's text with --data.text-field (in prepare --text-field)"
+        )
+    text = record[field]
     if not isinstance(text, str):
         raise CorruptError(
             f"{where}: {field!r} is {type(text).__name__} {text!r:.40}, not a string; write the "
             "document's text, or leave the record out"
         )
+    check_whole(text, repr(field), where)
+    return text
+
+
+def check_whole(text: str, what: str, where: str) -> None:
+    """Raise CorruptError where a text of a record, called `what`, is none that UTF-8 can hold."""
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise CorruptError(
-                f"{where}: {field!r} holds half a surrogate pair "
+                f"{where}: {what} holds half a surrogate pair "
                 f"(\\u{ord(text[error.start]):04x}), which is no character; write both halves, "
                 "or leave it out"
             ) from error
-    return text
 
 
 def _compression(file: Path) -> str:

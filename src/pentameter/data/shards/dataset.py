@@ -24,6 +24,8 @@ from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.setting import load_tokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
+Int64 = npt.NDArray[np.int64]
+
 CHECK_TOKENS = 1 << 21
 CHECK_THREADS = 8  # files at once: one core hashes more slowly than an array of disks reads
 
@@ -48,6 +50,19 @@ class TokenSequence:
     def dtype(self) -> np.dtype[Any]:
         """uint16 or uint32, little-endian."""
         return self._arrays[0].dtype
+
+    def part(self, start: int, stop: int) -> TokenSequence:
+        """The tokens [start, stop), over the same arrays."""
+        return TokenSequence(self._arrays, self._start + start, self._start + stop)
+
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        """The tokens as one or more arrays, views of those they lie over."""
+        found = []
+        for first, array in zip(self._starts, self._arrays, strict=False):
+            begin, end = max(self._start, first), min(self._stop, first + len(array))
+            if begin < end:
+                found.append(array[begin - first : end - first])
+        return found or [np.empty(0, dtype=self.dtype)]
 
     @overload
     def __getitem__(self, place: int) -> int: ...
@@ -78,6 +93,33 @@ class TokenSequence:
         return np.array(self[:], dtype=dtype)
 
 
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """The answers of a split: the tokens that a model learns where it does not learn all."""
+
+    bounds: npt.NDArray[np.int64]
+    """Where each starts and stops (n_answers, 2), in order and apart; memory-mapped."""
+    n_tokens: int
+    n_bytes: int
+    """UTF-8 bytes of their text."""
+
+    def mask(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """True for each of the split's tokens [start, stop) that lies in an answer."""
+        inside = np.zeros(stop - start, dtype=bool)
+        number = int(np.searchsorted(self.bounds[:, 1], start, side="right"))
+        while number < len(self.bounds) and self.bounds[number, 0] < stop:
+            first, last = self.bounds[number].tolist()
+            inside[max(first - start, 0) : last - start] = True
+            number += 1
+        return inside
+
+    def meet(self, starts: Int64, stops: Int64) -> npt.NDArray[np.bool_]:
+        """True for each of the ranges [start, stop) (n,) that has a token of an answer."""
+        numbers = np.searchsorted(self.bounds[:, 1], starts, side="right")
+        firsts = np.append(self.bounds[:, 0], np.iinfo(np.int64).max)[numbers]
+        return np.asarray((firsts < stops) & (starts < stops))
+
+
 @dataclass(frozen=True)
 class TokenSplit:
     """One split of a data set."""
@@ -90,6 +132,10 @@ class TokenSplit:
     """UTF-8 bytes of the split's text: bits per byte are per these."""
     document_starts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
     """First token of each document (n_documents,), counted from the split's own first."""
+    answers: Answers | None = None
+    """The tokens that a model learns; None where it learns all."""
+    parts: tuple[TokenSplit, ...] = ()
+    """The splits, each of its own data set, that this one is made of; none where it is one."""
 
     @property
     def n_tokens(self) -> int:
@@ -97,9 +143,76 @@ class TokenSplit:
         return len(self.tokens)
 
     @property
+    def tokens_per_byte(self) -> float:
+        """Tokens that are learnt ÷ UTF-8 bytes of their text."""
+        if self.answers is None:
+            return self.n_tokens / self.n_bytes
+        return self.answers.n_tokens / self.answers.n_bytes
+
+    @property
     def document_bounds(self) -> npt.NDArray[np.int64]:
         """First token of each document, then the end of the last (n_documents + 1,)."""
         return np.append(np.asarray(self.document_starts, dtype=np.int64), self.n_tokens)
+
+
+def joined(name: str, parts: Sequence[TokenSplit]) -> TokenSplit:
+    """The split that is several, one after another; it knows them as its `parts`."""
+    ends = np.cumsum([0, *(part.n_tokens for part in parts)]).tolist()
+    arrays = [array for part in parts if part.n_tokens for array in part.tokens.arrays()]
+    starts = [
+        np.asarray(p.document_starts, np.int64) + n for p, n in zip(parts, ends, strict=False)
+    ]
+    answers = None
+    if any(part.answers is not None for part in parts):
+        bounds = []
+        for part, end in zip(parts, ends, strict=False):
+            own = part.answers
+            whole = np.array([[0, part.n_tokens]] if part.n_tokens else [], np.int64).reshape(-1, 2)
+            bounds.append((whole if own is None else np.asarray(own.bounds)) + end)
+        answers = Answers(
+            np.concatenate(bounds),
+            sum(p.n_tokens if p.answers is None else p.answers.n_tokens for p in parts),
+            sum(p.n_bytes if p.answers is None else p.answers.n_bytes for p in parts),
+        )
+    return TokenSplit(
+        name,
+        TokenSequence(arrays or parts[0].tokens.arrays(), 0, ends[-1]),
+        sum(part.n_bytes for part in parts),
+        np.concatenate(starts),
+        answers,
+        tuple(parts),
+    )
+
+
+def beginning(split: TokenSplit, n_tokens: int) -> TokenSplit:
+    """About the first `n_tokens` of a split, whole documents where it has several; of a split that
+    is several, of each in proportion to its size.
+
+    Its `n_bytes` are in proportion to its tokens.
+    """
+    if n_tokens >= split.n_tokens:
+        return split
+    if split.parts:
+        sizes = [-(-n_tokens * part.n_tokens // split.n_tokens) for part in split.parts]
+        return joined(
+            split.name, [beginning(p, size) for p, size in zip(split.parts, sizes, strict=True)]
+        )
+    bounds = split.document_bounds
+    whole = int(np.searchsorted(bounds, n_tokens))  # the document in which they end
+    stop = int(bounds[whole]) if len(bounds) > 2 else n_tokens
+    answers = split.answers
+    if answers is not None:
+        kept = answers.bounds[: np.searchsorted(answers.bounds[:, 0], stop)]
+        count = int((kept[:, 1] - kept[:, 0]).sum())
+        share = count / answers.n_tokens
+        answers = Answers(kept, count, max(1, round(answers.n_bytes * share)))
+    return TokenSplit(
+        split.name,
+        split.tokens.part(0, stop),
+        max(1, round(split.n_bytes * stop / split.n_tokens)),
+        split.document_starts[:whole] if len(bounds) > 2 else split.document_starts,
+        answers,
+    )
 
 
 @dataclass(frozen=True)
@@ -155,10 +268,15 @@ def open_shards(
         _check_size(path, n_tokens * dtype.itemsize)
         arrays.append(np.memmap(path, dtype=dtype, mode="r", shape=(n_tokens,)))
     starts = _open_documents(folder, header, verify)
+    answers = _open_answers(folder, header, verify)
     _check_tokens(folder, header, verify, progress)
     splits = {
         name: TokenSplit(
-            name, TokenSequence(arrays, part["start"], part["stop"]), part["bytes"], starts[name]
+            name,
+            TokenSequence(arrays, part["start"], part["stop"]),
+            part["bytes"],
+            starts[name],
+            answers.get(name),
         )
         for name, part in header["splits"].items()
     }
@@ -179,25 +297,56 @@ def _open_documents(
             for split, part in parts.items()
         }
     path = folder / header["documents"]["name"]
-    n_documents = sum(part["documents"] for part in parts.values())
-    _check_size(path, n_documents * PLACE.itemsize)
-    places: npt.NDArray[np.int64] = np.empty(0, np.int64)  # an empty file cannot be mapped
-    if n_documents:
-        # Places are far below 2^63, so the same bytes are int64, which indexing wants.
-        places = np.memmap(path, dtype=np.dtype("<i8"), mode="r")
+    places = _open_places(path, sum(part["documents"] for part in parts.values()))
     by_split, first = {}, 0
     for split, part in parts.items():
         starts = by_split[split] = places[first : first + part["documents"]]
         first += part["documents"]
         _check_starts(path, split, starts, part["stop"] - part["start"])
     if verify:
-        try:
-            with path.open("rb") as stream:
-                found = hashlib.file_digest(stream, "sha256").hexdigest()
-        except OSError as error:
-            raise StorageError(f"cannot read {path}: {error.strerror}") from error
-        _check_hash(path, found, header["documents"]["sha256"])
+        _check_file(path, header["documents"]["sha256"])
     return by_split
+
+
+def _open_answers(folder: Path, header: Mapping[str, Any], verify: bool) -> dict[str, Answers]:
+    """The answers by split, memory-mapped; none where all tokens are learnt.
+
+    Raises CorruptError unless those of each split lie in it, in order and apart.
+    """
+    if "answers" not in header:
+        return {}
+    parts, path = header["splits"], folder / header["answers"]["name"]
+    places = _open_places(path, 2 * sum(part["answers"] for part in parts.values()))
+    by_split, first = {}, 0
+    for split, part in parts.items():
+        bounds = places[first : first + 2 * part["answers"]].reshape(-1, 2)
+        first += 2 * part["answers"]
+        lengths = bounds[:, 1] - bounds[:, 0]
+        ends = [0, *bounds[:, 1][-1:].tolist(), part["stop"] - part["start"]]
+        in_order = (bounds[1:, 0] >= bounds[:-1, 1]).all() and (lengths > 0).all()
+        if not in_order or ends != sorted(ends) or (bounds[:1, 0] < 0).any():
+            raise CorruptError(
+                f"{path}: the answers of {split!r} are not in order, or leave the split's "
+                f"{ends[-1]} tokens; prepare the data again"
+            )
+        if int(lengths.sum()) != part["answer_tokens"]:
+            raise CorruptError(
+                f"{path}: the answers of {split!r} have {int(lengths.sum())} tokens, its header "
+                f"says {part['answer_tokens']}; prepare the data again"
+            )
+        by_split[split] = Answers(bounds, part["answer_tokens"], part["answer_bytes"])
+    if verify:
+        _check_file(path, header["answers"]["sha256"])
+    return by_split
+
+
+def _open_places(path: Path, n_places: int) -> npt.NDArray[np.int64]:
+    """A file of places in splits (n_places,), memory-mapped; CorruptError for another size."""
+    _check_size(path, n_places * PLACE.itemsize)
+    if not n_places:  # an empty file cannot be mapped
+        return np.empty(0, np.int64)
+    # Places are far below 2^63, so the same bytes are int64, which indexing wants.
+    return np.memmap(path, dtype=np.dtype("<i8"), mode="r")
 
 
 def _check_starts(path: Path, split: str, starts: npt.NDArray[np.int64], n_tokens: int) -> None:
@@ -223,6 +372,16 @@ def _check_size(path: Path, expected: int) -> None:
     if size != expected:
         what = "truncated" if size < expected else "too long"
         raise CorruptError(f"{path} is {what}: {size} bytes, its header says {expected}")
+
+
+def _check_file(path: Path, expected: str) -> None:
+    """Raise CorruptError where a file does not have the expected sha256, in hex."""
+    try:
+        with path.open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+    _check_hash(path, found, expected)
 
 
 def _check_hash(path: Path, found: str, expected: str) -> None:

@@ -3,10 +3,14 @@
     DIR/NAME.json           dtype, counts, vocabulary size, hashes, split bounds, bytes per token
     DIR/NAME-00000.bin      uint16 or uint32 ids, nothing else; then NAME-00001.bin, …
     DIR/NAME-documents.bin  uint64: the place in its split where each document starts
+    DIR/NAME-answers.bin    uint64: where each answer starts and where it stops, in its split; only
+                            of conversations, of which a model learns the answers alone
     DIR/tokenizer.json      the tokenizer that wrote them
 
 The files together are one sequence; `train`, `val` and `test` are its first, middle and last part,
-and so they are in the file of documents. Version 1 had no such file: each split was one document.
+and so they are in the files of documents and of answers. Version 1 had no file of documents: each
+split was one. Version 3 is version 2 with a file of answers, written only where there is one, so
+that programs which would learn every token refuse it.
 `writer.py` writes them, `dataset.py` opens them.
 """
 
@@ -27,6 +31,7 @@ from pentameter.errors import ConfigError, CorruptError, StorageError
 
 FORMAT = "pentameter-shards"
 VERSION = 2
+VERSION_WITH_ANSWERS = 3
 SPLITS = ("train", "val", "test")
 DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -112,8 +117,8 @@ def _check_header(header: Any, name: str) -> None:
     """Raise CorruptError (or a lookup error) unless a parsed header is whole and consistent."""
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise CorruptError(f'"format" is not {FORMAT!r}')
-    if header.get("version") not in (1, VERSION):
-        raise CorruptError(f'"version" is {header.get("version")!r}; this version reads 1 and 2')
+    if header.get("version") not in (1, VERSION, VERSION_WITH_ANSWERS):
+        raise CorruptError(f'"version" is {header.get("version")!r}; this version reads 1 to 3')
     if header["name"] != name:
         raise CorruptError(f'"name" is {header["name"]!r}, the file is named {name!r}')
     if header["dtype"] not in DTYPES:
@@ -122,12 +127,17 @@ def _check_header(header: Any, name: str) -> None:
     if not 1 <= vocab_size <= 1 << (8 * DTYPES[header["dtype"]].itemsize):
         raise CorruptError(f'"vocab_size" {vocab_size} does not fit "dtype" {header["dtype"]}')
     _check_counts(header, name)
-    if header["version"] != 1:
-        file, expected = header["documents"], f"{name}-documents.bin"
+    kinds = {1: (), VERSION: ("documents",), VERSION_WITH_ANSWERS: ("documents", "answers")}
+    for kind in kinds[header["version"]]:
+        file, expected = header[kind], f"{name}-{kind}.bin"
         if file["name"] != expected or not re.fullmatch("[0-9a-f]{64}", file["sha256"]):
-            raise CorruptError(f'"documents" names {file["name"]!r}, not {expected!r}, or no hash')
+            raise CorruptError(f'"{kind}" names {file["name"]!r}, not {expected!r}, or no hash')
         for part in header["splits"].values():
-            _count(part, "documents")
+            _count(part, kind)
+    if header["version"] == VERSION_WITH_ANSWERS:
+        for part in header["splits"].values():
+            _count(part, "answer_tokens")
+            _count(part, "answer_bytes")
     if not isinstance(header["tokenizer"]["hash"], str):
         raise CorruptError('"tokenizer" has no "hash"')
     if header.get("sha256") != header_hash(header):

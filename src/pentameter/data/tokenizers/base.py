@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
+from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 Ids = npt.NDArray[np.int64]
@@ -31,6 +32,13 @@ class Tokenizer(ABC):
     """Number of distinct ids: 0 … vocab_size - 1."""
     end_of_text: int | None = None
     """The id that follows each document, None where there is none; no text encodes to it."""
+    chat: ChatTemplate | None = None
+    """The template that makes messages text, where one came with it; no id depends on it."""
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Text → id of the tokens that no text encodes to; a chat template writes them."""
+        return {}
 
     @classmethod
     @abstractmethod
@@ -62,6 +70,8 @@ class Tokenizer(ABC):
     def to_bytes(self) -> bytes:
         """The content of the tokenizer's JSON file: ASCII, the same on every machine."""
         content = {**self._content(), "sha256": self.hash}
+        if self.chat is not None:
+            content["chat"] = self.chat.to_json()
         return (json.dumps(content, indent=1) + "\n").encode("ascii")
 
     def save(self, path: Path) -> None:

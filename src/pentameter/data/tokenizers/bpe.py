@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -71,6 +72,16 @@ class BpeTokenizer(Tokenizer):
         model = tokenizers.models.BPE(vocab=dict(self.vocabulary), merges=list(self.merges))
         self._library: Any = tokenizers.Tokenizer(model)
         self._library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Text → id of the tokens, of several characters, that no merge makes."""
+        made = set(map("".join, self.merges))
+        return {
+            self._bytes[number].decode("utf-8", "replace"): number
+            for number, token in enumerate(self.tokens)
+            if len(token) > 1 and token not in made
+        }
 
     @classmethod
     def from_vocabulary(

@@ -16,6 +16,7 @@ from pentameter.data.tokenizers.bpe import (
     train_bpe,
 )
 from pentameter.data.tokenizers.char import CharTokenizer
+from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.disk.cache import PublicFile, local_file, public_file
 from pentameter.errors import ConfigError, CorruptError, StorageError
@@ -180,6 +181,8 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         )
     try:
         tokenizer = kinds[kind].from_content(content)
+        if (chat := content.get("chat")) is not None:
+            tokenizer.chat = ChatTemplate.from_json(chat)
     except (ConfigError, CorruptError) as error:
         raise CorruptError(f"{path}: {error}") from error
     if content.get("sha256") != tokenizer.hash:

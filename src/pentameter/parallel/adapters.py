@@ -1,0 +1,68 @@
+"""Low-rank adapters put on a plain model's linear layers, from outside; the model does not know.
+
+A layer keeps its weight and its name; A and B become parameters of its own, and a forward hook adds
+(alpha ÷ rank) · B A x to its result. Where tensor parallelism has cut the weight, A and B are cut
+with it: the one that shares the divided axis is divided, the other whole in each process.
+
+Shapes: r rank; of a layer n inputs and m outputs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.nn import Parameter
+
+from pentameter.model.gpt import GPT
+from pentameter.planning.adapters import A, B, adapted_modules, scale
+from pentameter.planning.plan import Plan
+
+
+def add_adapters(model: GPT, plan: Plan) -> None:
+    """Freeze a slice of the model and adapt its layers as the plan says, in place.
+
+    For after its matrices are cut and before its state is shared out; the adapters are on the
+    weights' device and meant to be initialised or loaded afterwards.
+    """
+    model.requires_grad_(False)
+    lora = plan.config.lora
+    assert lora.rank is not None
+    for path in adapted_modules(plan.config.model, lora):
+        layer = int(path.split(".")[1])
+        if not model.first_layer <= layer < model.last_layer:
+            continue
+        module = model.get_submodule(path)
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        m, n = weight.shape
+        a, b = weight.new_empty(lora.rank, n), weight.new_empty(m, lora.rank)
+        if isinstance(weight, DTensor):
+            (place,) = weight.placements
+            a, b = (
+                _cut(torch.empty(shape, dtype=weight.dtype, device="meta"), weight, placement)
+                for shape, placement in (
+                    ((lora.rank, n), place if place == Shard(1) else Replicate()),
+                    ((m, lora.rank), place if place == Shard(0) else Replicate()),
+                )
+            )
+        module.register_parameter(A, Parameter(a))
+        module.register_parameter(B, Parameter(b))
+        # First of all hooks: before the one that leaves tensor parallelism's world.
+        module.register_forward_hook(partial(_adapted, scale(lora)), prepend=True)
+
+
+def _cut(whole: Tensor, weight: DTensor, placement: Placement) -> DTensor:
+    return distribute_tensor(whole, weight.device_mesh, [placement], src_data_rank=None)
+
+
+def _adapted(factor: float, module: nn.Module, inputs: tuple[Any, ...], result: Tensor) -> Tensor:
+    """The layer's result (…, m) with what its adapter adds, of inputs (…, n)."""
+    a, b = module.lora_a, module.lora_b
+    assert isinstance(a, Tensor)
+    assert isinstance(b, Tensor)
+    return result + factor * F.linear(F.linear(inputs[0], a), b)

@@ -1,0 +1,120 @@
+"""A chat model of Hugging Face: imported, tuned by adapters on conversations, and back again."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from pentameter.checkpoint.load_model import load_model
+from pentameter.cli.main import main
+from pentameter.data.open_dataset import open_dataset
+from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS
+from pentameter.data.tokenizers.chat import CHATML_TEMPLATE
+from pentameter.generation.loop import stream_tokens
+from pentameter.generation.sampling import Sampling
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHATS = [
+    [
+        {"role": "user", "content": f"Wie heißt {n}?"},
+        {"role": "assistant", "content": f"Er heißt {n * n}."},
+        {"role": "user", "content": "Danke"},
+        {"role": "assistant", "content": "Gern!"},
+    ]
+    for n in range(12)
+]
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """A folder with a small random model and its tokenizer, as `transformers` saves them."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("hf")
+    library = Tokenizer(models.BPE({token: n for n, token in enumerate(BYTE_CHARACTERS)}, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(list(SPECIAL))
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=library, eos_token="<|im_end|>", chat_template=CHATML_TEMPLATE
+    )
+    tokenizer.save_pretrained(folder)
+    config = transformers.GPT2Config(
+        vocab_size=259, n_positions=160, n_embd=32, n_layer=2, n_head=2,
+        bos_token_id=256, eos_token_id=258,
+    )  # fmt: skip
+    transformers.set_seed(3)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+def test_import_tune_export(theirs, tmp_path, monkeypatch, capsys):
+    import torch
+    import transformers
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    chat, base, run = tmp_path / "chat.jsonl", str(tmp_path / "base"), tmp_path / "run"
+    chat.write_text("".join(json.dumps({"messages": each}) + "\n" for each in CHATS))
+    assert main(["import", str(theirs), "--out", base]) == 0
+    arguments = ["train", f"{base}/config.toml", "--init-from", base, "--run-dir", str(run)]
+    arguments += ["--data.path", str(chat), "--data.order", "documents", "--lora.rank", "4"]
+    arguments += ["--train.steps", "6", "--train.batch-size", "4", "--train.eval-interval", "6"]
+    arguments += ["--optimizer.learning-rate", "0.01", "--train.compile", "false"]
+    assert main([*arguments, "--train.precision", "fp32"]) == 0
+    assert "rank 4 of every linear layer" in capsys.readouterr().out
+
+    loaded = load_model(run)
+    template = transformers.AutoTokenizer.from_pretrained(theirs)
+    train = open_dataset(loaded.config.data, tokenizer=loaded.tokenizer).split("train")
+    mask = train.answers.mask(0, train.n_tokens)
+    for messages, (start, stop) in zip(
+        CHATS, np.stack([train.document_bounds[:-1], train.document_bounds[1:]], 1), strict=False
+    ):
+        expected = template.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert train.tokens[start:stop].tolist() == expected["input_ids"]
+        assert mask[start:stop].astype(int).tolist() == expected["assistant_masks"]
+
+    capsys.readouterr()
+    assert main(["eval", str(run), "--split", "train", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == train.answers.n_tokens
+    assert main(["export", str(run), "--to", "hf", "--out", str(tmp_path / "out")]) == 0
+    assert main(["export", str(run), "--to", "peft", "--out", str(tmp_path / "peft")]) == 0
+    back = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    question = CHATS[0][:1]
+    ids = template.apply_chat_template(question, add_generation_prompt=True)["input_ids"]
+    assert back.apply_chat_template(question, add_generation_prompt=True)["input_ids"] == ids
+    model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out").eval()
+    greedy = model.generate(
+        torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    ours = stream_tokens(
+        loaded.model,
+        np.array(ids),
+        vocab_size=259,
+        max_new_tokens=24,
+        sampling=Sampling(0.0, None, None),
+        num_samples=1,
+        seed=0,
+    )
+    assert greedy[0, len(ids) :].tolist() == [int(tokens[0]) for tokens in ours]
+    # The same as an answer, which ends where a special token comes.
+    asked = ["sample", str(run), "--chat", "--prompt", CHATS[0][0]["content"], "--json"]
+    capsys.readouterr()
+    assert main([*asked, "--temperature", "0", "--max-new-tokens", "24"]) == 0
+    (sample,) = json.loads(capsys.readouterr().out)["samples"]
+    ended = model.generate(
+        torch.tensor([ids]),
+        max_new_tokens=24,
+        do_sample=False,
+        eos_token_id=[256, 257, 258],
+        pad_token_id=0,
+    )[0, len(ids) :].tolist()
+    assert sample["token_ids"] == ended
+    assert sample["text"] == back.decode(ended, skip_special_tokens=True)
+    adapters = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    assert len(adapters) == 2 * 4 * 2
+    assert any(each.any() for name, each in adapters.items() if "lora_B" in name)

@@ -1,0 +1,255 @@
+"""JSONL of conversations: their tokens, the answers among them, and the batches made of both."""
+
+import json
+
+import numpy as np
+import pytest
+
+from pentameter.config.schema import DataConfig
+from pentameter.data.batches.step import IGNORED, TrainingBatches
+from pentameter.data.open_dataset import open_dataset
+from pentameter.data.shards.dataset import Answers, beginning, joined, open_shards
+from pentameter.data.shards.format import find_header, header_hash
+from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS, BpeTokenizer
+from pentameter.data.tokenizers.setting import load_tokenizer
+from pentameter.errors import ConfigError, CorruptError
+from pentameter.evaluate.split import evaluation_batches
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+BPE = BpeTokenizer([*BYTE_CHARACTERS, *SPECIAL], [])
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path):
+    BPE.save(tmp_path / "tokenizer.json")
+    return str(tmp_path / "tokenizer.json")
+
+
+def jsonl(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def chat(*contents):
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": c} for i, c in enumerate(contents)]}
+
+
+def opened(path, **settings):
+    return open_dataset(DataConfig(path=path, order="documents", **settings))
+
+
+def learnt(split):
+    """The text of each answer."""
+    return [decoded(split.tokens[a:b]) for a, b in split.answers.bounds.tolist()]
+
+
+def decoded(ids):
+    return BPE.decode(ids)
+
+
+def test_messages_become_tokens_and_answers(tmp_path, tokenizer_file):
+    records = [chat("hi", "hello"), chat("a<|im_end|>", "b", "c", "d")]
+    path = jsonl(tmp_path / "chat.jsonl", records)
+    dataset = opened(
+        path, tokenizer=tokenizer_file, chat_template="chatml", validation_fraction=0.0
+    )
+    train = dataset.split("train")
+    assert len(train.document_starts) == 2
+    assert learnt(train) == ["hello<|im_end|>\n", "b<|im_end|>\n", "d<|im_end|>\n"]
+    text = "<|im_start|>user\na<|im_end|><|im_end|>\n"
+    ids = train.tokens[int(train.document_starts[1]) :]
+    assert decoded(ids).startswith(text)
+    assert [n for n in ids.tolist() if n >= 256][:2] == [257, 258]  # of two `<|im_end|>` the second
+    assert train.answers.n_tokens == sum(len(BPE.encode(t)) - 9 for t in learnt(train))
+    assert train.answers.n_bytes == sum(map(len, learnt(train)))
+    assert dataset.tokenizer.chat is not None
+    saved = tmp_path / "saved.json"
+    dataset.tokenizer.save(saved)
+    again = load_tokenizer(saved)
+    assert again.chat == dataset.tokenizer.chat
+    assert again.hash == BPE.hash
+    # With its own template, a tokenizer needs no setting; the cache has the same shards.
+    assert (
+        open_dataset(DataConfig(path=path, validation_fraction=0.0), tokenizer=again).hash
+        == dataset.hash
+    )
+
+
+def test_prompts_and_completions_stay_as_they_are(tmp_path, tokenizer_file):
+    records = [{"prompt": "2+2=", "completion": "4<|im_end|>"}, {"prompt": "", "completion": "x"}]
+    path = jsonl(tmp_path / "pairs.jsonl", records)
+    train = opened(path, tokenizer=tokenizer_file, validation_fraction=0.0).split("train")
+    assert learnt(train) == ["4<|im_end|><|endoftext|>", "x<|endoftext|>"]
+    assert train.n_tokens == len("2+2=4<|im_end|>") + 1 + 2
+    characters = opened(path, validation_fraction=0.0)  # a tokenizer of characters has no end
+    assert characters.tokenizer.characters == tuple(sorted(set("2+=4<|im_end>x")))
+    assert characters.split("train").answers.bounds.tolist() == [[4, 15], [15, 16]]
+
+
+def test_lists_of_messages_learn_the_completion_alone(tmp_path, tokenizer_file):
+    messages = chat("a", "b", "c", "d")["messages"]
+    path = jsonl(tmp_path / "x.jsonl", [{"prompt": messages[:3], "completion": messages[3:]}])
+    train = opened(
+        path, tokenizer=tokenizer_file, chat_template="chatml", validation_fraction=0.0
+    ).split("train")
+    assert learnt(train) == ["d<|im_end|>\n"]
+
+
+def test_whole_conversations_are_held_out(tmp_path):
+    records = [{"prompt": f"{n}", "completion": "ab"} for n in range(10)]
+    path = jsonl(tmp_path / "x.jsonl", records)
+    split = opened(path, validation_fraction=0.2, test_fraction=0.1).splits
+    assert [len(each.document_starts) for each in split.values()] == [7, 2, 1]
+    assert [len(each.answers.bounds) for each in split.values()] == [7, 2, 1]
+    assert split["val"].answers.bounds.tolist() == [[1, 3], [4, 6]]
+    by_text = opened(path, validation_fraction=0.5, split_by="document").splits
+    assert sum(len(each.document_starts) for each in by_text.values()) == 10
+    other = jsonl(tmp_path / "val.jsonl", records[:1])
+    assert len(opened(path, validation_path=other).split("val").document_starts) == 1
+    few = opened(path, validation_fraction=0.0, max_bytes=8).split("train")
+    assert len(few.document_starts) == 2
+
+
+def test_answers_alone_are_targets(tmp_path):
+    records = [
+        {"prompt": "aaaa", "completion": "bb"},
+        {"prompt": "c" * 9, "completion": "d"},  # begins behind a row of 8 + 1 tokens
+        {"prompt": "ef", "completion": "gh"},
+    ]
+    path = jsonl(tmp_path / "x.jsonl", records)
+    dataset = opened(path, validation_fraction=0.0)
+    train, letters = dataset.split("train"), dataset.tokenizer
+    batches = TrainingBatches(train, "documents", seed=1, batch_size=4, context_length=8)
+    assert batches.rows_per_epoch == 2
+    batch = batches.batch(0)
+    assert batch.n_targets == 8
+    targets = [letters.decode(row[row != IGNORED]) for row in batch.targets]
+    assert sorted(targets) == ["bb", "bb", "gh", "gh"]
+    for row, text in zip(batch.inputs, targets, strict=True):
+        assert letters.decode(row[:6]).startswith({"bb": "aaaab", "gh": "efg"}[text])
+    some = batches.batch(0, np.array([2]))
+    assert (some.targets == batch.targets[2:3]).all()
+    packed = TrainingBatches(
+        train, "documents", seed=1, batch_size=1, context_length=8, packing=True
+    )
+    text = "".join(letters.decode(packed.batch(n).inputs[0]) for n in range(2))
+    found = np.concatenate([packed.batch(n).targets[0] for n in range(2)])
+    assert [letters.decode([n]) for n in found if n != IGNORED] == [c for c in text if c in "bdgh"]
+    evaluated = list(
+        evaluation_batches(train, context_length=8, batch_size=3, within_documents=True)
+    )
+    assert sum(each.n_targets for each in evaluated) == 5
+    assert train.tokens_per_byte == 1.0
+    with pytest.raises(ConfigError, match=r"data\.order='documents'"):
+        TrainingBatches(train, "random", seed=1, batch_size=4, context_length=8)
+    with pytest.raises(ConfigError, match="no answer within"):
+        TrainingBatches(train, "documents", seed=1, batch_size=4, context_length=1)
+
+
+def test_joined_splits_and_their_beginnings_keep_answers(tmp_path):
+    records = [{"prompt": "ab", "completion": "cd"}, {"prompt": "e", "completion": "fgh"}]
+    chat_split = opened(jsonl(tmp_path / "x.jsonl", records), validation_fraction=0.0).split(
+        "train"
+    )
+    (tmp_path / "t.txt").write_text("hello world")
+    text = open_dataset(DataConfig(path=str(tmp_path / "t.txt"), validation_fraction=0.0)).split(
+        "train"
+    )
+    both = joined("both", [chat_split, text, chat_split])
+    assert both.n_tokens == 8 + 11 + 8
+    assert both.document_starts.tolist() == [0, 4, 8, 19, 23]
+    runs = [[2, 4], [5, 8], [8, 19], [21, 23], [24, 27]]
+    assert both.answers.bounds.tolist() == runs
+    assert both.answers.n_tokens == both.answers.n_bytes == 5 + 11 + 5
+    assert both.tokens[6:10].tolist() == [*chat_split.tokens[6:8], *text.tokens[:2]]
+    start = beginning(both, 9)
+    assert [part.n_tokens for part in start.parts] == [4, 4, 4]
+    assert start.answers.bounds.tolist() == [[2, 4], [4, 8], [10, 12]]
+    assert beginning(text, 5).tokens[:].tolist() == text.tokens[:5].tolist()
+    assert beginning(text, 50) is text
+
+
+def test_mask_and_meet():
+    answers = Answers(np.array([[2, 4], [7, 8]]), 3, 3)
+    expected = [False, False, True, True, False, False, False, True, False]
+    for start in range(9):
+        for stop in range(start, 9):
+            mask = answers.mask(start, stop)
+            assert mask.tolist() == expected[start:stop]
+            meets = answers.meet(np.array([start]), np.array([stop]))
+            assert meets.tolist() == [any(expected[start:stop])]
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"messages": []}, "no message of role"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "no message of role"),
+        ({"messages": {}}, "not a list"),
+        ({"messages": [3]}, "not an object"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, "weight=0"),
+        ({"prompt": "a", "completion": ""}, "is empty"),
+        ({"prompt": "a", "completion": ["b"]}, "no conversation"),
+        ({"other": "a"}, "no conversation"),
+        ({"prompt": "a", "completion": "\ud800"}, "half a surrogate"),
+    ],
+)
+def test_a_record_that_is_no_conversation_is_named(tmp_path, record, words):
+    path = jsonl(tmp_path / "x.jsonl", [{"prompt": "a", "completion": "b"}, record])
+    with pytest.raises(CorruptError, match=f"x.jsonl, line 2.*{words}"):
+        opened(path, chat_template="chatml")
+
+
+def test_refusals(tmp_path):
+    path = jsonl(tmp_path / "chat.jsonl", [chat("a", "b")])
+    with pytest.raises(ConfigError, match="no chat template"):
+        opened(path)
+    (tmp_path / "t.txt").write_text("hello")
+    with pytest.raises(ConfigError, match=r"data\.chat_template='chatml' is for conversations"):
+        opened(str(tmp_path / "t.txt"), chat_template="chatml")
+    records = [chat("a", "b"), chat("c", "d")]
+    alternates = tmp_path / "t.jinja"
+    alternates.write_text(
+        "{% if messages[0].content == 'c' %}{{ raise_exception('no c') }}{% endif %}"
+    )
+    path = jsonl(tmp_path / "two.jsonl", records)
+    with pytest.raises(CorruptError, match="line 1: the chat template leaves nothing"):
+        opened(path, chat_template=str(alternates))
+    alternates.write_text(
+        alternates.read_text() + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    with pytest.raises(CorruptError, match="line 2: the chat template refuses it: no c"):
+        opened(path, chat_template=str(alternates))
+
+
+def test_shards_with_answers_are_version_3_and_checked(tmp_path):
+    path = jsonl(tmp_path / "x.jsonl", [{"prompt": "ab", "completion": "cd"}] * 3)
+    opened(path, validation_fraction=0.0)
+    (folder,) = (tmp_path / "cache/pentameter/prepared").iterdir()
+    header_file = find_header(folder)
+    header = json.loads(header_file.read_text())
+    assert header["version"] == 3
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "tokenizer.json", "x-00000.bin", "x-answers.bin", "x-documents.bin", "x.json",
+    ]  # fmt: skip
+    answers = folder / "x-answers.bin"
+    whole = np.fromfile(answers, "<u8")
+    assert whole.tolist() == [2, 4, 6, 8, 10, 12]
+    for wrong in ([2, 4, 3, 8, 10, 12], [2, 2, 6, 8, 10, 12], [2, 4, 6, 8, 10, 13]):
+        np.array(wrong, "<u8").tofile(answers)
+        with pytest.raises(CorruptError, match="answers of 'train' are not in order"):
+            open_shards(header_file)
+    np.array([1, 4, 6, 8, 10, 12], "<u8").tofile(answers)
+    with pytest.raises(CorruptError, match="have 7 tokens"):
+        open_shards(header_file)
+    whole.tofile(answers)
+    header["version"] = 2
+    header["sha256"] = header_hash(header)
+    header_file.write_text(json.dumps(header))
+    assert open_shards(header_file).split("train").answers is not None
