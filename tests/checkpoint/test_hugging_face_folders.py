@@ -71,7 +71,6 @@ def set_tensors(folder, change):
         ({"model_type": None}, "model_type=none"),
         ({"activation_function": "silu"}, "activation_function='silu' .* possible: gelu_new"),
         ({"activation_function": ["gelu"]}, r"activation_function=\['gelu'\]"),
-        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06 .* eps 1e-5"),
         ({"scale_attn_weights": False}, "scale_attn_weights=false .* always scaled"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true"),
         ({"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=true"),

@@ -69,7 +69,11 @@ def part(world, asked: Asked) -> list[torch.Tensor]:
             always = "pentameter.parallel.ring_attention._is_explicit"
             patch.setattr(always, lambda q, dropout: True)
         y = attention.attend(
-            *qkv, dropout=attention.weights_dropout, dropout_keys=keys(), positions=own
+            *qkv,
+            dropout=attention.weights_dropout,
+            dropout_keys=keys(),
+            positions=own,
+            window=None,
         )
         return [y.detach(), *torch.autograd.grad(y, qkv, grad)]
 

@@ -66,8 +66,8 @@ def row_bias_of_each_process() -> None:
         bias = module.bias.to_local() if isinstance(module.bias, DTensor) else module.bias
         return output + bias * (dist.get_world_size() - 1)
 
-    def share(model, mesh, **options):
-        share_matrices(model, mesh, **options)
+    def share(model, mesh, layout):
+        share_matrices(model, mesh, layout)
         for block in model.blocks.values():
             block.attention.out.register_forward_hook(add_again)
 

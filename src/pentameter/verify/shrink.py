@@ -40,12 +40,14 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
     in_time = math.lcm(2, *(case.layout.tensor for case in cases if case.layout.sequence))
     context = math.lcm(*(case.layout.context for case in cases))
     n_heads = math.lcm(*(_shared_heads(case.layout) for case in cases), 2)
+    width = 4 * math.lcm(n_heads, tensor)
     n_kv_heads = config.model.n_kv_heads
     if n_kv_heads is not None and n_kv_heads < config.model.n_heads:
         # One for each two heads; a single one where no case needs more.
         divides = any(c.layout.tensor_mode != "1d" or c.layout.exchanges_heads for c in cases)
         n_kv_heads = 1 if n_kv_heads == 1 and not divides else n_heads
         n_heads *= 2
+        width *= 1 if config.model.rotary_fraction == 1.0 else 2  # some channels turn, in pairs
     elif n_kv_heads is not None:
         n_kv_heads = n_heads
     n_stages = max(4, *(case.layout.n_stages for case in cases))
@@ -56,8 +58,8 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
         "model.n_layers": n_stages + 1,
         "model.n_heads": n_heads,
         "model.n_kv_heads": n_kv_heads,
-        "model.head_size": None if model.head_size is None else 8,
-        "model.d_model": 4 * math.lcm(n_heads, tensor),
+        "model.head_size": None if model.head_size is None else 4,
+        "model.d_model": width,
         "model.rotary_fraction": 1.0 if model.rotary_fraction == 1.0 else 0.5,
         "model.sliding_window": None if model.sliding_window is None else in_time * context + 1,
         "model.sliding_window_pattern": None if model.sliding_window_pattern is None else 3,
