@@ -67,7 +67,7 @@ def part(world, asked: Asked) -> list[torch.Tensor]:
         patch.setattr("pentameter.parallel.ring_attention.TILE", asked.tile)
         if asked.explicit:
             always = "pentameter.parallel.ring_attention._is_explicit"
-            patch.setattr(always, lambda q, dropout: True)
+            patch.setattr(always, lambda q, dropout, window: True)
         y = attention.attend(
             *qkv,
             dropout=attention.weights_dropout,

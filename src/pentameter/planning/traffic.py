@@ -359,22 +359,25 @@ class _RankTraffic:
 
     def count_shared_by_heads(self) -> None:
         """The gradients of parameters that every process has whole for its own heads: those of
-        keys and values of few heads, and of norms of each head."""
-        layout = self.layout
+        keys and values of few heads, and of norms of each head. ZeRO's unit sums them before it
+        shards them, as the backward pass made them, or as micro-batches added them up."""
+        layout, rules = self.layout, self.rules
         if layout.tensor == 1:
             return
-        divided = {"heads", "kv_heads"}
-        specs = {
-            spec: None
+        each_time = rules.reduces_each_micro_batch
+        is_fresh = rules.data_sum == "fsdp" and (each_time or self.n_micro_batches == 1)
+        found = {
+            spec: self.sizes.product_bytes
+            if is_fresh and op.kind == "product"
+            else self.element_bytes
             for op in self.operations
-            if op.result.axes[1] in divided
+            if op.result.axes[1] in ("heads", "kv_heads")
             for spec in op.parameters
             if spec.is_trained and not set(spec.axes) & layout.divided_axes.keys()
         }
-        n_times = self.n_micro_batches if self.rules.reduces_each_micro_batch else 1
-        for spec in specs:
-            n_bytes = self.element_bytes * spec.n_elements
-            self.counter.add("tensor", "all_reduce", n_bytes, n_times)
+        for spec, width in found.items():
+            n_times = self.n_micro_batches if each_time else 1
+            self.counter.add("tensor", "all_reduce", width * spec.n_elements, n_times)
 
     def count_sums(self, dimension: str, sizes: Sequence[int]) -> None:
         for bucket in filled_buckets(sizes):
