@@ -5,7 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from pentameter.model import loss as loss_module
-from pentameter.model.loss import chunked_loss_sum, elementwise_row_loss, loss_sum, row_loss
+from pentameter.model.loss import (
+    chunked_loss_sum,
+    elementwise_row_loss,
+    loss_sum,
+    row_loss,
+    softcapped,
+)
 
 VOCAB_SIZE, PADDED, WIDTH = 13, 16, 6
 
@@ -29,20 +35,23 @@ def gradients(loss, *tensors):
     return [tensor.grad for tensor in tensors if tensor is not None]
 
 
+@pytest.mark.parametrize("softcap", [None, 0.8])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("max_logits", [1, PADDED * 3, PADDED * 4, 2**26])
-def test_it_is_the_plain_loss_in_fp64(monkeypatch, bias, max_logits):
+def test_it_is_the_plain_loss_in_fp64(monkeypatch, bias, max_logits, softcap):
     monkeypatch.setattr(loss_module, "MAX_LOGITS", max_logits)
     x, weight, b, targets = inputs(bias=bias)
-    expected = loss_sum(F.linear(x, weight, b), targets, VOCAB_SIZE)
+    expected = loss_sum(softcapped(F.linear(x, weight, b), softcap), targets, VOCAB_SIZE)
     theirs = gradients(expected * 0.7, x, weight, b)
-    x, weight, b, targets = inputs(bias=bias)
-    loss = chunked_loss_sum(x, weight, b, targets, VOCAB_SIZE)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-14)
-    with torch.no_grad():
-        assert chunked_loss_sum(x, weight, b, targets, VOCAB_SIZE).item() == loss.item()
-    for ours, gradient in zip(gradients(loss * 0.7, x, weight, b), theirs, strict=True):
-        torch.testing.assert_close(ours, gradient, rtol=1e-12, atol=1e-14)
+    for form in (row_loss, elementwise_row_loss):
+        x, weight, b, targets = inputs(bias=bias)
+        loss = chunked_loss_sum(x, weight, b, targets, VOCAB_SIZE, form, softcap=softcap)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-14)
+        with torch.no_grad():
+            again = chunked_loss_sum(x, weight, b, targets, VOCAB_SIZE, form, softcap=softcap)
+            assert again.item() == loss.item()
+        for ours, gradient in zip(gradients(loss * 0.7, x, weight, b), theirs, strict=True):
+            torch.testing.assert_close(ours, gradient, rtol=1e-12, atol=1e-14)
 
 
 def test_a_backward_pass_in_two_halves_scales_once():
