@@ -217,7 +217,10 @@ def test_both_of_an_exclusive_pair_at_once_is_refused():
         (["--model", "4"], "model is a section, not a value"),
         (["--train.steps.x", "4"], "train.steps is a value, not a section"),
         (["--train.zzqq", "4"], "train has steps, epochs, batch_size"),
-        (["--model.activation", "gleu"], "one of relu, relu2, gelu, gelu_tanh, swiglu, geglu; did you mean gelu?"),
+        (
+            ["--model.activation", "gleu"],
+            "one of relu, relu2, gelu, gelu_tanh, swiglu, geglu; did you mean gelu?",
+        ),
         (["--model.n_heads", "5"], "model.n_heads=5 must divide model.d_model=128"),
         (["--optimizer.betas", "0.9"], "optimizer.betas=[0.9] must be 2 values"),
         (["--model.dropout", "1"], "model.dropout=1.0 must be a number of at least 0 and below 1"),
