@@ -398,7 +398,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 """By `model_type` in config.json; of several that express a model the first is written."""
 
-NOT_OURS = {
+NOT_OURS: Mapping[str, tuple[Any, str]] = {
     "pruned_heads": ({}, "every layer here has all of its heads"),
     "quantization_config": (None, "quantised weights are not read; save it dequantised"),
 }

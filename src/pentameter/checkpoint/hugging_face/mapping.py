@@ -79,7 +79,7 @@ def accounted_keys(family: Family) -> list[str]:
 
 def simplest(model: ModelConfig) -> ModelConfig:
     """The same architecture without the sizes that would follow from others all the same."""
-    same = {}
+    same: dict[str, None] = {}
     if model.n_kv_heads == model.n_heads:
         same["n_kv_heads"] = None
     if model.head_size is not None and model.head_size * model.n_heads == model.d_model:
@@ -96,7 +96,7 @@ def to_their_config(
     dtype: of the weights (`float32`).
     """
     family = FAMILIES[name]
-    theirs = {ours: theirs for theirs, ours in reversed(family.activations.items())}
+    theirs = {ours: theirs for theirs, ours in reversed(list(family.activations.items()))}
     activation = look_up(theirs, model.activation, "model.activation", family.label)
     whole = resolved(model).model_copy(update={"embedding_dropout": embedding_dropout(model)})
     values = {
