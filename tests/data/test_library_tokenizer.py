@@ -62,7 +62,7 @@ def test_damaged_content_is_refused(stored):
 def test_a_foreign_file_is_told_from_ours(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(content()))
-    with pytest.raises(CorruptError, match="`pentameter import` reads the tokenizer.json"):
+    with pytest.raises(CorruptError, match=r"`pentameter import` reads the tokenizer.json"):
         load_tokenizer(path)
 
 
