@@ -55,7 +55,7 @@ def test_what_the_library_does_not_take_is_refused(whole, end, said):
 
 @pytest.mark.parametrize("stored", [{}, {"tokenizer": []}, {"tokenizer": {}, "end_of_text": "x"}])
 def test_damaged_content_is_refused(stored):
-    with pytest.raises(CorruptError, match='"(tokenizer|end_of_text)" is'):
+    with pytest.raises(CorruptError, match=r'"(tokenizer|end_of_text)" is'):
         LibraryTokenizer.from_content(stored)
 
 
