@@ -15,7 +15,12 @@ import pytest
 import torch
 
 from pentameter.checkpoint import initial_weights
-from pentameter.checkpoint.hugging_face import gpt2 as hugging_face
+from pentameter.checkpoint.hugging_face.families import FAMILIES
+from pentameter.checkpoint.hugging_face.mapping import (
+    accounted_keys,
+    choose_family,
+    from_their_config,
+)
 from pentameter.config.fields import choices_of, leaves
 from pentameter.config.schema import Config, ModelConfig, RopeScalingConfig
 from pentameter.errors import ConfigError
@@ -179,11 +184,13 @@ def test_a_fine_tuned_model_shares_a_key(monkeypatch, key):
     assert may_differ or f"model.{key}: " in refusal
 
 
-def test_hugging_faces_maps_know_every_key():
-    known = [*hugging_face.WRITTEN, *hugging_face.NOT_GPT2, *hugging_face.NOT_NEEDED]
-    assert sorted(known) == sorted(KEYS)  # each once
-    read = hugging_face.from_gpt2_config({"model_type": "gpt2"}, Path("config.json"))
-    assert hugging_face.WRITTEN.keys() <= read.keys() <= set(KEYS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_hugging_faces_families_know_every_key(name):
+    assert sorted(accounted_keys(FAMILIES[name])) == sorted(KEYS)  # each once
+    family = FAMILIES[name]
+    assert family.read.keys() <= family.not_needed.keys()
+    read = from_their_config({"model_type": name}, Path("config.json"))
+    assert read.keys() == set(KEYS) - (family.not_needed.keys() - family.read.keys())
 
 
 def test_the_fused_step_knows_every_key():
@@ -212,4 +219,4 @@ def test_a_key_that_a_place_does_not_know_is_refused_there():
     new = WithANewKey(**BASE.model.model_dump())
     assert architecture_obstacle(new) == "model.made_up=false"
     with pytest.raises(ConfigError, match=r"model\.made_up=false"):
-        hugging_face.to_gpt2_config(new, vocab_size=19, end_of_text=None, dtype="float32")
+        choose_family(new)

@@ -17,10 +17,14 @@ import numpy as np
 import pytest
 import torch
 
-from pentameter.checkpoint.hugging_face import gpt2
+from pentameter.checkpoint.hugging_face.mapping import (
+    choose_family,
+    from_their_config,
+    to_their_config,
+)
 from pentameter.config.fields import choices_of, leaves
 from pentameter.config.fingerprint import config_hash
-from pentameter.config.schema import Config
+from pentameter.config.schema import Config, ModelConfig
 from pentameter.data.batches.step import training_batches
 from pentameter.data.prepare.splits import Splitting
 from pentameter.data.shards.dataset import TokenSequence, TokenSplit
@@ -198,18 +202,23 @@ def test_compiled_code_computes_first_and_last_values(place):
     assert_equal(step_of(part.model, part), plainly(config))
 
 
+def exported_config(model: ModelConfig) -> dict[str, Any]:
+    family = choose_family(model)
+    return to_their_config(family, model, vocab_size=19, end_of_text=None, dtype="float32")
+
+
 @pytest.mark.parametrize(("path", "value"), OF_MODEL_ITSELF)
 def test_an_export_keeps_a_value_or_names_it(path, value):
     model = with_value(path, value).model
     key, refusal = path.split(".")[1], None
     try:
-        written = gpt2.to_gpt2_config(model, vocab_size=19, end_of_text=None, dtype="float32")
+        written = exported_config(model)
     except ConfigError as error:
         refusal = str(error)
     if refusal is not None:
         assert f"{path}={value!r}" in refusal
         return
-    again = gpt2.from_gpt2_config(written, Path("config.json"))
+    again = from_their_config(written, Path("config.json"))
     assert again.get(key, value) == value
 
 
@@ -258,7 +267,7 @@ def fused(config: Config) -> None:
 
 
 def exported(config: Config) -> None:
-    gpt2.to_gpt2_config(config.model, vocab_size=19, end_of_text=None, dtype="float32")
+    exported_config(config.model)
 
 
 def assembled(config: Config) -> None:

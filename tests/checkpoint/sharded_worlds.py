@@ -34,6 +34,18 @@ def configuration(**model: Any) -> Config:
     )
 
 
+LLAMA = {
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "positions": "rotary",
+    "activation": "swiglu",
+    "norm": "rmsnorm",
+    "bias": False,
+    "qkv_bias": False,
+}
+"""Keys of a Llama of that size."""
+
+
 def share(model: nn.Module, mesh: DeviceMesh, placements: list[Any]) -> None:
     """Leave a part of every matrix here; vectors stay whole."""
     for module in model.modules():
@@ -56,7 +68,15 @@ def save_model_of_two(world: World, folder: Path) -> tuple[Config, CharTokenizer
 
 def initialize_from(world: World, folder: Path) -> list[str]:
     """Names of parameters of which this process did not get its part."""
-    config = configuration(vocab_multiple=4, context_length=7)
+    return _wrong_parts(folder, configuration(vocab_multiple=4, context_length=7))
+
+
+def initialize_from_llama(world: World, folder: Path) -> list[str]:
+    """The same of a Hugging Face folder, whose matrices are put together from several of theirs."""
+    return _wrong_parts(folder, configuration(**LLAMA, vocab_multiple=4, context_length=7))
+
+
+def _wrong_parts(folder: Path, config: Config) -> list[str]:
     weights = initial_weights(folder, config, TOKENIZER)
     true, model = (build_model(config.model, seed=seed) for seed in (1, 1))
     weights.load_into(true)  # as one process does

@@ -10,13 +10,13 @@ import torch
 
 from pentameter.checkpoint.hugging_face.folder import export_hf, read_hf
 from pentameter.checkpoint.load_model import load_model, open_model
+from pentameter.checkpoint.model_folder import save_model
 from pentameter.checkpoint.state_dicts import model_state
 from pentameter.checkpoint.store import CheckpointStore
 from pentameter.config.schema import Config
 from pentameter.config.write import to_toml
 from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
-from pentameter.errors import ConfigError
 from pentameter.generation.loop import generate
 from pentameter.model.gpt import build_model
 
@@ -262,15 +262,48 @@ def test_the_exported_characters_encode_the_same_there(tmp_path):
     assert load_model(tmp_path / "hf").tokenizer.hash == CHARACTERS.hash
 
 
-def test_a_tokenizer_of_another_kind_is_refused(tmp_path):
-    their_model(tmp_path / "hf")
+def of_another_kind(folder):
+    """Give the folder's tokenizer.json a normaliser, cuts and an end of text unlike GPT-2's."""
     tokenizers = pytest.importorskip("tokenizers")
-    path = tmp_path / "hf" / "tokenizer.json"
-    library = tokenizers.Tokenizer.from_file(str(path))
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     library.normalizer = tokenizers.normalizers.Lowercase()
-    library.save(str(path))
-    with pytest.raises(ConfigError, match=r"normalizer=.*Lowercase.* is not GPT-2's; give another"):
-        read_hf(tmp_path / "hf")
+    pattern = r"\p{N}{1,3}| ?[^\s\p{N}]+|\s+"
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    library.add_special_tokens(["<|eot|>"])
+    library.add_tokens(["<gap>"])
+    library.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|eot|>"})
+    )
+
+
+def test_a_tokenizer_of_another_kind_is_taken_as_it_is(tmp_path):
+    their_model(tmp_path / "hf", vocab_size=BPE.vocab_size + 2)
+    of_another_kind(tmp_path / "hf")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    stored = read_hf(tmp_path / "hf")
+    ours = stored.tokenizer
+    assert (ours.kind, ours.vocab_size) == ("library", BPE.vocab_size + 2)
+    assert ours.end_of_text == theirs.eos_token_id == BPE.vocab_size
+    for text in [*HARD, "THE CAT 12345", "a<gap>b"]:
+        assert ours.encode(text).tolist() == theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.decode(ours.encode(text)) == text.lower()
+    assert ours.end_of_text not in ours.encode("a<|eot|>b")  # no text forges the end of another
+    assert ours.decode([ours.end_of_text]) == "<|eot|>"
+    export_hf(stored, tmp_path / "again")
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert again("THE CAT 12345")["input_ids"] == theirs("THE CAT 12345")["input_ids"]
+    assert again.eos_token_id == theirs.eos_token_id
+    written = json.loads((tmp_path / "again" / "tokenizer.json").read_text())
+    assert written == json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
+    assert read_hf(tmp_path / "again").tokenizer.hash == ours.hash
+    save_model(stored, tmp_path / "own")
+    assert load_model(tmp_path / "own").tokenizer.hash == ours.hash
     assert read_hf(tmp_path / "hf", tokenizer=BPE).tokenizer is BPE
 
 

@@ -67,10 +67,11 @@ def set_tensors(folder, change):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"model_type": "llama"}, "model_type='llama' is not supported; only GPT-2"),
+        ({"model_type": "bert"}, "model_type='bert' is not supported; these are read: gpt2, llama"),
         ({"model_type": None}, "model_type=none"),
         ({"activation_function": "silu"}, "activation_function='silu' .* possible: gelu_new"),
         ({"activation_function": ["gelu"]}, r"activation_function=\['gelu'\]"),
+        ({"layer_norm_epsilon": 0}, "model.norm_eps=0 must be"),
         ({"scale_attn_weights": False}, "scale_attn_weights=false .* always scaled"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true"),
         ({"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=true"),
@@ -168,7 +169,7 @@ def test_a_truncated_file_is_corrupt(folder, n_bytes):
         ("config.json", "[1]", "not a JSON object"),
         ("config.json", b"\xff", "not UTF-8 at byte 0"),
         ("tokenizer.json", "{}", "no model.vocab"),
-        ("tokenizer.json", '{"model": {"vocab": {"a": 0}}}', "is not GPT-2's"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": 0}}}', "the tokenizers library cannot open"),
     ],
 )
 def test_damaged_small_files_are_refused(folder, name, content, said):

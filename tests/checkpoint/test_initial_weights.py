@@ -153,7 +153,8 @@ def test_every_key_of_the_schema_must_agree_or_says_why_not(tmp_path):
     saved(tmp_path / "there")
     here = configuration()
     assert set(NOT_THE_ARCHITECTURE) < set(ModelConfig.model_fields)
-    others = {"d_ff": 3, "positions": "sinusoidal"}  # which are read to find what differs
+    # Some are read to find what differs.
+    others = {"d_ff": 3, "d_model": 16, "n_heads": 1, "positions": "sinusoidal"}
     for key in set(ModelConfig.model_fields) - set(NOT_THE_ARCHITECTURE):
         other = here.model.model_copy(update={key: others.get(key, "made-up")})
         with pytest.raises(ConfigError, match=rf"model\.{key}: "):

@@ -8,12 +8,21 @@ import weakref
 import pytest
 import torch
 from layout_worlds import run_world
-from sharded_worlds import count_reads, initialize_from, load_wrongly, save_model_of_two
+from sharded_worlds import (
+    LLAMA,
+    TOKENIZER,
+    configuration,
+    count_reads,
+    initialize_from,
+    initialize_from_llama,
+    load_wrongly,
+    save_model_of_two,
+)
 
 from pentameter.checkpoint.hugging_face.folder import export_hf
 from pentameter.checkpoint.initial_weights import initial_weights
 from pentameter.checkpoint.load_model import load_model, open_model
-from pentameter.checkpoint.model_folder import save_model
+from pentameter.checkpoint.model_folder import StoredModel, save_model
 from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.checkpoint.safetensors_writer import LazyTensor
 from pentameter.checkpoint.state_dicts import model_state
@@ -91,6 +100,13 @@ def test_a_run_begins_with_weights_of_which_each_process_takes_its_part(run):
     """From pieces and from a whole file, another padding and a shorter context included."""
     folder = run[0]
     assert run_world(4, initialize_from, folder) == [[]] * 4
+
+
+def test_each_process_takes_its_part_of_a_hugging_face_folder(tmp_path):
+    config = configuration(**LLAMA)
+    weights = model_state(build_model(config.model, seed=5))
+    export_hf(StoredModel(tmp_path, config, TOKENIZER, weights, (), None), tmp_path / "hf")
+    assert run_world(4, initialize_from_llama, tmp_path / "hf") == [[]] * 4
 
 
 def test_a_state_that_does_not_fit_is_refused_in_each_process(run):

@@ -21,9 +21,13 @@ def test_the_presets_of_the_package():
         "gpt2-xl-hybrid",
         "gpt3-175b",
         "grammar",
+        "llama3-70b",
+        "llama3-8b",
         "quickstart",
+        "qwen3-0.6b",
         "shakespeare-char",
         "shakespeare-tutorial",
+        "smollm2-135m",
         "wikitext2-small",
         "wikitext2-tutorial",
     }
@@ -163,3 +167,23 @@ def test_gpt3_175b_is_the_papers():
     assert schedule.min_learning_rate == pytest.approx(0.1 * optimizer.learning_rate)
     parallel = config.parallel
     assert (parallel.tensor, parallel.pipeline, parallel.sequence) == (8, 16, True)
+
+
+TODAYS_DECODERS = {
+    "smollm2-135m": (30, 9, 3, None, 576, 1536, 49_152, 1e5, 1e-5, None, True),
+    "qwen3-0.6b": (28, 16, 8, 128, 1024, 3072, 151_936, 1e6, 1e-6, "head", True),
+    "llama3-8b": (32, 32, 8, None, 4096, 14_336, 128_256, 5e5, 1e-5, None, False),
+    "llama3-70b": (80, 64, 8, None, 8192, 28_672, 128_256, 5e5, 1e-5, None, False),
+}
+
+
+@pytest.mark.parametrize("name", TODAYS_DECODERS)
+def test_the_presets_of_todays_decoders_are_the_published_architectures(name):
+    model = load_config(name).model
+    assert (
+        model.n_layers, model.n_heads, model.n_kv_heads, model.head_size, model.d_model,
+        model.d_ff, model.vocab_size, model.rope_theta, model.norm_eps, model.qk_norm,
+        model.tied_head,
+    ) == TODAYS_DECODERS[name]  # fmt: skip
+    assert (model.activation, model.norm, model.norm_position) == ("swiglu", "rmsnorm", "pre")
+    assert (model.positions, model.bias, model.qkv_bias) == ("rotary", False, False)

@@ -25,6 +25,10 @@ COUNTS = {
     "gpt2-1558m": (1_557_611_200, 1_557_686_400),
     "gpt2-xl-hybrid": (1_557_686_400, 1_557_686_400),
     "gpt3-175b": (174_604_836_864, 174_604_836_864),
+    "smollm2-135m": (134_515_008, 134_515_008),
+    "qwen3-0.6b": (596_049_920, 596_049_920),
+    "llama3-8b": (8_030_261_248, 8_030_261_248),
+    "llama3-70b": (70_553_706_496, 70_553_706_496),
     "wikitext2-tutorial": (1_041_444_974, 1_041_444_974),
     "wikitext2-small": (12_025_582, 12_025_582),
 }
@@ -68,7 +72,7 @@ def test_the_built_model_has_the_planned_parameters(name: str) -> None:
         elements |= stage
         n_held += sum(stage.values())
     assert sum(elements.values()) == plan.n_parameters_padded == COUNTS[name][1]
-    held_twice = elements["token_embedding.weight"] if n_stages > 1 else 0
+    held_twice = elements["token_embedding.weight"] if n_stages > 1 and model.tied_head else 0
     assert n_held - held_twice == plan.n_parameters_padded
 
 
@@ -82,6 +86,10 @@ def test_the_built_model_has_the_planned_parameters(name: str) -> None:
         ("gpt2-124m-budget", 2**19, 128),
         ("gpt2-xl-hybrid", 192 * 1024, 192),
         ("gpt3-175b", 1536 * 2048, 1536),
+        ("smollm2-135m", 2**20, 64),
+        ("qwen3-0.6b", 2**20, 64),
+        ("llama3-8b", 2**22, 512),
+        ("llama3-70b", 2**22, 512),
         ("wikitext2-tutorial", 20 * 35, 10),  # 5 on each of two parts
         ("wikitext2-small", 20 * 35, 1),
     ],
@@ -99,6 +107,10 @@ def test_a_presets_batch(name: str, tokens_per_step: int, n_micro_batches: int) 
         ("wikitext2-tutorial", {0: 5.0, 49: 5.0, 50: 4.75, 149: 4.5125}),
         ("gpt2-xl-hybrid", {0: 1.5e-4, 300: 1.5e-4}),
         ("gpt3-175b", {118: 6e-5, 82_652: 6e-6, 95_366: 6e-6}),
+        ("smollm2-135m", {499: 3e-3, 8_000: 3e-3, 9_000: 1.5e-3, 10_000: 0.0}),
+        ("qwen3-0.6b", {499: 2.5e-4, 10_000: 2.5e-5}),
+        ("llama3-8b", {7_999: 3e-4, 3_576_279: 3e-6}),
+        ("llama3-70b", {7_999: 1.5e-4, 3_576_279: 1.5e-6}),
     ],
 )
 def test_a_presets_rates(name: str, rates: dict[int, float]) -> None:
@@ -125,6 +137,9 @@ def test_epochs_of_documents_become_steps() -> None:
         ("gpt2-xl-hybrid", 64, (16, 2, 2), 12),
         ("gpt3-175b", 128, (1, 8, 16), 1536),
         ("gpt3-175b", 1024, (8, 8, 16), 192),
+        ("llama3-8b", 8, (8, 1, 1), 64),
+        ("llama3-70b", 32, (1, 8, 4), 512),
+        ("llama3-70b", 128, (4, 8, 4), 128),
     ],
 )
 def test_a_presets_layout(
@@ -163,3 +178,36 @@ def test_a_presets_layout_can_be_put_down_to_one_process() -> None:
     assert make_plan(config, rows_per_epoch=1000, world_size=1).n_micro_batches == 192
     config = load_config("wikitext2-tutorial", {"parallel.pipeline": 1})
     assert make_plan(config, world_size=1).n_micro_batches == 10
+
+
+ONE_MACHINE = {
+    "parallel.tensor": 1,
+    "parallel.sequence": False,
+    "parallel.pipeline": 1,
+    "parallel.zero": 3,
+    "train.offload": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "n_processes", "gigabytes"),
+    [
+        ("llama3-8b", 8, 61),
+        ("llama3-70b", 32, 49),
+        ("llama3-70b", 64, 35),
+        ("llama3-70b", 128, 29),
+    ],
+)
+def test_a_presets_layouts_fit_as_its_comments_say(
+    name: str, n_processes: int, gigabytes: int
+) -> None:
+    plan = make_plan(load_config(name), rows_per_epoch=1000, world_size=n_processes)
+    assert round(plan.memory().total_bytes / 1e9) == gigabytes
+
+
+def test_llama3_70b_on_one_machine_lies_in_the_hosts_memory() -> None:
+    plan = make_plan(load_config("llama3-70b", ONE_MACHINE), rows_per_epoch=1000, world_size=8)
+    memory = plan.memory()
+    in_host = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+    assert round(in_host / 1e9) == 141
+    assert round((memory.total_bytes - in_host) / 1e9) == 52

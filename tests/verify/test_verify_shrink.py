@@ -47,7 +47,9 @@ def test_every_preset_shrinks_to_something_small_of_the_same_structure(preset):
             assert before == after, key
     kinds = {name.split(".")[-2:][0] for name in names(config)}
     assert kinds == {name.split(".")[-2:][0] for name in names(small)}
-    assert sum(spec.n_elements for spec in parameter_table(small.model)) < 20_000
+    # Heads that share keys are twice as many, so that these can be divided as well.
+    most = 10_000 if small.model.n_kv_heads is None else 20_000
+    assert sum(spec.n_elements for spec in parameter_table(small.model)) < most
     assert small.model.dropout >= 0.1
     assert small.model.attention_dropout >= 0.1
     assert small.seed == config.seed

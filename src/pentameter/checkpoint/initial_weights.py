@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pentameter.checkpoint.load_model import open_model
-from pentameter.checkpoint.safetensors_writer import materialize
+from pentameter.checkpoint.safetensors_writer import read_region
 from pentameter.checkpoint.state_dicts import model_state
 from pentameter.config.messages import shown
 from pentameter.config.schema import Config
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.errors import ConfigError
-from pentameter.parallel.local_parts import copy_part
-from pentameter.planning.architecture import feed_forward_width, has_position_table, parameter_table
+from pentameter.parallel.local_parts import common_part
+from pentameter.planning.architecture import has_position_table, parameter_table, resolved
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,17 +54,21 @@ class InitialWeights:
     def load_into(self, model: nn.Module | Sequence[nn.Module]) -> None:
         """Copy the weights into a model of the configuration, or a slice of one, in place.
 
-        Of a sharded parameter, each process copies its own part. Of a longer context the first
-        positions are taken; rows that pad the vocabulary here stay as they are. Values are rounded
-        to the dtype of the model.
+        Of a sharded parameter, each process reads and copies its own part. Of a longer context the
+        first positions are taken; rows that pad the vocabulary here stay as they are. Values are
+        rounded to the dtype of the model.
         """
         axes = {spec.name: spec.axes for spec in parameter_table(self.stored.config.model)}
         vocab_size = self.stored.config.model.vocab_size
         for name, own in model_state(model).items():
             if name not in axes:  # an adapter's, which begins with this run
                 continue
-            theirs = materialize(self.stored.weights[name])
-            copy_part(own, theirs[:vocab_size] if axes[name][0] == "vocab" else theirs)
+            theirs = self.stored.weights[name]
+            n_rows = vocab_size if axes[name][0] == "vocab" else None
+            shape = tuple(theirs.shape) if n_rows is None else (n_rows, *theirs.shape[1:])
+            local, region = common_part(own, shape)
+            if local.numel():
+                local.copy_(read_region(theirs, region))
 
 
 def initial_weights(path: Path | str, config: Config, tokenizer: Tokenizer) -> InitialWeights:
@@ -78,12 +82,13 @@ def initial_weights(path: Path | str, config: Config, tokenizer: Tokenizer) -> I
     warnings: list[str] = []
     stored = open_model(path, warnings=warnings)
     there, here = stored.config.model, config.model
-    there = there.model_copy(update={"d_ff": feed_forward_width(there)})
-    here = here.model_copy(update={"d_ff": feed_forward_width(here)})
+    whole_there, whole_here = resolved(there), resolved(here)
     wrong = [
         f"model.{key}: {shown(getattr(there, key))} there, {shown(getattr(here, key))} here"
         for key in type(here).model_fields
-        if key not in NOT_THE_ARCHITECTURE and getattr(there, key) != getattr(here, key)
+        if key not in NOT_THE_ARCHITECTURE
+        and getattr(there, key) != getattr(here, key)
+        and getattr(whole_there, key) != getattr(whole_here, key)
     ]
     if has_position_table(here) and here.context_length > there.context_length:
         wrong.append(

@@ -60,7 +60,7 @@ def load_model(
     warnings: list[str] | None = None,
 ) -> LoadedModel:
     """The model of MODEL: a run folder (its best checkpoint, else its last), a checkpoint folder,
-    or a Hugging Face GPT-2 folder.
+    or a Hugging Face folder.
 
     A checkpoint's weights have the dtype they were saved with; half-precision ones of a Hugging
     Face folder become fp32. Raises what `find_model` and `read_hf` raise; what was passed over or
@@ -160,7 +160,7 @@ def find_model(path: Path, warnings: list[str] | None = None) -> Checkpoint:
         found = "is a file" if path.exists() else "does not exist"
         raise ConfigError(
             f"{path} {found}; give a run folder (runs/NAME), a checkpoint folder or a Hugging Face "
-            "GPT-2 folder"
+            "folder"
         )
     if (path / MANIFEST_NAME).exists() or (path / MANIFEST_NAME).is_symlink():
         return open_checkpoint(path)

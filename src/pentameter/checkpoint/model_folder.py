@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pentameter.checkpoint.manifest import encode_json, seal
 from pentameter.checkpoint.opening import STATE_NAME, Checkpoint
-from pentameter.checkpoint.safetensors_writer import LazyTensor, materialize, plan_file
+from pentameter.checkpoint.safetensors_writer import LazyTensor, plan_file, read_region
 from pentameter.checkpoint.state_dicts import name_differences
 from pentameter.config.fingerprint import config_hash
 from pentameter.config.schema import Config, LoraConfig
@@ -119,12 +119,20 @@ def _sum(
     a: torch.Tensor | LazyTensor,
     b: torch.Tensor | LazyTensor,
     factor: float,
+    region: tuple[slice, ...],
 ) -> torch.Tensor:
+    """A region of W + factor · B A, of W (m, n), A (rank, n) and B (m, rank)."""
     import torch
 
+    rows, columns = region
+    every = slice(0, a.shape[0])
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    whole, left, right = (materialize(each).to(dtype) for each in (weight, b, a))
-    return (whole + factor * (left @ right)).to(weight.dtype)
+    own = read_region(weight, region).to(dtype)
+    left, right = (
+        read_region(b, (rows, every)).to(dtype),
+        read_region(a, (every, columns)).to(dtype),
+    )
+    return (own + factor * (left @ right)).to(weight.dtype)
 
 
 def save_model(stored: StoredModel, out: Path, config: Config | None = None) -> Path:

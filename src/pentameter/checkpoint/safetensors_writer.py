@@ -56,16 +56,24 @@ DTYPE_CODES = {
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is computed each time it is asked for; its shape and dtype are known before."""
+    """A tensor that is computed each time it is asked for, whole or a region of it; its shape and
+    dtype are known before."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    compute: Callable[[], torch.Tensor]
+    compute: Callable[[tuple[slice, ...]], torch.Tensor]
+    """Computes a region, of which each dimension's start and stop are given, and no more."""
 
 
 def materialize(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
     """The tensor itself, computed now if it is lazy."""
-    return tensor.compute() if isinstance(tensor, LazyTensor) else tensor
+    return read_region(tensor, tuple(slice(0, size) for size in tensor.shape))
+
+
+def read_region(tensor: torch.Tensor | LazyTensor, region: tuple[slice, ...]) -> torch.Tensor:
+    """A region of the tensor, each dimension's start and stop given; only this is computed if it is
+    lazy."""
+    return tensor.compute(region) if isinstance(tensor, LazyTensor) else tensor[region]
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pentameter.checkpoint.safetensors_writer import LazyTensor, materialize
+from pentameter.checkpoint.safetensors_writer import LazyTensor, read_region
 from pentameter.checkpoint.tensor_reader import StoredTensors, check_fits
 from pentameter.errors import ConfigError, CorruptError
-from pentameter.parallel.local_parts import copy_part, is_distributed
+from pentameter.parallel.local_parts import common_part, is_distributed
 from pentameter.processes.world import World
 
 if TYPE_CHECKING:
@@ -162,7 +162,8 @@ def _fill(targets: Mapping[str, torch.Tensor], tensors: Tensors, world: World) -
     for name, target in targets.items():
         check_fits(name, tensors[name], target.shape, target.dtype)
     for name, target in targets.items():
-        copy_part(target, materialize(tensors[name]))
+        local, region = common_part(target, tuple(tensors[name].shape))
+        local.copy_(read_region(tensors[name], region))
 
 
 def _slots_to_load(

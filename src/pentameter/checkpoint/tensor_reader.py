@@ -94,14 +94,14 @@ class StoredTensors(Mapping[str, "torch.Tensor | LazyTensor"]):
 
         def fill() -> None:
             for name, target in targets.items():
-                self._fill(target, self.stored[name])
+                self._fill(*local_part(target), self.stored[name])
 
         world.agreed(check)
         world.agreed(fill)
 
-    def _fill(self, target: torch.Tensor, stored: StoredTensor) -> None:
-        """Copy into what is here of the target the parts of stored regions that fall into it."""
-        local, offset = local_part(target)
+    def _fill(self, local: torch.Tensor, offset: tuple[int, ...], stored: StoredTensor) -> None:
+        """Copy into a part of a tensor, which begins at `offset`, what falls into it of the stored
+        regions."""
         for region in stored.regions:
             starts = list(map(max, offset, region.offset))
             ends = [
@@ -114,11 +114,11 @@ class StoredTensors(Mapping[str, "torch.Tensor | LazyTensor"]):
                 source = self.read(region)[_slices(starts, ends, region.offset)]
                 local[_slices(starts, ends, offset)].copy_(source)
 
-    def _assemble(self, stored: StoredTensor) -> torch.Tensor:
+    def _assemble(self, stored: StoredTensor, region: tuple[slice, ...]) -> torch.Tensor:
         import torch
 
-        tensor = torch.empty(stored.shape, dtype=stored.dtype)
-        self._fill(tensor, stored)
+        tensor = torch.empty([each.stop - each.start for each in region], dtype=stored.dtype)
+        self._fill(tensor, tuple(each.start for each in region), stored)
         return tensor
 
     def _index(self, paths: Sequence[Path]) -> dict[str, StoredTensor]:

@@ -28,7 +28,7 @@ class EvalArguments:
 
     model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run folder (its best checkpoint, else its last), a checkpoint folder or a Hugging Face
-    GPT-2 folder."""
+    folder."""
     split: Literal["val", "test", "train"] = "val"
     """The part of the data, as the data section cuts it."""
     stride: Annotated[int | None, tyro.conf.arg(metavar="TOKENS")] = None

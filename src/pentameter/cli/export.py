@@ -17,9 +17,9 @@ class ExportArguments:
 
     model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run folder (its best checkpoint, else its last), a checkpoint folder, or a Hugging Face
-    GPT-2 folder."""
+    folder."""
     to: Literal["hf", "safetensors", "peft"]
-    """`hf`: a GPT-2 folder that `transformers` opens, with the same logits. `safetensors`: this
+    """`hf`: a folder that `transformers` opens, with the same logits. `safetensors`: this
     library's names, with config.toml and tokenizer.json; any model, and itself a MODEL. What
     adapters add is in the weights of both. `peft`: the adapters alone, as
     adapter_model.safetensors and adapter_config.json."""

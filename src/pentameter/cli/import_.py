@@ -1,4 +1,4 @@
-"""`pentameter import`: GPT-2 weights of Hugging Face become a MODEL."""
+"""`pentameter import`: weights of Hugging Face become a MODEL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MADE_FROM_TEXT = ("char", "word", "bpe")
 
 @dataclass(frozen=True)
 class ImportArguments:
-    """Turn a Hugging Face GPT-2 folder into a checkpoint folder, which appears whole or not at all.
+    """Turn a Hugging Face folder into a checkpoint folder, which appears whole or not at all.
 
     `sample`, `eval`, `export` and `train --init-from` take it. Its config.toml is complete but
     for the text: pentameter train DIR/config.toml --init-from DIR --data.path FILE.

@@ -20,7 +20,7 @@ VERBS = {
     "eval": "loss, perplexity and bits per byte of a model over a whole split: eval MODEL",
     "prepare": "turn text into token shards: prepare CORPUS-or-FILES --out DIR",
     "export": "write a model for other programs: export MODEL --to hf|safetensors --out DIR",
-    "import": "make a MODEL of a Hugging Face GPT-2 folder: import HF_DIR --out DIR",
+    "import": "make a MODEL of a Hugging Face folder: import HF_DIR --out DIR",
     "plan": "memory, time, fit and best layouts on a cluster: plan PRESET-or-FILE [--cluster …]",
     "verify": "prove layouts equal to one process: verify PRESET-or-FILE [--layouts all]",
     "report": "write report.html for a run: report RUN_DIR",

@@ -27,7 +27,7 @@ class SampleArguments:
 
     model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run folder (its best checkpoint, else its last), a checkpoint folder, or a Hugging Face
-    GPT-2 folder."""
+    folder."""
     prompt: str = ""
     """What to continue. Without one the text starts after <|endoftext|> where the tokenizer has
     it, else after a newline; neither is printed."""

@@ -56,7 +56,7 @@ class TrainArguments:
     """auto: continue a run of the same configuration, else start; never; must; extend: continue to
     a larger train.steps, with the schedule begun anew at the last checkpoint; or a checkpoint."""
     init_from: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
-    """Begin with the weights of a run, a checkpoint or a Hugging Face GPT-2 folder (fine-tune)."""
+    """Begin with the weights of a run, a checkpoint or a Hugging Face folder (fine-tune)."""
     nproc: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Train as N processes of this machine, which divide the work as [parallel] says."""
     oversubscribe: tyro.conf.FlagCreatePairsOff[bool] = False

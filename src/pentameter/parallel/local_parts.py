@@ -66,11 +66,20 @@ def copy_part(target: torch.Tensor, source: torch.Tensor) -> None:
 
     Where `source` ends earlier than `target`, the rest of `target` stays as it is.
     """
+    local, region = common_part(target, tuple(source.shape))
+    local.copy_(source[region])
+
+
+def common_part(
+    target: torch.Tensor, shape: tuple[int, ...]
+) -> tuple[torch.Tensor, tuple[slice, ...]]:
+    """What the local shard of `target` has in common with a whole tensor of another size: that part
+    of the shard, sharing its memory, and where it lies in the whole tensor. Either may be empty."""
     local, offset = local_part(target)
     counts = [
         max(0, min(size, there - start))
-        for size, start, there in zip(local.shape, offset, source.shape, strict=True)
+        for size, start, there in zip(local.shape, offset, shape, strict=True)
     ]
     here = tuple(slice(count) for count in counts)
     there = tuple(slice(start, start + count) for start, count in zip(offset, counts, strict=True))
-    local[here].copy_(source[there])
+    return local[here], there

@@ -162,6 +162,17 @@ def n_kv_heads(model: ModelConfig) -> int:
     return model.n_kv_heads if model.n_kv_heads is not None else model.n_heads
 
 
+def resolved(model: ModelConfig) -> ModelConfig:
+    """Return the same architecture with the sizes written out that follow from others where they
+    are absent, so that two can be compared: `d_ff`, `head_size` and `n_kv_heads`."""
+    sizes = {
+        "d_ff": feed_forward_width(model),
+        "head_size": head_size(model),
+        "n_kv_heads": n_kv_heads(model),
+    }
+    return model.model_copy(update=sizes)
+
+
 def shares_kv_heads(model: ModelConfig) -> bool:
     """Return whether several heads share keys and values. Their projection is then a matrix of its
     own; else one matrix makes queries, keys and values."""

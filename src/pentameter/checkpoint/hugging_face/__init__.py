@@ -1,1 +1,1 @@
-"""GPT-2 folders of Hugging Face: those of `transformers` are read, and it opens what is written."""
+"""Model folders of Hugging Face: those of `transformers` are read, and it opens what is written."""

@@ -1,4 +1,4 @@
-"""A Hugging Face GPT-2 folder, read as a model of ours or written from one, for `transformers`.
+"""A Hugging Face folder, read as a model of ours or written from one, for `transformers`.
 
 Nothing here imports `transformers`: config.json, safetensors and the tokenizer's files are public
 formats.
@@ -7,6 +7,7 @@ formats.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from dataclasses import dataclass
@@ -15,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from pentameter.checkpoint.hugging_face.gpt2 import (
-    BODY,
-    HEAD,
-    from_gpt2,
-    from_gpt2_config,
-    pairs,
-    to_gpt2,
-    to_gpt2_config,
+from pentameter.checkpoint.hugging_face.families import FAMILIES, Family
+from pentameter.checkpoint.hugging_face.mapping import (
+    TensorMap,
+    choose_family,
+    from_their_config,
+    simplest,
+    to_their_config,
 )
 from pentameter.checkpoint.hugging_face.tokenizer_files import (
     read_json,
@@ -55,21 +55,24 @@ RECIPE: dict[str, Any] = {
 }
 """How to go on training, in want of the settings that made the weights: a gentle fine-tuning."""
 
-_MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # causal masks, kept by old versions
+SHARD_BYTES = 5_000_000_000
+"""Most bytes of a file of weights that is written; what is more goes into several and an index."""
 
 
 def read_hf(
     path: Path, *, tokenizer: Tokenizer | None = None, warnings: list[str] | None = None
 ) -> StoredModel:
-    """The model in a GPT-2 folder of Hugging Face: config.json, safetensors, tokenizer files.
+    """The model in a folder of Hugging Face: config.json, safetensors, tokenizer files.
 
-    Weights in fp16 and bf16 become fp32, exactly. `tokenizer` takes the place of the folder's.
-    Raises ConfigError for what is not supported (another architecture, a pickle, a setting that
-    GPT-2 itself does not have), CorruptError for files that are damaged or incomplete.
+    Weights in fp16 and bf16 become fp32, exactly; they are read, region by region, when asked for.
+    `tokenizer` takes the place of the folder's. Raises ConfigError for what is not supported
+    (another architecture, a pickle, a setting that is not expressible here), CorruptError for files
+    that are damaged or incomplete.
     """
     path = Path(path)
     warnings = [] if warnings is None else warnings
-    section = from_gpt2_config(read_json(path / CONFIG), path / CONFIG)
+    content = read_json(path / CONFIG)
+    section = from_their_config(content, path / CONFIG)
     files = _weight_files(path)
     tokenizer = read_tokenizer(path, warnings) if tokenizer is None else tokenizer
     if tokenizer is None:
@@ -79,7 +82,7 @@ def read_hf(
             "DIR can be used"
         )
     config = _config(path, section, tokenizer)
-    weights = _weights(files, config.model)
+    weights = _weights(files, FAMILIES[content["model_type"]], config.model)
     return StoredModel(path, config, tokenizer, weights, files, checkpoint=None)
 
 
@@ -99,6 +102,7 @@ def _config(path: Path, section: dict[str, Any], tokenizer: Tokenizer) -> Config
     except ValidationError as error:
         sentences, _ = problems(error, tree)
         raise ConfigError(f"{path / CONFIG}: {'; '.join(sentences)}") from error
+    config = config.model_copy(update={"model": simplest(config.model)})
     vocab_size = config.model.vocab_size
     if vocab_size is None or tokenizer.vocab_size > vocab_size:
         raise ConfigError(
@@ -144,38 +148,41 @@ def _pickle(path: Path) -> str:
     )
 
 
-def _weights(files: tuple[Path, ...], model: ModelConfig) -> dict[str, LazyTensor]:
+def _weights(files: tuple[Path, ...], family: Family, model: ModelConfig) -> dict[str, LazyTensor]:
     """Our weights by name, converted when asked for; every name and shape is checked."""
     import torch
 
+    body, head = family.body, family.head
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
         for name, tensor in StoredTensors([file]).items():
-            full = name if name == HEAD or name.startswith(BODY) else BODY + name
-            if _MASKS.fullmatch(full.removeprefix(BODY)):
+            full = name if name == head or name.startswith(body) else body + name
+            if re.fullmatch(family.passed_over, full.removeprefix(body)):
                 continue
             if full in tensors:
                 raise CorruptError(f"{file} holds {name!r} a second time")
-            tensors[full] = materialize(tensor)
+            tensors[full] = materialize(tensor)  # mapped: what is never touched is never read
     where = files[0] if len(files) == 1 else files[0].parent
-    embedding = tensors.get(BODY + "wte.weight")
+    embedding_name = f"{body}{family.names['token_embedding']}.weight"
+    embedding = tensors.get(embedding_name)
     # Some programs save a copy of the embedding as the head's weight.
     if (
         model.tied_head
-        and HEAD in tensors
+        and head in tensors
         and embedding is not None
-        and not torch.equal(tensors.pop(HEAD), embedding)
+        and not torch.equal(tensors.pop(head), embedding)
     ):
         raise CorruptError(
-            f"{where}: {HEAD} differs from {BODY}wte.weight, but {CONFIG} says that they are one "
+            f"{where}: {head} differs from {embedding_name}, but {CONFIG} says that they are one "
             "(tie_word_embeddings)"
         )
-    expected = {pair.theirs: pair.their_shape for pair in pairs(model)}
+    tensor_map = TensorMap.of(family, model)
+    expected = tensor_map.their_shapes
     if missing := expected.keys() - tensors.keys():
         raise CorruptError(f"{where} lacks {few(missing)}")
     if unexpected := tensors.keys() - expected.keys():
         raise CorruptError(
-            f"{where} holds what a GPT-2 language model of its {CONFIG} does not have: "
+            f"{where} holds what a {family.label} language model of its {CONFIG} does not have: "
             f"{few(unexpected)}"
         )
     for name, shape in expected.items():
@@ -186,7 +193,7 @@ def _weights(files: tuple[Path, ...], model: ModelConfig) -> dict[str, LazyTenso
             )
     # fp32 holds every tensor exactly, or fp64 where any is.
     has_double = any(tensor.dtype == torch.float64 for tensor in tensors.values())
-    return from_gpt2(model, tensors, torch.float64 if has_double else torch.float32)
+    return tensor_map.to_ours(tensors, torch.float64 if has_double else torch.float32)
 
 
 @dataclass(frozen=True)
@@ -199,24 +206,27 @@ class Exported:
 
 
 def export_hf(stored: StoredModel, out: Path) -> Exported:
-    """The folder `out`, which `transformers.GPT2LMHeadModel.from_pretrained` opens.
+    """The folder `out`, which `transformers.AutoModelForCausalLM.from_pretrained` opens.
 
-    It holds config.json, generation_config.json, model.safetensors and the tokenizer's files.
-    The logits are the model's own: tensors are renamed, transposed and reordered, rows that pad
-    the vocabulary are dropped, biases that the model does not have are zero. One tensor is in
-    memory at a time. The folder appears whole or not at all.
+    It holds config.json, generation_config.json, the weights (of more than SHARD_BYTES in several
+    files, with an index) and the tokenizer's files. The logits are the model's own: tensors are
+    renamed, transposed and reordered, rows that pad the vocabulary are dropped, biases that the
+    model does not have are zero. One tensor is in memory at a time. The folder appears whole or not
+    at all.
 
-    Raises ConfigError for a model that GPT-2's architecture cannot express, and when `out` exists
-    and is not an empty folder; StorageError when writing fails.
+    Raises ConfigError for a model that no family can express, and when `out` exists and is not an
+    empty folder; StorageError when writing fails.
     """
     out = Path(out)
     refuse_existing(out)
     model, tokenizer = stored.config.model, stored.tokenizer
-    weights = to_gpt2(model, stored.weights)
+    name = choose_family(model)
     vocab_size = model.vocab_size or tokenizer.vocab_size
+    whole = model.model_copy(update={"vocab_size": vocab_size})
+    weights = TensorMap.of(FAMILIES[name], whole).to_theirs(stored.weights)
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    config = to_gpt2_config(
-        model, vocab_size=vocab_size, end_of_text=tokenizer.end_of_text, dtype=dtype
+    config = to_their_config(
+        name, model, vocab_size=vocab_size, end_of_text=tokenizer.end_of_text, dtype=dtype
     )
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
     of_tokenizer = tokenizer_files(tokenizer, model.context_length)
@@ -225,15 +235,42 @@ def export_hf(stored: StoredModel, out: Path) -> Exported:
         "generation_config.json": _json({"_from_model_config": True, **generation}),
         **of_tokenizer,
     }
+    shards = _shards(weights)
+    if len(shards) > 1:
+        n_bytes = sum(map(_n_bytes, weights.values()))
+        places = {key: file for file, tensors in shards.items() for key in tensors}
+        small[INDEX] = _json({"metadata": {"total_size": n_bytes}, "weight_map": places})
     with building(out) as folder:
-        write_hashed(folder / WEIGHTS, plan_file(weights).chunks())
-        for name, data in small.items():
-            write_hashed(folder / name, [data])
+        for file, tensors in shards.items():
+            write_hashed(folder / file, plan_file(tensors).chunks())
+        for file, data in small.items():
+            write_hashed(folder / file, [data])
     left_out = (
-        f"the tokenizer ({tokenizer.kind}) is left out: GPT-2's tokenizer files cannot express it; "
-        "encode and decode with pentameter"
+        f"the tokenizer ({tokenizer.kind}) is left out: Hugging Face's tokenizer files cannot "
+        "express it; encode and decode with pentameter"
     )
     return Exported(out, () if of_tokenizer else (left_out,))
+
+
+def _shards(weights: dict[str, LazyTensor]) -> dict[str, dict[str, LazyTensor]]:
+    """File name → its tensors, in order, each file of SHARD_BYTES at most or of one tensor."""
+    groups: list[dict[str, LazyTensor]] = [{}]
+    for name, tensor in weights.items():
+        held = sum(map(_n_bytes, groups[-1].values()))
+        if held and held + _n_bytes(tensor) > SHARD_BYTES:
+            groups.append({})
+        groups[-1][name] = tensor
+    if len(groups) == 1:
+        return {WEIGHTS: groups[0]}
+    stem = WEIGHTS.removesuffix(".safetensors")
+    return {
+        f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors": group
+        for number, group in enumerate(groups, start=1)
+    }
+
+
+def _n_bytes(tensor: LazyTensor) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def _json(content: Any) -> bytes:

@@ -7,14 +7,14 @@ adapter_config.json says the rank, the scale and the modules. Nothing here impor
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pentameter.checkpoint.hugging_face.gpt2 import Pair, pairs, to_gpt2_config
+from pentameter.checkpoint.hugging_face.families import FAMILIES, Family
+from pentameter.checkpoint.hugging_face.mapping import Strip, TensorMap, choose_family
 from pentameter.checkpoint.model_folder import Adapters, StoredModel
-from pentameter.checkpoint.safetensors_writer import LazyTensor, materialize, plan_file
+from pentameter.checkpoint.safetensors_writer import materialize, plan_file
 from pentameter.disk.atomic import refuse_existing, write_hashed
 from pentameter.disk.lock import building
 from pentameter.errors import ConfigError
@@ -33,8 +33,8 @@ def export_peft(stored: StoredModel, out: Path) -> Path:
     """The folder `out`, which `peft.PeftModel.from_pretrained(base, out)` opens beside the model
     that the run began with. It appears whole or not at all.
 
-    Raises ConfigError for a model without adapters, for one that GPT-2's architecture cannot
-    express, and when `out` exists and is not an empty folder; StorageError when writing fails.
+    Raises ConfigError for a model without adapters, for one that no family of Hugging Face's
+    expresses, and when `out` exists and is not an empty folder; StorageError when writing fails.
     """
     out = Path(out)
     refuse_existing(out)
@@ -45,46 +45,43 @@ def export_peft(stored: StoredModel, out: Path) -> Path:
             "use --to hf or --to safetensors"
         )
     model = stored.config.model
-    to_gpt2_config(
-        model, vocab_size=model.vocab_size or 0, end_of_text=None, dtype=""
-    )  # for what it refuses
-    adapted = set(adapted_modules(model, adapters.lora))
-    chosen = [pair for pair in pairs(model) if pair.ours.name.removesuffix(".weight") in adapted]
-    weights = dict(_tensors(chosen, adapters))
-    content = json.dumps(_config(chosen, adapters), indent=2) + "\n"
+    family = FAMILIES[choose_family(model)]
+    adapted = {f"{path}.weight" for path in adapted_modules(model, adapters.lora)}
+    modules: dict[str, list[Strip]] = {}
+    for strip in TensorMap.of(family, model).strips:
+        if strip.ours in adapted:
+            modules.setdefault(strip.theirs.removesuffix(".weight"), []).append(strip)
+    weights = dict(_tensors(modules, adapters))
+    content = json.dumps(_config(family, modules, adapters), indent=2) + "\n"
     with building(out) as folder:
         write_hashed(folder / WEIGHTS, plan_file(weights).chunks())
         write_hashed(folder / CONFIG, [content.encode()])
     return out
 
 
-def _tensors(chosen: list[Pair], adapters: Adapters) -> Iterator[tuple[str, LazyTensor]]:
-    """A and B of each module by PEFT's names. Rows of B follow their module's order."""
-    for pair in chosen:
-        path, theirs = pair.ours.name.removesuffix(".weight"), pair.theirs.removesuffix(".weight")
-        a, b = adapters.tensors[f"{path}.{A}"], adapters.tensors[f"{path}.{B}"]
-        compute = partial(_rows, pair, b)
-        yield (
-            f"{PREFIX}{theirs}.lora_A.weight",
-            LazyTensor(tuple(a.shape), a.dtype, partial(_contiguous, a)),
-        )
-        yield f"{PREFIX}{theirs}.lora_B.weight", LazyTensor(tuple(b.shape), b.dtype, compute)
+def _tensors(
+    modules: Mapping[str, Sequence[Strip]], adapters: Adapters
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A and B of each module by PEFT's names. Modules whose matrices are one of ours have the same
+    A; rows of B follow those of their matrix."""
+    for theirs, strips in modules.items():
+        path = strips[0].ours.removesuffix(".weight")
+        a, b = (materialize(adapters.tensors[f"{path}.{name}"]) for name in (A, B))
+        n_rows = max(strip.their_row + strip.n_rows for strip in strips)
+        own = b.new_empty(n_rows, b.shape[1])
+        for strip in strips:
+            rows = slice(strip.their_row, strip.their_row + strip.n_rows)
+            own[rows] = b[strip.row : strip.row + strip.n_rows]
+        for name, tensor in (("A", a), ("B", own)):
+            yield f"{PREFIX}{theirs}.lora_{name}.weight", tensor.contiguous()
 
 
-def _contiguous(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
-    return materialize(tensor).contiguous()
-
-
-def _rows(pair: Pair, tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
-    """B (outputs, rank) with its rows as those of their weight, which may be transposed."""
-    theirs = pair.to_theirs(tensor)
-    return (theirs.t() if pair.is_transposed else theirs).contiguous()
-
-
-def _config(chosen: list[Pair], adapters: Adapters) -> dict[str, Any]:
+def _config(
+    family: Family, modules: Mapping[str, Sequence[Strip]], adapters: Adapters
+) -> dict[str, Any]:
     lora = adapters.lora
     # The last two names, as c_proj alone would be both the attention's and the feed-forward's.
-    modules = {".".join(pair.theirs.removesuffix(".weight").split(".")[-2:]) for pair in chosen}
+    targets = {".".join(path.split(".")[-2:]) for path in modules}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -92,8 +89,8 @@ def _config(chosen: list[Pair], adapters: Adapters) -> dict[str, Any]:
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted(modules),
-        "fan_in_fan_out": all(pair.is_transposed for pair in chosen),
+        "target_modules": sorted(targets),
+        "fan_in_fan_out": family.transposed,
         "bias": "none",
         "modules_to_save": None,
         "use_rslora": False,

@@ -17,6 +17,7 @@ from pentameter.data.tokenizers.bpe import (
 )
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.chat import TEMPLATE_FILE, read_chat_template
+from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.data.tokenizers.setting import GPT2, is_gpt2, load_tokenizer
 from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError, printable
 
@@ -35,7 +36,7 @@ def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, byte
     with one token per character, which refuses a character that it does not know.
     """
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as LibraryTokenizer
+    from tokenizers import Tokenizer as TheirTokenizer
 
     settings: dict[str, Any] = {
         "model_max_length": context_length,
@@ -44,7 +45,7 @@ def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, byte
     if isinstance(tokenizer, CharTokenizer):
         ranks = {character: number for number, character in enumerate(tokenizer.characters)}
         # No such token exists: an unknown character is an error there as it is here.
-        whole = LibraryTokenizer(models.WordLevel(ranks, unk_token="[UNK]"))
+        whole = TheirTokenizer(models.WordLevel(ranks, unk_token="[UNK]"))
         whole.pre_tokenizer = pre_tokenizers.Split(Regex(_ANY_CHARACTER), "isolated")
         whole.decoder = decoders.Fuse()
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -53,10 +54,12 @@ def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, byte
             SETTINGS: _json(settings),
             SPECIAL: _json({}),
         }
+    if isinstance(tokenizer, LibraryTokenizer):
+        return _files_as_they_are(tokenizer, settings)
     if not isinstance(tokenizer, BpeTokenizer):
         return {}
     vocabulary = dict(tokenizer.vocabulary)
-    whole = LibraryTokenizer(models.BPE(vocabulary, list(tokenizer.merges)))
+    whole = TheirTokenizer(models.BPE(vocabulary, list(tokenizer.merges)))
     whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False)
     whole.decoder = decoders.ByteLevel()
     special: dict[str, str] = {}
@@ -87,6 +90,18 @@ def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, byte
     }
 
 
+def _files_as_they_are(tokenizer: LibraryTokenizer, settings: dict[str, Any]) -> dict[str, bytes]:
+    special: dict[str, str] = {}
+    if tokenizer.end_of_text is not None:
+        special["eos_token"] = tokenizer.token(tokenizer.end_of_text) or ""
+    settings = {**settings, "tokenizer_class": "PreTrainedTokenizerFast", **special}
+    return {
+        WHOLE: _json(tokenizer.content),
+        SETTINGS: _json(settings),
+        SPECIAL: _json(special),
+    }
+
+
 def _json(content: Any) -> bytes:
     return (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode()
 
@@ -94,9 +109,10 @@ def _json(content: Any) -> bytes:
 def read_tokenizer(folder: Path, warnings: list[str]) -> Tokenizer | None:
     """The tokenizer whose files lie in `folder`: tokenizer.json, else vocab.json and merges.txt.
 
-    None when there are none. Tokens that were added to the vocabulary keep their ids, but no text
-    becomes one: a line in `warnings` names them. Raises ConfigError for a tokenizer of another
-    kind than GPT-2's (or our characters), CorruptError for a file that is not what it should be.
+    None when there are none. GPT-2's kind and our characters become ours: tokens that were added to
+    the vocabulary keep their ids, but no text becomes one, and a line in `warnings` names them. Any
+    other tokenizer.json is taken as it is. Raises ConfigError for old files of another kind than
+    GPT-2's, CorruptError for a file that is not what it should be.
     """
     tokenizer = _read_files(folder, warnings)
     if tokenizer is not None:
@@ -106,7 +122,8 @@ def read_tokenizer(folder: Path, warnings: list[str]) -> Tokenizer | None:
 
 def _read_files(folder: Path, warnings: list[str]) -> Tokenizer | None:
     if (path := folder / WHOLE).is_file():
-        return _read_whole(read_json(path), path, warnings)
+        content = read_json(path)
+        return _read_whole(content, path, warnings) or _as_it_is(content, folder)
     path = folder / VOCABULARY
     if not (path.is_file() and (folder / MERGES).is_file()):
         return None
@@ -125,7 +142,31 @@ def _read_files(folder: Path, warnings: list[str]) -> Tokenizer | None:
 _NOT_GPT2 = "is not GPT-2's; give another tokenizer: `import … --tokenizer gpt2`, or a file"
 
 
-def _read_whole(content: Mapping[str, Any], path: Path, warnings: list[str]) -> Tokenizer:
+def _as_it_is(content: dict[str, Any], folder: Path) -> LibraryTokenizer:
+    try:
+        tokenizer = LibraryTokenizer(content, None)
+        end = _end_of_text(tokenizer, folder)
+        return tokenizer if end is None else LibraryTokenizer(content, end)
+    except ConfigError as error:
+        raise CorruptError(f"{folder / WHOLE}: {error}") from error
+
+
+def _end_of_text(tokenizer: LibraryTokenizer, folder: Path) -> int | None:
+    """The id that ends a document: `eos_token` of tokenizer_config.json, else `eos_token_id` of
+    config.json, of several the first."""
+    settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
+    token = settings.get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    if isinstance(token, str) and (found := tokenizer.token_id(token)) is not None:
+        return found
+    path = folder / "config.json"
+    found = read_json(path).get("eos_token_id") if path.is_file() else None
+    found = found[0] if isinstance(found, list) and found else found
+    return found if type(found) is int and 0 <= found < tokenizer.vocab_size else None
+
+
+def _read_whole(content: Mapping[str, Any], path: Path, warnings: list[str]) -> Tokenizer | None:
+    """GPT-2's kind of tokenizer, or characters; None for another."""
     model = content.get("model")
     model = model if isinstance(model, dict) else {}
     vocabulary = model.get("vocab")
@@ -147,17 +188,14 @@ def _read_whole(content: Mapping[str, Any], path: Path, warnings: list[str]) -> 
         and pre_tokenizer.get("use_regex", True)
     )
     plain = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
-    for what, is_as_gpt2s in (
-        (f"model.type={model.get('type')!r}", model.get("type", "BPE") == "BPE"),
-        (f"pre_tokenizer={json.dumps(pre_tokenizer)[:200]}", is_bytes),
-        (
-            f"normalizer={json.dumps(content.get('normalizer'))[:200]}",
-            not content.get("normalizer"),
-        ),
-        *((f"model.{key}={model.get(key)!r}", not model.get(key)) for key in plain),
-    ):
-        if not is_as_gpt2s:
-            raise ConfigError(f"{path}: {what} {_NOT_GPT2}")
+    is_as_gpt2s = (
+        model.get("type", "BPE") == "BPE"
+        and is_bytes
+        and not content.get("normalizer")
+        and not any(model.get(key) for key in plain)
+    )
+    if not is_as_gpt2s:
+        return None
     merges = model.get("merges")
     if not isinstance(merges, list):
         raise CorruptError(f"{path} is malformed: it has no model.merges")

@@ -27,7 +27,7 @@ class Tokenizer(ABC):
     """Text to token ids and back; its content is a JSON object, and its hash is of that content."""
 
     kind: ClassVar[str]
-    """`char`, `word` or `bpe`."""
+    """`char`, `word`, `bpe` or `library`."""
     vocab_size: int
     """Number of distinct ids: 0 … vocab_size - 1."""
     end_of_text: int | None = None

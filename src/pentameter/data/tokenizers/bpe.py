@@ -118,7 +118,7 @@ class BpeTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """The token ids of each text, encoded on the library's threads; errors as `encode`."""
-        _refuse_surrogates(texts)
+        refuse_surrogates(texts)
         parts: list[list[Ids]] = [[] for _ in texts]
         numbered = (
             (n, piece) for n, text in enumerate(texts) for piece in cut(text, _PIECE_CHARACTERS)
@@ -220,7 +220,8 @@ def parse_merge(line: str) -> tuple[str, str]:
     return left, right
 
 
-def _refuse_surrogates(texts: Sequence[str]) -> None:
+def refuse_surrogates(texts: Sequence[str]) -> None:
+    """Raise ConfigError, with its place, for half a surrogate pair in one of the texts."""
     # The library's versions differ in what they make of one; no file has any, a command line may.
     for text in texts:
         try:

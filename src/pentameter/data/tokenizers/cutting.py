@@ -2,7 +2,8 @@
 
 A text of any length is encoded in pieces. Characters can be cut anywhere; for words and BPE a place
 is before the first whitespace behind a word. Only where no such place comes within `LONGEST_PIECE`
-characters is a text cut all the same: it is kept whole, but the ids beside that cut may differ.
+characters is a text cut all the same: it is kept whole, but the ids beside that cut may differ. So
+they may for a tokenizer of the library, which gets pieces of at least that length.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class Cutter:
         self._anywhere, self._longest = kind == "char", longest
         self._buffer: list[str] = []
         self._held = 0  # characters in the buffer
-        self._wanted = PIECE_CHARACTERS
+        # Where a tokenizer of the library ends its tokens is not known: it gets documents whole.
+        self._least = longest if kind == "library" else PIECE_CHARACTERS
+        self._wanted = self._least
 
     def feed(self, piece: str) -> str:
         """The text gathered so far up to a place to cut; often empty."""
@@ -70,11 +73,11 @@ class Cutter:
         self._buffer, self._held = [text[cut:]], len(text) - cut
         # After a search in vain the next one waits, so that long lines are not searched over and
         # over.
-        self._wanted = PIECE_CHARACTERS if cut else min(2 * self._held, self._longest)
+        self._wanted = self._least if cut else min(2 * self._held, self._longest)
         return text[:cut]
 
     def rest(self) -> str:
         """The text after the last cut, when the document ends."""
         text = "".join(self._buffer)
-        self._buffer, self._held, self._wanted = [], 0, PIECE_CHARACTERS
+        self._buffer, self._held, self._wanted = [], 0, self._least
         return text

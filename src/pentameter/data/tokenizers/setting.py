@@ -17,6 +17,7 @@ from pentameter.data.tokenizers.bpe import (
 )
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.chat import ChatTemplate
+from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.disk.cache import PublicFile, local_file, public_file
 from pentameter.errors import ConfigError, CorruptError, StorageError
@@ -33,6 +34,8 @@ GPT2_MERGES = PublicFile(
     sha256="1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     n_bytes=456_318,
 )
+
+KINDS = (CharTokenizer, WordTokenizer, BpeTokenizer, LibraryTokenizer)
 
 GPT2 = "gpt2"
 GPT2_TOKENS = 50_257
@@ -171,8 +174,12 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     if not isinstance(content, dict):
         raise CorruptError(f"{path} is not a tokenizer: a JSON object is expected")
     if content.get("format") != FORMAT:
-        raise CorruptError(f'{path} is not a tokenizer: its "format" is not {FORMAT!r}')
-    kinds = {kind.kind: kind for kind in (CharTokenizer, WordTokenizer, BpeTokenizer)}
+        hint = "; `pentameter import` reads the tokenizer.json of a Hugging Face folder"
+        raise CorruptError(
+            f'{path} is not a tokenizer: its "format" is not {FORMAT!r}'
+            f"{hint if 'model' in content else ''}"
+        )
+    kinds = {kind.kind: kind for kind in KINDS}
     version, kind = content.get("version"), content.get("kind")
     if version != VERSION or not isinstance(kind, str) or kind not in kinds:
         raise CorruptError(

@@ -1,0 +1,189 @@
+"""Keys of config.json that several of ours decide, or one of ours by a computation: rotary
+positions, windows by layer, switches for biases. `families.py` says which family has which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from pentameter.config.messages import shown
+from pentameter.config.schema import ModelConfig
+
+Content = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Some of our keys, how they are written, and how they are read. Both functions raise
+    ValueError, naming the keys and values, for what the other side cannot express."""
+
+    keys: tuple[str, ...]
+    write: Callable[[ModelConfig], dict[str, Any]]
+    """Entries of config.json."""
+    read: Callable[[Content, Content], dict[str, Any]]
+    """Values of `keys`, from config.json and the rest of our section."""
+
+
+_SCALING = {
+    "factor": "factor",
+    "low_frequency_factor": "low_freq_factor",
+    "high_frequency_factor": "high_freq_factor",
+    "original_context_length": "original_max_position_embeddings",
+}
+_TYPES: Mapping[str, tuple[str | None, tuple[str, ...]]] = {
+    "default": (None, ()),
+    "linear": ("linear", ("factor",)),
+    "llama3": ("llama3", tuple(_SCALING)),
+}
+"""Theirs → ours, and the keys that belong to it."""
+
+
+def _write_rope(model: ModelConfig, *, partly: bool) -> dict[str, Any]:
+    """In the form of transformers 5 (`rope_parameters`) and in that of the versions before."""
+    scaling = model.rope_scaling
+    name, keys = next(
+        (theirs, keys) for theirs, (ours, keys) in _TYPES.items() if ours == scaling.type
+    )
+    values = {_SCALING[key]: getattr(scaling, key) for key in keys}
+    fraction = {"partial_rotary_factor": model.rotary_fraction} if partly else {}
+    old = {"rotary_emb_base": model.rope_theta, "rotary_pct": model.rotary_fraction}
+    return {
+        **(old if partly else {"rope_theta": model.rope_theta}),
+        "rope_scaling": {"rope_type": name, "type": name, **values} if values else None,
+        "rope_parameters": {
+            "rope_type": name,
+            "rope_theta": model.rope_theta,
+            **fraction,
+            **values,
+        },
+    }
+
+
+def _read_rope(content: Content, section: Content, *, partly: bool) -> dict[str, Any]:
+    where = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
+    found = content.get(where) or {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{where}={shown(found)} is not an object")
+    theirs = found.get("rope_type", found.get("type", "default"))
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALING.values()}
+    if not isinstance(theirs, str) or theirs not in _TYPES:
+        raise ValueError(
+            f"{where}: rope_type={shown(theirs)} is not supported; possible: {', '.join(_TYPES)}"
+        )
+    if unknown := sorted(found.keys() - known):
+        raise ValueError(f"{where}: {unknown[0]}={shown(found[unknown[0]])} is not supported")
+    ours, keys = _TYPES[theirs]
+    values: dict[str, Any] = {"type": ours}
+    for key in keys:
+        default = section["context_length"] if key == "original_context_length" else None
+        values[key] = found.get(_SCALING[key], default)
+        if values[key] is None:
+            raise ValueError(f"{where} has no {_SCALING[key]}, which rope_type={theirs!r} needs")
+    base, part = ("rotary_emb_base", "rotary_pct") if partly else ("rope_theta", "")
+    theta = found.get("rope_theta", content.get(base, content.get("rope_theta", 10000.0)))
+    fraction = content.get("partial_rotary_factor", content.get(part, 0.25 if partly else 1.0))
+    fraction = found.get("partial_rotary_factor", fraction)
+    if not partly and fraction != 1:
+        raise ValueError(
+            f"partial_rotary_factor={shown(fraction)} is not supported: this family turns all "
+            "channels of a head"
+        )
+    read = {"rope_theta": theta, "rope_scaling": values}
+    return {**read, "rotary_fraction": fraction} if partly else read
+
+
+WHOLE_HEADS_TURN = Rule(
+    ("rope_theta", "rope_scaling"),
+    partial(_write_rope, partly=False),
+    partial(_read_rope, partly=False),
+)
+PART_OF_A_HEAD_TURNS = Rule(
+    ("rope_theta", "rope_scaling", "rotary_fraction"),
+    partial(_write_rope, partly=True),
+    partial(_read_rope, partly=True),
+)
+
+
+def _layer_types(n_layers: int, window: int | None, every: int | None) -> list[str]:
+    def is_whole(layer: int) -> bool:
+        return window is None or (every is not None and (layer + 1) % every == 0)
+
+    return [
+        "full_attention" if is_whole(layer) else "sliding_attention" for layer in range(n_layers)
+    ]
+
+
+def _write_windows(model: ModelConfig) -> dict[str, Any]:
+    size, every = model.sliding_window, model.sliding_window_pattern
+    return {
+        "use_sliding_window": size is not None,
+        "sliding_window": size,
+        "max_window_layers": model.n_layers if size is None else 0,
+        "layer_types": _layer_types(model.n_layers, size, every),
+    }
+
+
+def _read_windows(content: Content, section: Content) -> dict[str, Any]:
+    n_layers = section["n_layers"]
+    if not isinstance(n_layers, int):
+        return {}  # which the schema refuses
+    size = content.get("sliding_window", 4096) if content.get("use_sliding_window") else None
+    first = content.get("max_window_layers", 28)
+    key, types = "layer_types", content.get("layer_types")
+    if types is None:
+        key = "max_window_layers"
+        types = [
+            "sliding_attention" if size is not None and layer >= first else "full_attention"
+            for layer in range(n_layers)
+        ]
+    if types == _layer_types(n_layers, None, None):
+        return {"sliding_window": None, "sliding_window_pattern": None}
+    for every in (None, *range(2, n_layers + 1)):
+        if size is not None and types == _layer_types(n_layers, size, every):
+            return {"sliding_window": size, "sliding_window_pattern": every}
+    raise ValueError(
+        f"{key}={shown(content.get(key))} with sliding_window={shown(size)} is not supported: here "
+        "all layers have a window, or all but every so many, or none"
+    )
+
+
+LAYERS_WITH_A_WINDOW = Rule(
+    ("sliding_window", "sliding_window_pattern"), _write_windows, _read_windows
+)
+
+
+def _write_biases(model: ModelConfig) -> dict[str, Any]:
+    if model.qkv_bias != model.bias:
+        raise ValueError(
+            f"model.qkv_bias={shown(model.qkv_bias)} beside model.bias={shown(model.bias)} "
+            "(attention's four projections have a bias all or none)"
+        )
+    return {"attention_bias": model.bias, "mlp_bias": model.bias}
+
+
+def _read_biases(content: Content, section: Content) -> dict[str, Any]:
+    attention, mlp = content.get("attention_bias", False), content.get("mlp_bias", False)
+    if attention != mlp:
+        raise ValueError(
+            f"attention_bias={shown(attention)} beside mlp_bias={shown(mlp)} is not supported: "
+            "here attention's output projection and the feed-forward layer have biases both or "
+            "neither"
+        )
+    return {"qkv_bias": attention, "bias": mlp}
+
+
+ONE_SWITCH_FOR_BIASES = Rule(("qkv_bias", "bias"), _write_biases, _read_biases)
+
+
+def _refuse_odd_width(model: ModelConfig) -> dict[str, Any]:
+    if model.d_model % model.n_heads:
+        raise ValueError(
+            f"model.d_model={model.d_model} beside model.n_heads={model.n_heads} (the width must "
+            "be a multiple of the heads, even where heads have a size of their own)"
+        )
+    return {}
+
+
+HEADS_DIVIDE_WIDTH = Rule((), _refuse_odd_width, lambda _content, _section: {})

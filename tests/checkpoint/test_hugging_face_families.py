@@ -1,0 +1,298 @@
+"""Every family of Hugging Face both ways, held against `transformers` itself.
+
+Its RMSNorm rounds to fp32 whatever the model's dtype, so models of fp64 agree to 1e-10 only where
+that rounding is taken out: `exact` puts PyTorch's RMSNorm in its place. Angles are fp32 on both
+sides. One test compares in fp32 with nothing replaced.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from pentameter.checkpoint.hugging_face import folder as folder_module
+from pentameter.checkpoint.hugging_face.families import FAMILIES
+from pentameter.checkpoint.hugging_face.folder import export_hf, read_hf
+from pentameter.checkpoint.load_model import load_model
+from pentameter.checkpoint.safetensors_writer import materialize, read_region
+from pentameter.data.tokenizers.bpe import train_bpe
+from pentameter.errors import ConfigError
+from pentameter.generation.loop import generate
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
+transformers = pytest.importorskip("transformers")
+
+BPE = train_bpe(["the cat sat on the mat, and that was that.\n" * 4], 300)
+SIZES = {
+    "vocab_size": BPE.vocab_size + 5,
+    "max_position_embeddings": 24,
+    "hidden_size": 20,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 28,
+    "initializer_range": 0.3,
+    "bos_token_id": BPE.end_of_text,
+    "eos_token_id": BPE.end_of_text,
+    "pad_token_id": None,
+}
+GROUPED = {"num_key_value_heads": 2, "head_dim": 6}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.5}
+WINDOW = {"use_sliding_window": True, "sliding_window": 5}
+
+FORMS = [
+    (
+        "llama",
+        {
+            "hidden_size": 24,
+            "num_key_value_heads": 1,
+            "rope_parameters": LLAMA3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    ("llama", {"head_dim": 6, "rope_parameters": LINEAR, "hidden_act": "gelu"}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "hidden_size": 24, "rms_norm_eps": 1e-3}),
+    ("mistral", {**GROUPED, "sliding_window": 5}),
+    (
+        "mistral",
+        {"num_key_value_heads": 4, "hidden_size": 18, "head_dim": 8, "sliding_window": None},
+    ),
+    ("qwen2", {"num_key_value_heads": 2, "hidden_size": 24, "tie_word_embeddings": True}),
+    ("qwen2", {**WINDOW, "hidden_size": 24, "num_key_value_heads": 4, "max_window_layers": 0}),
+    ("qwen3", {**GROUPED, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    (
+        "qwen3",
+        {
+            **WINDOW,
+            "head_dim": 10,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    ("gpt_neox", {"hidden_size": 32, "rope_parameters": {"partial_rotary_factor": 0.5}}),
+    (
+        "gpt_neox",
+        {"hidden_size": 32, "use_parallel_residual": False, "hidden_act": "gelu_new"},
+    ),
+    ("olmo2", {"num_key_value_heads": 2, "hidden_size": 24}),
+    ("olmo2", {"tie_word_embeddings": True, "hidden_size": 24, "rope_parameters": LINEAR}),
+]
+
+
+def their_model(folder, family, options, dtype=torch.float64, **save):
+    """A random model as `transformers` saves it, with our BPE's files beside it."""
+    torch.manual_seed(3)
+    architecture = FAMILIES[family].architecture
+    kind = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
+    config = kind(**copy.deepcopy({**SIZES, **options}))  # which it changes in place
+    model = getattr(transformers, architecture)(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.normal_(parameter, mean=float(name.endswith("weight")), std=0.1)
+    model.to(dtype).save_pretrained(folder, **save)
+    transformers.GPT2Tokenizer(
+        vocab=dict(BPE.vocabulary), merges=[tuple(merge) for merge in BPE.merges]
+    ).save_pretrained(folder)
+    return model
+
+
+def exact(model):
+    """The model with norms that compute in its own dtype."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            if type(child).__name__.endswith("RMSNorm"):
+                norm = torch.nn.RMSNorm(len(child.weight), eps=child.variance_epsilon)
+                norm.weight = child.weight
+                setattr(module, name, norm)
+    return model
+
+
+def open_there(folder, dtype=torch.float64):
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, output_loading_info=True
+    )
+    assert {kind: list(names) for kind, names in report.items() if names} == {}
+    return model.eval()
+
+
+@torch.inference_mode()
+def both_logits(theirs, ours):
+    vocab_size = theirs.config.vocab_size
+    tokens = torch.randint(vocab_size, (2, 24), generator=torch.Generator().manual_seed(2))
+    expected = theirs(tokens).logits
+    assert expected.std() > 0.3
+    return ours(tokens), expected
+
+
+@pytest.mark.parametrize(("family", "options"), FORMS, ids=str)
+def test_a_model_computes_the_same_here_and_back_there(family, options, tmp_path):
+    theirs = exact(their_model(tmp_path / "hf", family, options))
+    loaded = load_model(tmp_path / "hf")
+    torch.testing.assert_close(*both_logits(theirs, loaded.model), rtol=0, atol=1e-10)
+    export_hf(read_hf(tmp_path / "hf"), tmp_path / "again")
+    again = open_there(tmp_path / "again")
+    before, after = theirs.state_dict(), again.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    torch.testing.assert_close(*both_logits(exact(again), loaded.model), rtol=0, atol=1e-10)
+    # Exported by hand again, it is the same model, whatever family is written.
+    assert read_hf(tmp_path / "again").config == loaded.config
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt2"])
+def test_greedy_text_is_the_same_there_and_here(family, tmp_path):
+    options = {"vocab_size": BPE.vocab_size, "max_position_embeddings": 64, "hidden_size": 32}
+    if family != "gpt_neox":
+        options["num_key_value_heads"] = 2
+    theirs = their_model(tmp_path / "hf", family, options, torch.float32)
+    loaded = load_model(tmp_path / "hf")
+    torch.testing.assert_close(*both_logits(theirs, loaded.model), rtol=0, atol=1e-4)
+    theirs.generation_config.eos_token_id = None  # neither stops
+    prompt = torch.tensor([BPE.encode("the cat").tolist()])
+    found = theirs.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=40,
+        do_sample=False,
+        pad_token_id=0,
+    )[0].tolist()
+    (text,) = generate(loaded.model, BPE, "the cat", max_new_tokens=40, temperature=0)
+    assert BPE.decode(found) == "the cat" + text
+    assert len(set(found)) > 3
+
+
+def test_the_old_form_of_config_json_is_read(tmp_path):
+    """As versions before 5 wrote it: rope_theta and rope_scaling beside each other, torch_dtype."""
+    theirs = exact(their_model(tmp_path / "hf", "llama", FORMS[0][1]))
+    path = tmp_path / "hf" / "config.json"
+    content = json.loads(path.read_text())
+    rope = content.pop("rope_parameters")
+    content["rope_theta"] = rope.pop("rope_theta")
+    content["rope_scaling"] = rope
+    path.write_text(json.dumps(content))
+    loaded = load_model(tmp_path / "hf")
+    assert loaded.config.model.rope_scaling.type == "llama3"
+    torch.testing.assert_close(*both_logits(theirs, loaded.model), rtol=0, atol=1e-10)
+    theirs = exact(their_model(tmp_path / "neox", "gpt_neox", FORMS[9][1]))
+    path = tmp_path / "neox" / "config.json"
+    content = json.loads(path.read_text())
+    del content["rope_parameters"]
+    path.write_text(json.dumps({**content, "rotary_pct": 0.5, "rotary_emb_base": 10000}))
+    loaded = load_model(tmp_path / "neox")
+    torch.testing.assert_close(*both_logits(theirs, loaded.model), rtol=0, atol=1e-10)
+
+
+def test_both_forms_of_rotary_settings_are_written(tmp_path):
+    their_model(tmp_path / "hf", "llama", FORMS[0][1])
+    export_hf(read_hf(tmp_path / "hf"), tmp_path / "again")
+    content = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert content["rope_theta"] == content["rope_parameters"]["rope_theta"] == 500.0
+    for key in LLAMA3.keys() - {"rope_theta"}:
+        assert content["rope_scaling"][key] == content["rope_parameters"][key] == LLAMA3[key]
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "said"),
+    [
+        ("llama", {"attention_bias": True}, "attention_bias=true beside mlp_bias=false"),
+        ("llama", {"hidden_act": "relu"}, "hidden_act='relu' .* possible: silu, swish, gelu"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn' .* possible"),
+        ("llama", {"rope_scaling": {"type": "dynamic"}}, "rope_scaling: rope_type='dynamic'"),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling has no factor"),
+        ("llama", {"rope_scaling": [1]}, r"rope_scaling=\[1\] is not an object"),
+        ("llama", {"rope_parameters": {"mrope_section": [1]}}, "mrope_section=.* not supported"),
+        ("llama", {"rope_parameters": {"rope_theta": "x"}}, "model.rope_theta='x' must be"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ("llama", {"pruned_heads": {"0": [1]}}, "pruned_heads=.* all of its heads"),
+        ("llama", {"num_key_value_heads": 3}, "model.n_kv_heads=3 must divide"),
+        ("llama", {"num_hidden_layers": "3"}, "model.n_layers='3' must be"),
+        ("mistral", {"layer_types": ["full_attention"]}, "layer_types=.* window in every layer"),
+        ("qwen2", {**WINDOW, "max_window_layers": 2}, "max_window_layers=2 with sliding_window=5"),
+        (
+            "qwen3",
+            {**WINDOW, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            "layer_types=.* is not supported: here all layers have a window",
+        ),
+        ("qwen3", {"attention_bias": True}, "attention_bias=true is not supported: .* neither"),
+        ("olmo2", {"attention_bias": True}, "attention_bias=true is not supported"),
+        ("gpt_neox", {"attention_bias": False}, "attention_bias=false is not supported"),
+        ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 0.3}}, "rotary_fraction=0.3"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_represented_is_refused_by_key(family, values, said, tmp_path):
+    (tmp_path / "hf").mkdir()
+    content = {**SIZES, "hidden_size": 24, "model_type": family, **values}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(content))
+    (tmp_path / "hf" / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match=said) as caught:
+        read_hf(tmp_path / "hf", tokenizer=BPE)
+    assert str(tmp_path / "hf" / "config.json") in str(caught.value)
+
+
+def test_large_weights_are_written_in_parts_with_an_index(tmp_path, monkeypatch):
+    theirs = their_model(tmp_path / "hf", "qwen3", FORMS[7][1], max_shard_size="40KB")
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 1
+    monkeypatch.setattr(folder_module, "SHARD_BYTES", 40_000)
+    export_hf(read_hf(tmp_path / "hf"), tmp_path / "again")
+    files = sorted((tmp_path / "again").glob("*.safetensors"))
+    assert len(files) > 1
+    index = json.loads((tmp_path / "again" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {file.name for file in files}
+    for file in files:
+        with safe_open(file, "pt") as held:
+            n_bytes = sum(held.get_tensor(name).nbytes for name in held.keys())  # noqa: SIM118
+            assert n_bytes <= 40_000 or len(list(held.keys())) == 1
+    again = open_there(tmp_path / "again").state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in theirs.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("family", "options"), [FORMS[0], FORMS[4], FORMS[9], ("gpt2", {})], ids=str
+)
+def test_a_region_reads_its_own_rows_and_no_more(family, options, tmp_path, monkeypatch):
+    """Each region is what the whole has there, and touches only these elements of the files."""
+    if family == "gpt2":
+        torch.manual_seed(3)
+        config = transformers.GPT2Config(
+            vocab_size=SIZES["vocab_size"], n_positions=24, n_embd=24, n_layer=2, n_head=4
+        )
+        transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "hf")
+    else:
+        their_model(tmp_path / "hf", family, options)
+    stored = read_hf(tmp_path / "hf", tokenizer=BPE)
+    n_read = 0
+    original = torch.Tensor.__getitem__
+
+    def counted(tensor, region):
+        nonlocal n_read
+        found = original(tensor, region)
+        n_read += found.numel()
+        return found
+
+    for tensor in stored.weights.values():
+        whole = materialize(tensor)
+        for part in range(3):
+            bounds = [(n * part // 3, n * (part + 1) // 3) for n in tensor.shape[:1]]
+            region = tuple(slice(*each) for each in bounds)
+            region += tuple(slice(1, n) for n in tensor.shape[1:])
+            expected = whole[region]
+            n_read = 0
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.Tensor, "__getitem__", counted)
+                found = read_region(tensor, region)
+            assert torch.equal(found, expected)
+            assert n_read == expected.numel()
