@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from pentameter.cli.prepare import run
-from pentameter.config.schema import DataConfig
+from pentameter.config.data_schema import DataConfig
 from pentameter.data.open_dataset import open_dataset
 from pentameter.errors import ConfigError, CorruptError
 

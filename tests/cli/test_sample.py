@@ -14,7 +14,8 @@ from pentameter.checkpoint.state_dicts import model_state
 from pentameter.checkpoint.store import CheckpointStore
 from pentameter.cli.main import main
 from pentameter.cli.sample import run
-from pentameter.config.schema import Config, DataConfig, ModelConfig, TrainConfig
+from pentameter.config.data_schema import DataConfig
+from pentameter.config.schema import Config, ModelConfig, TrainConfig
 from pentameter.config.write import to_toml
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import ConfigError

@@ -2,8 +2,8 @@
 
 import pytest
 
+from pentameter.config.data_schema import USUAL_ENCODINGS, encoding_problem
 from pentameter.config.load import load_config
-from pentameter.config.schema import USUAL_ENCODINGS, encoding_problem
 from pentameter.errors import ConfigError
 
 

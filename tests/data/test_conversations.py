@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from pentameter.config.schema import DataConfig
+from pentameter.config.data_schema import DataConfig
 from pentameter.data.batches.step import IGNORED, TrainingBatches
 from pentameter.data.open_dataset import open_dataset
 from pentameter.data.shards.dataset import Answers, beginning, joined, open_shards

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pentameter.config.schema import DataConfig
+from pentameter.config.data_schema import DataConfig
 from pentameter.data.corpora import registry as corpora
 from pentameter.data.corpora.registry import corpus_text
 from pentameter.data.open_dataset import open_dataset

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pentameter.config.schema import DataConfig, GrammarConfig
+from pentameter.config.data_schema import DataConfig, GrammarConfig
 from pentameter.data import open_dataset as open_dataset_module
 from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.open_dataset import open_dataset
@@ -111,7 +111,7 @@ def test_damage_in_the_cache_is_found_and_says_what_to_delete(text_file, cache):
 
 PREPARE_WHEN_TOLD = """
 import sys
-from pentameter.config.schema import DataConfig
+from pentameter.config.data_schema import DataConfig
 from pentameter.data.open_dataset import open_dataset
 print("ready", flush=True)
 sys.stdin.readline()
@@ -144,7 +144,7 @@ def test_what_a_killed_process_left_is_removed(text_file, cache):
     data = DataConfig(path=str(text_file))
     script = (
         "import os, sys\n"
-        "from pentameter.config.schema import DataConfig\n"
+        "from pentameter.config.data_schema import DataConfig\n"
         "from pentameter.data.open_dataset import open_dataset\n"
         "def kill(stage, done, total):\n"
         "    if stage == 'encoding': os.kill(os.getpid(), 9)\n"

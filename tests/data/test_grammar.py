@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from pentameter.config.schema import GrammarConfig
+from pentameter.config.data_schema import GrammarConfig
 from pentameter.data.corpora import grammar
 from pentameter.data.corpora.grammar import grammar_entropy_rate, grammar_source, grammar_text
 from pentameter.errors import ConfigError

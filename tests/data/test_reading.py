@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.config.schema import encoding_problem
+from pentameter.config.data_schema import encoding_problem
 from pentameter.data.corpora.files import UTF8, FileContents, read_documents
 from pentameter.data.corpora.text import text_from_paths
 from pentameter.errors import ConfigError, CorruptError

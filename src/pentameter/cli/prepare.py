@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
-    from pentameter.config.schema import DataConfig
+    from pentameter.config.data_schema import DataConfig
     from pentameter.data.corpora.conversations import Conversations
     from pentameter.data.corpora.text import Text
     from pentameter.data.prepare.splits import Splitting
@@ -112,7 +112,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _import(options: Options, sources: Sequence[Path]) -> None:
-    from pentameter.config.schema import FILE_DEFAULTS
+    from pentameter.config.data_schema import FILE_DEFAULTS
     from pentameter.data.prepare.from_tokens import import_tokens, open_token_file, with_neighbours
     from pentameter.data.tokenizers.setting import chosen_tokenizer
 

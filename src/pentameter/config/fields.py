@@ -10,7 +10,8 @@ from functools import cache
 from operator import attrgetter
 from typing import Any
 
-from pentameter.config.schema import ABSENT, Config, Section
+from pentameter.config.schema import Config
+from pentameter.config.section import ABSENT, Section
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from pydantic import ValidationError
 from pentameter.config.fields import leaves, parse_value, takes_whole_number, value_in, whole_number
 from pentameter.config.messages import problems, shown
 from pentameter.config.overrides import parse_overrides
-from pentameter.config.schema import ABSENT, Config
+from pentameter.config.schema import Config
+from pentameter.config.section import ABSENT
 from pentameter.errors import ConfigError, nearest, printable
 
 EXCLUSIVE = (

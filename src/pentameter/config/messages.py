@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pentameter.config.fields import leaves, sections, tables_of, value_in
-from pentameter.config.schema import ABSENT
+from pentameter.config.section import ABSENT
 from pentameter.errors import nearest, printable
 
 FAMILIAR = {

@@ -7,7 +7,8 @@ import textwrap
 from typing import Any
 
 from pentameter.config.fields import Leaf, leaves, sections, tables_of, values_of
-from pentameter.config.schema import ABSENT, Config, Section
+from pentameter.config.schema import Config
+from pentameter.config.section import ABSENT, Section
 
 LINE_LENGTH = 98
 

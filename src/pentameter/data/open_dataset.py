@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pentameter.config.schema import FILE_DEFAULTS, DataConfig
+from pentameter.config.data_schema import FILE_DEFAULTS, DataConfig
 from pentameter.data.corpora.conversations import Conversations, conversations_at
 from pentameter.data.corpora.registry import corpus_text
 from pentameter.data.corpora.text import Text

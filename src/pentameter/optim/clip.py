@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pentameter.config.schema import NonNegative, Positive, PositiveFloat
+from pentameter.config.section import NonNegative, Positive, PositiveFloat
 
 
 def gradient_norm(parameters: Iterable[Parameter]) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from pentameter.config.schema import Factor, Positive, PositiveFloat, Section, Switch
+from pentameter.config.section import Factor, Positive, PositiveFloat, Section, Switch
 from pentameter.errors import ConfigError, listed, nearest, printable
 
 CONTEXT_BYTES = 1.5e9

@@ -9,7 +9,8 @@ from typing import Any
 
 from pentameter.config.fields import leaves, values_of
 from pentameter.config.load import load_config, preset_names
-from pentameter.config.schema import ABSENT, Config
+from pentameter.config.schema import Config
+from pentameter.config.section import ABSENT
 from pentameter.errors import ConfigError
 from pentameter.planning.plan import make_plan
 

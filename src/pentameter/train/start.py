@@ -15,7 +15,7 @@ import torch
 
 from pentameter.checkpoint.hugging_face.tokenizer_files import gpt2_beside
 from pentameter.checkpoint.state_dicts import load_model_state, load_optimizer_state
-from pentameter.config.schema import DataConfig
+from pentameter.config.data_schema import DataConfig
 from pentameter.data.batches.step import TrainingBatches, training_batches
 from pentameter.data.corpora.registry import corpus_text
 from pentameter.data.open_dataset import open_dataset

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from pentameter.checkpoint.opening import STATE_NAME, Checkpoint
-from pentameter.config.schema import NonNegative, NonNegativeFloat
+from pentameter.config.section import NonNegative, NonNegativeFloat
 from pentameter.errors import CorruptError
 from pentameter.optim.clip import LossScale
 from pentameter.parallel.engine import LossSum

@@ -41,15 +41,10 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
     context = math.lcm(*(case.layout.context for case in cases))
     n_heads = math.lcm(*(_shared_heads(case.layout) for case in cases), 2)
     width = 4 * math.lcm(n_heads, tensor)
-    n_kv_heads = config.model.n_kv_heads
-    if n_kv_heads is not None and n_kv_heads < config.model.n_heads:
-        # One for each two heads; a single one where no case needs more.
-        divides = any(c.layout.tensor_mode != "1d" or c.layout.exchanges_heads for c in cases)
-        n_kv_heads = 1 if n_kv_heads == 1 and not divides else n_heads
+    n_kv_heads = _kv_heads(config, cases, n_heads)
+    if n_kv_heads is not None and config.model.n_kv_heads != config.model.n_heads:
         n_heads *= 2
         width *= 1 if config.model.rotary_fraction == 1.0 else 2  # some channels turn, in pairs
-    elif n_kv_heads is not None:
-        n_kv_heads = n_heads
     n_stages = max(4, *(case.layout.n_stages for case in cases))
     vocab_size = 7 * tensor - 1  # each process has rows, one of them fewer
     model, optimizer = config.model, config.optimizer
@@ -98,6 +93,14 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
         update={"parallel": ParallelConfig(partition=config.parallel.partition)}
     )
     return load_config(alone, changes)
+
+
+def _kv_heads(config: Config, cases: Sequence[Case], n_heads: int) -> int | None:
+    """Heads of keys and values, where the configuration says how many: as many as can be divided,
+    or a single one where it has one and no case divides it."""
+    asked = config.model.n_kv_heads
+    divides = any(c.layout.tensor_mode != "1d" or c.layout.exchanges_heads for c in cases)
+    return asked if asked is None or (asked == 1 and not divides) else n_heads
 
 
 def _shared_heads(layout: Layout) -> int:

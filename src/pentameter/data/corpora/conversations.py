@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pentameter.config.schema import DataConfig
+from pentameter.config.data_schema import DataConfig
 from pentameter.data.corpora.files import (
     FileContents,
     about_bytes,

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from pentameter.config.schema import FILE_DEFAULTS
+from pentameter.config.data_schema import FILE_DEFAULTS
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 # Small on purpose: decoding pieces of a MiB left holes in glibc's heap that it did not fill again

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pentameter import keyed
-from pentameter.config.schema import GrammarConfig
+from pentameter.config.data_schema import GrammarConfig
 from pentameter.errors import ConfigError
 
 URN_BITS = 12

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from pentameter.config.schema import DataConfig
+from pentameter.config.data_schema import DataConfig
 from pentameter.data.corpora.files import FileContents
 from pentameter.data.corpora.grammar import grammar_source, grammar_text
 from pentameter.data.corpora.text import (

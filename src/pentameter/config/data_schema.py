@@ -1,0 +1,223 @@
+"""The schema's section `[data]`: where the text comes from, and how its files hold it."""
+
+from __future__ import annotations
+
+import codecs
+from encodings.aliases import aliases
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from pentameter.config.section import (
+    ABSENT,
+    ByteCount,
+    Positive,
+    PositiveFloat,
+    Rate,
+    Section,
+    Seed,
+    Switch,
+)
+from pentameter.errors import nearest
+
+
+class GrammarConfig(Section):
+    """The `grammar` corpus: text from a hidden Markov source of exactly known entropy rate."""
+
+    n_states: Annotated[int, Field(strict=True, ge=1, le=4096)] = 8
+    """Hidden states (the source's order)."""
+    alphabet: Annotated[str, Field(min_length=2, max_length=4096)] = "abcdefghijklmnop"
+    """Characters the source writes; all distinct."""
+    n_characters: Positive = 1_000_000
+    """Length of the generated text."""
+    seed: Seed = 0
+    """Draws the source and the text."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        twice = sorted({c for c in self.alphabet if self.alphabet.count(c) > 1})
+        if twice:
+            raise ValueError(
+                f"data.grammar.alphabet repeats {', '.join(map(repr, twice[:5]))}; "
+                "each character may stand once"
+            )
+        return self
+
+
+RESERVED_SPLITS = ("train", "val", "test")
+
+
+class SourceConfig(Section):
+    """One of several data sets that a run reads, `[[data.sources]]`."""
+
+    corpus: str | None = None
+    """A corpus by name."""
+    path: str | None = None
+    """Instead of `corpus`: a file, a folder, or prepared shards."""
+    weight: PositiveFloat = 1.0
+    """Rows of the batches that are its, in proportion to the other sources' weights."""
+
+
+class EvaluationConfig(Section):
+    """Text beside validation that a run is evaluated on, `[[data.evaluations]]`."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+    """The `split` of its metrics."""
+    path: str
+    """A file, a folder, or prepared shards; all of it is evaluated."""
+
+
+FILE_DEFAULTS = {"text_field": "text", "encoding": "utf-8"}
+"""Keys of `[data]` that say how its files hold text, with what they are when absent."""
+
+
+class DataConfig(Section):
+    """Where the text comes from, how it is cut into tokens, and in which order it is read."""
+
+    corpus: str | None = None
+    """A corpus by name: stdlib, grammar, shakespeare, wikitext-2."""
+    path: str | None = None
+    """Instead of `corpus`: a text or JSONL file (documents or conversations), a folder of them, or
+    prepared shards. To choose another text than that of the preset or file below, by this or by
+    `corpus`, resets `max_bytes`, `validation_path`, `test_path`, `text_field`, `encoding`,
+    `chat_template`, `grammar` and `train.sample_prompt`, and names the run after it."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Instead of `corpus` and `path`: a blend of several data sets. Each row of a batch is of one
+    of them, drawn by their weights; each is read in `order` and cut into splits as one alone."""
+    evaluations: tuple[EvaluationConfig, ...] = ()
+    """Texts by name that each evaluation also passes over, besides the validation split."""
+    validation_path: str | None = None
+    """Held-out text of its own; `path` is then trained on whole."""
+    test_path: str | None = None
+    """Text of its own for `eval --split test`."""
+    text_field: Annotated[str, Field(min_length=1)] = FILE_DEFAULTS["text_field"]
+    """The field of a JSONL record that holds its text."""
+    encoding: Annotated[str, Field(min_length=1)] = FILE_DEFAULTS["encoding"]
+    """How the files at `path` (and `validation_path`, `test_path`) encode text: `utf-8`, `utf-16`,
+    `gb18030`, `latin-1`, or any other text encoding that Python knows."""
+    tokenizer: Annotated[str, Field(min_length=1)] = "char"
+    """`char`, `word` (basic English words), `gpt2`, `bpe:VOCAB_SIZE` (trained on the text), or a
+    tokenizer file."""
+    chat_template: Annotated[str, Field(min_length=1)] | None = None
+    """What makes the messages of conversations text: a Jinja file, a folder with the
+    tokenizer_config.json of a Hugging Face model, or `chatml`; the tokenizer's own when absent."""
+    order: Literal["random", "shuffled", "sequential", "columns", "documents"] = "random"
+    """`random`: windows at random offsets; `shuffled`: every window once an epoch, permuted;
+    `sequential`: windows in the order of the text; `columns`: the text cut into batch_size
+    columns, read side by side; `documents`: a document a row, permuted anew each epoch."""
+    packing: Switch = False
+    """With `documents`: rows filled with one document after another instead of one each, cut at
+    context_length and padded; nothing is dropped then."""
+    split_by: Literal["position", "document"] = "position"
+    """`position`: the last part of the text is held out; `document`: each document goes to the
+    split that the hash of its text decides."""
+    validation_fraction: Rate = 0.1
+    """The part of the text that is held out."""
+    test_fraction: Rate = 0.0
+    """The part for `eval --split test`; by position, the tail."""
+    max_bytes: ByteCount | None = None
+    """Read at most this many bytes of the text, as UTF-8 has them."""
+    grammar: GrammarConfig = GrammarConfig()
+    """Settings of `corpus = "grammar"`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.corpus is not None and self.path is not None:
+            raise ValueError(
+                f"data.corpus={self.corpus!r} and data.path={self.path!r} exclude each other; "
+                "keep one"
+            )
+        self._check_sources()
+        if self.corpus is None and self.path is None and not self.sources:
+            raise ValueError(
+                "set data.corpus (stdlib, grammar, shakespeare, wikitext-2) or data.path (a file "
+                "or a folder)"
+            )
+        for key in ("validation_path", "test_path"):
+            if getattr(self, key) is not None and self.path is None:
+                raise ValueError(
+                    f"data.{key}={getattr(self, key)!r} stands beside data.path, which is not set"
+                )
+        if problem := encoding_problem(self.encoding):
+            raise ValueError(f"data.encoding={self.encoding!r} {problem}")
+        for key, usual in FILE_DEFAULTS.items():
+            if self.corpus is not None and getattr(self, key) != usual:
+                raise ValueError(
+                    f"data.{key}={getattr(self, key)!r} is of the files at data.path, and "
+                    f"data.corpus={self.corpus!r} has its own; leave one of them out"
+                )
+        if self.packing and self.order != "documents":
+            raise ValueError(
+                f"data.packing=true fills rows with documents, but data.order={self.order!r}; set "
+                "data.order='documents', or leave packing out"
+            )
+        if self.validation_fraction + self.test_fraction >= 1:
+            raise ValueError(
+                f"data.validation_fraction={self.validation_fraction} and data.test_fraction="
+                f"{self.test_fraction} leave nothing to train on; their sum must stay below 1"
+            )
+        return self
+
+    def _check_sources(self) -> None:
+        """Raise ValueError where sources or evaluations are not what they must be."""
+        names = [each.name for each in self.evaluations]
+        for name in names:
+            if name in RESERVED_SPLITS or names.count(name) > 1:
+                raise ValueError(
+                    f"data.evaluations has the name {name!r}, which another split has; choose one "
+                    f"of its own (not {', '.join(RESERVED_SPLITS)})"
+                )
+        if not self.sources:
+            return
+        if self.corpus is not None or self.path is not None:
+            key, value = ("corpus", self.corpus) if self.path is None else ("path", self.path)
+            raise ValueError(
+                f"data.sources and data.{key}={value!r} exclude each other; make that one a source"
+            )
+        for number, source in enumerate(self.sources):
+            if (source.corpus is None) == (source.path is None):
+                raise ValueError(
+                    f"data.sources[{number}] needs one of corpus (now {source.corpus or ABSENT}) "
+                    f"and path (now {source.path or ABSENT})"
+                )
+        if self.max_bytes is not None:
+            raise ValueError(
+                f"data.max_bytes={self.max_bytes} cuts one text, and data.sources are several; "
+                "prepare the one that is too long with `prepare --max-bytes`"
+            )
+        if self.order == "columns":
+            raise ValueError(
+                "data.order='columns' cuts one text into a column for each row, and data.sources "
+                "are several; choose another order"
+            )
+
+
+USUAL_ENCODINGS = "utf-8, utf-16, gb18030, big5, shift_jis, euc-kr, cp1252, latin-1"
+NOT_OF_FILES = frozenset(("idna", "punycode", "unicode-escape", "raw-unicode-escape"))
+"""Encodings of names and of source code: text files have none of them."""
+
+
+def encoding_problem(name: str) -> str | None:
+    """The reason why `name` is no encoding of text files, with a near one; None where it is one.
+
+    Python's other codecs (`base64`, `zlib`, `rot13`) turn bytes into bytes or text into text.
+    """
+    if _is_text_encoding(name):
+        return None
+    try:
+        codecs.lookup(name)
+        reason = "is no encoding of text files"
+    except (LookupError, ValueError):  # a name with a NUL is a ValueError
+        known = filter(_is_text_encoding, sorted({*aliases, *aliases.values()}))
+        near = nearest(name.lower().replace("-", "_")[:40], known)
+        hint = f"; did you mean {near.replace('_', '-')}?" if near else ""
+        reason = f"is not known{hint}"
+    return f"{reason} (usual ones: {USUAL_ENCODINGS})"
+
+
+def _is_text_encoding(name: str) -> bool:
+    try:
+        "a".encode(name)  # which knows of each codec whether it is for text
+        return codecs.lookup(name).name not in NOT_OF_FILES
+    except (LookupError, ValueError):
+        return False

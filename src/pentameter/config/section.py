@@ -1,0 +1,40 @@
+"""The building blocks of the schema: a section of keys, and the kinds of numbers they take."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+# Scalars are strict: `steps = true` or `steps = "8"` is a mistake, not 1 or 8.
+# 2**31 - 1 bounds every count: steps, rows and elements are indexed by 32-bit words in `keyed`.
+Positive = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
+NonNegative = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
+Width = Annotated[int, Field(strict=True, ge=1, le=2**20)]
+Depth = Annotated[int, Field(strict=True, ge=1, le=10_000)]
+ByteCount = Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)]
+Seed = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)]
+PositiveFloat = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
+Factor = Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)]
+Switch = Annotated[bool, Field(strict=True)]
+
+ABSENT = "none"
+"""The word for an absent value in TOML and on the command line, which have no null."""
+
+
+class Section(BaseModel):
+    """A frozen group of keys; an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_absent(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, str):
+            return value
+        value.encode()  # a lone surrogate could never be written to the run folder's config.toml
+        assert info.field_name is not None  # a field validator always has one
+        optional = type(None) in get_args(cls.model_fields[info.field_name].annotation)
+        return None if value == ABSENT and optional else value
