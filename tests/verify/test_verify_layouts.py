@@ -1,4 +1,4 @@
-"""Every layout is one process: two structures that share as little as presets can."""
+"""Every layout is one process: structures that share as little as presets can."""
 
 import pytest
 
@@ -28,6 +28,9 @@ DIVIDED = (
         # Norms first, learned positions, tied head, padded vocabulary.
         ("gpt2-124m", DIVIDED),
         pytest.param("gpt2-124m", "all", marks=pytest.mark.slow),
+        # Rotary positions, shared and normed heads, gates.
+        ("qwen3-0.6b", "tensor=2,sequence=1;data=2,zero=3,tensor=2;context=2;pipeline=2"),
+        pytest.param("qwen3-0.6b", "all", marks=pytest.mark.slow),
         ("wikitext2-small", COMPOSED),  # norms last, sinusoidal positions, an untied head's bias
     ],
 )
