@@ -1,6 +1,7 @@
 """A chat model of Hugging Face: imported, tuned by adapters on conversations, and back again."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,15 +27,19 @@ CHATS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def theirs(tmp_path_factory):
+@pytest.fixture(scope="module", params=["gpt2", "qwen3"])
+def theirs(request, tmp_path_factory):
     """A folder with a small random model and its tokenizer, as `transformers` saves them."""
     transformers = pytest.importorskip("transformers")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     folder = tmp_path_factory.mktemp("hf")
     library = Tokenizer(models.BPE({token: n for n, token in enumerate(BYTE_CHARACTERS)}, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if request.param == "qwen3":  # which cuts text before it: no tokenizer of GPT-2's kind
+        words = pre_tokenizers.Split(Regex(r"\\p{L}+|\\s|[^\\p{L}\\s]"), "isolated")
+        bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        library.pre_tokenizer = pre_tokenizers.Sequence([words, bytes_of])
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens(list(SPECIAL))
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -46,7 +51,15 @@ def theirs(tmp_path_factory):
         bos_token_id=256, eos_token_id=258,
     )  # fmt: skip
     transformers.set_seed(3)
-    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    model: Any = transformers.GPT2LMHeadModel(config)
+    if request.param == "qwen3":
+        qwen3 = transformers.Qwen3Config(
+            vocab_size=259, max_position_embeddings=160, hidden_size=32, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=10, intermediate_size=48,
+            tie_word_embeddings=True, bos_token_id=256, eos_token_id=258,
+        )  # fmt: skip
+        model = transformers.Qwen3ForCausalLM(qwen3)
+    model.save_pretrained(folder)
     return folder
 
 
@@ -87,7 +100,7 @@ def test_import_tune_export(theirs, tmp_path, monkeypatch, capsys):
     question = CHATS[0][:1]
     ids = template.apply_chat_template(question, add_generation_prompt=True)["input_ids"]
     assert back.apply_chat_template(question, add_generation_prompt=True)["input_ids"] == ids
-    model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     greedy = model.generate(
         torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
     )
@@ -116,5 +129,6 @@ def test_import_tune_export(theirs, tmp_path, monkeypatch, capsys):
     assert sample["token_ids"] == ended
     assert sample["text"] == back.decode(ended, skip_special_tokens=True)
     adapters = load_file(tmp_path / "peft" / "adapter_model.safetensors")
-    assert len(adapters) == 2 * 4 * 2
+    n_modules = {"gpt2": 4, "qwen3": 7}[model.config.model_type]
+    assert len(adapters) == 2 * n_modules * 2
     assert any(each.any() for name, each in adapters.items() if "lora_B" in name)

@@ -94,11 +94,16 @@ def _files_as_they_are(tokenizer: LibraryTokenizer, settings: dict[str, Any]) ->
     special: dict[str, str] = {}
     if tokenizer.end_of_text is not None:
         special["eos_token"] = tokenizer.token(tokenizer.end_of_text) or ""
+    of_chat: dict[str, bytes] = {}
+    if tokenizer.chat is not None:
+        of_chat[TEMPLATE_FILE] = tokenizer.chat.source.encode()
+        special |= tokenizer.chat.tokens
     settings = {**settings, "tokenizer_class": "PreTrainedTokenizerFast", **special}
     return {
         WHOLE: _json(tokenizer.content),
         SETTINGS: _json(settings),
         SPECIAL: _json(special),
+        **of_chat,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -49,6 +50,12 @@ class LibraryTokenizer(Tokenizer):
             raise ConfigError(
                 f"its end of text {end_of_text} is outside the vocabulary 0 … {self.vocab_size - 1}"
             )
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Text → id of the tokens that the file calls special."""
+        added = self.content.get("added_tokens") or []
+        return {token["content"]: token["id"] for token in added if token.get("special")}
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> Self:
