@@ -219,7 +219,7 @@ def test_pace_is_compared_once_after_it_settled(monkeypatch):
     plan = make_plan(load_config("gpt2-124m", {"train.micro_batch_size": 16}))
     run = SimpleNamespace(
         plan=plan,
-        world=SimpleNamespace(size=1, local_size=1),
+        world=SimpleNamespace(size=1, local_size=1, is_main=True),
         compute=SimpleNamespace(device=torch.device("cuda"), precision="bf16"),
         console=SimpleNamespace(say=said.append),
     )

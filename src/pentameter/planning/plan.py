@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from pentameter.config.choices import DECAY_KEYS, MOMENTUM, look_up, refuse_unknown
-from pentameter.config.schema import Config, OptimizerConfig, ScheduleConfig
+from pentameter.config.schema import Config, ModelConfig, OptimizerConfig, ScheduleConfig
 from pentameter.errors import ConfigError, nearest_divisors
 from pentameter.planning.adapters import check_adapters
 from pentameter.planning.architecture import (
@@ -217,9 +217,7 @@ def make_plan(
     else:
         check_places(layout, model, local_size)
         check_own_layout(layout, config, outline)
-    without_adapters = parameter_table(model) if is_gpt else outline.table
-    n_padded = sum(spec.n_elements for spec in without_adapters)
-    n_padding = padding_elements(model) if is_gpt else 0
+    n_parameters, n_padded = _parameter_counts(model, outline)
     assert train.batch_size is not None
     assert train.steps is not None
     tokens_per_step = train.batch_size * model.context_length
@@ -243,7 +241,7 @@ def make_plan(
         built_by=outline.built_by,
         gives_logits=outline.gives_logits,
         vocab_size_padded=padded_vocab_size(model),
-        n_parameters=n_padded - n_padding,
+        n_parameters=n_parameters,
         n_parameters_padded=n_padded,
         rows_per_epoch=rows_per_epoch,
         batch_size=train.batch_size,
@@ -256,6 +254,15 @@ def make_plan(
         planned_memory=planned_memory,
         asked_micro_batch_size=asked,
     )
+
+
+def _parameter_counts(model: ModelConfig, outline: ModelOutline) -> tuple[int, int]:
+    """Parameters of a model, adapters' left out: without rows that pad the vocabulary, and with."""
+    if outline.built_by is not None:
+        n = sum(spec.n_elements for spec in outline.table)
+        return n, n
+    n_padded = sum(spec.n_elements for spec in parameter_table(model))
+    return n_padded - padding_elements(model), n_padded
 
 
 def global_batch_size(config: Config) -> int:

@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from pentameter.config.choices import refuse_unknown
@@ -186,6 +187,11 @@ class _RankTraffic:
         """Whether backward computes blocks again."""
         return self.config.train.activation_checkpoint is not None
 
+    @cached_property
+    def repeated(self) -> set[str]:
+        """Operations whose results backward computes again."""
+        return _recomputed_results(self.operations) if self.recomputes else set()
+
     def local_shape(self, spec: ParameterSpec) -> Shape:
         """The shape of this process's part of a parameter, before ZeRO shards it."""
         return self.layout.parameter_shape(spec.shape, spec.axes, self.parameter_places)
@@ -226,11 +232,10 @@ class _RankTraffic:
         """
         axes = self.layout.divided_axes
         matrices = [(op, op.contracts) for op in self.operations if op.contracts]
-        repeated = _recomputed_results(self.operations) if self.recomputes else set()
         for dimension in self.layout.dividing_dimensions:
             for op, contracted in matrices:
                 if dimension in axes.get(contracted, ()):
-                    n_sums = 2 if op.name in repeated else 1
+                    n_sums = 2 if op.name in self.repeated else 1
                     self.count_sum(dimension, op.result, n_sums=n_sums, n_gathers=1)
             reading = {
                 read: op.layer
@@ -250,10 +255,9 @@ class _RankTraffic:
             of_heads = op.kind == "norm" and op.result.axes[1] in ("heads", "kv_heads")
             if not of_heads or op.parameters[0].axes == ("head",):  # the latter of one head
                 continue
-            repeated = op.name in (_recomputed_results(self.operations) if self.recomputes else ())
             T = self.layout.local_shape(op.result.shape, op.result.axes)[0]
             n_bytes = self.sizes.micro_batch_size * T * max(4, self.element_bytes)
-            n_calls = (2 if repeated else 1) + 1
+            n_calls = (2 if op.name in self.repeated else 1) + 1
             self.counter.add(dimension, "all_reduce", n_bytes, self.n_micro_batches * n_calls)
 
     def count_grid(self) -> None:
@@ -290,7 +294,6 @@ class _RankTraffic:
         n, M = self.layout.context, self.n_micro_batches
         if n == 1:
             return
-        repeated = _recomputed_results(self.operations) if self.recomputes else set()
         for op in self.operations:
             if op.kind != "attention":
                 continue
@@ -298,7 +301,7 @@ class _RankTraffic:
                 self.sizes.micro_batch_size * n
                 for n in attention_elements(op, self.layout, self.places)
             )
-            n_forward = 2 if op.name in repeated else 1
+            n_forward = 2 if op.name in self.repeated else 1
             match self.layout.context_mode:
                 case "ring":
                     if self.config.train.activation_checkpoint == "selective":

@@ -91,7 +91,9 @@ class PlannedPace:
         self._inputs: list[float] = []
 
     def on_start(self, run: TrainingRun) -> None:
-        """Plan a step on the devices that are here."""
+        """Plan a step on the devices that are here, in the process that speaks."""
+        if not run.world.is_main:
+            return
         cluster, is_known = this_cluster(run.world.size, run.world.local_size)
         is_known = is_known and run.plan.built_by is None  # else operations are not known
         if is_known and run.compute.device.type == ("cpu" if cluster.device.shared else "cuda"):

@@ -345,10 +345,9 @@ def _epochs(plan: Plan) -> str:
 
 def _sources(run: TrainingRun) -> list[str]:
     """The share of each source of a blend, and how often the run passes over it, a line each."""
-    blend = getattr(run.batches, "blend", None)  # batches of one's own are no blend
-    if blend is None:
+    if not isinstance(run.batches, TrainingBatches) or run.batches.blend is None:
         return []
-    passes = blend.passes(run.plan.steps * run.plan.batch_size)
+    passes = run.batches.blend.passes(run.plan.steps * run.plan.batch_size)
     sources = run.config.data.sources
     total = sum(source.weight for source in sources)
     return [

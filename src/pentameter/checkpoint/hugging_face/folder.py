@@ -25,7 +25,6 @@ from pentameter.checkpoint.hugging_face.mapping import (
     to_their_config,
 )
 from pentameter.checkpoint.hugging_face.tokenizer_files import (
-    read_json,
     read_tokenizer,
     tokenizer_files,
 )
@@ -40,6 +39,7 @@ from pentameter.data.corpora.registry import UNKNOWN_CORPUS
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.setting import is_gpt2
 from pentameter.disk.atomic import refuse_existing, write_hashed
+from pentameter.disk.foreign import read_json
 from pentameter.disk.lock import building
 from pentameter.errors import ConfigError, CorruptError
 

@@ -19,12 +19,11 @@ from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.chat import TEMPLATE_FILE, read_chat_template
 from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.data.tokenizers.setting import GPT2, is_gpt2, load_tokenizer
-from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError, printable
+from pentameter.disk.foreign import read_json, read_text
+from pentameter.errors import ConfigError, CorruptError, PentameterError, printable
 
 VOCABULARY, MERGES, WHOLE = "vocab.json", "merges.txt", "tokenizer.json"
 SETTINGS, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
-
-_LIMIT_BYTES = 1 << 28  # of a foreign file that is read whole
 
 _ANY_CHARACTER = r"[\s\S]"
 
@@ -281,34 +280,3 @@ def gpt2_beside(setting: str, *models: Path | None) -> Tokenizer | None:
                 if found is not None and is_gpt2(found):
                     return found
     return None
-
-
-def read_text(path: Path) -> str:
-    """The UTF-8 text of a file; links are followed, as Hugging Face's cache consists of them.
-
-    Raises ConfigError when it is absent, CorruptError when it is no text or too large.
-    """
-    try:
-        with path.open("rb") as file:
-            data = file.read(_LIMIT_BYTES + 1)
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path} does not exist") from error
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from error
-    if len(data) > _LIMIT_BYTES:
-        raise CorruptError(f"{path} is larger than {_LIMIT_BYTES:,} bytes")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise CorruptError(f"{path} is damaged: not UTF-8 at byte {error.start}") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; errors as `read_text`, CorruptError for anything else."""
-    try:
-        content = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{path} is damaged: it is not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise CorruptError(f"{path} is malformed: it is not a JSON object")
-    return content

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, Self
 
-from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.disk.foreign import read_json, read_text
+from pentameter.errors import ConfigError, CorruptError
 
 TEMPLATE_FILE, SETTINGS_FILE = "chat_template.jinja", "tokenizer_config.json"
 LIMIT_BYTES = 1 << 24
@@ -267,16 +268,19 @@ def read_chat_template(path: Path) -> ChatTemplate | None:
     """
     if not path.is_dir():
         if path.name != SETTINGS_FILE:
-            return ChatTemplate(_read(path), _tokens(path.with_name(SETTINGS_FILE)))
-        if (source := _source(_settings(path), path)) is None:
+            return ChatTemplate(
+                read_text(path, LIMIT_BYTES), _tokens(path.with_name(SETTINGS_FILE))
+            )
+        if (source := _source(read_json(path, LIMIT_BYTES), path)) is None:
             raise ConfigError(f"{path} has no chat_template; name a Jinja file")
         return ChatTemplate(source, _tokens(path))
     if (path / TEMPLATE_FILE).is_file():
         return read_chat_template(path / TEMPLATE_FILE)
     settings = path / SETTINGS_FILE
-    if not settings.is_file() or (source := _source(_settings(settings), settings)) is None:
+    if not settings.is_file():
         return None
-    return ChatTemplate(source, _tokens(settings))
+    source = _source(read_json(settings, LIMIT_BYTES), settings)
+    return None if source is None else ChatTemplate(source, _tokens(settings))
 
 
 def chosen_chat_template(setting: str) -> ChatTemplate:
@@ -311,31 +315,10 @@ def _source(settings: Mapping[str, Any], path: Path) -> str | None:
 
 def _tokens(path: Path) -> Mapping[str, str]:
     """The special tokens that tokenizer_config.json names; none where there is no such file."""
-    settings = _settings(path) if path.is_file() else {}
+    settings = read_json(path, LIMIT_BYTES) if path.is_file() else {}
     tokens = {}
     for key, value in settings.items():
         text = value.get("content") if isinstance(value, dict) else value
         if key.endswith("_token") and isinstance(text, str):
             tokens[key] = text
     return MappingProxyType(tokens)
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{path} is damaged: it is not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise CorruptError(f"{path} is malformed: it is not a JSON object")
-    return content
-
-
-def _read(path: Path) -> str:
-    try:
-        if path.stat().st_size > LIMIT_BYTES:
-            raise CorruptError(f"{path} is larger than {LIMIT_BYTES:,} bytes")
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise CorruptError(f"{path} is damaged: not UTF-8 at byte {error.start}") from error
