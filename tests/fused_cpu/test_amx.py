@@ -6,6 +6,7 @@ import torch
 from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu import amx, kernels
 from pentameter.fused_cpu.functions import AmxAttention, CausalAttention
+from pentameter.fused_cpu.heads import HeadShape
 from pentameter.fused_cpu.step import fused_loss_sum
 from pentameter.machine.capabilities import machine_capabilities
 from pentameter.model.dropout import dropout_keys
@@ -27,38 +28,62 @@ def relative(x, reference):
     return ((x.double() - reference.double()).norm() / reference.double().norm()).item()
 
 
-def attention(function, qkv, bias, g, keys, n_heads, stride, p):
-    qkv = qkv.clone().requires_grad_()
-    bias = None if bias is None else bias.clone().requires_grad_()
-    y = function.apply(qkv, bias, n_heads, keys, stride, p)
+def shaped(n_heads, head_size, stride, p, n_kv_heads=None):
+    return HeadShape(n_heads, n_kv_heads or n_heads, head_size, 1e-5, stride, p)
+
+
+def around(shape, T, generator, biased=False, normed=False, turning=0):
+    """Bias, norms' weights, cosines and sines for a projection, each or None."""
+    K = shape.head_size
+    width = (shape.n_heads + 2 * shape.n_kv_heads) * K
+    bias = torch.randn(width, generator=generator) if biased else None
+    norms = [1 + torch.randn(K, generator=generator) if normed else None for _ in range(2)]
+    angles = torch.randn(T, turning // 2, generator=generator)
+    turned = (angles.cos(), angles.sin()) if turning else (None, None)
+    return bias, *norms, *turned
+
+
+def attention(function, projected, others, g, keys, shape):
+    leaves = [x if x is None else x.clone().requires_grad_() for x in (projected, *others[:3])]
+    y = function.apply(*leaves, *others[3:], keys, shape)
     y.backward(g)
-    return y.detach(), qkv.grad, None if bias is None else bias.grad
+    return y.detach(), *(None if x is None else x.grad for x in leaves)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("B", "T", "n_heads", "head_size", "p", "biased"),
+    ("B", "T", "n_heads", "head_size", "p", "other"),
     [
-        (2, 256, 3, 64, 0.0, False),
-        (2, 256, 3, 64, 0.2, True),
-        (3, 40, 2, 32, 0.1, True),  # does not fill its last block
-        (1, 33, 5, 32, 0.0, False),
-        (2, 97, 2, 96, 0.3, False),
-        (1, 600, 1, 128, 0.1, True),
+        (3, 40, 4, 64, 0.1, {"biased": True, "normed": True, "turning": 32, "n_kv_heads": 2}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (2, 256, 3, 64, 0.0, {}),
+                (2, 256, 3, 64, 0.2, {"biased": True}),
+                (3, 40, 2, 32, 0.1, {"biased": True}),  # does not fill its last block
+                (1, 33, 5, 32, 0.0, {}),
+                (2, 97, 2, 96, 0.3, {}),
+                (1, 600, 1, 128, 0.1, {"biased": True}),
+                (2, 97, 3, 32, 0.2, {"turning": 10}),
+                (2, 64, 2, 64, 0.0, {"normed": True, "biased": True}),
+                (1, 70, 6, 32, 0.2, {"turning": 32, "n_kv_heads": 1}),
+                (2, 33, 8, 32, 0.0, {"normed": True, "turning": 32, "n_kv_heads": 4}),
+            )
+        ),
     ],
 )
-def test_attention_equals_the_products(B, T, n_heads, head_size, p, biased):
+def test_attention_equals_the_products(B, T, n_heads, head_size, p, other):
     generator = torch.Generator().manual_seed(T)
-    width = n_heads * head_size
-    qkv = torch.randn(B, T, 3 * width, generator=generator).bfloat16()
-    g = torch.randn(B, T, width, generator=generator).bfloat16()
-    bias = torch.randn(3 * width, generator=generator) if biased else None
+    other = dict(other)
+    shape = shaped(n_heads, head_size, max(T, 50), p, other.pop("n_kv_heads", None))
+    others = around(shape, T, generator, **other)
+    width = (n_heads + 2 * shape.n_kv_heads) * head_size
+    projected = torch.randn(B, T, width, generator=generator).bfloat16()
+    g = torch.randn(B, T, n_heads * head_size, generator=generator).bfloat16()
     keys = torch.randint(-(2**31), 2**31, (B, 2), generator=generator).int()
-    around = (keys, n_heads, max(T, 50), p)
-    exact_bias = None if bias is None else bias.double()
-    exact = attention(CausalAttention, qkv.double(), exact_bias, g.double(), *around)
-    plain = attention(CausalAttention, qkv, bias, g, *around)
-    native = attention(AmxAttention, qkv, bias, g, *around)
+    doubles = [x if x is None else x.double() for x in others]
+    exact = attention(CausalAttention, projected.double(), doubles, g.double(), keys, shape)
+    plain = attention(CausalAttention, projected, others, g, keys, shape)
+    native = attention(AmxAttention, projected, others, g, keys, shape)
     for x, other, reference in zip(native, plain, exact, strict=True):
         if reference is not None:
             # A wrong mask or a lost element would be an error of 0.01 to 1.
@@ -67,26 +92,34 @@ def test_attention_equals_the_products(B, T, n_heads, head_size, p, biased):
 
 def test_one_query_sees_itself_only():
     qkv = torch.randn(2, 1, 3 * 64).bfloat16()
-    y, _ = amx.attention_forward(qkv, None, 2, torch.zeros(2, 2, dtype=torch.int32), 8, 0.0)
+    others = around(shaped(2, 32, 8, 0.0), 1, None)
+    y = AmxAttention.apply(
+        qkv, *others, torch.zeros(2, 2, dtype=torch.int32), shaped(2, 32, 8, 0.0)
+    )
     assert torch.equal(y, qkv.view(2, 1, 2, 3, 32)[:, :, :, 2].reshape(2, 1, 64))
 
 
 def test_the_result_does_not_depend_on_threads():
-    qkv = torch.randn(5, 70, 3 * 64).bfloat16()
+    generator = torch.Generator().manual_seed(3)
+    shape = shaped(4, 32, 128, 0.2, n_kv_heads=2)
+    others = around(shape, 70, generator, biased=True, normed=True, turning=32)
+    projected = torch.randn(5, 70, 8 * 32, generator=generator).bfloat16()
+    g = torch.randn(5, 70, 4 * 32, generator=generator).bfloat16()
     keys = torch.arange(10, dtype=torch.int32).view(5, 2)
     before = torch.get_num_threads()
     answers = []
     try:
         for n_threads in (1, 2, 3):
             torch.set_num_threads(n_threads)
-            y, logs = amx.attention_forward(qkv, None, 2, keys, 128, 0.2)
-            g_qkv = amx.attention_backward(y, y, logs, qkv, None, 2, keys, 128, 0.2)
-            answers.append((y, g_qkv))
+            answers.append(attention(AmxAttention, projected, others, g, keys, shape))
     finally:
         torch.set_num_threads(before)
-    for y, g_qkv in answers[1:]:
-        assert torch.equal(y, answers[0][0])
-        assert torch.equal(g_qkv, answers[0][1])
+    for answer in answers[1:]:
+        # A bias's gradient is a sum that PyTorch divides by threads.
+        for x, first in zip(answer[:2], answers[0][:2], strict=True):
+            assert torch.equal(x, first)
+        for x, first in zip(answer[3:], answers[0][3:], strict=True):
+            torch.testing.assert_close(x, first)
 
 
 @pytest.mark.slow
@@ -97,15 +130,31 @@ def test_transpose(shape):
     assert torch.equal(kernels.transpose(x), x.t())
 
 
+VARIANTS = {
+    "gelu": {"activation": "gelu"},
+    "gelu_tanh": {"activation": "gelu_tanh"},
+    "relu": {"activation": "relu"},
+    "llama": {
+        **{"activation": "swiglu", "positions": "rotary", "norm": "rmsnorm"},
+        **{"n_heads": 4, "n_kv_heads": 2, "head_size": 32, "qk_norm": "head"},
+    },
+    "fast": {"activation": "relu2", "positions": "rotary", "norm": "rmsnorm", "qk_norm": "head"},
+}
+
+
 @pytest.mark.parametrize(
-    "activation",
-    ["gelu", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gelu_tanh", "relu"))],
+    "variant",
+    [
+        pytest.param(name, marks=() if name in ("gelu", "llama") else pytest.mark.slow)
+        for name in VARIANTS
+    ],
 )
-def test_a_bf16_step_is_near_the_exact_one(activation):
-    config = ModelConfig(
-        vocab_size=13, context_length=48, n_layers=2, n_heads=2, d_model=64, dropout=0.2,
-        attention_dropout=0.1, bias=True, qkv_bias=True, activation=activation,
-    )  # fmt: skip
+def test_a_bf16_step_is_near_the_exact_one(variant):
+    config = ModelConfig(**{
+        **{"vocab_size": 13, "context_length": 48, "n_layers": 2, "n_heads": 2, "d_model": 64},
+        **{"dropout": 0.2, "attention_dropout": 0.1, "bias": True, "qkv_bias": True},
+        **VARIANTS[variant],
+    })  # fmt: skip
     generator = torch.Generator().manual_seed(4)
     tokens = torch.randint(13, (4, 48), generator=generator)
     keys = dropout_keys(config, 3, 5, range(4))

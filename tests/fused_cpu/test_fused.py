@@ -36,6 +36,37 @@ VARIANTS = {
         "dropout": 0.0,
         "head_bias": True,
     },
+    "llama": {
+        "norm": "rmsnorm",
+        "norm_eps": 1e-6,
+        "positions": "rotary",
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "activation": "swiglu",
+        "d_ff": 24,
+        "tied_head": False,
+    },
+    "qwen": {
+        "norm": "rmsnorm",
+        "positions": "rotary",
+        "rotary_fraction": 0.5,
+        "n_heads": 3,
+        "n_kv_heads": 1,
+        "head_size": 8,
+        "qk_norm": "head",
+        "qkv_bias": True,
+        "activation": "geglu",
+        "bias": True,
+        "logit_softcap": 3.0,
+    },
+    "shared, width": {
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "qk_norm": "width",
+        "positions": "rotary",
+        "activation": "relu2",
+    },
+    "fast": {"norm": "rmsnorm", "qk_norm": "head", "positions": "rotary", "activation": "relu2"},
 }
 
 
@@ -76,7 +107,10 @@ def losses_and_gradients(config, dtype, time=12):
 
 @pytest.mark.parametrize(
     "variant",
-    ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name != "gpt2")],
+    [
+        pytest.param(name, marks=() if name in ("gpt2", "qwen") else pytest.mark.slow)
+        for name in VARIANTS
+    ],
 )
 def test_fused_equals_plain_in_fp64(variant):
     config = ModelConfig(**{**BASE, **VARIANTS[variant]})

@@ -19,13 +19,18 @@ import torch
 from torch import Tensor
 
 from pentameter.disk.cache import cache_folder
+from pentameter.fused_cpu.heads import Heads
 from pentameter.machine.capabilities import Capabilities, find_compiler
 from pentameter.model.dropout import keep_bound
 
-SOURCES = tuple(Path(__file__).with_name("cpp") / name for name in ("attention.cpp", "tiles.h"))
+SOURCES = tuple(
+    Path(__file__).with_name("cpp") / name for name in ("attention.cpp", "heads.h", "tiles.h")
+)
 """What to compile, and what it includes."""
 FLAGS = ("-O3", "-std=c++17", "-march=sapphirerapids", "-shared", "-fPIC", "-fopenmp")
 BUILD_SECONDS = 120  # it takes one
+MAX_HEAD = 256
+"""Channels of a head that the kernels hold a row of."""
 
 _loaded: list[ctypes.CDLL] = []  # at most one
 
@@ -84,7 +89,8 @@ def unload() -> None:
 
 def can_attend(dtype: torch.dtype, head_size: int) -> bool:
     """True if the kernels are loaded and take heads of this size in this dtype."""
-    return bool(_loaded) and dtype is torch.bfloat16 and head_size % 32 == 0
+    fits = head_size % 32 == 0 and head_size <= MAX_HEAD
+    return bool(_loaded) and dtype is torch.bfloat16 and fits
 
 
 def can_transpose(x: Tensor) -> bool:
@@ -100,46 +106,81 @@ def transpose_into(out: Tensor, x: Tensor) -> None:
     _loaded[0].pentameter_transpose(_at(out), _at(x), *sizes)
 
 
-def attention_forward(
-    qkv: Tensor, bias: Tensor | None, n_heads: int, keys: Tensor, context_length: int, p: float
-) -> tuple[Tensor, Tensor]:
-    """y (B, T, H·K) and the logarithms of each row's sum of weights, for qkv (B, T, H·3·K)."""
-    B, T, width = qkv.shape
-    y = qkv.new_empty(B, T, width // 3)
-    logs = torch.empty(B, n_heads, -(-T // 32) * 32, dtype=torch.float32)
-    _loaded[0].pentameter_attention_forward(
-        *map(_at, (y, logs, qkv, bias, keys)), *_numbers(qkv, n_heads, context_length, p)
+class _Part(ctypes.Structure):
+    """`Part` of cpp/heads.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("data", "bias", "norm")),
+        *((name, ctypes.c_int64) for name in ("row", "head", "turns")),
     )
+
+
+class _Job(ctypes.Structure):
+    """`Job` of cpp/heads.h."""
+
+    _fields_ = (
+        *((name, _Part) for name in ("q", "k", "v")),
+        *((name, ctypes.c_void_p) for name in ("cosine", "sine", "keys")),
+        *((name, ctypes.c_int64) for name in ("B", "T", "H", "G", "K", "half", "stride")),
+        ("bound", ctypes.c_int32),
+        *((name, ctypes.c_float) for name in ("dropout_scale", "norm_eps")),
+    )
+
+
+def attention_forward(heads: Heads, keys: Tensor, stride: int, p: float) -> tuple[Tensor, Tensor]:
+    """y (B, T, H·K) and the logarithms of each row's sum of weights; dropout with probability p,
+    its elements numbered by `stride`, the model's context length."""
+    B, T, H, K = heads.q.data.shape
+    y = heads.q.data.new_empty(B, T, H * K)
+    logs = torch.empty(B, H, -(-T // 32) * 32, dtype=torch.float32)
+    job = _job(heads, keys, stride, p)
+    _loaded[0].pentameter_attention_forward(ctypes.byref(job), _at(y), _at(logs))
     return y, logs
 
 
 def attention_backward(
+    to: tuple[Tensor, Tensor, Tensor],
     g: Tensor,
     y: Tensor,
     logs: Tensor,
-    qkv: Tensor,
-    bias: Tensor | None,
-    n_heads: int,
+    heads: Heads,
     keys: Tensor,
-    context_length: int,
+    stride: int,
     p: float,
-) -> Tensor:
-    """The gradient (B, T, H·3·K) of qkv, given that of y, `g` (B, T, H·K)."""
-    g_qkv = torch.empty_like(qkv)
+) -> tuple[Tensor, Tensor]:
+    """Write the gradients of queries, keys and values to `to`, which lie as their data do, given
+    that of y, `g` (B, T, H·K); return those of the norms' weights of queries and keys, (K,)."""
+    B, _, H, K = heads.q.data.shape
+    norms = [g.new_zeros(B * n, K, dtype=torch.float32) for n in (H, heads.k.data.shape[2])]
+    addresses = [_at(x) for x in (*to, *norms)]
+    job = _job(heads, keys, stride, p)
     _loaded[0].pentameter_attention_backward(
-        *map(_at, (g_qkv, g, y, logs, qkv, bias, keys)),
-        *_numbers(qkv, n_heads, context_length, p),
+        ctypes.byref(job), (ctypes.c_void_p * 5)(*addresses), _at(g), _at(y), _at(logs)
     )
-    return g_qkv
+    return norms[0].sum(0), norms[1].sum(0)
+
+
+def _job(heads: Heads, keys: Tensor, stride: int, p: float) -> _Job:
+    B, T, H, K = heads.q.data.shape
+    rotation = heads.rotation
+    turns = rotation is not None or heads.q.norm is not None
+    parts = [
+        _Part(
+            *map(_at, (part.data, part.bias, part.norm)),
+            part.data.stride(1),
+            part.data.stride(2),
+            turns and part is not heads.v,
+        )
+        for part in (heads.q, heads.k, heads.v)
+    ]
+    angles = (None, None) if rotation is None else rotation
+    sizes = (B, T, H, heads.k.data.shape[2], K)
+    half = 0 if rotation is None else rotation.cosine.shape[1]
+    scale = 1 / (1 - p) if p else 0.0
+    return _Job(
+        *parts, *map(_at, (*angles, keys)), *sizes, half, stride, keep_bound(p), scale, heads.eps
+    )
 
 
 def _at(x: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if x is None else x.data_ptr())
-
-
-def _numbers(
-    qkv: Tensor, n_heads: int, context_length: int, p: float
-) -> tuple[ctypes.c_int | ctypes.c_float, ...]:
-    B, T, width = qkv.shape
-    sizes = (B, T, n_heads, width // (3 * n_heads), context_length, keep_bound(p))
-    return *map(ctypes.c_int, sizes), ctypes.c_float(1 / (1 - p) if p else 0.0)

@@ -4,7 +4,8 @@ What each saves is the least that backward needs; dropout masks are never saved,
 computed again. Matrix products go to PyTorch's own kernels without a bias: the bias rides along
 in the element-wise kernel that follows, which reads the product anyway.
 
-Shapes: M rows, N batch × heads, T time, K head size.
+Shapes: T time, D d_model, H heads, K head size; N batch × heads, M batch × heads of keys and
+values.
 """
 
 from __future__ import annotations
@@ -17,27 +18,29 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from pentameter.fused_cpu import amx, kernels
+from pentameter.fused_cpu import amx, attention_kernels, kernels
+from pentameter.fused_cpu.heads import HeadShape, heads_of
 
 QUERY_BLOCKS = 2  # more save products but add calls: 2 was fastest at 256 tokens
 
 
 class Product(Function):
-    """x (…, k) in the step's dtype, times weight · scale: a weight (n, k) of the parameters' dtype
-    and the weight (k,) of the norm that gave x, if one did."""
+    """x (…, k) in the step's dtype, times weights · scale: weights (n, k) of the parameters' dtype,
+    their results side by side, and the weight (k,) of the norm that gave x, if one did."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-        """(…, n)."""
-        low = kernels.fold(weight, scale, x.dtype)
-        ctx.save_for_backward(x, low, weight, scale)
+    def forward(ctx: Any, x: Tensor, scale: Tensor | None, *weights: Tensor) -> Tensor:
+        """(…, n of all weights)."""
+        low = kernels.fold(weights, scale, x.dtype)
+        ctx.save_for_backward(x, low, scale, *weights)
         return x @ low.t()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, low, weight, scale = ctx.saved_tensors
-        return g @ low, *kernels.unfold(_weight_gradient(g, x), weight, scale)
+        x, low, scale, *weights = ctx.saved_tensors
+        g_weights, g_scale = kernels.unfold(_weight_gradient(g, x), tuple(weights), scale)
+        return g @ low, g_scale, *g_weights
 
 
 class EmbeddingDropout(Function):
@@ -60,17 +63,17 @@ class Norm(Function):
     """x normalised, in `dtype`; without the norm's weight and bias."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, centred: bool, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kind: kernels.NormKind, dtype: torch.dtype) -> Tensor:
         """(B, T, D)."""
-        y, mean, scale = kernels.norm_forward(x, centred, dtype)
+        y, mean, scale = kernels.norm_forward(x, kind, dtype)
         ctx.save_for_backward(x, mean, scale)
-        ctx.centred = centred
+        ctx.kind = kind
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        return kernels.norm_backward(g, *ctx.saved_tensors, ctx.centred), None, None
+        return kernels.norm_backward(g, *ctx.saved_tensors, ctx.kind), None, None
 
 
 class AddNorm(Function):
@@ -84,12 +87,12 @@ class AddNorm(Function):
         bias: Tensor | None,
         keys: Tensor,
         p: float,
-        centred: bool,
+        kind: kernels.NormKind,
     ) -> tuple[Tensor, Tensor]:
         """Both (B, T, D): the stream in its own dtype, the norm in y's."""
-        x, normed, mean, scale = kernels.add_norm_forward(x, y, bias, keys, p, centred)
+        x, normed, mean, scale = kernels.add_norm_forward(x, y, bias, keys, p, kind)
         ctx.save_for_backward(x, mean, scale, keys)
-        ctx.p, ctx.centred, ctx.has_bias = p, centred, bias is not None
+        ctx.p, ctx.kind, ctx.has_bias = p, kind, bias is not None
         ctx.set_materialize_grads(False)  # nothing comes down the stream after the last norm
         return x, normed
 
@@ -97,7 +100,7 @@ class AddNorm(Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor | None, g_norm: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, scale, keys = ctx.saved_tensors
-        g_x, g_y = kernels.add_norm_backward(g, g_norm, x, mean, scale, keys, ctx.p, ctx.centred)
+        g_x, g_y = kernels.add_norm_backward(g, g_norm, x, mean, scale, keys, ctx.p, ctx.kind)
         g_bias = kernels.sum_rows(g_y) if ctx.has_bias else None
         return g_x, g_y, g_bias, None, None, None
 
@@ -105,36 +108,37 @@ class AddNorm(Function):
 class FeedForward(Function):
     """down · f(up · scale · x + bias), where `scale` is the weight of the norm that gave x.
 
-    Only the product with `up` is kept: backward computes the activation again on its way, which
-    costs less than storing and reading it.
+    With a gate, f(gate · scale · x + its bias) times that of `up` with its own; `bias` is then
+    both, the gate's first. Only the products with `up` and `gate` are kept: backward computes the
+    activation again on its way, which costs less than storing and reading it.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        up: Tensor,
         scale: Tensor,
         bias: Tensor | None,
         down: Tensor,
         kind: str,
+        *up: Tensor,
     ) -> Tensor:
-        """(B, T, D), without the bias of `down`."""
-        low_up, low_down = kernels.fold(up, scale, x.dtype), kernels.fold(down, None, x.dtype)
+        """(B, T, D), without the bias of `down`. `up` are the weights (gate, up), or up alone."""
+        low_up, low_down = kernels.fold(up, scale, x.dtype), kernels.fold((down,), None, x.dtype)
         h = x @ low_up.t()
-        ctx.save_for_backward(x, h, low_up, low_down, bias, up, scale, down)
+        ctx.save_for_backward(x, h, low_up, low_down, bias, scale, down, *up)
         ctx.kind = kind
-        return kernels.activation_forward(h, bias, kind) @ low_down.t()
+        return kernels.activation_forward(h, bias, kind, len(up) > 1) @ low_down.t()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, h, low_up, low_down, bias, up, scale, down = ctx.saved_tensors
-        g_h, wide = kernels.activation_backward(g @ low_down, h, bias, ctx.kind)
-        g_up, g_scale = kernels.unfold(_weight_gradient(g_h, x), up, scale)
-        g_down, _ = kernels.unfold(_weight_gradient(g, wide), down, None)
+        x, h, low_up, low_down, bias, scale, down, *up = ctx.saved_tensors
+        g_h, wide = kernels.activation_backward(g @ low_down, h, bias, ctx.kind, len(up) > 1)
+        g_up, g_scale = kernels.unfold(_weight_gradient(g_h, x), tuple(up), scale)
+        (g_down,), _ = kernels.unfold(_weight_gradient(g, wide), (down,), None)
         g_bias = None if bias is None else kernels.sum_rows(g_h)
-        return g_h @ low_up, g_up, g_scale, g_bias, g_down, None
+        return g_h @ low_up, g_scale, g_bias, g_down, None, *g_up
 
 
 def _weight_gradient(g: Tensor, x: Tensor) -> Tensor:
@@ -150,103 +154,138 @@ def _weight_gradient(g: Tensor, x: Tensor) -> Tensor:
 
 
 class CausalAttention(Function):
-    """softmax(q·kᵀ / √K), dropped, times v, for all heads of (B, T, H·3·K)."""
+    """softmax(q·kᵀ / √K), dropped, times v, for all heads in a projection (B, T, width).
+
+    Its arguments are those of `heads_of`, dropout's keys (B, 2), and the HeadShape.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        qkv: Tensor,
+        projected: Tensor,
         bias: Tensor | None,
-        n_heads: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        cosine: Tensor | None,
+        sine: Tensor | None,
         keys: Tensor,
-        context_length: int,
-        p: float,
+        shape: HeadShape,
     ) -> Tensor:
         """(B, T, H·K)."""
-        T, width = qkv.shape[1:]
-        scale = 1 / math.sqrt(width // (3 * n_heads))
+        made = (projected, bias, q_norm, k_norm, cosine, sine)
+        T, scale = projected.shape[1], 1 / math.sqrt(shape.head_size)
         n_blocks = QUERY_BLOCKS if T % QUERY_BLOCKS == 0 else 1
-        mask = kernels.causal_mask(T, qkv.dtype)
-        queries, k, v = kernels.split_heads(qkv, bias, n_heads, n_blocks)
+        mask = attention_kernels.causal_mask(T, projected.dtype)
+        queries, k, v = attention_kernels.split_heads(heads_of(shape, *made), n_blocks)
         outputs, weights, inverses = [], [], []
         for i in range(n_blocks):
             end = k[i].shape[1]
             first = end - queries[i].shape[1]
-            e, dropped, inverse = kernels.softmax_forward(
-                torch.bmm(queries[i], k[i].transpose(1, 2)),
+            e, dropped, inverse = attention_kernels.softmax_forward(
+                _multiply(queries[i], k[i].transpose(1, 2)),
                 mask[first:end, :end].contiguous(),
                 scale,
                 first,
                 keys,
-                context_length,
-                p,
+                shape.context_length,
+                shape.p,
             )
-            outputs.append(torch.bmm(dropped, v[i]))
+            outputs.append(_multiply(dropped, v[i]))
             weights.append(e)
             inverses.append(inverse)
-        y = kernels.merge_heads(outputs, inverses, n_heads)
-        ctx.save_for_backward(y, keys, *queries, *k, *v, *weights, *inverses)
-        ctx.n_heads, ctx.context_length, ctx.p = n_heads, context_length, p
-        ctx.has_bias = bias is not None
+        y = attention_kernels.merge_heads(outputs, inverses, shape.n_heads)
+        ctx.save_for_backward(y, keys, *made, *queries, *k, *v, *weights, *inverses)
+        ctx.shape = shape
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         y, keys, *saved = ctx.saved_tensors
-        n = len(saved) // 5
+        made, saved = saved[:6], saved[6:]
+        n, shape = len(saved) // 5, ctx.shape
         queries, k, v, weights, inverses = (saved[i * n : (i + 1) * n] for i in range(5))
-        g_blocks, g_scaled, deltas = kernels.split_gradient(
-            g.contiguous(), y, inverses, ctx.n_heads
+        g_blocks, g_scaled, deltas = attention_kernels.split_gradient(
+            g.contiguous(), y, inverses, shape.n_heads
         )
-        scale = 1 / math.sqrt(queries[0].shape[2])
         g_q, g_k, g_v = [], [], []
         for i in range(n):
-            g_scores, dropped = kernels.softmax_backward(
-                torch.bmm(g_blocks[i], v[i].transpose(1, 2)),
+            g_scores, dropped = attention_kernels.softmax_backward(
+                _multiply(g_blocks[i], v[i].transpose(1, 2)),
                 weights[i],
                 deltas[i],
                 inverses[i],
-                scale,
+                1 / math.sqrt(shape.head_size),
                 k[i].shape[1] - queries[i].shape[1],
                 keys,
-                ctx.context_length,
-                ctx.p,
+                shape.context_length,
+                shape.p,
             )
-            g_q.append(torch.bmm(g_scores, k[i]))
-            g_k.append(torch.bmm(g_scores.transpose(1, 2), queries[i]))
+            g_q.append(_multiply(g_scores, k[i]))
+            g_k.append(_sum_products(g_scores, queries[i], len(k[i])))
             seen = weights[i] if dropped is None else dropped
-            g_v.append(torch.bmm(seen.transpose(1, 2), g_scaled[i]))
-        joined = kernels.join_heads(g_q, g_k, g_v, ctx.n_heads)
-        g_bias = kernels.sum_rows(joined) if ctx.has_bias else None
-        return joined, g_bias, None, None, None, None
+            g_v.append(_sum_products(seen, g_scaled[i], len(k[i])))
+        joined, *g_norms = attention_kernels.join_heads(
+            g_q, g_k, g_v, shape, heads_of(shape, *made)
+        )
+        g_bias = None if made[1] is None else kernels.sum_rows(joined)
+        return joined, g_bias, *g_norms, None, None, None, None
+
+
+def _multiply(x: Tensor, y: Tensor) -> Tensor:
+    """x (N, Q, n) times y (M, n, m), of which N / M of x each share one: (N, Q, m)."""
+    shared = x.view(len(y), -1, x.shape[2])
+    return torch.bmm(shared, y).view(len(x), x.shape[1], -1)
+
+
+def _sum_products(x: Tensor, y: Tensor, n: int) -> Tensor:
+    """xᵀ (N, S, Q) times y (N, Q, m), summed over each N / n that share a result: (n, S, m)."""
+    x, y = (each.view(n, -1, each.shape[2]) for each in (x, y))
+    return torch.bmm(x.transpose(1, 2), y)
 
 
 class AmxAttention(Function):
-    """The same as `CausalAttention`, for bf16 on a CPU with AMX."""
+    """The same as `CausalAttention`, for bf16 on a CPU with AMX; a norm acts on each head."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        qkv: Tensor,
+        projected: Tensor,
         bias: Tensor | None,
-        n_heads: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        cosine: Tensor | None,
+        sine: Tensor | None,
         keys: Tensor,
-        context_length: int,
-        p: float,
+        shape: HeadShape,
     ) -> Tensor:
         """(B, T, H·K)."""
-        y, logs = amx.attention_forward(qkv, bias, n_heads, keys, context_length, p)
-        ctx.save_for_backward(y, logs, qkv, bias, keys)
-        ctx.n_heads, ctx.context_length, ctx.p = n_heads, context_length, p
+        made = (projected, bias, q_norm, k_norm, cosine, sine)
+        heads = heads_of(shape, *made)
+        y, logs = amx.attention_forward(heads, keys, shape.context_length, shape.p)
+        ctx.save_for_backward(y, logs, keys, *made)
+        ctx.shape = shape
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        y, logs, qkv, bias, keys = ctx.saved_tensors
-        g_qkv = amx.attention_backward(
-            g.contiguous(), y, logs, qkv, bias, ctx.n_heads, keys, ctx.context_length, ctx.p
+        y, logs, keys, *made = ctx.saved_tensors
+        shape, (projected, bias, q_norm, k_norm, *_) = ctx.shape, made
+        g_projected = torch.empty_like(projected)
+        g_norms = amx.attention_backward(
+            shape.parts(g_projected),
+            g.contiguous(),
+            y,
+            logs,
+            heads_of(shape, *made),
+            keys,
+            shape.context_length,
+            shape.p,
         )
-        g_bias = None if bias is None else kernels.sum_rows(g_qkv)
-        return g_qkv, g_bias, None, None, None, None
+        g_bias = None if bias is None else kernels.sum_rows(g_projected)
+        g_q_norm, g_k_norm = (
+            None if norm is None else g_norm
+            for norm, g_norm in zip((q_norm, k_norm), g_norms, strict=True)
+        )
+        return g_projected, g_bias, g_q_norm, g_k_norm, None, None, None, None

@@ -3,16 +3,16 @@
 Why not compile the whole model: a graph of forward and backward together saves dropout masks as
 booleans, which the CPU backend writes one by one (54 ms for a mask that takes 2 ms to compute
 again), and computes activations a second time inside reductions over rows. Here each kernel
-says what it reads and writes; nothing is left to a partitioner. See docs/performance.md.
+says what it reads and writes; nothing is left to a partitioner. See docs/performance.md. Those of
+attention are in attention_kernels.py.
 
-Shapes: M rows (batch × time), D d_model, B batch, T time, H heads, K head size; N = B · H; Q
-queries and S keys of a block of the attention matrix.
+Shapes: M rows (batch × time), D d_model, B batch, T time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,44 +83,55 @@ def transpose(x: Tensor) -> Tensor:
 
 
 @kernel
-def fold(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """W · scale in `dtype`, of a weight (n, k) and a norm's weight (k,), if there is one."""
-    return (weight if scale is None else weight * scale).to(dtype)
+def fold(weights: tuple[Tensor, ...], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Weights (n, k) of linear layers that read the same, one below the other in `dtype`, times the
+    weight (k,) of the norm before them, if there is one."""
+    return torch.cat([weight if scale is None else weight * scale for weight in weights]).to(dtype)
 
 
 @kernel
-def unfold(g: Tensor, weight: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The gradients of `fold`'s weight and scale, contiguous and in their dtype."""
-    g = g.to(weight.dtype)
+def unfold(
+    g: Tensor, weights: tuple[Tensor, ...], scale: Tensor | None
+) -> tuple[list[Tensor], Tensor | None]:
+    """The gradients of `fold`'s weights and scale, contiguous and in their dtype."""
+    parts = g.to(weights[0].dtype).split([len(weight) for weight in weights])
     if scale is None:
-        return g.contiguous(), None
-    return (g * scale).contiguous(), (g * weight).sum(0)
+        return [part.contiguous() for part in parts], None
+    g_scale = sum((part * weight).sum(0) for part, weight in zip(parts, weights, strict=True))
+    assert isinstance(g_scale, Tensor)
+    return [(part * scale).contiguous() for part in parts], g_scale
 
 
-# Norms, without weight and bias. RMSNorm does not centre its input.
+# Norms, without weight and bias.
+
+
+class NormKind(NamedTuple):
+    """Whether a norm subtracts the mean (RMSNorm does not), and what it adds to the mean square."""
+
+    centred: bool
+    eps: float
+
 
 CENTRED = {"layernorm": True, "rmsnorm": False}
-"""`model.norm` → whether it subtracts the mean."""
-NORM_EPS = 1e-5
-"""The only `model.norm_eps` of these norms."""
+"""`model.norm` → `NormKind.centred`."""
 
 
-def _normalise(x: Tensor, centred: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _normalise(x: Tensor, kind: NormKind, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """x normalised, in `dtype`, and the mean and scale (M, 1) that its backward needs."""
-    mean = x.mean(-1, keepdim=True) if centred else torch.zeros_like(x[..., :1])
+    mean = x.mean(-1, keepdim=True) if kind.centred else torch.zeros_like(x[..., :1])
     x = x - mean
-    scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + NORM_EPS)
+    scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + kind.eps)
     return (x * scale).to(dtype), mean, scale
 
 
 def _norm_input_gradient(
-    g: Tensor, x: Tensor, mean: Tensor, scale: Tensor, centred: bool
+    g: Tensor, x: Tensor, mean: Tensor, scale: Tensor, kind: NormKind
 ) -> Tensor:
     """The gradient of x, of a gradient `g` of norm(x)."""
     x = (x - mean) * scale
     g = precise(g)
-    g = g - x * (g * x).mean(-1, keepdim=True) - (g.mean(-1, keepdim=True) if centred else 0.0)
-    return scale * g
+    mean_g = g.mean(-1, keepdim=True) if kind.centred else 0.0
+    return scale * (g - x * (g * x).mean(-1, keepdim=True) - mean_g)
 
 
 norm_forward = kernel(_normalise)
@@ -137,11 +148,11 @@ def add_norm_forward(
     bias: Tensor | None,
     keys: Tensor,
     p: float,
-    centred: bool,
+    kind: NormKind,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x + dropout(y + bias), its norm in y's dtype, and the norm's mean and scale."""
     x = x + _dropped(plus_bias(y, bias), keys, p)
-    return x, *_normalise(x, centred, y.dtype)
+    return x, *_normalise(x, kind, y.dtype)
 
 
 @kernel
@@ -153,10 +164,10 @@ def add_norm_backward(
     scale: Tensor,
     keys: Tensor,
     p: float,
-    centred: bool,
+    kind: NormKind,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the residual stream x and of y. `g` is what comes down the stream."""
-    total = _norm_input_gradient(g_norm, x, mean, scale, centred)
+    total = _norm_input_gradient(g_norm, x, mean, scale, kind)
     if g is not None:
         total = total + g
     return total, _dropped(total, keys, p).to(g_norm.dtype)
@@ -188,6 +199,16 @@ def _relu(x: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
     return torch.relu(x), (x > 0).to(x.dtype)
 
 
+def _relu2(x: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
+    positive = torch.relu(x)
+    return positive * positive, 2 * positive
+
+
+def _silu(x: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
+    share = torch.sigmoid(x)
+    return x * share, share + x * share * (1 - share)
+
+
 def _gelu(x: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
     density = torch.exp(-0.5 * x * x)
     share = _normal_cdf(x, density, exact=exact)
@@ -201,168 +222,44 @@ def _gelu_tanh(x: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
     return 0.5 * x * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * inner
 
 
-ACTIVATIONS = {"relu": _relu, "gelu": _gelu, "gelu_tanh": _gelu_tanh}
+ACTIVATIONS = {
+    "relu": _relu,
+    "relu2": _relu2,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "swiglu": _silu,
+    "geglu": _gelu,
+}
+"""`model.activation` → what acts on the layer's inner width, or on its gate."""
 
 
 @kernel
-def activation_forward(h: Tensor, bias: Tensor | None, kind: str) -> Tensor:
-    """f(h + bias) in h's dtype; `kind` is one of ACTIVATIONS."""
+def activation_forward(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
+    """f(h + bias) in h's dtype; `kind` is one of ACTIVATIONS. Where it is `gated`, f of the first
+    half of h's channels (…, 2·n) times the other half: (…, n)."""
     exact = h.dtype.itemsize > 2
-    return ACTIVATIONS[kind](plus_bias(h, bias), exact)[0].to(h.dtype)
+    x, factor = _gate(plus_bias(h, bias), gated)
+    y = ACTIVATIONS[kind](x, exact)[0]
+    return (y if factor is None else y * factor).to(h.dtype)
 
 
 @kernel
 def activation_backward(
-    g: Tensor, h: Tensor, bias: Tensor | None, kind: str
+    g: Tensor, h: Tensor, bias: Tensor | None, kind: str, gated: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of h from that of f(h + bias), and f(h + bias) again."""
+    """The gradient of h from that of what `activation_forward` gives, and what it gives again."""
     exact = h.dtype.itemsize > 2
-    y, slope = ACTIVATIONS[kind](plus_bias(h, bias), exact)
-    return (precise(g) * slope).to(h.dtype), y.to(h.dtype)
+    x, factor = _gate(plus_bias(h, bias), gated)
+    y, slope = ACTIVATIONS[kind](x, exact)
+    g = precise(g)
+    if factor is None:
+        return (g * slope).to(h.dtype), y.to(h.dtype)
+    g_both = torch.cat((g * slope * factor, g * y), -1)
+    return g_both.to(h.dtype), (y * factor).to(h.dtype)
 
 
-# The element-wise parts of attention, between its batched products. The matrix is cut into blocks
-# of queries; a block reads only the keys it may see, so half a matrix of work is saved in the
-# limit. The exponentials are kept unnormalised in the dtype of the products; each row's sum divides
-# the small output instead.
-
-
-@kernel
-def split_heads(
-    qkv: Tensor, bias: Tensor | None, n_heads: int, n_blocks: int
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """(B, T, H·3·K), its rows laid out head by head, → for each block its queries (N, Q, K), and
-    the keys and values (N, S, K) that it may see; all contiguous, as batched products want them."""
-    B, T, width = qkv.shape
-    K = width // (3 * n_heads)
-    parts = plus_bias(qkv, bias).to(qkv.dtype).view(B, T, n_heads, 3, K)
-    q, k, v = parts.permute(3, 0, 2, 1, 4).reshape(3, B * n_heads, T, K)
-    ends = [T // n_blocks * (i + 1) for i in range(n_blocks)]
-    return (
-        [block.contiguous() for block in q.chunk(n_blocks, 1)],
-        [k[:, :end].contiguous() for end in ends],
-        [v[:, :end].contiguous() for end in ends],
-    )
-
-
-@kernel
-def join_heads(
-    q_blocks: Sequence[Tensor],
-    k_blocks: Sequence[Tensor],
-    v_blocks: Sequence[Tensor],
-    n_heads: int,
-) -> Tensor:
-    """The gradient of `split_heads`, (B, T, H·3·K): what several blocks saw is summed."""
-    N, _, K = q_blocks[0].shape
-    rows, first = [], 0
-    for i, q in enumerate(q_blocks):
-        last = first + q.shape[1]
-        # Times before `last` are seen by this block of queries and by all after it.
-        k, v = (
-            _sum_blocks([block[:, first:last] for block in blocks[i:]])
-            for blocks in (k_blocks, v_blocks)
-        )
-        parts = [x.view(-1, n_heads, last - first, K).permute(0, 2, 1, 3) for x in (q, k, v)]
-        rows.append(torch.stack(parts, 3))
-        first = last
-    return torch.cat(rows, 1).reshape(N // n_heads, first, n_heads * 3 * K)
-
-
-def _sum_blocks(blocks: Sequence[Tensor]) -> Tensor:
-    total = precise(blocks[-1])
-    for block in blocks[:-1]:
-        total = total + block
-    return total.to(blocks[0].dtype)
-
-
-def _attention_keep(keys: Tensor, shape: torch.Size, first: int, stride: int, p: float) -> Tensor:
-    N, Q, S = shape
-    B = keys.shape[0]
-    head = torch.arange(N // B, dtype=torch.int32)[:, None, None]
-    query = torch.arange(first, first + Q, dtype=torch.int32)[:, None]
-    key = torch.arange(S, dtype=torch.int32)
-    index = (head * stride + query) * stride + key  # `AttentionDropout`'s numbering
-    return keep_mask(keys, index, p).view(shape)
-
-
-@kernel
-def softmax_forward(
-    scores: Tensor, mask: Tensor, scale: float, first: int, keys: Tensor, stride: int, p: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Unnormalised weights (N, Q, S), the same dropped, and 1 / row sums (N, Q, 1).
-
-    `scores` are raw products: scaling them here is free. `mask` (Q, S) is 0 or -∞ (a table is
-    twice as fast as comparing places here). Sums are of the weights as they are stored, so that
-    rounding them does not change what a row adds up to. `first` is the time of query 0.
-    """
-    dtype = scores.dtype
-    scores = precise(scores) * scale + mask
-    e = torch.exp(scores - scores.amax(-1, keepdim=True)).to(dtype)
-    inverse = 1 / precise(e).sum(-1, keepdim=True)
-    if p == 0:
-        return e, e, inverse
-    keep = _attention_keep(keys, e.shape, first, stride, p)
-    return e, torch.where(keep, precise(e) * (1 / (1 - p)), 0.0).to(dtype), inverse
-
-
-@kernel
-def softmax_backward(
-    g: Tensor,
-    e: Tensor,
-    delta: Tensor,
-    inverse: Tensor,
-    scale: float,
-    first: int,
-    keys: Tensor,
-    stride: int,
-    p: float,
-) -> tuple[Tensor, Tensor | None]:
-    """The gradient of the raw scores, and the dropped weights again, where any are dropped.
-
-    `g` (N, Q, S) is the gradient of the dropped weights, `delta` (N, Q, 1) the sum over a row of
-    weight × gradient, which is also output · its gradient (Dao et al. 2022, section 3).
-    """
-    g, weights = precise(g), precise(e)
-    dropped = None
-    if p > 0:
-        keep = _attention_keep(keys, e.shape, first, stride, p)
-        g = torch.where(keep, g * (1 / (1 - p)), 0.0)
-        dropped = torch.where(keep, weights * (1 / (1 - p)), 0.0).to(e.dtype)
-    return (weights * (g - delta) * (inverse * scale)).to(e.dtype), dropped
-
-
-@kernel
-def merge_heads(blocks: Sequence[Tensor], inverses: Sequence[Tensor], n_heads: int) -> Tensor:
-    """Each block (N, Q, K) divided by its row sums, heads side by side: (B, T, H·K)."""
-    parts = [precise(y) * inverse for y, inverse in zip(blocks, inverses, strict=True)]
-    y = torch.cat(parts, 1).to(blocks[0].dtype)
-    N, T, K = y.shape
-    return y.view(N // n_heads, n_heads, T, K).permute(0, 2, 1, 3).reshape(-1, T, n_heads * K)
-
-
-@kernel
-def split_gradient(
-    g: Tensor, y: Tensor, inverses: Sequence[Tensor], n_heads: int
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Three tensors for each block of queries: its g (N, Q, K), the same divided by the row sums,
-    and delta = Σ g·y (N, Q, 1).
-
-    g and y are (B, T, H·K).
-    """
-    B, T, width = g.shape
-    K = width // n_heads
-    n_blocks = len(inverses)
-
-    def by_heads(x: Tensor) -> Tensor:
-        return x.view(B, T, n_heads, -1).permute(0, 2, 1, 3).reshape(B * n_heads, T, -1)
-
-    blocks = [block.contiguous() for block in by_heads(g).chunk(n_blocks, 1)]
-    scaled = [(precise(g) * i).to(g.dtype) for g, i in zip(blocks, inverses, strict=True)]
-    delta = by_heads((precise(g) * precise(y)).view(B, T, n_heads, K).sum(-1))
-    return blocks, scaled, [block.contiguous() for block in delta.chunk(n_blocks, 1)]
-
-
-def causal_mask(T: int, dtype: torch.dtype) -> Tensor:
-    """(T, T): 0 where the key is not after the query, -∞ where it is."""
-    precise = torch.promote_types(dtype, torch.float32)
-    return torch.full((T, T), float("-inf"), dtype=precise).triu_(1)
+def _gate(h: Tensor, gated: bool) -> tuple[Tensor, Tensor | None]:
+    if not gated:
+        return h, None
+    x, factor = h.chunk(2, -1)
+    return x, factor

@@ -13,7 +13,7 @@ import torch
 from pentameter.config.messages import shown
 from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu import amx
-from pentameter.fused_cpu.kernels import ACTIVATIONS, CENTRED, NORM_EPS
+from pentameter.fused_cpu.kernels import ACTIVATIONS, CENTRED
 from pentameter.machine.capabilities import Capabilities
 from pentameter.planning.architecture import head_size
 from pentameter.planning.layout import Layout
@@ -26,12 +26,13 @@ FUSES: Mapping[str, Collection[object] | None] = {
     "activation": ACTIVATIONS,
     "norm": CENTRED,
     "norm_position": ("pre",),
-    "positions": ("learned", "sinusoidal"),
-    **dict.fromkeys(("n_kv_heads", "head_size", "qk_norm", "sliding_window"), (None,)),
-    **dict.fromkeys(("sliding_window_pattern", "logit_softcap"), (None,)),
-    "norm_eps": (NORM_EPS,),
+    "positions": ("learned", "sinusoidal", "rotary"),
+    "qk_norm": (None, "head", "width"),
+    "sliding_window": (None,),
+    "sliding_window_pattern": ANY,  # of sliding windows
     "parallel_residual": (False,),
-    **dict.fromkeys(("rope_theta", "rotary_fraction", "rope_scaling"), ANY),  # of rotary positions
+    **dict.fromkeys(("rope_theta", "rotary_fraction", "rope_scaling"), ANY),
+    **dict.fromkeys(("n_kv_heads", "head_size", "norm_eps", "logit_softcap"), ANY),
     **dict.fromkeys(("vocab_size", "vocab_multiple", "context_length"), ANY),
     **dict.fromkeys(("n_layers", "n_heads", "d_model", "d_ff"), ANY),
     **dict.fromkeys(("tied_head", "head_bias", "qkv_bias", "bias", "embedding_scale"), ANY),

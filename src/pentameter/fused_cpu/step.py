@@ -7,10 +7,13 @@ operation. A test holds both ways equal in fp64.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pentameter.config.schema import ModelConfig
 from pentameter.errors import ConfigError
 from pentameter.fused_cpu import amx
 from pentameter.fused_cpu.functions import (
@@ -22,13 +25,22 @@ from pentameter.fused_cpu.functions import (
     Norm,
     Product,
 )
-from pentameter.fused_cpu.kernels import CENTRED, precise
+from pentameter.fused_cpu.heads import HeadShape
+from pentameter.fused_cpu.kernels import CENTRED, NormKind, precise
 from pentameter.fused_cpu.obstacles import architecture_obstacle
+from pentameter.model.attention import Attention
 from pentameter.model.compiled import kernel
 from pentameter.model.dropout import StreamDropout
 from pentameter.model.gpt import GPT, Block
-from pentameter.model.loss import chunked_loss_sum, compiled_row_loss, exceeds_chunk, loss_sum
-from pentameter.planning.architecture import head_size
+from pentameter.model.loss import (
+    chunked_loss_sum,
+    compiled_row_loss,
+    exceeds_chunk,
+    loss_sum,
+    softcapped,
+)
+from pentameter.model.positions import rotation
+from pentameter.planning.architecture import head_size, n_kv_heads
 
 
 def fused_loss_sum(
@@ -50,52 +62,94 @@ def fused_loss_sum(
         sites = dropout_keys.transpose(0, 1).contiguous()  # a site's keys side by side
     dropping = dropout_keys is not None
 
-    x = model.embed(tokens, torch.arange(tokens.shape[1]))
+    positions = torch.arange(tokens.shape[1])
+    x = model.embed(tokens, positions)
     if dropping and model.embedding_dropout.p > 0:
         x = EmbeddingDropout.apply(
             x, sites[model.embedding_dropout.site], model.embedding_dropout.p
         )
+    turning = rotation(positions, config, x.dtype)
 
     blocks = [block for block in model.blocks.values() if isinstance(block, Block)]
-    centred = CENTRED[config.norm]
-    on_amx = amx.can_attend(dtype, head_size(config))
-    attend = AmxAttention.apply if on_amx else CausalAttention.apply
-    h = Norm.apply(x, centred, dtype)
+    kind = NormKind(CENTRED[config.norm], config.norm_eps)
+    attend = AmxAttention.apply if serves_attention(config, dtype) else CausalAttention.apply
+    h = Norm.apply(x, kind, dtype)
     for block in blocks:
         attention, norm = block.attention, block.attention_norm
         weights_dropout = attention.weights_dropout
         y = attend(
-            Product.apply(h, attention.qkv.weight, norm.weight),
-            _folded_bias(attention.qkv.weight, attention.qkv.bias, norm),
-            config.n_heads,
+            *_projected(h, attention, norm),
+            *_head_norms(attention),
+            *(turning or (None, None)),
             sites[weights_dropout.site],
-            config.context_length,
-            weights_dropout.p if dropping else 0.0,
+            HeadShape(
+                config.n_heads,
+                n_kv_heads(config),
+                head_size(config),
+                config.norm_eps,
+                config.context_length,
+                weights_dropout.p if dropping else 0.0,
+            ),
         )
-        y = Product.apply(y, attention.out.weight, None)
-        x, h = _add_norm(x, y, attention.out.bias, attention.dropout, sites, dropping, centred)
+        y = Product.apply(y, None, attention.out.weight)
+        x, h = _add_norm(x, y, attention.out.bias, attention.dropout, sites, dropping, kind)
         mlp, norm = block.mlp, block.mlp_norm
-        bias = _folded_bias(mlp.up.weight, mlp.up.bias, norm)
+        layers = [mlp.up] if mlp.gate is None else [mlp.gate, mlp.up]
         y = FeedForward.apply(
-            h, mlp.up.weight, norm.weight, bias, mlp.down.weight, config.activation
+            h,
+            norm.weight,
+            _folded_bias(layers, norm),
+            mlp.down.weight,
+            config.activation,
+            *(layer.weight for layer in layers),
         )
-        x, h = _add_norm(x, y, mlp.down.bias, mlp.dropout, sites, dropping, centred)
+        x, h = _add_norm(x, y, mlp.down.bias, mlp.dropout, sites, dropping, kind)
 
     weight, bias = model.head_parameters()
     assert config.vocab_size is not None  # a GPT has one
+    cap = config.logit_softcap
     if exceeds_chunk(targets.numel(), len(weight)):
         x = _scaled(h, model.final_norm)
-        return chunked_loss_sum(x, weight, bias, targets, config.vocab_size, compiled_row_loss)
-    logits = Product.apply(h, weight, model.final_norm.weight)
-    bias = _folded_bias(weight, bias, model.final_norm)
-    return _biased_loss_sum(logits, bias, targets, config.vocab_size)
+        return chunked_loss_sum(
+            x, weight, bias, targets, config.vocab_size, compiled_row_loss, softcap=cap
+        )
+    logits = Product.apply(h, model.final_norm.weight, weight)
+    norm_bias = getattr(model.final_norm, "bias", None)
+    if norm_bias is not None:
+        bias = F.linear(norm_bias, weight, bias)
+    return _biased_loss_sum(logits, bias, targets, config.vocab_size, cap)
+
+
+def serves_attention(config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Whether the AMX kernels are loaded and know the architecture's attention: they norm queries
+    and keys head by head."""
+    return config.qk_norm != "width" and amx.can_attend(dtype, head_size(config))
+
+
+def _projected(h: Tensor, attention: Attention, norm: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """The projection of h, normalised by `norm`, as `HeadShape` describes it, and its bias."""
+    layers = [attention.q, attention.kv] if attention.shares_kv else [attention.qkv]
+    projected = Product.apply(h, norm.weight, *(layer.weight for layer in layers))
+    return projected, _folded_bias(layers, norm)
+
+
+def _head_norms(attention: Attention) -> tuple[Tensor | None, Tensor | None]:
+    """The weights of the norms of queries and keys, as `Part` has them."""
+    if attention.qk_norm is None:
+        return None, None
+    both = (attention.q_norm.weight, attention.k_norm.weight)
+    if attention.qk_norm == "head":
+        return both
+    q_norm, k_norm = (weight.unflatten(0, (-1, attention.head_size)) for weight in both)
+    return q_norm, k_norm
 
 
 @kernel
 def _biased_loss_sum(
-    logits: Tensor, bias: Tensor | None, targets: Tensor, vocab_size: int
+    logits: Tensor, bias: Tensor | None, targets: Tensor, vocab_size: int, softcap: float | None
 ) -> Tensor:
-    return loss_sum(logits if bias is None else logits + bias, targets, vocab_size)
+    logits = logits if bias is None else logits + bias
+    return loss_sum(softcapped(logits, softcap), targets, vocab_size)
 
 
 def _scaled(h: Tensor, norm: nn.Module) -> Tensor:
@@ -105,10 +159,17 @@ def _scaled(h: Tensor, norm: nn.Module) -> Tensor:
     return (y if bias is None else y + bias).to(h.dtype)
 
 
-def _folded_bias(weight: Tensor, bias: Tensor | None, norm: nn.Module) -> Tensor | None:
-    """The bias (n,) of a linear layer that `norm` is folded into: its own plus W · the norm's."""
+def _folded_bias(layers: Sequence[nn.Linear], norm: nn.Module) -> Tensor | None:
+    """The bias (n,) of linear layers that `norm` is folded into, side by side: each one's own plus
+    W · the norm's."""
     norm_bias = getattr(norm, "bias", None)
-    return bias if norm_bias is None else F.linear(norm_bias, weight, bias)
+    biases: list[Tensor] = []
+    for layer in layers:
+        if norm_bias is not None:
+            biases.append(F.linear(norm_bias, layer.weight, layer.bias))
+        elif layer.bias is not None:
+            biases.append(layer.bias)
+    return torch.cat(biases) if biases else None
 
 
 def _add_norm(
@@ -118,8 +179,8 @@ def _add_norm(
     dropout: StreamDropout,
     sites: Tensor,
     dropping: bool,
-    centred: bool,
+    kind: NormKind,
 ) -> tuple[Tensor, Tensor]:
     """x + dropout(y + bias) and its norm: the end of each sub-layer and the start of the next."""
     p = dropout.p if dropping else 0.0
-    return AddNorm.apply(x, y, bias, sites[dropout.site], p, centred)
+    return AddNorm.apply(x, y, bias, sites[dropout.site], p, kind)

@@ -1,0 +1,182 @@
+// The heads of queries, keys and values: where they lie, and what is done to a row between the linear
+// layer that made it and attention, both ways.
+
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "tiles.h"
+
+// The keyed hash of keyed.py; a test compares the masks.
+struct Dropout {
+    float scale;  // 1 / (1 - p), or 0 for no dropout
+    int32_t bound, key0, key1;
+    int stride;
+
+    // The number of (head, query, key) in its row of the batch; see AttentionDropout.
+    int32_t index(int head, int query, int key) const {
+        return int32_t((uint32_t(head) * stride + query) * stride + key);
+    }
+
+    __m512i bits(__m512i index) const {
+        const auto mix = [](__m512i x, int shift) {
+            return _mm512_xor_si512(x, _mm512_srl_epi32(x, _mm_cvtsi32_si128(shift)));
+        };
+        __m512i x = _mm512_xor_si512(index, _mm512_set1_epi32(key0));
+        x = _mm512_mullo_epi32(x, _mm512_set1_epi32(int32_t(0xED5AD4BBu)));
+        x = _mm512_xor_si512(mix(x, 11), _mm512_set1_epi32(key1));
+        x = mix(_mm512_mullo_epi32(x, _mm512_set1_epi32(int32_t(0xAC4C1B51u))), 15);
+        return mix(_mm512_mullo_epi32(x, _mm512_set1_epi32(0x31848BAB)), 14);
+    }
+
+    __mmask16 keep(__m512i index) const {
+        return _mm512_cmpge_epi32_mask(bits(index), _mm512_set1_epi32(bound));
+    }
+};
+
+// Queries, keys or values as a linear layer made them, in rows of (batch, time): where head 0 begins,
+// how far rows and heads are apart, the layer's bias and the weight (K) of a norm over each head, if
+// there are such. Their gradients lie in the same way.
+struct Part {
+    const bf16* data;
+    const float *bias, *norm;
+    int64_t row, head, turns;  // turns: whether its channels do, or a norm acts on them
+
+    int64_t at(int64_t row_number, int h) const { return row_number * row + h * head; }
+};
+
+// What the host passes; `Job` of amx.py has the same fields. There are B rows of the batch, H heads,
+// and G of keys and values, each for H / G heads one after another. Channels i and i + half of a head
+// turn by angles with these cosines and sines (T, half). `keys` (B, 2) are those of dropout.
+struct Job {
+    Part q, k, v;
+    const float *cosine, *sine;
+    const int32_t* keys;
+    int64_t B, T, H, G, K, half, stride;
+    int32_t bound;
+    float dropout_scale, norm_eps;
+
+    int64_t padded() const { return (T + BLOCK - 1) / BLOCK * BLOCK; }
+    int64_t sharing() const { return H / G; }
+    Dropout dropout(int64_t b) const {
+        return {dropout_scale, bound, keys[2 * b], keys[2 * b + 1], int(stride)};
+    }
+};
+
+constexpr int MAX_HEAD = 256;
+
+// One row of a head in fp32, on its way from what a linear layer made to what attention multiplies.
+class Row {
+  public:
+    Row(const Job& job, const Part& part) : job_(job), part_(part) {}
+
+    void read(int64_t row_number, int h) {
+        const bf16* in = part_.data + part_.at(row_number, h);
+        const float* bias = part_.bias ? part_.bias + h * part_.head : nullptr;
+        for (int k = 0; k < job_.K; k += 16) {
+            const __m512 x = to_float(load16(in + k));
+            _mm512_storeu_ps(x_ + k, bias ? _mm512_add_ps(x, _mm512_loadu_ps(bias + k)) : x);
+        }
+    }
+
+    // Normed and turned, at time t.
+    void turn(int64_t t) {
+        if (part_.norm) {
+            const float factor = scale();
+#pragma omp simd
+            for (int k = 0; k < job_.K; k++) x_[k] *= factor * part_.norm[k];
+        }
+        rotate(x_, t, 1);
+    }
+
+    // The gradient of the row as it was read, given that of the turned one, in its place; adds to
+    // the gradient of the norm's weight.
+    void turn_gradient(float* g, float* g_norm, int64_t t) {
+        rotate(g, t, -1);
+        if (!part_.norm) return;
+        const float factor = scale();
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int k = 0; k < job_.K; k++) {
+            x_[k] *= factor;
+            g_norm[k] += g[k] * x_[k];
+            g[k] *= part_.norm[k];
+            sum += g[k] * x_[k];
+        }
+        sum /= job_.K;
+#pragma omp simd
+        for (int k = 0; k < job_.K; k++) g[k] = factor * (g[k] - x_[k] * sum);
+    }
+
+    void write(bf16* to) const {
+        for (int k = 0; k < job_.K; k += 16) store16(to + k, to_bf16(_mm512_loadu_ps(x_ + k)));
+    }
+
+  private:
+    float scale() const {
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int k = 0; k < job_.K; k++) sum += x_[k] * x_[k];
+        return 1 / std::sqrt(sum / job_.K + job_.norm_eps);
+    }
+
+    void rotate(float* x, int64_t t, float direction) const {
+        const float *cosine = job_.cosine + t * job_.half, *sine = job_.sine + t * job_.half;
+#pragma omp simd
+        for (int k = 0; k < job_.half; k++) {
+            const float a = x[k], b = x[k + job_.half], s = direction * sine[k];
+            x[k] = a * cosine[k] - b * s;
+            x[k + job_.half] = b * cosine[k] + a * s;
+        }
+    }
+
+    const Job& job_;
+    const Part& part_;
+    alignas(64) float x_[MAX_HEAD];
+};
+
+// Head h of a part in batch row b, as attention multiplies it, in rows (TP, K).
+inline void read_part(bf16* out, const Job& job, const Part& part, int64_t b, int h) {
+    Row row(job, part);
+    for (int64_t t = 0; t < job.T; t++, out += job.K) {
+        const bf16* in = part.data + part.at(b * job.T + t, h);
+        for (int k = 0; k < job.K; k += 32)  // the next head's, into the cache
+            _mm_prefetch((const char*)(in + part.head + k), _MM_HINT_T1);
+        if (!part.turns && !part.bias) {
+            std::memcpy(out, in, 2 * job.K);
+            continue;
+        }
+        row.read(b * job.T + t, h);
+        if (part.turns) row.turn(t);
+        row.write(out);
+    }
+    std::memset(out, 0, 2 * (job.padded() - job.T) * job.K);
+}
+
+// The gradient of head h of a part in batch row b, from that of what attention multiplied, in rows
+// (TP, K), which it uses up. `g_norm` (K) begins as zeros.
+inline void write_part(bf16* to, float* g, float* g_norm, const Job& job, const Part& part, int64_t b,
+                int h) {
+    Row row(job, part);
+    for (int64_t t = 0; t < job.T; t++, g += job.K) {
+        if (part.turns) {
+            if (part.norm) row.read(b * job.T + t, h);
+            row.turn_gradient(g, g_norm, t);
+        }
+        bf16* out = to + part.at(b * job.T + t, h);
+        for (int k = 0; k < job.K; k += 16) store16(out + k, to_bf16(_mm512_loadu_ps(g + k)));
+    }
+}
+
+// Rows (T, K) of head h of x (B, T, H · K).
+inline void read_head(bf16* out, const bf16* x, const Job& job, int64_t b, int h) {
+    const Part part{x, nullptr, nullptr, job.H * job.K, job.K, 0};
+    for (int64_t t = 0; t < job.T; t++, out += job.K) {
+        const bf16* in = x + part.at(b * job.T + t, h);
+        for (int k = 0; k < job.K; k += 32)
+            _mm_prefetch((const char*)(in + job.K + k), _MM_HINT_T1);
+        std::memcpy(out, in, 2 * job.K);
+    }
+    std::memset(out, 0, 2 * (job.padded() - job.T) * job.K);
+}
