@@ -55,7 +55,7 @@ def test_shakespeare_tutorial_is_the_sources_recipe():
     assert (optimizer.betas, optimizer.weight_decay, optimizer.decay) == ((0.9, 0.999), 0.01, "all")
     assert (optimizer.learning_rate, optimizer.clip_norm) == (3e-4, 0.0)
     assert (config.schedule.name, train.steps, train.batch_size) == ("constant", 5000, 64)
-    assert (train.eval_interval, train.eval_train_tokens) == (100, 65_536)
+    assert (train.eval_interval, train.eval_train_tokens) == (100, 32_768)
     assert (train.sample_interval, train.sample_tokens, train.sample_prompt) == (5000, 2000, "")
 
 
