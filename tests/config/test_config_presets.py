@@ -55,7 +55,8 @@ def test_shakespeare_tutorial_is_the_sources_recipe():
     assert (optimizer.betas, optimizer.weight_decay, optimizer.decay) == ((0.9, 0.999), 0.01, "all")
     assert (optimizer.learning_rate, optimizer.clip_norm) == (3e-4, 0.0)
     assert (config.schedule.name, train.steps, train.batch_size) == ("constant", 5000, 64)
-    assert train.eval_interval == 100
+    assert (train.eval_interval, train.eval_train_tokens) == (100, 32_768)
+    assert (train.sample_interval, train.sample_tokens, train.sample_prompt) == (5000, 2000, "")
 
 
 def test_shakespeare_char_is_the_recipe_to_use():
@@ -69,6 +70,7 @@ def test_shakespeare_char_is_the_recipe_to_use():
     )  # fmt: skip
     assert config.checkpoint.keep_best
     assert config.train.patience
+    assert config.train.eval_train_tokens == 111_540
 
 
 GPT2_SIZES = {
@@ -185,5 +187,7 @@ def test_the_presets_of_todays_decoders_are_the_published_architectures(name):
         model.d_ff, model.vocab_size, model.rope_theta, model.norm_eps, model.qk_norm,
         model.tied_head,
     ) == TODAYS_DECODERS[name]  # fmt: skip
+    assert model.init_std == (24**-1 if name == "smollm2-135m" else 0.02)
+    assert model.residual_init_scale == (name == "smollm2-135m")
     assert (model.activation, model.norm, model.norm_position) == ("swiglu", "rmsnorm", "pre")
     assert (model.positions, model.bias, model.qkv_bias) == ("rotary", False, False)

@@ -47,6 +47,7 @@ def amd(architecture):
 
 A100 = nvidia("NVIDIA A100-SXM4-80GB", 8, 0)
 V100 = nvidia("Tesla V100-SXM2-16GB", 7, 0)
+P100 = nvidia("Tesla P100-PCIE-16GB", 6, 0)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_a_device_that_is_not_here(name):
         (nvidia("NVIDIA GeForce RTX 5090", 12, 0), CUDA, "bf16", "sm_120"),
         (V100, CUDA, "fp16", "no bf16"),
         (nvidia("Tesla T4", 7, 5), CUDA, "fp16", "sm_75"),
-        (nvidia("Tesla P100-PCIE-16GB", 6, 0), CUDA, "fp32", "no tensor cores"),
+        (P100, CUDA, "fp32", "no tensor cores"),
         (amd("gfx942"), CUDA, "bf16", "gfx942"),
         (amd("gfx90a"), CUDA, "bf16", "gfx90a"),
         (amd("gfx906"), CUDA, "fp16", "no bf16"),
@@ -95,6 +96,7 @@ def test_auto_precision(here, device, expected, why):
         (machine(), CPU, "tf32", "fp64, fp32, bf16, fp16"),
         (V100, CUDA, "bf16", "fp64, fp32, fp16"),
         (V100, CUDA, "tf32", "fp64, fp32, fp16"),
+        (P100, CUDA, "bf16", "fp64, fp32, fp16"),
         (amd("gfx90a"), CUDA, "tf32", "fp64, fp32, bf16, fp16"),
         (machine(mps=True), MPS, "fp64", "fp32, bf16, fp16"),
     ],
@@ -111,6 +113,37 @@ def test_slow_bf16_can_be_asked_for_and_is_called_slow():
         "asked for; this CPU emulates it, slower than fp32",
     )
     assert choose_precision("tf32", CUDA, A100) == ("tf32", "asked for")
+
+
+def test_fp16_without_tensor_cores_can_be_asked_for_and_says_what_for():
+    precision, reason = choose_precision("fp16", CUDA, P100)
+    assert precision == "fp16"
+    assert reason == (
+        "asked for; Tesla P100-PCIE-16GB, sm_60 has no tensor cores: it halves activations, and "
+        "need not be faster than fp32"
+    )
+    assert choose_precision("fp16", CUDA, V100) == ("fp16", "asked for")
+
+
+@pytest.mark.parametrize(
+    ("here", "reason"),
+    [
+        (P100, "triton needs compute capability 7.0, and Tesla P100-PCIE-16GB has 6.0"),
+        (
+            nvidia("NVIDIA GeForce GTX 1080 Ti", 6, 1),
+            "triton needs compute capability 7.0, and NVIDIA GeForce GTX 1080 Ti has 6.1",
+        ),
+    ],
+)
+def test_a_gpu_that_triton_does_not_know_is_not_compiled_for(here, reason):
+    assert choose_compile("auto", CUDA, total_flops=1e30, capabilities=here) == (False, reason)
+    with pytest.raises(ConfigError, match=rf"train\.compile=true cannot be: {reason}\. Or set it"):
+        choose_compile(True, CUDA, total_flops=0, capabilities=here)
+
+
+@pytest.mark.parametrize("here", [V100, A100, nvidia("GPU", 12, 0), amd("gfx90a")])
+def test_other_gpus_are_not_refused_for_their_age(here):
+    assert "compute capability" not in find_compiler(CUDA, here).reason
 
 
 def test_compile_can_be_switched_off():
@@ -141,11 +174,11 @@ def test_compile_needs_a_compiler_that_works(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match=r"train\.compile=true cannot be.*no Python\.h"):
         choose_compile(True, CPU, total_flops=0, capabilities=machine())
     monkeypatch.setenv("CXX", str(tmp_path / "absent"))
-    assert find_compiler("cpu").reason.startswith("no C++ compiler found")
+    assert find_compiler(CPU).reason.startswith("no C++ compiler found")
 
 
 def test_a_long_run_is_compiled_where_it_can_be():
-    compiler = find_compiler("cpu")
+    compiler = find_compiler(CPU)
     compiled, reason = choose_compile("auto", CPU, total_flops=1e18, capabilities=machine())
     assert (compiled, reason) == (compiler.works, compiler.reason)
 

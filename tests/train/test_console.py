@@ -1,5 +1,6 @@
 """What reaches the screen and the logs, in one process and in several."""
 
+import math
 import os
 import re
 import socket
@@ -13,6 +14,7 @@ import pytest
 
 from pentameter.config.load import load_config
 from pentameter.errors import TrainingFailedError
+from pentameter.evaluate.split import EvalMetrics
 from pentameter.processes.world import World
 from pentameter.train.console import Console
 from pentameter.train.hooks import EpochMetrics, StepMetrics
@@ -98,6 +100,35 @@ def test_epochs_shorter_than_the_log_interval_are_not_said(trainer, capsys):
         for n_steps in (9, 10):
             console.on_epoch(trainer, EpochMetrics(1, n_steps, 2.5, 12.2, 640, n_steps, 1.0))
     assert capsys.readouterr().out.count("epoch ") == 1
+
+
+def evaluated(split: str, loss: float, *, best: bool = False) -> EvalMetrics:
+    return EvalMetrics(100, split, loss, math.exp(loss), loss / math.log(2), 1000, 0.5, best)
+
+
+def test_the_loss_of_the_training_split_stands_beside_validations(trainer, capsys):
+    trainer.evaluations = {"val": None, "train": None, "more": None}
+    with Console() as console:
+        for metrics_of_one in (
+            evaluated("val", 2.5012, best=True), evaluated("train", 2.4966), evaluated("more", 3.0)
+        ):  # fmt: skip
+            console.on_eval(trainer, metrics_of_one)
+    assert capsys.readouterr().out.splitlines() == [
+        "eval    100 │ val loss 2.5012 │ perplexity 12.2 │ 3.6085 bits/byte │ train loss 2.4966 │ "
+        "1.0 s  ← best",
+        "eval    100 │ more loss 3.0000 │ perplexity 20.09 │ 4.3281 bits/byte │ 0.5 s",
+    ]
+
+
+@pytest.mark.parametrize("split", ["val", "train"])
+def test_one_of_the_two_alone_has_a_line(trainer, capsys, split):
+    trainer.evaluations = {split: None}
+    with Console() as console:
+        console.on_eval(trainer, evaluated(split, 2.0))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert (
+        line == f"eval    100 │ {split} loss 2.0000 │ perplexity 7.389 │ 2.8854 bits/byte │ 0.5 s"
+    )
 
 
 def test_the_first_process_of_another_machine_says_where_it_stands(trainer, capsys, tmp_path):

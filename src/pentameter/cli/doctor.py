@@ -91,7 +91,7 @@ def examine() -> dict[str, Any]:
     capabilities = machine_capabilities()
     device = choose_device("auto", capabilities)
     precision, reason = choose_precision("auto", device, capabilities)
-    compiler = find_compiler(device.type)
+    compiler = find_compiler(device, capabilities)
     name = device_name(device, capabilities)
     around = environment(device, capabilities)
     return {

@@ -271,7 +271,8 @@ class TrainConfig(Section):
     """Steps between passes over the whole validation split; `epoch` is the steps of a pass over
     the training split, rounded up. None when absent ("none")."""
     eval_train_tokens: Positive | None = None
-    """Also evaluate, without dropout, on about so many tokens of the training split: its first."""
+    """Also evaluate, without dropout, on about so many tokens of the training split, its first; the
+    log shows the loss beside validation's."""
     patience: Positive | None = None
     """Stop after this many evaluations in a row without a new best."""
     sample_interval: Positive | None = None

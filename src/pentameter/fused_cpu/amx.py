@@ -65,7 +65,7 @@ def _built() -> Path:
     library = cache_folder() / "native" / f"amx-{hashlib.sha256(content).hexdigest()[:16]}.so"
     if library.exists():
         return library
-    compiler = find_compiler("cpu")
+    compiler = find_compiler(torch.device("cpu"))
     if not compiler.works or compiler.command is None:
         raise OSError(compiler.reason)
     library.parent.mkdir(parents=True, exist_ok=True)

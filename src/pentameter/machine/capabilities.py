@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from pentameter.errors import ConfigError
 from pentameter.machine.cores import host_memory_bytes, usable_cores
 
 
@@ -46,6 +47,12 @@ class GpuCapabilities:
     """`sm_80` for CUDA, `gfx942` for ROCm."""
     memory_bytes: int
 
+    @property
+    def compute_capability(self) -> int | None:
+        """CUDA's compute capability times ten (80 for 8.0); None for a chip of AMD's."""
+        number = self.architecture.removeprefix("sm_")
+        return int(number) if number.isdigit() else None
+
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -56,6 +63,13 @@ class Capabilities:
     gpu_runtime: str | None
     """`cuda 12.8`, `rocm 6.4`, or None for a torch built for the CPU only."""
     mps: bool
+
+    def gpu(self, device: torch.device) -> GpuCapabilities:
+        """The GPU that `device` names. Raises ConfigError where there is none of its number."""
+        index = device.index or 0
+        if index >= len(self.gpus):
+            raise ConfigError(f"{device} is not here: this machine has {len(self.gpus)}")
+        return self.gpus[index]
 
 
 @dataclass(frozen=True)
@@ -113,26 +127,39 @@ extern "C" int pentameter_probe(void) { return PY_MAJOR_VERSION; }
 """
 
 
-def find_compiler(device_type: str) -> Compiler:
+_TRITON_CAPABILITY = 70
+"""The least compute capability, times ten, of the GPUs that Triton generates kernels for."""
+
+
+def find_compiler(device: torch.device, capabilities: Capabilities | None = None) -> Compiler:
     """The compiler that `torch.compile` would call for a device, tried once (0.3 s on a CPU).
 
     On a CPU the generated C++ includes Python.h and OpenMP, so a small source that does the same
     is really built. On a GPU Triton generates the kernels; it needs only a C compiler.
     """
-    if device_type == "mps":
+    if device.type == "mps":
         return Compiler(None, False, "torch.compile for MPS is still a prototype")
-    if device_type == "cuda":
-        if find_spec("triton") is None:
-            return Compiler(None, False, "triton is not installed")
-        command = _first_found("CC", ("gcc", "clang", "cc"))
-        if command is None:
-            return Compiler(None, False, "triton needs a C compiler; install gcc or clang")
-        return Compiler(command, True, f"triton with {command}")
+    if device.type == "cuda":
+        return _find_triton((capabilities or machine_capabilities()).gpu(device))
     # torch looks for this one name unless $CXX says another
     command = _first_found("CXX", ("clang++" if sys.platform == "darwin" else "g++",))
     if command is None:
         return Compiler(None, False, "no C++ compiler found; install g++ or set CXX")
     return _try_building(command)
+
+
+def _find_triton(gpu: GpuCapabilities) -> Compiler:
+    capability = gpu.compute_capability
+    if capability is not None and capability < _TRITON_CAPABILITY:
+        needed, has = _TRITON_CAPABILITY / 10, capability / 10
+        reason = f"triton needs compute capability {needed}, and {gpu.name} has {has}"
+        return Compiler(None, False, reason)
+    if find_spec("triton") is None:
+        return Compiler(None, False, "triton is not installed")
+    command = _first_found("CC", ("gcc", "clang", "cc"))
+    if command is None:
+        return Compiler(None, False, "triton needs a C compiler; install gcc or clang")
+    return Compiler(command, True, f"triton with {command}")
 
 
 def _first_found(variable: str, names: tuple[str, ...]) -> str | None:

@@ -70,10 +70,7 @@ def choose_precision(
     """
     capabilities = capabilities or machine_capabilities()
     if device.type == "cuda":
-        index = device.index or 0
-        if index >= len(capabilities.gpus):
-            raise ConfigError(f"{device} is not here: this machine has {len(capabilities.gpus)}")
-        supported, best, reason = _gpu_precisions(capabilities.gpus[index])
+        supported, best, reason = _gpu_precisions(capabilities.gpu(device))
     elif device.type == "mps":
         supported, best = ("fp32", "bf16", "fp16"), "fp32"
         reason = "on MPS fp32 is the safe choice; bf16 can be asked for"
@@ -98,6 +95,8 @@ def choose_precision(
         setting == "fp16" or (setting == "bf16" and not capabilities.cpu.fast_bf16)
     ):
         note = "; this CPU emulates it, slower than fp32"
+    elif setting == "fp16" and best == "fp32" and device.type == "cuda":
+        note = f"; {reason}: it halves activations, and need not be faster than fp32"
     return setting, f"asked for{note}"
 
 
@@ -109,14 +108,15 @@ def _gpu_precisions(gpu: GpuCapabilities) -> tuple[tuple[str, ...], str, str]:
             return ("fp64", "fp32", "fp16"), "fp16", f"{where} has no bf16 matrix units"
         tf32 = ("tf32",) if gpu.architecture.startswith(_ROCM_TF32) else ()
         return ("fp64", "fp32", *tf32, "bf16", "fp16"), "bf16", f"{where} has bf16 matrix units"
-    generation = int(gpu.architecture.removeprefix("sm_"))
-    if generation >= 80:
+    capability = gpu.compute_capability
+    assert capability is not None
+    if capability >= 80:
         all_of_them = ("fp64", "fp32", "tf32", "bf16", "fp16")
         return all_of_them, "bf16", f"{where} has bf16 tensor cores"
-    if generation >= 70:
+    if capability >= 70:
         reason = f"{where} has fp16 tensor cores and no bf16"
         return ("fp64", "fp32", "fp16"), "fp16", reason
-    return ("fp64", "fp32"), "fp32", f"{where} has no tensor cores"
+    return ("fp64", "fp32", "fp16"), "fp32", f"{where} has no tensor cores"
 
 
 def choose_compile(
@@ -135,25 +135,25 @@ def choose_compile(
     by default that of its `auto`. Raises ConfigError where compiling is asked for and no compiler
     works.
     """
+    capabilities = capabilities or machine_capabilities()
     match setting:
         case False:
             return False, "switched off"
         case True:
-            compiler = find_compiler(device.type)
+            compiler = find_compiler(device, capabilities)
             if compiler.works:
                 return True, f"asked for; {compiler.reason}"
             raise ConfigError(
                 f"train.compile=true cannot be: {compiler.reason}. Or set it to false"
             )
         case "auto":
-            capabilities = capabilities or machine_capabilities()
             seconds = total_flops / _eager_flops(device, precision, capabilities)
             if seconds * COMPILE_SAVING < COMPILE_SECONDS:
                 return False, (
                     f"the run is too short (about {seconds:.0f} s) to earn back "
                     f"{COMPILE_SECONDS:.0f} s of compiling"
                 )
-            compiler = find_compiler(device.type)
+            compiler = find_compiler(device, capabilities)
             return compiler.works, compiler.reason
         case unknown:
             refuse_unknown(unknown, "train.compile", "the engine")

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from traceback import format_exception
 from typing import Self
@@ -25,6 +26,7 @@ from pentameter.data.progress import ProgressLines, pass_in_words
 from pentameter.evaluate.split import EvalMetrics
 from pentameter.processes.failure import EXPECTED
 from pentameter.processes.world import World
+from pentameter.train.evaluations import TRAIN, VALIDATION
 from pentameter.train.hooks import (
     CheckpointMetrics,
     EpochMetrics,
@@ -53,6 +55,7 @@ class Console:
         self._n_steps = 0
         self._log: LogFile | None = None
         self._pending: list[str] = []
+        self._validation: EvalMetrics | None = None
         self._progress_lines = ProgressLines(self.say)
 
     def __enter__(self) -> Self:
@@ -159,11 +162,20 @@ class Console:
         )
 
     def on_eval(self, run: TrainingRun, metrics: EvalMetrics) -> None:
-        """Print the validation figures, and whether they are the best yet."""
+        """Print a split's figures, and whether they are the best yet. The loss of the training
+        split stands beside validation's: one line tells whether the model overfits."""
+        if metrics.split == VALIDATION and TRAIN in run.evaluations:
+            self._validation = metrics  # the training split's come next
+            return
+        beside = ""
+        if metrics.split == TRAIN and self._validation is not None:
+            beside = f"train loss {metrics.loss:.4f} │ "
+            metrics = replace(self._validation, seconds=self._validation.seconds + metrics.seconds)
+            self._validation = None
         best = "  ← best" if metrics.best else ""
         self.say(
             f"eval {metrics.step:>6} │ {metrics.split} loss {metrics.loss:.4f} │ perplexity "
-            f"{metrics.perplexity:.4g} │ {metrics.bits_per_byte:.4f} bits/byte │ "
+            f"{metrics.perplexity:.4g} │ {metrics.bits_per_byte:.4f} bits/byte │ {beside}"
             f"{metrics.seconds:.1f} s{best}"
         )
 

@@ -16,7 +16,7 @@ from pentameter.errors import ConfigError, CorruptError
 from pentameter.evaluate.split import EvalMetrics, evaluate, evaluation_batch_size
 from pentameter.train.hooks import TrainingRun
 
-VALIDATION, TEST = "val", "test"
+VALIDATION, TRAIN, TEST = "val", "train", "test"
 
 
 def splits_to_evaluate(
@@ -32,7 +32,7 @@ def splits_to_evaluate(
     if (held_out := dataset.split(VALIDATION)).n_tokens >= 2:
         splits[VALIDATION] = held_out
     if config.train.eval_train_tokens is not None:
-        splits["train"] = beginning(dataset.split("train"), config.train.eval_train_tokens)
+        splits[TRAIN] = beginning(dataset.split(TRAIN), config.train.eval_train_tokens)
     splits |= open_evaluations(config.data, dataset.tokenizer, verify=verify, progress=progress)
     for name, split in splits.items():
         if split.n_tokens < 2:
