@@ -18,10 +18,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pentameter.config.schema import ModelConfig
 from pentameter.disk.cache import cache_folder
 from pentameter.fused_cpu.heads import Heads
 from pentameter.machine.capabilities import Capabilities, find_compiler
 from pentameter.model.dropout import keep_bound
+from pentameter.planning.architecture import head_size
 
 SOURCES = tuple(
     Path(__file__).with_name("cpp") / name for name in ("attention.cpp", "heads.h", "tiles.h")
@@ -87,10 +89,19 @@ def unload() -> None:
     _loaded.clear()
 
 
-def can_attend(dtype: torch.dtype, head_size: int) -> bool:
-    """True if the kernels are loaded and take heads of this size in this dtype."""
-    fits = head_size % 32 == 0 and head_size <= MAX_HEAD
-    return bool(_loaded) and dtype is torch.bfloat16 and fits
+def attention_obstacle(config: ModelConfig) -> str | None:
+    """What keeps the kernels from computing an architecture's attention; None where they can."""
+    size = head_size(config)
+    if size % 32 or size > MAX_HEAD:
+        return f"the AMX kernels want heads of a multiple of 32 up to {MAX_HEAD}, not {size}"
+    if config.qk_norm == "width":
+        return "the AMX kernels norm queries and keys head by head, not all heads together"
+    return None
+
+
+def can_attend(config: ModelConfig, dtype: torch.dtype) -> bool:
+    """True if the kernels are loaded and take an architecture's attention in this dtype."""
+    return bool(_loaded) and dtype is torch.bfloat16 and attention_obstacle(config) is None
 
 
 def can_transpose(x: Tensor) -> bool:

@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 
-import torch
-
 from pentameter.config.messages import shown
 from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu import amx
 from pentameter.fused_cpu.kernels import ACTIVATIONS, CENTRED
 from pentameter.machine.capabilities import Capabilities
-from pentameter.planning.architecture import head_size
 from pentameter.planning.layout import Layout
 from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
@@ -81,11 +78,7 @@ def choose_kernels(
         return f"; the plain model as a whole, as the fused step does not know {obstacle}", False
     if precision != "bf16":
         return "", False
-    missing = amx.load(capabilities)
-    model = plan.config.model
-    size = head_size(model)
-    if missing is None and not amx.can_attend(torch.bfloat16, size):
-        missing = f"the AMX kernels want heads of a multiple of 32, not {size}"
+    missing = amx.load(capabilities) or amx.attention_obstacle(plan.config.model)
     missing_anywhere = next((each for each in world.all_gather(missing) if each is not None), None)
     if missing is None and missing_anywhere is not None:
         amx.unload()  # they round differently from what the others compute with

@@ -31,7 +31,7 @@ from pentameter.fused_cpu.obstacles import architecture_obstacle
 from pentameter.model.attention import Attention
 from pentameter.model.compiled import kernel
 from pentameter.model.dropout import StreamDropout
-from pentameter.model.gpt import GPT, Block
+from pentameter.model.gpt import GPT, MLP, Block
 from pentameter.model.loss import (
     chunked_loss_sum,
     compiled_row_loss,
@@ -68,41 +68,20 @@ def fused_loss_sum(
         x = EmbeddingDropout.apply(
             x, sites[model.embedding_dropout.site], model.embedding_dropout.p
         )
-    turning = rotation(positions, config, x.dtype)
+    turning = rotation(positions, config, x.dtype) or (None, None)
 
     blocks = [block for block in model.blocks.values() if isinstance(block, Block)]
     kind = NormKind(CENTRED[config.norm], config.norm_eps)
-    attend = AmxAttention.apply if serves_attention(config, dtype) else CausalAttention.apply
+    attend = AmxAttention.apply if amx.can_attend(config, dtype) else CausalAttention.apply
+    shape = _head_shape(config, dropping)
     h = Norm.apply(x, kind, dtype)
     for block in blocks:
-        attention, norm = block.attention, block.attention_norm
-        weights_dropout = attention.weights_dropout
-        y = attend(
-            *_projected(h, attention, norm),
-            *_head_norms(attention),
-            *(turning or (None, None)),
-            sites[weights_dropout.site],
-            HeadShape(
-                config.n_heads,
-                n_kv_heads(config),
-                head_size(config),
-                config.norm_eps,
-                config.context_length,
-                weights_dropout.p if dropping else 0.0,
-            ),
-        )
+        attention, mlp = block.attention, block.mlp
+        keys = sites[attention.weights_dropout.site]
+        y = attend(*_heads(h, block.attention_norm, attention), *turning, keys, shape)
         y = Product.apply(y, None, attention.out.weight)
         x, h = _add_norm(x, y, attention.out.bias, attention.dropout, sites, dropping, kind)
-        mlp, norm = block.mlp, block.mlp_norm
-        layers = [mlp.up] if mlp.gate is None else [mlp.gate, mlp.up]
-        y = FeedForward.apply(
-            h,
-            norm.weight,
-            _folded_bias(layers, norm),
-            mlp.down.weight,
-            config.activation,
-            *(layer.weight for layer in layers),
-        )
+        y = _fed_forward(h, block.mlp_norm, mlp, config.activation)
         x, h = _add_norm(x, y, mlp.down.bias, mlp.dropout, sites, dropping, kind)
 
     weight, bias = model.head_parameters()
@@ -120,28 +99,43 @@ def fused_loss_sum(
     return _biased_loss_sum(logits, bias, targets, config.vocab_size, cap)
 
 
-def serves_attention(config: ModelConfig, dtype: torch.dtype) -> bool:
-    """Whether the AMX kernels are loaded and know the architecture's attention: they norm queries
-    and keys head by head."""
-    return config.qk_norm != "width" and amx.can_attend(dtype, head_size(config))
+def _head_shape(config: ModelConfig, dropping: bool) -> HeadShape:
+    return HeadShape(
+        config.n_heads,
+        n_kv_heads(config),
+        head_size(config),
+        config.norm_eps,
+        config.context_length,
+        config.attention_dropout if dropping else 0.0,
+    )
 
 
-def _projected(h: Tensor, attention: Attention, norm: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """The projection of h, normalised by `norm`, as `HeadShape` describes it, and its bias."""
+def _heads(h: Tensor, norm: nn.Module, attention: Attention) -> tuple[Tensor | None, ...]:
+    """The first arguments of `heads_of`: the projection of h, normalised by `norm`, its bias, and
+    the weights of the norms of queries and keys."""
     layers = [attention.q, attention.kv] if attention.shares_kv else [attention.qkv]
-    projected = Product.apply(h, norm.weight, *(layer.weight for layer in layers))
-    return projected, _folded_bias(layers, norm)
-
-
-def _head_norms(attention: Attention) -> tuple[Tensor | None, Tensor | None]:
-    """The weights of the norms of queries and keys, as `Part` has them."""
+    weights = (layer.weight for layer in layers)
+    projected = Product.apply(h, norm.get_parameter("weight"), *weights)
+    made = projected, _folded_bias(layers, norm)
     if attention.qk_norm is None:
-        return None, None
-    both = (attention.q_norm.weight, attention.k_norm.weight)
+        return *made, None, None
+    norms = [each.get_parameter("weight") for each in (attention.q_norm, attention.k_norm)]
     if attention.qk_norm == "head":
-        return both
-    q_norm, k_norm = (weight.unflatten(0, (-1, attention.head_size)) for weight in both)
-    return q_norm, k_norm
+        return *made, *norms
+    return *made, *(each.unflatten(0, (-1, attention.head_size)) for each in norms)
+
+
+def _fed_forward(h: Tensor, norm: nn.Module, mlp: MLP, activation: str) -> Tensor:
+    """The output (B, T, D) of the feed-forward layer, without its bias, for h normalised."""
+    layers = [mlp.up] if mlp.gate is None else [mlp.gate, mlp.up]
+    return FeedForward.apply(
+        h,
+        norm.get_parameter("weight"),
+        _folded_bias(layers, norm),
+        mlp.down.weight,
+        activation,
+        *(layer.weight for layer in layers),
+    )
 
 
 @kernel

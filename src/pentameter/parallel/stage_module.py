@@ -34,7 +34,7 @@ class StageModule(nn.Module):
     this module.
 
     `model` is the slice, whose parameters keep the names of the table, and `call` runs it. In
-    training it runs as `run_compiled` or `run_fused` asked, in evaluation plainly. With a
+    training it runs as `run_compiled` or `run_fused` asked, in evaluation fused or plainly. With a
     `generator_offset` PyTorch's generator is seeded for each micro-batch, by the key of its first
     row and that offset.
     """
@@ -55,6 +55,7 @@ class StageModule(nn.Module):
         self._call = call
         self._generator_offset = generator_offset
         self._train: Callable[..., Tensor] = self._plain
+        self._evaluate: Callable[..., Tensor] = self._plain
         self.replays = False
         """Whether a CUDA graph is replayed in training, which writes over what the replay before it
         returned: gradients are added to `.grad`, which stays."""
@@ -68,7 +69,9 @@ class StageModule(nn.Module):
         Without targets, which is to sample, products are in the weights' precision, as `generate`
         computes them; but weights that are gathered from shards come rounded.
         """
-        run = self._train if self.training and targets is not None else self._plain
+        run = self._train if self.training else self._evaluate
+        if targets is None:
+            run = self._plain
         rounds = targets is not None or isinstance(self, FSDPModule)
         if self._generator_offset is not None and dropout_keys is not None:
             torch.manual_seed(int(dropout_keys[0]) + self._generator_offset)
@@ -100,10 +103,10 @@ class StageModule(nn.Module):
         )
 
     def run_fused(self) -> None:
-        """Train by the fused operations of `fused_cpu`, which know whole GPTs, from now on."""
+        """Train and evaluate by the fused operations of `fused_cpu`, which know whole GPTs."""
         assert isinstance(self.model, GPT)
         dtype = arithmetic(self.precision).autocast or next(self.model.parameters()).dtype
-        self._train = partial(_fused, self.model, dtype)
+        self._train = self._evaluate = partial(_fused, self.model, dtype)
 
     def _plain(self, x: Tensor, targets: Tensor | None, dropout_keys: Tensor | None) -> Tensor:
         return self._call(self.model, x, targets, dropout_keys)
