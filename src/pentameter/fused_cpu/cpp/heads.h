@@ -76,16 +76,18 @@ class Row {
         const float* bias = part_.bias ? part_.bias + h * part_.head : nullptr;
         for (int k = 0; k < job_.K; k += 16) {
             const __m512 x = to_float(load16(in + k));
-            _mm512_storeu_ps(x_ + k, bias ? _mm512_add_ps(x, _mm512_loadu_ps(bias + k)) : x);
+            _mm512_store_ps(x_ + k, bias ? _mm512_add_ps(x, _mm512_loadu_ps(bias + k)) : x);
         }
     }
 
     // Normed and turned, at time t.
     void turn(int64_t t) {
         if (part_.norm) {
-            const float factor = scale();
-#pragma omp simd
-            for (int k = 0; k < job_.K; k++) x_[k] *= factor * part_.norm[k];
+            const __m512 factor = scale();
+            for (int k = 0; k < job_.K; k += 16) {
+                const __m512 weight = _mm512_mul_ps(factor, _mm512_loadu_ps(part_.norm + k));
+                _mm512_store_ps(x_ + k, _mm512_mul_ps(_mm512_load_ps(x_ + k), weight));
+            }
         }
         rotate(x_, t, 1);
     }
@@ -95,39 +97,52 @@ class Row {
     void turn_gradient(float* g, float* g_norm, int64_t t) {
         rotate(g, t, -1);
         if (!part_.norm) return;
-        const float factor = scale();
-        float sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int k = 0; k < job_.K; k++) {
-            x_[k] *= factor;
-            g_norm[k] += g[k] * x_[k];
-            g[k] *= part_.norm[k];
-            sum += g[k] * x_[k];
+        const __m512 factor = scale();
+        __m512 sum = _mm512_setzero_ps();
+        for (int k = 0; k < job_.K; k += 16) {
+            const __m512 x = _mm512_mul_ps(factor, _mm512_load_ps(x_ + k));
+            const __m512 gx = _mm512_mul_ps(_mm512_loadu_ps(g + k), x);
+            _mm512_store_ps(x_ + k, x);
+            _mm512_storeu_ps(g_norm + k, _mm512_add_ps(_mm512_loadu_ps(g_norm + k), gx));
+            sum = _mm512_fmadd_ps(gx, _mm512_loadu_ps(part_.norm + k), sum);
         }
-        sum /= job_.K;
-#pragma omp simd
-        for (int k = 0; k < job_.K; k++) g[k] = factor * (g[k] - x_[k] * sum);
+        const __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / job_.K);
+        for (int k = 0; k < job_.K; k += 16) {
+            const __m512 weighted =
+                _mm512_mul_ps(_mm512_loadu_ps(g + k), _mm512_loadu_ps(part_.norm + k));
+            const __m512 along = _mm512_mul_ps(_mm512_load_ps(x_ + k), mean);
+            _mm512_storeu_ps(g + k, _mm512_mul_ps(factor, _mm512_sub_ps(weighted, along)));
+        }
     }
 
     void write(bf16* to) const {
-        for (int k = 0; k < job_.K; k += 16) store16(to + k, to_bf16(_mm512_loadu_ps(x_ + k)));
+        for (int k = 0; k < job_.K; k += 16) store16(to + k, to_bf16(_mm512_load_ps(x_ + k)));
     }
 
   private:
-    float scale() const {
-        float sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int k = 0; k < job_.K; k++) sum += x_[k] * x_[k];
-        return 1 / std::sqrt(sum / job_.K + job_.norm_eps);
+    // 1 / the root mean square.
+    __m512 scale() const {
+        __m512 sum = _mm512_setzero_ps();
+        for (int k = 0; k < job_.K; k += 16) {
+            const __m512 x = _mm512_load_ps(x_ + k);
+            sum = _mm512_fmadd_ps(x, x, sum);
+        }
+        return _mm512_set1_ps(1 / std::sqrt(_mm512_reduce_add_ps(sum) / job_.K + job_.norm_eps));
     }
 
     void rotate(float* x, int64_t t, float direction) const {
         const float *cosine = job_.cosine + t * job_.half, *sine = job_.sine + t * job_.half;
-#pragma omp simd
-        for (int k = 0; k < job_.half; k++) {
-            const float a = x[k], b = x[k + job_.half], s = direction * sine[k];
-            x[k] = a * cosine[k] - b * s;
-            x[k + job_.half] = b * cosine[k] + a * s;
+        for (int k = 0; k < job_.half; k += 16) {
+            const int n = int(job_.half) - k;
+            const __mmask16 lanes = n >= 16 ? 0xffff : __mmask16((1u << n) - 1);
+            const __m512 a = _mm512_maskz_loadu_ps(lanes, x + k);
+            const __m512 b = _mm512_maskz_loadu_ps(lanes, x + k + job_.half);
+            const __m512 c = _mm512_maskz_loadu_ps(lanes, cosine + k);
+            const __m512 s = _mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, sine + k),
+                                           _mm512_set1_ps(direction));
+            _mm512_mask_storeu_ps(x + k, lanes, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
+            _mm512_mask_storeu_ps(x + k + job_.half, lanes,
+                                  _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
         }
     }
 
