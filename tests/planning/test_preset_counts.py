@@ -14,7 +14,8 @@ from pentameter.planning.architecture import parameter_table
 from pentameter.planning.layout import stage_layers
 from pentameter.planning.plan import Plan, make_plan
 
-WIKITEXT2_WORDS = 28_782
+VOCABULARIES = {"wikitext-2": 28_782, "shakespeare": 65}
+"""Corpus → words, or characters, of its text, where the tokenizer finds them."""
 
 # Without and with the rows that pad the vocabulary.
 COUNTS = {
@@ -25,6 +26,9 @@ COUNTS = {
     "gpt2-1558m": (1_557_611_200, 1_557_686_400),
     "gpt2-xl-hybrid": (1_557_686_400, 1_557_686_400),
     "gpt3-175b": (174_604_836_864, 174_604_836_864),
+    "shakespeare-char": (10_745_088, 10_745_088),
+    "shakespeare-fast": (4_739_328, 4_739_328),
+    "modern-124m": (123_552_768, 123_588_864),
     "smollm2-135m": (134_515_008, 134_515_008),
     "qwen3-0.6b": (596_049_920, 596_049_920),
     "llama3-8b": (8_030_261_248, 8_030_261_248),
@@ -37,8 +41,8 @@ COUNTS = {
 def plan_of(name: str) -> Plan:
     """The preset's plan, for a text of 1,000 rows."""
     config = load_config(name)
-    words = WIKITEXT2_WORDS if config.model.vocab_size is None else None
-    return make_plan(config, words, 1000)
+    own = config.model.vocab_size is None
+    return make_plan(config, VOCABULARIES[config.data.corpus] if own else None, 1000)
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -86,6 +90,7 @@ def test_the_built_model_has_the_planned_parameters(name: str) -> None:
         ("gpt2-124m-budget", 2**19, 128),
         ("gpt2-xl-hybrid", 192 * 1024, 192),
         ("gpt3-175b", 1536 * 2048, 1536),
+        ("modern-124m", 2**19, 32),
         ("smollm2-135m", 2**20, 64),
         ("qwen3-0.6b", 2**20, 64),
         ("llama3-8b", 2**22, 512),
@@ -107,6 +112,7 @@ def test_a_presets_batch(name: str, tokens_per_step: int, n_micro_batches: int) 
         ("wikitext2-tutorial", {0: 5.0, 49: 5.0, 50: 4.75, 149: 4.5125}),
         ("gpt2-xl-hybrid", {0: 1.5e-4, 300: 1.5e-4}),
         ("gpt3-175b", {118: 6e-5, 82_652: 6e-6, 95_366: 6e-6}),
+        ("modern-124m", {249: 2e-3, 11_444: 2e-3, 19_073: 0.0}),
         ("smollm2-135m", {499: 3e-3, 8_000: 3e-3, 9_000: 1.5e-3, 10_000: 0.0}),
         ("qwen3-0.6b", {499: 2.5e-4, 10_000: 2.5e-5}),
         ("llama3-8b", {7_999: 3e-4, 3_576_279: 3e-6}),
@@ -145,7 +151,7 @@ def test_epochs_of_documents_become_steps() -> None:
 def test_a_presets_layout(
     name: str, n_processes: int, degrees: tuple[int, int, int], n_micro_batches: int
 ) -> None:
-    words = WIKITEXT2_WORDS if name == "wikitext2-small" else None
+    words = VOCABULARIES["wikitext-2"] if name == "wikitext2-small" else None
     plan = make_plan(load_config(name), words, 1000, world_size=n_processes)
     layout = plan.layout
     assert (layout.data, layout.tensor, layout.pipeline) == degrees
