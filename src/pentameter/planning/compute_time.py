@@ -25,6 +25,7 @@ from pentameter.planning.costs import (
     StepSizes,
 )
 from pentameter.planning.layout import Layout
+from pentameter.planning.rules import LayoutRules
 
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.95), (64, 128, 0.8), (64, 64, 0.6))
 """Rows and columns of a product's tiles, and the speed of each size relative to the largest, which
@@ -112,7 +113,8 @@ class ComputeTime:
         self.precision = precision
         self.bytes = ActivationBytes(config, layout, sizes)
         self.kernel_seconds = cluster.device.calibration.kernel_seconds
-        self.accumulates = sizes.n_micro_batches > 1
+        is_shared = LayoutRules(layout).reduces_each_micro_batch
+        self.adds_whole = sizes.n_micro_batches > 1 and not is_shared
         self.joins = config.train.compile is not False
         """Whether operations on single elements that follow one another are one, as compiling makes
         them; else each reads what the one before has written."""
@@ -222,7 +224,8 @@ class ComputeTime:
         n = sum(local)
         rounds = self.bytes.rounds_weights
         rounding = (e + p) * n if rounds and not self.layout.zero else 0
-        return rounding, ((e + p if rounds else 0) + (3 * e if self.accumulates else 0)) * n
+        adding = (e + p) * n if rounds else 0
+        return rounding, adding + (3 * e * n if self.adds_whole else 0)
 
     def _head(self, op: Operation) -> PassSeconds:
         """The last product with the loss: logits are read and written as float32 in each pass, and
