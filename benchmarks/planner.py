@@ -2,6 +2,7 @@
 
     python benchmarks/planner.py                  # the errors, per source
     python benchmarks/planner.py --rows           # and every row
+    python benchmarks/planner.py --search         # is each table's layout among our best?
     python benchmarks/planner.py --fit ampere     # fits a calibration on the calibration rows
     python benchmarks/planner.py --plot FILE.svg  # draws predicted over published
 
@@ -22,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
@@ -29,6 +31,8 @@ from pentameter.disk.cache import data_folder
 from pentameter.errors import ConfigError
 from pentameter.planning.cluster import Cluster, parse_cluster
 from pentameter.planning.estimate import Estimate, make_estimate
+from pentameter.planning.layout import Layout
+from pentameter.planning.search import search
 from pentameter.planning.step_time import step_time
 
 ROWS = "planner/published_rows.json"
@@ -204,6 +208,7 @@ def torchtitan(table: Mapping[str, Any]) -> Iterator[Row]:
                 "train.batch_size": row["gbs"],
                 "train.micro_batch_size": row["mbs"],
                 "train.activation_checkpoint": row["ac"],
+                "train.compile": row["opt"] != "eager",
             },
             layout=f"data={row['gpus']},zero=3",
             cluster=f"h100-80gb:{_nodes(row['gpus'])}",
@@ -327,6 +332,50 @@ class Outcome:
         )
 
 
+N_BEST = 10
+"""Layouts that a search is asked for, to find the published one among them."""
+
+
+def print_ranking(outcomes: list[Outcome]) -> None:
+    """The place of each published layout in the search for its model, batch and devices, where its
+    program divides models too: its makers had tried others. No table has two layouts of one model
+    on as many devices, so the search's own list is what there is to be ranked in. It may use what
+    these programs had: 1F1B and interleaved pipelines, time undivided, no more of ZeRO and the same
+    recomputation."""
+    places = []
+    for outcome in outcomes:
+        row, published = outcome.row, outcome.estimate.plan.layout
+        if row.source.startswith("llm-foundry"):
+            continue
+
+        def allowed(
+            layout: Layout, zero: int = 1 if "nanotron" in row.source else published.zero
+        ) -> bool:
+            is_usual = layout.schedule in ("1f1b", "interleaved") and layout.context == 1
+            return is_usual and layout.zero <= zero
+
+        same = (row.config.train.activation_checkpoint,)
+        with patch("pentameter.planning.search.CHECKPOINTS", same):
+            found = search(row.config, outcome.estimate.cluster, n_best=N_BEST, allowed=allowed)
+        degrees = [_degrees(each.plan.layout) for each in found.estimates]
+        mine = _degrees(published)
+        place = degrees.index(mine) + 1 if mine in degrees else None
+        places.append(place)
+        best = found.estimates[0]
+        print(
+            f"{row.source:27} {row.label:46} place {place or f'> {N_BEST}':>4}   planned so "
+            f"{outcome.seconds:.3g} s, the best {best.time.seconds:.3g} s: {best.plan.layout} × "
+            f"{best.plan.micro_batch_size}",
+            flush=True,
+        )
+    first = sum(place is not None and place <= 3 for place in places)
+    print(f"among the first three: {first} of {len(places)}")
+
+
+def _degrees(layout: Layout) -> tuple[int, int, int]:
+    return layout.data, layout.tensor, layout.pipeline
+
+
 def print_table(outcomes: list[Outcome]) -> None:
     """Median, 90th percentile and worst error of each source, on both kinds of rows."""
     print("| source | rows | median | 90th percentile | worst | bias |\n" + "| --- " * 6 + "|")
@@ -392,6 +441,7 @@ def main() -> None:
     """Predict every row, and print how far off it is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", action="store_true", help="print every row")
+    parser.add_argument("--search", action="store_true", help="rank the published layouts")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw predicted over published")
     parser.add_argument("--fit", metavar="FAMILY", help="fit a calibration: ampere or hopper")
     parsed = parser.parse_args()
@@ -403,6 +453,9 @@ def main() -> None:
     outcomes = [Outcome(row, row.estimate()) for row in rows]
     if parsed.rows:
         print(*outcomes, sep="\n")
+    if parsed.search:
+        print_ranking(outcomes)
+        return
     print_table(outcomes)
     if parsed.plot:
         draw(parsed.plot, outcomes)

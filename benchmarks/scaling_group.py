@@ -118,7 +118,7 @@ class Runner:
         return Turn(
             *(figure / n_steps for figure in (*whole.figures(), *passes.figures())),
             loss.mean,
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            _peak_resident(),
         )
 
 
@@ -146,6 +146,19 @@ class Worker:
         return self.runners[name].turn(
             first, n_steps, {self.world.rank % n_cores} if pinned else None
         )
+
+    def held(self, plan: Plan) -> tuple[int, int]:
+        """Bytes of all tensors of this process in the third step of a plan, at the most, and by how
+        much its memory has grown, as the kernel counts it."""
+        from live_bytes import LiveBytes  # of tests/parallel
+
+        before = _peak_resident()
+        with LiveBytes() as live:
+            runner = Runner(plan, self.world)
+            runner.turn(0, 2, None)
+            live.most = 0
+            runner.turn(2, 1, None)
+        return live.most, _peak_resident() - before
 
     def product(self, dtype: torch.dtype) -> float:
         """FLOP/s of matrix products of this process, while the group's others multiply too."""
@@ -179,6 +192,10 @@ class Worker:
             action()
             best = min(best, time.perf_counter() - start)
         return best
+
+
+def _peak_resident() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def serve(pipe: Connection) -> None:

@@ -146,3 +146,71 @@ def test_what_does_not_fit_says_by_how_much():
     shown = found.to_json()
     assert shown["fits"] is False
     assert shown["memory"]["spare_bytes"] == round(found.spare_bytes)
+
+
+CPU = """
+[calibrations.mine]
+fitted_on = "by hand"
+product_share = 0.5
+attention_share = 0.1
+memory_share = 1.0
+link_share = 1.0
+network_share = 1.0
+fresh_bytes_per_second = 2e9
+exponential_seconds = {exponential}
+
+[calibrations.mine.precisions.fp32]
+product_share = 1.0
+attention_share = 0.3
+attention_backward = 2.0
+
+[devices.cpu]
+tflops = {{ bf16 = 2.0, fp32 = 2.0 }}
+memory_bytes = 16e9
+memory_bytes_per_second = 2e10
+link_bytes_per_second = 2e9
+shared = true
+calibration = "mine"
+source = "by hand"
+date = "2026-11"
+"""
+
+
+@pytest.fixture
+def cpu(tmp_path):
+    """A CPU of two processes; `exponential` is the time of one exponential."""
+
+    def make(exponential=0.0):
+        path = tmp_path / "cpu.toml"
+        path.write_text(CPU.format(exponential=exponential), encoding="utf-8")
+        return f"{path}:2x1"
+
+    return make
+
+
+def test_what_a_cpu_does_otherwise_counts(cpu):
+    def computed(layout="data=2", exponential=0.0, **changes):
+        return estimate(layout, cpu(exponential), **changes).time.compute
+
+    joined = computed()
+    assert computed(**{"train.compile": False}) > 1.02 * joined  # each operation by itself
+    # As fast on paper, but its products reach twice the share.
+    assert computed(**{"train.precision": "fp32"}) < 0.7 * joined
+    assert computed(exponential=1e-7) > 1.1 * joined
+    # Freed memory goes back to the system, and each page is given anew.
+    assert computed("data=2,zero=1") > 1.02 * joined
+
+
+def test_a_reduce_scatter_between_cpus_is_an_all_reduce(cpu):
+    on_cpus, on_gpus = (
+        Links(found.plan.layout, found.cluster)
+        for found in (estimate("data=2", cpu()), estimate("data=2", "h100-80gb:2x1"))
+    )
+    traffic = Traffic(1, 1 << 30)
+
+    def ratio(links):
+        seconds = links.seconds("data", "reduce_scatter", traffic)
+        return seconds / links.seconds("data", "all_reduce", traffic)
+
+    assert ratio(on_cpus) == pytest.approx(1.0, rel=1e-3)  # but for a hop
+    assert ratio(on_gpus) == pytest.approx(0.5, rel=1e-3)

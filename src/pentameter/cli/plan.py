@@ -55,8 +55,8 @@ class PlanArguments:
     price: Annotated[float | None, tyro.conf.arg(metavar="MONEY")] = None
     """The price of a device for an hour, to say what the run costs."""
     dry_run_rank: Annotated[int | None, tyro.conf.arg(metavar="RANK")] = None
-    """Build this rank's part of the model on no memory, and compare its bytes with the plan's. This
-    needs torch."""
+    """Build this rank's part of the model on no memory, run a micro-batch through it, and compare
+    parameters, gradients and activations with the plan's. This needs torch."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object."""
 
@@ -183,7 +183,7 @@ def _scale(
 
 
 def _compare_rank(estimate: Estimate, rank: int) -> None:
-    """Print the bytes of a rank that was built on fake tensors, beside the plan's."""
+    """Print the bytes of a rank that was traced on fake tensors, beside the plan's."""
     from pentameter.parallel.dry_run import trace_rank
 
     print(trace_rank(estimate.plan, rank, estimate.precision), file=sys.stderr)

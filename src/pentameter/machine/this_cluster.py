@@ -8,15 +8,18 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
 
 from pentameter.disk.atomic import make_folder, write_atomic
 from pentameter.disk.cache import cache_folder
 from pentameter.machine.capabilities import Capabilities, machine_capabilities
+from pentameter.machine.choices import tune_allocator
 from pentameter.machine.cores import host_memory_bytes
 from pentameter.machine.peaks import product_ceiling
 from pentameter.planning.cluster import (
@@ -79,27 +82,30 @@ def usual_cpu(capabilities: Capabilities) -> Device:
 
 # -- measuring ----------------------------------------------------------------------------------
 
-COPY_BYTES = 1 << 27
-"""Far more than caches hold."""
+TENSOR_BYTES, N_TENSORS = 1 << 21, 64
+"""Activations as an operation reads them one after another: more in all than caches hold near a
+core, and the result in memory that was just freed."""
 MESSAGE_BYTES = 1 << 24
-PRODUCT = (4096, 512, 512)
-"""Rows and sides of a product as small models have them, against the best one measured."""
-ATTENTION = (8, 8, 512, 64)
+PRODUCT = (2048, 512, 512)
+"""Rows and sides of a linear layer's product as small models have them, against the best product
+measured."""
+ATTENTION = (2, 8, 512, 64)
 """Sequences, heads, tokens and channels of the attention that is timed."""
 FILE = """# This machine, as `pentameter doctor --measure` measured it; `pentameter plan` reads it.
 
 [calibrations.measured]
 fitted_on = "doctor --measure on this machine"
-product_share = {product_share:.4g}
-attention_share = {attention_share:.4g}
+{shares}
 memory_share = 1.0
 link_share = 1.0
 network_share = 1.0
 interference_share = 1.0
 kernel_seconds = {kernel_seconds:.3g}
+exponential_seconds = {exponential_seconds:.3g}
+fresh_bytes_per_second = {fresh:.4g}
 hop_seconds = {hop_seconds:.3g}
 
-[devices.this-machine]
+{precisions}[devices.this-machine]
 name = {name}
 tflops = {{ {tflops} }}
 memory_bytes = {memory_bytes:.6g}
@@ -115,29 +121,34 @@ date = "{date}"
 def measure_machine(capabilities: Capabilities | None = None) -> Path:
     """The path of the file that describes this machine's CPU now, for `plan` and `--layout best`.
 
-    Takes some ten seconds: products by precision, a copy, a small operation, attention, messages
-    between two processes. What other programs take of the machine meanwhile is missing from it.
+    Takes some ten seconds: products and attention by precision, single elements, a small layer,
+    messages between two processes. What other programs take of the machine meanwhile is missing
+    from it.
     """
     capabilities = capabilities or machine_capabilities()
+    tune_allocator(sparing=True)  # as a run does under ZeRO
+    fresh = _fresh_bandwidth()
+    tune_allocator()  # as any other
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
     peaks = {name: product_ceiling("cpu", dtype, seconds=1.0) for name, dtype in dtypes.items()}
-    best = "bf16" if peaks["bf16"] > peaks["fp32"] else "fp32"
-    dtype, peak = dtypes[best], peaks[best]
+    shares = {name: _shares(dtype, peaks[name]) for name, dtype in dtypes.items()}
+    best = max(("bf16", "fp32"), key=peaks.__getitem__)
     link, hop = _measured_link()
-    m, n, k = PRODUCT
-    left, right = torch.randn(m, k, dtype=dtype), torch.randn(k, n, dtype=dtype)
-    product = 2 * m * n * k / _best_seconds(lambda: left @ right)
+    name = "".join(c for c in capabilities.cpu.name if c.isprintable() and c not in '"\\')
     text = FILE.format(
-        product_share=min(1.0, product / peak),
-        attention_share=min(1.0, _attention_flops(dtype) / peak),
+        shares=shares.pop(best),
+        precisions="".join(
+            f"[calibrations.measured.precisions.{name}]\n{each}\n\n"
+            for name, each in shares.items()
+        ),
         kernel_seconds=_kernel_seconds(),
+        exponential_seconds=_exponential_seconds(),
+        fresh=fresh,
         hop_seconds=hop,
-        name='"'
-        + "".join(c for c in capabilities.cpu.name if c.isprintable() and c not in '"\\')
-        + '"',
+        name=f'"{name}"',
         tflops=", ".join(f"{name} = {flops / 1e12:.4g}" for name, flops in peaks.items()),
         memory_bytes=host_memory_bytes() or 8 << 30,
-        bandwidth=_copy_bandwidth(),
+        bandwidth=_bandwidth(),
         link=link,
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
     )
@@ -149,35 +160,64 @@ def measure_machine(capabilities: Capabilities | None = None) -> Path:
 
 def _best_seconds(act: Callable[[], object], seconds: float = 0.3) -> float:
     """The shortest time of an action, repeated for so long."""
-    best, deadline = math.inf, time.perf_counter() + seconds
-    with torch.inference_mode():
+    best = math.inf
+    act()
+    deadline = time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        start = time.perf_counter()
         act()
-        while time.perf_counter() < deadline:
-            start = time.perf_counter()
-            act()
-            best = min(best, time.perf_counter() - start)
+        best = min(best, time.perf_counter() - start)
     return best
 
 
-def _copy_bandwidth() -> float:
+def _bandwidth() -> float:
     """Bytes read and written per second by an operation on single elements."""
-    source = torch.ones(COPY_BYTES // 4)
-    target = torch.empty_like(source)
-    return 2 * COPY_BYTES / _best_seconds(lambda: torch.add(source, 1.0, out=target))
+    tensors = [torch.ones(TENSOR_BYTES // 4) for _ in range(N_TENSORS)]
+    seconds = _best_seconds(lambda: [torch.add(each, 1.0) for each in tensors])
+    return 2 * TENSOR_BYTES * N_TENSORS / seconds
+
+
+def _fresh_bandwidth() -> float:
+    """Bytes per second of memory that is written to for the first time."""
+    seconds = _best_seconds(lambda: torch.ones(TENSOR_BYTES // 4))
+    return TENSOR_BYTES / seconds
+
+
+def _exponential_seconds() -> float:
+    """Time of the activation function of one number, with the memory that it is in."""
+    tensors = [torch.ones(TENSOR_BYTES // 4) for _ in range(N_TENSORS // 4)]
+    gelu = torch.nn.functional.gelu
+    return _best_seconds(lambda: [gelu(each) for each in tensors]) / sum(map(len, tensors))
 
 
 def _kernel_seconds() -> float:
-    """Time of an operation on a handful of numbers."""
-    few = torch.ones(16)
-    return _best_seconds(lambda: [torch.add(few, 1.0) for _ in range(100)]) / 100
+    """Time of a pass of a linear layer of a handful of numbers, with what autograd adds to it."""
+    few, weight = (torch.ones(16, 16, requires_grad=True) for _ in range(2))
+    return sum(_passes_seconds(torch.nn.functional.linear, few, weight)) / 3
 
 
-def _attention_flops(dtype: torch.dtype) -> float:
-    """Products per second of causal attention, counting what is not masked."""
+def _passes_seconds(of: Callable[..., Tensor], *inputs: Tensor) -> tuple[float, float]:
+    """The times of a function's forward and backward pass."""
+    y = of(*inputs)
+    backward = partial(torch.autograd.grad, y, inputs, y.detach(), retain_graph=True)
+    return _best_seconds(partial(of, *inputs)), _best_seconds(backward)
+
+
+def _shares(dtype: torch.dtype, peak: float) -> str:
+    """The shares of a peak that a linear layer's three products reach, and causal attention, whose
+    masked half is not counted; and the times of attention's passes, one ÷ the other. In TOML."""
+    m, n, k = PRODUCT
+    x, weight = (torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in ((m, k), (n, k)))
+    products = sum(_passes_seconds(torch.nn.functional.linear, x, weight))
     B, H, T, K = ATTENTION
-    q, k, v = (torch.randn(B, H, T, K, dtype=dtype) for _ in range(3))
-    attend = torch.nn.functional.scaled_dot_product_attention
-    return 2 * B * H * T * T * K / _best_seconds(lambda: attend(q, k, v, is_causal=True))
+    qkv = [torch.randn(B, T, H, K, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3)]
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+    forward, backward = _passes_seconds(attend, *qkv)
+    return (
+        f"product_share = {min(1.0, 6 * m * n * k / products / peak):.4g}\n"
+        f"attention_share = {min(1.0, 2 * B * H * T * T * K / forward / peak):.4g}\n"
+        f"attention_backward = {backward / forward:.4g}"
+    )
 
 
 def _measured_link() -> tuple[float, float]:

@@ -1,25 +1,38 @@
-"""One rank of a layout built on no memory: its parameters as the run would hold them, beside those
-that the Plan counts."""
+"""One rank of a layout built on no memory: its parameters as the run would hold them, the gradients
+and activations of one micro-batch, beside those that the Plan counts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, UntypedStorage, nn
 
-# PyTorch has no public process group that answers for ranks that are not there; this one is what
-# its own tests of sharding, and torchtitan's memory estimates, use.
+# PyTorch has no public tensors without memory that keep their device, nor a public process group
+# that answers for ranks that are not there; its own tests of sharding, and torchtitan's memory
+# estimates, use these.
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode  # documented by this path
+from torch.utils._pytree import tree_flatten
 
 from pentameter.errors import ConfigError
-from pentameter.parallel.data_parallel import share_state
+from pentameter.parallel.data_parallel import micro_batch, share_state
 from pentameter.parallel.gpt_source import GPTSource
 from pentameter.parallel.local_parts import local_part
 from pentameter.parallel.mesh import build_mesh
 from pentameter.parallel.precision import arithmetic
-from pentameter.parallel.stage_module import slice_module
+from pentameter.parallel.shared_parameters import share_again, shared_names
+from pentameter.parallel.stage_module import StageModule, recompute_activations, slice_module
+from pentameter.planning.architecture import operations
+from pentameter.planning.costs import ActivationBytes, step_sizes
 from pentameter.planning.plan import Plan
 from pentameter.planning.shares import shard_elements, stage_tables
 from pentameter.processes.world import World
@@ -27,37 +40,51 @@ from pentameter.processes.world import World
 
 @dataclass(frozen=True)
 class TracedRank:
-    """What one rank holds, by parameter."""
+    """What one rank holds, traced and planned."""
 
     rank: int
-    traced: dict[str, int]
+    traced: Mapping[str, int]
     """Bytes of each parameter in the modules that were built."""
-    planned: dict[str, int]
+    gradients: Mapping[str, int]
+    """Bytes of each parameter's gradient, as the optimizer finds it."""
+    planned: Mapping[str, int]
     """Bytes of each by the Plan's layout."""
+    activations: int
+    """Bytes that the forward passes of one micro-batch keep for the backward passes, in all stages
+    of the rank, with the stream that goes on to the next stage or to the head."""
+    planned_activations: int
+    """The same by the Plan."""
 
     @property
     def differing(self) -> list[str]:
-        """Parameters whose bytes differ, or that only one of the two has."""
-        names = self.traced.keys() | self.planned.keys()
-        return sorted(name for name in names if self.traced.get(name) != self.planned.get(name))
+        """Parameters whose bytes, or whose gradient's, differ, or that only one of the two has."""
+        names = {*self.traced, *self.gradients, *self.planned}
+        return sorted(
+            name
+            for name in names
+            if not self.traced.get(name) == self.gradients.get(name) == self.planned.get(name)
+        )
 
     def __str__(self) -> str:
         traced, planned = sum(self.traced.values()), sum(self.planned.values())
-        said = (
-            f"rank {self.rank}: {len(self.traced)} parameters of {traced:,} bytes built, "
-            f"{planned:,} planned"
-        )
+        verdict = "equal, one by one; so are their gradients, and each of AdamW's moments"
         if self.differing:
-            return f"{said}; differing: {', '.join(self.differing[:5])}"
-        return f"{said}: equal, one by one; so are their gradients, and each of AdamW's moments"
+            verdict = f"differing: {', '.join(self.differing[:5])}"
+        share = self.activations / max(1, self.planned_activations)
+        return (
+            f"rank {self.rank}: {len(self.traced)} parameters of {traced:,} bytes built, "
+            f"{planned:,} planned: {verdict}\n"
+            f"activations of a micro-batch: {self.activations:,} bytes traced, "
+            f"{self.planned_activations:,} planned ({share:.3f} ×)"
+        )
 
 
 def trace_rank(plan: Plan, rank: int, precision: str) -> TracedRank:
-    """Build a rank's part of the model on `meta`, in a group of the layout's full size whose other
-    processes are not there, and compare its parameters with the Plan's.
+    """Build a rank's part of the model on no memory, in a group of the layout's full size whose
+    other processes are not there, run one micro-batch through it, and compare with the Plan.
 
-    Raises ConfigError for a rank that the layout does not have, and for tensor modes of several
-    dimensions.
+    Raises ConfigError for a rank that the layout does not have, and for layouts whose passes cannot
+    be made alone: tensor modes of several dimensions and rings.
     """
     layout = plan.layout
     if not 0 <= rank < layout.world_size:
@@ -70,32 +97,131 @@ def trace_rank(plan: Plan, rank: int, precision: str) -> TracedRank:
         )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
-        return TracedRank(rank, _traced(plan, rank, precision), _planned(plan, rank, precision))
+        world = World(rank, layout.world_size, timeout_seconds=600.0)
+        mesh = build_mesh(layout, "cpu", world)
+        return _trace(plan, rank, precision, mesh, world)
     finally:
         dist.destroy_process_group()
 
 
-def _traced(plan: Plan, rank: int, precision: str) -> dict[str, int]:
+def _trace(plan: Plan, rank: int, precision: str, mesh: DeviceMesh, world: World) -> TracedRank:
     layout = plan.layout
-    world = World(rank=rank, size=layout.world_size, timeout_seconds=600.0)
-    mesh = build_mesh(layout, "cpu", world)
-    source, device = GPTSource(), torch.device("cpu")
-    found: dict[str, int] = {}
+    costs = ActivationBytes(plan.config, layout, step_sizes(plan.config, layout, precision))
+    parameters: dict[str, int] = {}
+    gradients: dict[str, int] = {}
+    activations = planned = 0
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
     for number in layout.stages_of(layout.coordinates(rank)["pipeline"]):
-        module = slice_module(source, plan, number, device, precision)
-        source.divide([module.model], plan, mesh, world)
-        if plan.rules.data_sum == "fsdp":
-            units = source.gathered_units(module.model)
-            share_state(module, units, mesh, plan.rules, offload=False)
-        _count(module.model, found)
-    return found
+        module = slice_module(GPTSource(), plan, number, torch.device("cpu"), precision)
+        with fake:
+            _leave_meta(module)
+        _divide(module, plan, mesh, world)  # beside meshes, whose tensors are real
+        _count(parameters, module.model.named_parameters())
+        with fake:
+            activations += _step(module, plan, number)
+        _count(
+            gradients, ((n, p.grad) for n, p in module.model.named_parameters() if p.requires_grad)
+        )
+        run = operations(plan.config.model, plan.stages[number])
+        planned += costs.stage([op for op in run if op.kind != "head"]) + costs.stream
+    return TracedRank(
+        rank, parameters, gradients, _planned(plan, rank, precision), activations, planned
+    )
 
 
-def _count(model: nn.Module, found: dict[str, int]) -> None:
-    """Add the bytes of a module's local parameters; a tied weight that is there counts once."""
-    for name, parameter in model.named_parameters():
-        own, _ = local_part(parameter)
-        found.setdefault(name, own.numel() * own.element_size())
+def _divide(module: StageModule, plan: Plan, mesh: DeviceMesh, world: World) -> None:
+    """Have a stage be as `assemble` makes it, but for what copies of it sum."""
+    source = GPTSource()
+    source.divide([module.model], plan, mesh, world)
+    how = plan.config.train.activation_checkpoint
+    if how is not None:
+        recompute_activations(source.recomputed_blocks(module.model), how)
+    if plan.rules.data_sum == "fsdp":
+        units = source.gathered_units(module.model)
+        share_state(module, units, mesh, plan.rules, offload=False)
+
+
+def _leave_meta(module: nn.Module) -> None:
+    """Replace parameters by fake ones of the CPU, whose operations are chosen as they are there."""
+    shared = shared_names(module)
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            fake = torch.empty_like(parameter, device="cpu")
+            setattr(owner, name, nn.Parameter(fake, parameter.requires_grad))
+    share_again(module, shared)
+
+
+def _step(module: StageModule, plan: Plan, number: int) -> int:
+    """Run the passes of one micro-batch through a stage; bytes that its forward pass leaves, with
+    the stream that goes on to the next stage or to the head."""
+    config, layout = plan.config, plan.layout
+    shape = (plan.micro_batch_size, config.model.context_length // layout.context)
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    rows = np.arange(plan.micro_batch_size)
+    keys = GPTSource().row_keys(plan, 0, rows, rows)
+    kept = 0
+    with _NewStorages() as new:
+
+        def note(*_: object) -> None:
+            nonlocal kept
+            torch.clear_autocast_cache()  # rounded weights that nothing else needs
+            kept = new.n_bytes
+
+        head = getattr(module.model, "head_loss", None)
+        if head is not None:
+            head.register_forward_pre_hook(note, prepend=True)
+        x = tokens
+        if number > 0:
+            shape = (shape[0], layout.local_shape((shape[1],), ("time",))[0])
+            dtype = arithmetic(module.precision).weights
+            x = torch.zeros((*shape, config.model.d_model), dtype=dtype, requires_grad=True)
+        with micro_batch(module, plan.rules, is_last=True):
+            y = module(x, tokens, keys)
+            if head is None:
+                note()
+            y.sum().backward()
+    return kept
+
+
+class _NewStorages(TorchDispatchMode):
+    """Within its `with`, the storages that operations make, while they are alive; without those in
+    which FSDP gathers and reduces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: WeakSet[UntypedStorage] = WeakSet()
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of those that are alive."""
+        return sum(storage.nbytes() for storage in self._alive)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run `func`, and take in what it returns and was not given."""
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # comes again as what a DTensor makes of it
+        given = set(_storages((args, kwargs)))
+        result = func(*args, **(kwargs or {}))
+        self._alive.update(each for each in _storages(result) if each not in given)
+        if func.namespace == "fsdp":
+            self._alive.difference_update(given)
+        return result
+
+
+def _storages(found: Any) -> Iterator[UntypedStorage]:
+    """The storages of all tensors within arguments or results."""
+    leaves = tree_flatten(found)[0]
+    return (leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _count(found: dict[str, int], named: Iterator[tuple[str, Tensor | None]]) -> None:
+    """Note the bytes of local tensors by name; a tied weight that is there counts once."""
+    for name, tensor in named:
+        if tensor is not None:
+            own, _ = local_part(tensor)
+            found.setdefault(name, own.numel() * own.element_size())
 
 
 def _planned(plan: Plan, rank: int, precision: str) -> dict[str, int]:

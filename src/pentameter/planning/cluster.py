@@ -30,15 +30,25 @@ MEASURED_FILE = "machine.toml"
 Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class Calibration(Section):
+class ProductShares(Section):
+    """The shares of a device's peak that matrix products reach."""
+
+    product_share: Factor
+    """In a product that fills the device."""
+    attention_share: Factor
+    """In fused attention over a long context, forward."""
+    attention_backward: PositiveFloat = 2.5
+    """Time of fused attention's backward pass ÷ that of its forward pass: five products against
+    two, as fast (Dao et al. 2022, "FlashAttention", algorithm 4)."""
+
+
+class Calibration(ProductShares):
     """The shares of a device's published figures that training reaches."""
 
     fitted_on: str
     """The measurements that they are fitted on."""
-    product_share: Factor
-    """Of the peak, in a matrix product that fills the device."""
-    attention_share: Factor
-    """Of the peak, in fused attention over a long context."""
+    precisions: dict[str, ProductShares] = Field(default_factory=dict)
+    """`train.precision` → the shares of products in it, where they are others."""
     memory_share: Factor
     """Of the memory's bandwidth, in operations on single elements and in the optimizer."""
     link_share: Factor
@@ -50,10 +60,20 @@ class Calibration(Section):
     of the processors, and both read memory."""
     kernel_seconds: PositiveFloat = 5e-6
     """Time that an operation takes however small it is."""
+    exponential_seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Time of an exponential, or what takes as long, of one number; 0 where moving it takes longer,
+    as on a GPU."""
+    fresh_bytes_per_second: Number | None = None
+    """Writing to memory that the system has just given to the process, page by page, which a run
+    under ZeRO on a CPU does again and again; None where an allocator keeps memory, as a GPU's."""
     hop_seconds: PositiveFloat = 5e-6
     """Time of the smallest message from one device to another of its node."""
     network_hop_seconds: PositiveFloat = 15e-6
     """The same between nodes."""
+
+    def products(self, precision: str) -> ProductShares:
+        """The shares of products in a precision."""
+        return self.precisions.get(precision, self)
 
 
 UNCALIBRATED = Calibration(

@@ -25,6 +25,7 @@ from pentameter.planning.costs import (
     StepSizes,
 )
 from pentameter.planning.layout import Layout
+from pentameter.planning.rules import LayoutRules
 
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.95), (64, 128, 0.8), (64, 64, 0.6))
 """Rows and columns of a product's tiles, and the speed of each size relative to the largest, which
@@ -35,9 +36,16 @@ SOFTMAX_CHANNELS = 16
 """Channels of a head whose products take as long as the softmax between them."""
 ATTENTION_FILL = 256
 """Context length at which half of fused attention is spent on blocks that are filled in part."""
-ATTENTION_BACKWARD = 2.5
-"""Products of fused attention's backward pass ÷ those of its forward pass: five against two (Dao
-et al. 2022, "FlashAttention", algorithm 4)."""
+
+
+HASH_OPERATIONS = 14
+"""Operations on 32-bit words that make an element's random bits (`keyed.bits`)."""
+ROTATION_PASSES = (12, 16)
+"""How often a rotation reads or writes each number as float32, forward and backward, where its
+operations are not joined."""
+
+NORM_PASSES = {False: (2, 3), True: (7, 12)}
+"""How often a norm reads or writes the stream, forward and backward: in one operation, in steps."""
 
 
 class Kind(NamedTuple):
@@ -70,7 +78,8 @@ def kinds_of_operations(model: ModelConfig, layers: range) -> tuple[Kind, ...]:
 def product_seconds(cluster: Cluster, precision: str, m: int, n: int, k: int, width: int) -> float:
     """Time of a product (m, k) × (k, n) of numbers of `width` bytes."""
     device = cluster.device
-    peak = cluster.peak_flops(precision) * device.calibration.product_share
+    shares = device.calibration.products(precision)
+    peak = cluster.peak_flops(precision) * shares.product_share
     if device.units == 1:
         arithmetic = 2 * m * n * k / peak
     else:
@@ -104,7 +113,11 @@ class ComputeTime:
         self.precision = precision
         self.bytes = ActivationBytes(config, layout, sizes)
         self.kernel_seconds = cluster.device.calibration.kernel_seconds
-        self.accumulates = sizes.n_micro_batches > 1
+        is_shared = LayoutRules(layout).reduces_each_micro_batch
+        self.adds_whole = sizes.n_micro_batches > 1 and not is_shared
+        self.joins = config.train.compile is not False
+        """Whether operations on single elements that follow one another are one, as compiling makes
+        them; else each reads what the one before has written."""
         how = config.train.activation_checkpoint
         self.checkpoint = how
         self.recomputes_products = look_up(
@@ -149,8 +162,19 @@ class ComputeTime:
     def operation(self, kind: Kind) -> PassSeconds:
         """The passes of one operation; those of equal shapes are computed once."""
         if kind.key not in self._known:
-            self._known[kind.key] = self._times(kind.op)
+            times, fresh = self._times(kind.op), self._fresh(kind.op)
+            self._known[kind.key] = PassSeconds(*map(sum, zip(times, fresh, strict=True)))
         return self._known[kind.key]
+
+    def _fresh(self, op: Operation) -> PassSeconds:
+        """What it takes to get the memory of results and gradients, where freed memory goes back to
+        the system: on a CPU under ZeRO, whose gathered weights would leave holes in a heap."""
+        rate = self.cluster.device.calibration.fresh_bytes_per_second
+        if rate is None or not self.layout.zero:
+            return PassSeconds(0.0, 0.0, 0.0)
+        n = sum(math.prod(self.layout.parameter_shape(s.shape, s.axes)) for s in op.parameters)
+        made = (self._bytes([op.result]), self._bytes(op.reads), self.sizes.element_bytes * n)
+        return PassSeconds(*(each * self.cluster.sharing / rate for each in made))
 
     def _times(self, op: Operation) -> PassSeconds:
         by_kind: dict[str, Callable[[Operation], PassSeconds]] = {
@@ -159,6 +183,9 @@ class ComputeTime:
             "attention": self._attention,
             "look_up": self._look_up,
             "norm": self._norm,
+            "activation": self._activation,
+            "rotation": self._rotation,
+            "dropout": self._dropout,
         }
         return by_kind.get(op.kind, self._element_wise)(op)
 
@@ -176,6 +203,14 @@ class ComputeTime:
             for sides in ((m, n_out, n_in), (m, n_in, n_out), (n_out, n_in, m))
         )
         rounding, adding = self._weight_bytes(op.parameters)
+        if not self.joins and self.bytes.rounds_weights:  # inputs and gradients, each by itself
+            both = 1 + self.sizes.element_bytes / self.sizes.product_bytes
+            if x.dtype == "weights":
+                one = both * self.bytes.of([replace(x, dtype="products")])
+                forward += self._moving(one)
+                to_input += self._moving(one)
+            if op.result.axes[1] == "embed":  # what is added to the stream
+                to_input += self._moving(both * self.bytes.of([op.result]))
         return PassSeconds(
             forward + self._moving(rounding), to_input, to_weight + self._moving(adding)
         )
@@ -187,17 +222,23 @@ class ComputeTime:
             math.prod(self.layout.parameter_shape(spec.shape, spec.axes)) for spec in parameters
         )
         n = sum(local)
-        rounding = (e + p) * n if self.bytes.rounds_weights and not self.layout.zero else 0
-        return rounding, (p + (2 * e if self.accumulates else e)) * n
+        rounds = self.bytes.rounds_weights
+        rounding = (e + p) * n if rounds and not self.layout.zero else 0
+        adding = (e + p) * n if rounds else 0
+        return rounding, adding + (3 * e * n if self.adds_whole else 0)
 
     def _head(self, op: Operation) -> PassSeconds:
-        """The last product with the loss: logits are read and written as float32 in each pass."""
+        """The last product with the loss: logits are read and written as float32 in each pass, and
+        where operations are not joined rounded, and zeros written for the gradient, too."""
         product = self._product(op)
-        width = max(4, self.sizes.element_bytes)
-        logits = self.bytes.of([op.result]) // self.sizes.bytes_of(op.result)
+        p, width = self.sizes.product_bytes, max(4, self.sizes.element_bytes)
+        n = self.bytes.of([op.result]) // self.sizes.bytes_of(op.result)
+        forward = backward = 2 * width * n
+        if not self.joins:
+            forward, backward = forward + (p + width) * n, backward + (p + 3 * width) * n
         return product._replace(
-            forward=product.forward + self._moving(2 * width * logits),
-            backward_input=product.backward_input + self._moving(2 * width * logits),
+            forward=product.forward + self._exponentials(forward, n),
+            backward_input=product.backward_input + self._exponentials(backward, n),
         )
 
     def _attention(self, op: Operation) -> PassSeconds:
@@ -210,25 +251,31 @@ class ComputeTime:
         n_context, n_channels = op.result.shape
         n_attended = op.token_products / (2 * n_channels)
         channels = n_channels / self.config.model.n_heads
-        calibration = self.cluster.device.calibration
+        shares = self.cluster.device.calibration.products(self.precision)
         peak = self.cluster.peak_flops(self.precision)
         moved = self.bytes.of((*op.reads, op.result))
-        if op.result not in op.saves:  # the weights are written out
-            written = self.bytes.of(op.saves)
-            forward = flops / (peak * calibration.product_share) * 2
-            return PassSeconds(
-                forward + self._moving(moved + 2 * written, 4),
-                2 * forward + self._moving(2 * moved + 2 * written, 6),
-                0.0,
-            )
-        share = calibration.attention_share * channels / (channels + SOFTMAX_CHANNELS)
+        if op.result not in op.saves:
+            return self._written_attention(op, flops / (peak * shares.product_share), moved)
+        share = shares.attention_share * channels / (channels + SOFTMAX_CHANNELS)
         share *= n_attended / (n_attended + ATTENTION_FILL)
         if self.cluster.device.units == 1:
-            share = calibration.attention_share
+            share = shares.attention_share
         is_seen = 1 - n_attended / (2 * n_context)  # half of it, without a window
         forward = flops * is_seen / (peak * share)
+        backward = shares.attention_backward * forward
+        return PassSeconds(forward + self._moving(moved), backward + self._moving(2 * moved), 0.0)
+
+    def _written_attention(self, op: Operation, products: float, moved: int) -> PassSeconds:
+        """Attention whose weights are written out to be dropped: two products of all of them, and
+        twice as many backward."""
+        written = self.bytes.of(op.saves)
+        mask = 0.0
+        if not self.joins:
+            mask = sum(self._mask(saved) for saved in op.saves if saved.dtype == "bool")
         return PassSeconds(
-            forward + self._moving(moved), ATTENTION_BACKWARD * forward + self._moving(2 * moved), 0
+            2 * products + mask + self._moving(moved + 2 * written, 4),
+            4 * products + self._moving(2 * moved + 2 * written, 6),
+            0.0,
         )
 
     def _look_up(self, op: Operation) -> PassSeconds:
@@ -244,13 +291,64 @@ class ComputeTime:
 
     def _norm(self, op: Operation) -> PassSeconds:
         """A norm together with the addition to the stream before it, which is in no list."""
-        products = replace(op.result, dtype="products")  # as the next product reads it
-        moved = 2 * self._bytes((*op.reads, products))
-        return PassSeconds(self._moving(moved, 2), self._moving(moved, 2), 0.0)
+        stream = self._bytes(op.reads)
+        rounded = self._bytes([replace(op.result, dtype="products")])  # as products read and write
+        if self.joins:
+            moved = 2 * (stream + rounded)
+            return PassSeconds(self._moving(moved, 2), self._moving(moved, 2), 0.0)
+        forward, backward = NORM_PASSES[self._by_steps(op)]
+        return PassSeconds(
+            self._moving((2 + forward) * stream + rounded, 2),
+            self._moving((3 + backward) * stream, 2),
+            0.0,
+        )
+
+    def _by_steps(self, op: Operation) -> bool:
+        """Whether PyTorch computes a norm in several operations: an RMS norm on a CPU."""
+        return self.config.model.norm == "rmsnorm" and self.cluster.device.units == 1
+
+    def _activation(self, op: Operation) -> PassSeconds:
+        """An activation function, and its slope."""
+        moving, n = self._element_wise(op), self.bytes.of([op.result])
+        least = n // self.sizes.bytes_of(op.result) * self._per_exponential
+        return PassSeconds(max(moving.forward, least), max(moving.backward_input, 2 * least), 0.0)
+
+    @property
+    def _per_exponential(self) -> float:
+        """Seconds of an exponential in a process."""
+        return self.cluster.device.calibration.exponential_seconds * self.cluster.sharing
+
+    def _exponentials(self, n_bytes: int, n: int) -> float:
+        """Time of moving bytes, and of as many exponentials beside it."""
+        return max(self._moving(n_bytes), n * self._per_exponential)
+
+    def _rotation(self, op: Operation) -> PassSeconds:
+        """Queries or keys turned in float32."""
+        if self.joins:
+            return self._element_wise(op)
+        precise = self._bytes([replace(op.result, dtype="float32")])
+        forward, backward = (self._moving(n * precise) for n in ROTATION_PASSES)
+        return PassSeconds(forward, backward, 0.0)
+
+    def _dropout(self, op: Operation) -> PassSeconds:
+        """Dropout of what is added to the stream, with a mask that is computed."""
+        once = self._element_wise(op)
+        return once if self.joins else once._replace(forward=once.forward + self._mask(op.result))
+
+    def _mask(self, tensor: ActivationTensor) -> float:
+        """Time of the keyed mask of a tensor, where each operation on its words is one of its own:
+        a word is read and written."""
+        words = self._bytes([replace(tensor, dtype="float32")])
+        return HASH_OPERATIONS * self._moving(2 * words)
 
     def _element_wise(self, op: Operation) -> PassSeconds:
+        """Numbers read and written; backward a gradient and what was read give those of that. The
+        product of a gate is one more operation."""
         read, written = self._bytes(op.reads), self._bytes([op.result])
-        return PassSeconds(self._moving(read + written), self._moving(2 * read + written), 0.0)
+        forward, backward = read + written, 2 * read + written
+        if not self.joins and len(op.reads) > 1:
+            forward, backward = forward + read, backward + 2 * read
+        return PassSeconds(self._moving(forward), self._moving(backward), 0.0)
 
     def _bytes(self, tensors: Iterable[ActivationTensor]) -> int:
         return sum(self.bytes.of([tensor]) for tensor in tensors)

@@ -53,7 +53,7 @@ class Links:
             return 0.0
         n_bytes = traffic.n_bytes / traffic.calls
         return traffic.calls * (
-            n_bytes * _passes(kind, size) / self._bandwidth(kind, size, within, nodes)
+            n_bytes * self._passes(kind, size) / self._bandwidth(kind, size, within, nodes)
             + self._hops(kind, within, nodes)
         )
 
@@ -95,13 +95,15 @@ class Links:
             case _:
                 return (within - 1) * inside + math.ceil(math.log2(nodes)) * between
 
-
-def _passes(kind: Kind, size: int) -> float:
-    """How often a call's bytes pass through each member's link."""
-    match kind:
-        case "all_reduce":
-            return 2 * (size - 1) / size
-        case "all_gather" | "reduce_scatter" | "all_to_all":
-            return (size - 1) / size
-        case "broadcast" | "reduce" | "send" | "receive":
-            return 1.0
+    def _passes(self, kind: Kind, size: int) -> float:
+        """How often a call's bytes pass through each member's link. Between CPUs a reduce-scatter
+        is an all-reduce of which each member keeps its part (torch's gloo)."""
+        if kind == "reduce_scatter" and self.cluster.device.shared:
+            kind = "all_reduce"
+        match kind:
+            case "all_reduce":
+                return 2 * (size - 1) / size
+            case "all_gather" | "reduce_scatter" | "all_to_all":
+                return (size - 1) / size
+            case "broadcast" | "reduce" | "send" | "receive":
+                return 1.0

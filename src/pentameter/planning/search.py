@@ -28,6 +28,7 @@ from pentameter.planning.layout_checks import check_layout, check_micro_batches
 from pentameter.planning.links import Links
 from pentameter.planning.memory import optimizer_slots, step_memory
 from pentameter.planning.plan import Plan, make_plan
+from pentameter.planning.rules import LayoutRules
 from pentameter.planning.step_time import step_time
 from pentameter.planning.traffic import Traffic
 
@@ -375,6 +376,7 @@ def _bound(
     key = (
         layout.tensor, layout.sequence, layout.context, layout.zero > 0, train.micro_batch_size,
         train.activation_checkpoint, sizes.n_micro_batches > 1,
+        LayoutRules(layout).reduces_each_micro_batch,
     )  # fmt: skip
     if key not in known:
         known[key] = ComputeTime(config, layout, sizes, cluster, precision)

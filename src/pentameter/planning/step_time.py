@@ -29,7 +29,7 @@ the stream's dtype, which is twice as wide as the products', or the forward pass
 IN_LAYERS = ("tensor", "row", "depth")
 """Dimensions of the mesh whose collectives every layer waits for."""
 SIMULATED_ROUNDS = 4
-"""Times a pipeline is filled in a simulation; more of the same rounds take as long as the second,
+"""Times a pipeline is filled in a simulation; each round more takes as long as the last of these,
 which neither fills nor drains it."""
 
 
@@ -284,15 +284,14 @@ class _Step:
     def _simulated(
         self, seconds: list[PassSeconds], message: float
     ) -> tuple[list[list[Span]], float]:
-        """Spans and length of the schedule; where it repeats many rounds, those that are left out
-        take as long as the last."""
-        n = self._rounds
+        """Spans and length of the schedule; where it repeats many rounds, each that is left out
+        takes what the last of the others adds."""
+        n, p = self._rounds, self.layout.pipeline
         spans = timeline(self.layout, n, seconds, message)
         length = _end(spans)
         if self._is_extended:
-            p = self.layout.pipeline
-            ends = [span.end for span in spans[0] if _completes(span)]
-            length += (self.n_micro_batches - n) / p * (ends[2 * p - 1] - ends[p - 1])
+            fewer = _end(timeline(self.layout, n - p, seconds, message))
+            length += (self.n_micro_batches - n) / p * (length - fewer)
         return spans, length
 
     def _after_passes(self, place: int) -> dict[str, float]:
@@ -327,11 +326,6 @@ class _Step:
                     moved += e * numbers * shard_elements(shape, self.layout.shard, 0)
             most = max(most, moved / self.cluster.memory_bandwidth)
         return most
-
-
-def _completes(span: Span) -> bool:
-    """Whether a pass is the last of its micro-batch in the pipeline."""
-    return span.done.stage == 0 and span.done.kind in ("backward", "backward_input")
 
 
 def _end(spans: Sequence[Sequence[Span]]) -> float:

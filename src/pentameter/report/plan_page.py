@@ -8,6 +8,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
 from pentameter.planning.estimate import Estimate
 from pentameter.planning.scaling import ScalePoint
@@ -200,12 +201,17 @@ def scale_figure(name: str, points: Sequence[ScalePoint]) -> Figure:
         share.plot(devices, efficiency, style, color=colour, marker="o", ms=3, label=label)
     for axes, title in ((speed, "tokens per second"), (share, "efficiency")):
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:,.0f}"))
         axes.set_xlabel("devices")
         axes.set_title(title, fontsize=10, loc="left")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     speed.set_yscale("log")
+    speed.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    speed.yaxis.set_major_formatter(FuncFormatter(lambda rate, _: count(rate)))
+    speed.yaxis.set_minor_formatter(NullFormatter())
     share.set_ylim(0, 1.05)
+    share.yaxis.set_major_formatter(PercentFormatter(1))
     speed.legend(frameon=False, fontsize=9)
     figure.suptitle(name, fontsize=11, x=0.01, ha="left")
     return figure

@@ -51,9 +51,15 @@ def timeline_svg(estimate: Estimate) -> str:
         'font-family="system-ui, sans-serif" font-size="11" role="img">'
         f"<title>{escape(said)}</title>"
         f'<rect width="{WIDTH:g}" height="{height:g}" fill="#ffffff"/>'
-        f'<text x="8" y="20" font-size="14" font-weight="600" fill="#222">{escape(said)}</text>'
+        f'<text x="8" y="20" font-size="{_title_size(said):.3g}" font-weight="600" fill="#222">'
+        f"{escape(said)}</text>"
         f"{_legend(list(kinds))}{body}{_axis(end, height)}</svg>\n"
     )
+
+
+def _title_size(said: str) -> float:
+    """The size at which a title is no wider than the picture; a letter is some 0.56 of it wide."""
+    return min(14.0, (WIDTH - 16) / (0.56 * len(said)))
 
 
 def _legend(kinds: Sequence[str]) -> str:
