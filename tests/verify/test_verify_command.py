@@ -9,10 +9,13 @@ import shlex
 import pytest
 
 from pentameter.cli import verify as command
+from pentameter.config.load import load_config
 from pentameter.errors import ConfigError
+from pentameter.planning.cluster import parse_cluster
 from pentameter.planning.layout import Layout
+from pentameter.planning.search import search
 from pentameter.verify import workers as processes
-from pentameter.verify.cases import Case
+from pentameter.verify.cases import Case, chosen_cases
 from pentameter.verify.compare import Difference, Outcome
 
 KEYS = {
@@ -124,3 +127,17 @@ def test_a_case_that_no_run_could_have_is_wrong_usage(capsys):
         command.run(["grammar", "--layouts", "pipeline=2,micro_batches=1"])
     with pytest.raises(ConfigError, match=r"tied_head; did you mean tensor\?"):
         command.run(["grammar", "--layouts", "tenser=2"])
+
+
+def test_the_layouts_of_a_search_are_verified():
+    config = load_config("smollm2-135m")
+    cases = chosen_cases(config, command._fastest_layouts(config, "h100-80gb:4x1"))
+    assert len(cases) == len(set(cases)) > 1
+    assert {case.layout.world_size for case in cases} == {4}
+    found = search(config, parse_cluster("h100-80gb:4x1"))
+    assert [case.layout for case in cases] == [each.plan.layout for each in found.estimates]
+
+
+def test_a_cluster_that_is_too_small_is_wrong_usage():
+    with pytest.raises(ConfigError, match="no layout of llama3-70b fits there"):
+        command.run(["llama3-70b", "--layouts", "best:h100-80gb:1x1"])

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pentameter.verify.data import DataOutcome
 
 
+BEST_OF = "best:"
 WIDTH = 140
 """Characters of a line where the output is no terminal."""
 
@@ -37,9 +38,10 @@ class VerifyArguments:
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PRESET-or-FILE")]
     """A preset (quickstart, gpt2-124m, …) or a TOML file."""
-    layouts: Annotated[str, tyro.conf.arg(metavar="all|LAYOUT;LAYOUT…")] = "all"
+    layouts: Annotated[str, tyro.conf.arg(metavar="all|best:CLUSTER|LAYOUT;LAYOUT…")] = "all"
     """Layouts with ; between them, like 'data=2,zero=3;tensor=2,pipeline=2'. A layout may also set
-    micro_batches, activation_checkpoint and tied_head."""
+    micro_batches, activation_checkpoint and tied_head. best:h100-80gb:8x1 are those that plan
+    --search finds the fastest there, of the configuration as it is."""
     steps: int = 3
     """Optimizer steps to compare."""
     data: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -64,9 +66,32 @@ def run(arguments: list[str]) -> int:
     if not 1 <= parsed.steps <= 100:
         raise ConfigError(f"--steps {parsed.steps} must be in 1 … 100")
     config = load_config(*configuration_of(parsed.source, overrides))
+    if parsed.layouts.startswith(BEST_OF):
+        cluster = parsed.layouts.removeprefix(BEST_OF)
+        parsed = replace(parsed, layouts=_fastest_layouts(config, cluster))
     again = ["pentameter", "verify", parsed.source, *overrides, "--steps", str(parsed.steps)]
     passed = _data(config, parsed) if parsed.data else _layouts(config, parsed, again)
     return 0 if passed else TrainingFailedError.exit_code
+
+
+def _fastest_layouts(config: Config, cluster: str) -> str:
+    """The layouts that a search finds the fastest on a cluster, as `--layouts` takes them."""
+    from pentameter.cli.train import vocabulary_and_epoch
+    from pentameter.planning.cluster import parse_cluster
+    from pentameter.planning.search import search
+    from pentameter.verify.cases import Case
+
+    found = search(config, parse_cluster(cluster), *vocabulary_and_epoch(config)[:2])
+    if not found.estimates:
+        raise ConfigError(
+            f"--layouts {BEST_OF}{cluster}: no layout of {config.name} fits there; name a larger "
+            "cluster, see pentameter plan"
+        )
+    plans = (estimate.plan for estimate in found.estimates)
+    return ";".join(
+        str(Case(plan.layout, activation_checkpoint=plan.config.train.activation_checkpoint))
+        for plan in plans
+    )
 
 
 def _layouts(config: Config, parsed: VerifyArguments, again: Sequence[str]) -> bool:
