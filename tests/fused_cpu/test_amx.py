@@ -45,7 +45,7 @@ def around(shape, T, generator, biased=False, normed=False, turning=0):
 
 def attention(function, projected, others, g, keys, shape):
     leaves = [x if x is None else x.clone().requires_grad_() for x in (projected, *others[:3])]
-    y = function.apply(*leaves, *others[3:], keys, shape)
+    y = function.apply(shape, keys, *leaves, *others[3:])
     y.backward(g)
     return y.detach(), *(None if x is None else x.grad for x in leaves)
 
@@ -92,10 +92,9 @@ def test_attention_equals_the_products(B, T, n_heads, head_size, p, other):
 
 def test_one_query_sees_itself_only():
     qkv = torch.randn(2, 1, 3 * 64).bfloat16()
-    others = around(shaped(2, 32, 8, 0.0), 1, None)
-    y = AmxAttention.apply(
-        qkv, *others, torch.zeros(2, 2, dtype=torch.int32), shaped(2, 32, 8, 0.0)
-    )
+    shape = shaped(2, 32, 8, 0.0)
+    keys = torch.zeros(2, 2, dtype=torch.int32)
+    y = AmxAttention.apply(shape, keys, qkv, *around(shape, 1, None))
     assert torch.equal(y, qkv.view(2, 1, 2, 3, 32)[:, :, :, 2].reshape(2, 1, 64))
 
 

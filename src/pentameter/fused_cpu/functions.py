@@ -156,27 +156,19 @@ def _weight_gradient(g: Tensor, x: Tensor) -> Tensor:
 class CausalAttention(Function):
     """softmax(q·kᵀ / √K), dropped, times v, for all heads in a projection (B, T, width).
 
-    Its arguments are those of `heads_of`, dropout's keys (B, 2), and the HeadShape.
+    Its arguments are the HeadShape, dropout's keys (B, 2), and those of `heads_of` after its shape.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        projected: Tensor,
-        bias: Tensor | None,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        cosine: Tensor | None,
-        sine: Tensor | None,
-        keys: Tensor,
-        shape: HeadShape,
+        ctx: Any, shape: HeadShape, keys: Tensor, projected: Tensor, *others: Tensor | None
     ) -> Tensor:
         """(B, T, H·K)."""
-        made = (projected, bias, q_norm, k_norm, cosine, sine)
-        T, scale = projected.shape[1], 1 / math.sqrt(shape.head_size)
+        heads = heads_of(shape, projected, *others)
+        T, scale = heads.q.data.shape[1], 1 / math.sqrt(shape.head_size)
         n_blocks = QUERY_BLOCKS if T % QUERY_BLOCKS == 0 else 1
-        mask = attention_kernels.causal_mask(T, projected.dtype)
-        queries, k, v = attention_kernels.split_heads(heads_of(shape, *made), n_blocks)
+        mask = attention_kernels.causal_mask(T, heads.q.data.dtype)
+        queries, k, v = attention_kernels.split_heads(heads, n_blocks)
         outputs, weights, inverses = [], [], []
         for i in range(n_blocks):
             end = k[i].shape[1]
@@ -194,7 +186,7 @@ class CausalAttention(Function):
             weights.append(e)
             inverses.append(inverse)
         y = attention_kernels.merge_heads(outputs, inverses, shape.n_heads)
-        ctx.save_for_backward(y, keys, *made, *queries, *k, *v, *weights, *inverses)
+        ctx.save_for_backward(y, keys, projected, *others, *queries, *k, *v, *weights, *inverses)
         ctx.shape = shape
         return y
 
@@ -229,7 +221,7 @@ class CausalAttention(Function):
             g_q, g_k, g_v, shape, heads_of(shape, *made)
         )
         g_bias = None if made[1] is None else kernels.sum_rows(joined)
-        return joined, g_bias, *g_norms, None, None, None, None
+        return None, None, joined, g_bias, *g_norms, None, None
 
 
 def _multiply(x: Tensor, y: Tensor) -> Tensor:
@@ -249,21 +241,12 @@ class AmxAttention(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        projected: Tensor,
-        bias: Tensor | None,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        cosine: Tensor | None,
-        sine: Tensor | None,
-        keys: Tensor,
-        shape: HeadShape,
+        ctx: Any, shape: HeadShape, keys: Tensor, projected: Tensor, *others: Tensor | None
     ) -> Tensor:
         """(B, T, H·K)."""
-        made = (projected, bias, q_norm, k_norm, cosine, sine)
-        heads = heads_of(shape, *made)
+        heads = heads_of(shape, projected, *others)
         y, logs = amx.attention_forward(heads, keys, shape.context_length, shape.p)
-        ctx.save_for_backward(y, logs, keys, *made)
+        ctx.save_for_backward(y, logs, keys, projected, *others)
         ctx.shape = shape
         return y
 
@@ -288,4 +271,4 @@ class AmxAttention(Function):
             None if norm is None else g_norm
             for norm, g_norm in zip((q_norm, k_norm), g_norms, strict=True)
         )
-        return g_projected, g_bias, g_q_norm, g_k_norm, None, None, None, None
+        return None, None, g_projected, g_bias, g_q_norm, g_k_norm, None, None

@@ -78,7 +78,7 @@ def fused_loss_sum(
     for block in blocks:
         attention, mlp = block.attention, block.mlp
         keys = sites[attention.weights_dropout.site]
-        y = attend(*_heads(h, block.attention_norm, attention), *turning, keys, shape)
+        y = attend(shape, keys, *_heads(h, block.attention_norm, attention), *turning)
         y = Product.apply(y, None, attention.out.weight)
         x, h = _add_norm(x, y, attention.out.bias, attention.dropout, sites, dropping, kind)
         y = _fed_forward(h, block.mlp_norm, mlp, config.activation)
@@ -111,8 +111,8 @@ def _head_shape(config: ModelConfig, dropping: bool) -> HeadShape:
 
 
 def _heads(h: Tensor, norm: nn.Module, attention: Attention) -> tuple[Tensor | None, ...]:
-    """The first arguments of `heads_of`: the projection of h, normalised by `norm`, its bias, and
-    the weights of the norms of queries and keys."""
+    """Arguments of `heads_of`: the projection of h, normalised by `norm`, its bias, and the weights
+    of the norms of queries and keys."""
     layers = [attention.q, attention.kv] if attention.shares_kv else [attention.qkv]
     weights = (layer.weight for layer in layers)
     projected = Product.apply(h, norm.get_parameter("weight"), *weights)
