@@ -17,10 +17,9 @@ from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.shards.dataset import TokenSplit
 from pentameter.keyed import bits, make_key
 from pentameter.optim.build import build_optimizer
-from pentameter.optim.clip import LossScale
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
-from pentameter.parallel.precision import arithmetic
+from pentameter.parallel.precision import LossScale, arithmetic
 from pentameter.planning.plan import Plan
 from pentameter.train.update import update_weights
 from plain_gpt import PlainGPT, make_optimizer

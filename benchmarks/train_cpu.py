@@ -26,7 +26,6 @@ from pentameter.data.batches.step import training_batches
 from pentameter.data.open_dataset import open_dataset
 from pentameter.machine.peaks import product_ceiling
 from pentameter.optim.build import build_optimizer, set_learning_rate
-from pentameter.optim.clip import clip_gradients, gradient_norm
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.compute import choose_compute
@@ -57,7 +56,7 @@ def serve_ours(pipe: Connection, plan: Plan) -> None:
 
     def step(number: int) -> float:
         loss = stage.forward_backward(batch(number), number).mean
-        clip_gradients(stage.parameters(), gradient_norm(stage.parameters()), config.clip_norm)
+        stage.clip_gradients(stage.gradient_norm(), config.clip_norm)
         set_learning_rate(optimizer, learning_rate(number, config, plan.config.schedule))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

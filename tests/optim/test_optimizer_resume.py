@@ -90,7 +90,9 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path, name):
 
 def test_fp16_saves_its_loss_scale_and_goes_on_from_it(tmp_path, monkeypatch):
     """From a scale that overflows: what skips taught it is not learnt again after a resume."""
-    monkeypatch.setattr("pentameter.optim.clip.LossScale.__init__.__defaults__", (2.0**19, 0, 9))
+    monkeypatch.setattr(
+        "pentameter.parallel.precision.LossScale.__init__.__defaults__", (2.0**19, 0, 9)
+    )
     run, whole = tmp_path / "run", tmp_path / "whole"
     stopped = fit(run, stop_at=4, precision="fp16").state.loss_scale
     assert stopped.scale < 2.0**19

@@ -8,8 +8,8 @@ from pentameter.model.cache import KVCache
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import GPT, build_model
 from pentameter.model.loss import loss_sum
-from pentameter.parallel import stage_module
-from pentameter.parallel.stage_module import recompute_activations
+from pentameter.parallel import recomputation
+from pentameter.parallel.recomputation import recompute_activations
 
 WAYS = ("selective", "full")
 
@@ -92,13 +92,13 @@ def test_full_leaves_nothing_but_the_input_of_a_block():
 @pytest.mark.parametrize("attention_dropout", [0.0, 0.1])
 def test_selective_keeps_products_and_attention(monkeypatch, attention_dropout):
     decisions = {}
-    policy = stage_module._policy
+    policy = recomputation._policy
 
     def spy(ctx, op, *arguments, **options):
         decisions[str(op)] = policy(ctx, op, *arguments, **options)
         return decisions[str(op)]
 
-    monkeypatch.setattr(stage_module, "_policy", spy)
+    monkeypatch.setattr(recomputation, "_policy", spy)
     settings = config(attention_dropout=attention_dropout)
     loss(model("selective", settings), settings)
     kept = {name for name, decision in decisions.items() if decision.name == "MUST_SAVE"}

@@ -137,7 +137,7 @@ def _data(config: Config, parsed: VerifyArguments) -> bool:
     """Whether all layouts read what one process does; says so."""
     from pentameter.data.batches.step import training_batches
     from pentameter.data.open_dataset import open_dataset
-    from pentameter.planning.plan import global_batch_size
+    from pentameter.planning.batch_sizes import global_batch_size
     from pentameter.verify.cases import chosen_cases
     from pentameter.verify.data import chosen_steps, verify_data
 

@@ -17,8 +17,9 @@ from pentameter.parallel.gpt_source import GPTSource, call_gpt
 from pentameter.parallel.mesh import build_mesh
 from pentameter.parallel.model_source import ModelSource
 from pentameter.parallel.precision import set_matmul_precision
+from pentameter.parallel.recomputation import recompute_activations
 from pentameter.parallel.shared_parameters import give_memory, share_parameter
-from pentameter.parallel.stage_module import StageModule, recompute_activations, slice_module
+from pentameter.parallel.stage_module import StageModule, slice_module
 from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
 

@@ -29,8 +29,9 @@ from pentameter.parallel.gpt_source import GPTSource
 from pentameter.parallel.local_parts import local_part
 from pentameter.parallel.mesh import build_mesh
 from pentameter.parallel.precision import arithmetic
+from pentameter.parallel.recomputation import recompute_activations
 from pentameter.parallel.shared_parameters import share_again, shared_names
-from pentameter.parallel.stage_module import StageModule, recompute_activations, slice_module
+from pentameter.parallel.stage_module import StageModule, slice_module
 from pentameter.planning.architecture import operations
 from pentameter.planning.costs import ActivationBytes, step_sizes
 from pentameter.planning.plan import Plan

@@ -16,7 +16,6 @@ from torch.nn import Parameter
 
 from pentameter.data.batches.step import IGNORED, Batch
 from pentameter.errors import ConfigError
-from pentameter.optim.clip import clip_gradients, gradient_norm, unscale_gradients
 from pentameter.parallel import gradients
 from pentameter.parallel.data_parallel import micro_batch
 from pentameter.parallel.gradients import TiedCopies
@@ -217,23 +216,18 @@ class Engine:
     def gradient_norm(self) -> Tensor:
         """The Euclidean norm of the gradient, 0-dim, the same number in every process."""
         if self._mesh is None:
-            return gradient_norm(self.parameters())
+            return gradients.norm_here(self.parameters())
         owned = [parameter for _, parameter in self.owned_parameters()]
         return gradients.global_norm(owned, self._mesh)
 
     def unscale_gradients(self, scale: float) -> None:
         """Divide every gradient by the loss scale, in place."""
-        unscale_gradients(self.parameters(), scale)
+        gradients.unscale(self.parameters(), scale)
 
     def clip_gradients(self, norm: Tensor, limit: float) -> None:
         """Shrink all gradients together so that their norm, now `norm`, is at most `limit`; a
-        limit of 0 does not clip. Parameters that lie on different meshes cannot be scaled by one
-        operation, so each mesh takes its turn."""
-        by_mesh: dict[object, list[Parameter]] = {}
-        for parameter in self.parameters():
-            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-        for parameters in by_mesh.values():
-            clip_gradients(parameters, norm, limit)
+        limit of 0 does not clip."""
+        gradients.clip(self.parameters(), norm, limit)
 
     def zero_gradients(self) -> None:
         """Set every `.grad` to None, or zero it where it is added to in place."""

@@ -1,8 +1,8 @@
 """The work on gradients after the backward pass, so that each is that of the global loss.
 
 A parameter may be whole in each process, a shard, or a copy of a tied one in another stage. Here
-gradients get their parameters' placements, sums over processes that backward did not make, and
-one norm in which every element counts once.
+gradients get their parameters' placements, sums over processes that backward did not make, one
+norm in which every element counts once, and are divided by the loss scale and clipped.
 """
 
 from __future__ import annotations
@@ -80,6 +80,12 @@ def _placements(parameter: Tensor) -> list[tuple[str, Placement]]:
     return list(zip(names, parameter.placements, strict=True))
 
 
+def norm_here(parameters: Iterable[Parameter]) -> Tensor:
+    """The Euclidean norm of all gradients of this process together, 0-dim; a parameter without one
+    counts 0."""
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
 def global_norm(parameters: Iterable[Parameter], mesh: DeviceMesh) -> Tensor:
     """The Euclidean norm of all gradients, each element counted once, 0-dim; the same everywhere.
 
@@ -101,6 +107,31 @@ def global_norm(parameters: Iterable[Parameter], mesh: DeviceMesh) -> Tensor:
     square = torch.nn.utils.get_total_norm(counted).to(device, torch.float64) ** 2
     dist.all_reduce(square)
     return square.sqrt()
+
+
+def unscale(parameters: Iterable[Parameter], scale: float) -> None:
+    """Divide every gradient by the loss scale, in place; a scale of 1 touches nothing."""
+    if scale == 1.0:
+        return
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(1.0 / scale)
+
+
+def clip(parameters: Iterable[Parameter], norm: Tensor, limit: float) -> None:
+    """Shrink all gradients together so that their norm, now `norm`, is at most `limit`.
+
+    A limit of 0 does not clip. The norm is given, not recomputed: under a mesh only its owner
+    knows how to count each element once. Parameters that lie on different meshes cannot be scaled
+    by one operation, so each mesh takes its turn.
+    """
+    if limit <= 0:
+        return
+    by_mesh: dict[object, list[Parameter]] = {}
+    for parameter in parameters:
+        by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    for each in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(each, limit, norm)
 
 
 class TiedCopies:

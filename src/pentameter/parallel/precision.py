@@ -1,4 +1,5 @@
-"""The values of `train.precision` as torch's dtypes and settings: one literal table."""
+"""The values of `train.precision` as torch's dtypes and settings, one literal table; and the scale
+that keeps fp16's gradients representable."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Literal
 import torch
 
 from pentameter.config.choices import look_up, refuse_unknown
+from pentameter.config.section import NonNegative, Positive, PositiveFloat
 
 
 @dataclass(frozen=True)
@@ -53,3 +55,27 @@ def set_matmul_precision(
             torch.set_float32_matmul_precision(asked)
         case unknown:
             refuse_unknown(unknown, "train.matmul_precision", "the engine")
+
+
+@dataclass
+class LossScale:
+    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018): a step whose gradients overflow
+    halves the scale and is skipped; `growth_interval` good steps in a row double it.
+
+    The overflow test is the gradient norm itself, which every rank already agrees on.
+    """
+
+    scale: PositiveFloat = 2.0**16
+    good_steps: NonNegative = 0
+    growth_interval: Positive = 2000
+
+    def update(self, *, finite: bool) -> None:
+        """Record whether the step's gradients were finite."""
+        if not finite:
+            self.scale = max(1.0, self.scale / 2)
+            self.good_steps = 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.scale *= 2
+            self.good_steps = 0

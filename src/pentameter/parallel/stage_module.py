@@ -1,32 +1,22 @@
-"""One pipeline stage's slice of the model: its precision, how it is run, what it recomputes."""
+"""One pipeline stage's slice of the model: its precision, and how it is run."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
-from pentameter.config.choices import refuse_unknown
 from pentameter.fused_cpu.step import fused_loss_sum
 from pentameter.model.compiled import with_own_code
 from pentameter.model.gpt import GPT
 from pentameter.parallel.model_source import Call, ModelSource
 from pentameter.parallel.precision import arithmetic
 from pentameter.planning.plan import Plan
-
-_SAVED_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-_SAVED_NAMES = ("scaled_dot_product", "ring_attention", "summa", "product_3d")
 
 
 class StageModule(nn.Module):
@@ -132,46 +122,3 @@ def _fused(
 ) -> Tensor:
     with torch.autocast(tokens.device.type, enabled=False):  # it chooses its dtypes itself
         return fused_loss_sum(model, tokens, targets, dropout_keys, dtype)
-
-
-def recompute_activations(
-    blocks: Iterable[nn.Module],
-    how: Literal["selective", "full"],
-    *,
-    draws_from_generator: bool = False,
-) -> None:
-    """Have every block forget its activations, and compute them again for backward.
-
-    `full` keeps a block's input only. `selective` keeps the results of its matrix products and
-    of PyTorch's attention too, and computes again what is element-wise: norms, activations,
-    dropout, and the weights of an attention that drops them, which are the largest of all.
-
-    Only the blocks' `forward` is replaced, so names in `state_dict()` stay. Keyed dropout needs no
-    generator's state for the second pass; blocks that draw from PyTorch's generator do.
-    """
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws_from_generator}
-    match how:
-        case "full":
-            pass
-        case "selective":
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-        case unknown:
-            refuse_unknown(unknown, "train.activation_checkpoint", "the engine")
-    for block in blocks:
-        block.forward = partial(_recomputed, block.forward, options)
-
-
-def _recomputed(
-    forward: Callable[..., Tensor], options: dict[str, Any], *arguments: Any, **named: Any
-) -> Tensor:
-    if not torch.is_grad_enabled():
-        return forward(*arguments, **named)
-    return checkpoint(forward, *arguments, **options, **named)
-
-
-def _policy(ctx: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    """Whether to keep the result of an operation of a block. Attention has a name for each device:
-    flash, efficient, cuDNN …; a ring's is ours, and so are products of divided matrices."""
-    if op in _SAVED_PRODUCTS or any(name in str(op) for name in _SAVED_NAMES):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -10,7 +10,7 @@ from typing import Any
 
 from pentameter.config.choices import DECAY_KEYS, MOMENTUM, look_up, refuse_unknown
 from pentameter.config.schema import Config, ModelConfig, OptimizerConfig, ScheduleConfig
-from pentameter.errors import ConfigError, nearest_divisors
+from pentameter.errors import ConfigError
 from pentameter.planning.adapters import check_adapters
 from pentameter.planning.architecture import (
     ParameterSpec,
@@ -19,6 +19,7 @@ from pentameter.planning.architecture import (
     padded_vocab_size,
     parameter_table,
 )
+from pentameter.planning.batch_sizes import global_batch_size, micro_batch_size
 from pentameter.planning.costs import end_weights, padding_elements, step_sizes
 from pentameter.planning.layout import Layout, make_layout, stage_layers
 from pentameter.planning.layout_checks import check_layout, check_micro_batches, check_places
@@ -265,25 +266,6 @@ def _parameter_counts(model: ModelConfig, outline: ModelOutline) -> tuple[int, i
     return n_padded - padding_elements(model), n_padded
 
 
-def global_batch_size(config: Config) -> int:
-    """Sequences of a step, over all devices and micro-batches.
-
-    Raises ConfigError when `tokens_per_step` is no multiple of the context length.
-    """
-    if config.train.batch_size is not None:
-        return config.train.batch_size
-    assert config.train.tokens_per_step is not None  # the schema asks for exactly one of the two
-    context = config.model.context_length
-    batch_size, rest = divmod(config.train.tokens_per_step, context)
-    if rest or batch_size == 0:
-        raise ConfigError(
-            f"train.tokens_per_step={config.train.tokens_per_step} must be a multiple of "
-            f"model.context_length={context}; nearest possible: "
-            f"{max(1, batch_size) * context}, {(batch_size + 1) * context}"
-        )
-    return batch_size
-
-
 def needs_data(config: Config) -> bool:
     """Whether `make_plan` must be told of the data: its vocabulary, or the length of an epoch."""
     counts_epochs = config.train.epochs is not None or config.train.eval_interval == "epoch"
@@ -308,7 +290,7 @@ def _resolve(
             "tokens; leave it out to take the tokenizer's"
         )
     batch_size = global_batch_size(config)
-    micro = _micro_batch_size(train.micro_batch_size, batch_size, layout)
+    micro = micro_batch_size(train.micro_batch_size, batch_size, layout)
     epoch = None if rows_per_epoch is None else Fraction(rows_per_epoch, batch_size)
     steps = train.steps or DEFAULT_STEPS
     if train.epochs is not None:
@@ -349,42 +331,6 @@ def _resolve(
             ),
         }
     )
-
-
-def _micro_batch_size(asked: int | None, batch_size: int, layout: Layout) -> int:
-    """Sequences of a process's forward pass: as asked, or all of them at once; a pipeline takes
-    at least four micro-batches for each of its processes, where the batch has them."""
-    n_parts = layout.n_row_parts
-    rows, rest = divmod(batch_size, n_parts)
-    if rest:
-        batches = [n * n_parts for n in (rows, rows + 1) if n]
-        raise ConfigError(
-            f"{_row_parts(layout)} must divide the {batch_size} sequences of a step; "
-            f"nearest possible: {', '.join(map(str, nearest_divisors(batch_size, n_parts)))}, "
-            f"or a batch of {' or '.join(map(str, batches))} sequences"
-        )
-    if asked is None:
-        at_least = 1 if layout.pipeline == 1 else 4 * layout.pipeline
-        n_micro = min(
-            (d for d in range(1, rows + 1) if rows % d == 0 and d >= at_least), default=rows
-        )
-        return rows // n_micro
-    if rows % asked:
-        whose = "of a step" if n_parts == 1 else "that a step gives each part of the data"
-        raise ConfigError(
-            f"train.micro_batch_size={asked} must divide the {rows} sequences {whose}; "
-            f"nearest possible: {', '.join(map(str, nearest_divisors(rows, asked)))}"
-        )
-    return asked
-
-
-def _row_parts(layout: Layout) -> str:
-    """What divides the rows of a step, in words."""
-    in_mode = layout.n_row_parts // layout.data
-    data = f"parallel.data={layout.data}"
-    if in_mode == 1:
-        return data
-    return f"{data} × {in_mode} of parallel.tensor_mode='{layout.tensor_mode}'"
 
 
 def _resolve_schedule(

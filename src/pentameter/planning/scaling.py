@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from pentameter.config.schema import Config
+from pentameter.planning.batch_sizes import global_batch_size
 from pentameter.planning.cluster import Cluster
 from pentameter.planning.estimate import Estimate
 from pentameter.planning.layout import Layout
-from pentameter.planning.plan import global_batch_size
 from pentameter.planning.search import search
 
 MOST_DEVICES = 16_384

@@ -14,8 +14,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pentameter.checkpoint.opening import STATE_NAME, Checkpoint
 from pentameter.config.section import NonNegative, NonNegativeFloat
 from pentameter.errors import CorruptError
-from pentameter.optim.clip import LossScale
 from pentameter.parallel.engine import LossSum
+from pentameter.parallel.precision import LossScale
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]

@@ -18,7 +18,8 @@ from pentameter.optim.build import AnyOptimizer, build_optimizer, parameter_grou
 from pentameter.parallel.gpt_source import GPTSource
 from pentameter.parallel.model_source import ModelSource
 from pentameter.parallel.muon import ShardedMuon
-from pentameter.planning.plan import Plan, global_batch_size
+from pentameter.planning.batch_sizes import global_batch_size
+from pentameter.planning.plan import Plan
 
 BatchFunction = Callable[[int, Int64], Sequence[Any]]
 """`batches(step, rows)`: inputs and targets (len(rows), context_length) of a step's rows, whose

@@ -23,7 +23,7 @@ from pentameter.data.batches.blend import ROWS_AT_ONCE, Blend
 from pentameter.data.batches.orders import ORDERS, DocumentRows, PackedDocuments, Row
 from pentameter.data.shards.dataset import TokenSplit
 from pentameter.errors import ConfigError
-from pentameter.planning.plan import global_batch_size
+from pentameter.planning.batch_sizes import global_batch_size
 
 Int64 = npt.NDArray[np.int64]
 IGNORED = -1  # as a target: not counted in the loss

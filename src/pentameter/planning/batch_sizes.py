@@ -1,0 +1,62 @@
+"""Sequences of a step, and of a forward pass, where the configuration leaves them to be derived."""
+
+from __future__ import annotations
+
+from pentameter.config.schema import Config
+from pentameter.errors import ConfigError, nearest_divisors
+from pentameter.planning.layout import Layout
+
+
+def global_batch_size(config: Config) -> int:
+    """Sequences of a step, over all devices and micro-batches.
+
+    Raises ConfigError when `tokens_per_step` is no multiple of the context length.
+    """
+    if config.train.batch_size is not None:
+        return config.train.batch_size
+    assert config.train.tokens_per_step is not None  # the schema asks for exactly one of the two
+    context = config.model.context_length
+    batch_size, rest = divmod(config.train.tokens_per_step, context)
+    if rest or batch_size == 0:
+        raise ConfigError(
+            f"train.tokens_per_step={config.train.tokens_per_step} must be a multiple of "
+            f"model.context_length={context}; nearest possible: "
+            f"{max(1, batch_size) * context}, {(batch_size + 1) * context}"
+        )
+    return batch_size
+
+
+def micro_batch_size(asked: int | None, batch_size: int, layout: Layout) -> int:
+    """Sequences of a process's forward pass: as asked, or all of them at once; a pipeline takes
+    at least four micro-batches for each of its processes, where the batch has them."""
+    n_parts = layout.n_row_parts
+    rows, rest = divmod(batch_size, n_parts)
+    if rest:
+        batches = [n * n_parts for n in (rows, rows + 1) if n]
+        raise ConfigError(
+            f"{_row_parts(layout)} must divide the {batch_size} sequences of a step; "
+            f"nearest possible: {', '.join(map(str, nearest_divisors(batch_size, n_parts)))}, "
+            f"or a batch of {' or '.join(map(str, batches))} sequences"
+        )
+    if asked is None:
+        at_least = 1 if layout.pipeline == 1 else 4 * layout.pipeline
+        n_micro = min(
+            (d for d in range(1, rows + 1) if rows % d == 0 and d >= at_least), default=rows
+        )
+        return rows // n_micro
+    if rows % asked:
+        whose = "of a step" if n_parts == 1 else "that a step gives each part of the data"
+        raise ConfigError(
+            f"train.micro_batch_size={asked} must divide the {rows} sequences {whose}; "
+            f"nearest possible: {', '.join(map(str, nearest_divisors(rows, asked)))}"
+        )
+    return asked
+
+
+def _row_parts(layout: Layout) -> str:
+    """What divides the rows of a step, in words."""
+    in_mode = layout.n_row_parts // layout.data
+    data = f"parallel.data={layout.data}"
+    if in_mode == 1:
+        return data
+    return f"{data} × {in_mode} of parallel.tensor_mode='{layout.tensor_mode}'"
