@@ -261,6 +261,8 @@ COMPILED: list[Any] = [
             (2, {"parallel.context": 2}),
             (2, {"parallel.context": 2, "parallel.context_mode": "all-to-all"}),
             (4, {"parallel.tensor": 4, "parallel.tensor_mode": "2d"}),
+            (8, {"parallel.tensor": 8, "parallel.tensor_mode": "2.5d"}),
+            (8, {"parallel.tensor": 8, "parallel.tensor_mode": "3d"}),
         )
     ),
 ]

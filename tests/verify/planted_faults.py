@@ -24,6 +24,7 @@ from pentameter.parallel import (
     gpt_source,
     gradients,
     ring_attention,
+    shared_parameters,
     summa,
     tensor_grid,
 )
@@ -50,7 +51,7 @@ def no_sum_after_backward() -> None:
 
 def no_sum_of_tied_copies() -> None:
     """Embedding and head go different ways."""
-    gradients.TiedCopies.add_up = lambda self: None
+    shared_parameters.TiedCopies.add_up = lambda self: None
 
 
 def averaged_shards() -> None:
@@ -88,13 +89,13 @@ def norm_of_every_copy() -> None:
 
 def clip_by_own_norm() -> None:
     """Each process clips by the norm of what it holds."""
-    clip = engine.clip_gradients
+    clip = gradients.clip
 
     def clip_alone(parameters, norm, clip_norm):
         own = [gradients.local(p.grad) for p in parameters]
         clip(parameters, torch.nn.utils.get_total_norm(own), clip_norm)
 
-    engine.clip_gradients = clip_alone
+    gradients.clip = clip_alone
 
 
 def mean_of_means() -> None:

@@ -18,7 +18,7 @@ from pentameter.errors import ConfigError, StorageError, terminal_message
 from pentameter.machine.cores import check_memory, check_processes
 from pentameter.processes.join import joined_world
 from pentameter.processes.local_launch import python_command, run_local
-from pentameter.processes.place import Place, find_place
+from pentameter.processes.place import Place, find_place, processes_together
 from pentameter.processes.worker import watch_launcher
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def run(arguments: list[str]) -> int:
 
     place = find_place()
     is_main = place is None or place.rank == 0
-    n_processes = _n_processes(parsed.nproc, place)
+    n_processes = processes_together(parsed.nproc, place)
     config = load_config(*configuration_of(parsed.source, overrides, parsed.init_from))
     if is_main and parsed.init_from is None:
         _warn_of_random_weights(Path(parsed.source))
@@ -168,20 +168,6 @@ def is_text(path: Path) -> bool:
             return _OF_A_CONFIGURATION.search(opened.read(_LOOKED_AT_BYTES)) is None
     except (OSError, ValueError):  # unreadable, or a NUL in the name: the loader says so
         return False
-
-
-def _n_processes(nproc: int | None, place: Place | None) -> int | None:
-    """The number of processes that train together; None where neither option nor launcher says."""
-    if nproc is not None and nproc < 1:
-        raise ConfigError(f"--nproc {nproc} must be at least 1")
-    if place is None:
-        return nproc
-    if nproc not in (None, place.world_size):
-        raise ConfigError(
-            f"--nproc {nproc} starts processes, and {place.source} has started "
-            f"{place.world_size} already; leave --nproc out"
-        )
-    return place.world_size
 
 
 def _train(

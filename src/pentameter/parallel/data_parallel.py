@@ -12,6 +12,7 @@ import itertools
 import warnings
 from collections.abc import Sequence
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -33,6 +34,12 @@ from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.rules import LayoutRules
 from pentameter.planning.traffic import COPIES_BUCKET_BYTES
 
+# torch 2.13 renamed the argument, and warns of the old name.
+_NEW_NAME = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+_NO_BROADCASTS: dict[str, Any] = {
+    "forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False
+}
+
 
 def with_copies(
     module: StageModule, mesh: DeviceMesh, *, may_leave_unused: bool
@@ -49,7 +56,7 @@ def with_copies(
         module,
         process_group=group,
         init_sync=False,  # every copy draws the same initial values
-        broadcast_buffers=False,  # which are constants
+        **_NO_BROADCASTS,  # which are constants
         bucket_cap_mb=COPIES_BUCKET_BYTES / 2**20,
         gradient_as_bucket_view=True,
     )

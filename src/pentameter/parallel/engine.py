@@ -18,9 +18,9 @@ from pentameter.data.batches.step import IGNORED, Batch
 from pentameter.errors import ConfigError
 from pentameter.parallel import gradients
 from pentameter.parallel.data_parallel import micro_batch
-from pentameter.parallel.gradients import TiedCopies
 from pentameter.parallel.model_source import ModelSource
 from pentameter.parallel.pipeline import Pipeline
+from pentameter.parallel.shared_parameters import TiedCopies
 from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.plan import Plan
 from pentameter.processes.world import World

@@ -7,7 +7,7 @@ norm in which every element counts once, and are divided by the loss scale and c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn import Parameter
 
-from pentameter.parallel.mesh import make_group
-from pentameter.planning.plan import Plan
 from pentameter.planning.traffic import filled_buckets
-from pentameter.processes.world import World
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -132,38 +129,3 @@ def clip(parameters: Iterable[Parameter], norm: Tensor, limit: float) -> None:
         by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     for each in by_mesh.values():
         torch.nn.utils.clip_grads_with_norm_(each, limit, norm)
-
-
-class TiedCopies:
-    """Parameters that the first stage shares with the last: an embedding, and the tied head's copy.
-
-    Made by every process of the world at the same time. `copies` are those that this process holds
-    as copies only.
-    """
-
-    def __init__(
-        self, plan: Plan, mesh: DeviceMesh, world: World, named: Mapping[str, Parameter]
-    ) -> None:
-        self._held: list[Parameter] = []
-        self.copies: frozenset[str] = frozenset()
-        self._group: dist.ProcessGroup | None = None
-        if not plan.tied_names:
-            return
-        last = plan.layout.pipeline - 1
-        places = plan.layout.coordinates(world.rank)
-        if places["pipeline"] not in (0, last):
-            return
-        self._held = [named[name] for name in sorted(plan.tied_names)]
-        self.copies = plan.tied_names if places["pipeline"] == last else frozenset()
-        if last == 1:
-            self._group = mesh["pipeline"].get_group()
-        else:
-            ends = (plan.layout.rank_of(**{**places, "pipeline": end}) for end in (0, last))
-            self._group = make_group(ends, world)
-
-    def add_up(self) -> None:
-        """Give both copies the sum of their gradients."""
-        held = [local(each.grad) for each in self._held if each.grad is not None]
-        if held:
-            assert self._group is not None  # whoever holds a copy is in a pair
-            add_up(held, self._group)

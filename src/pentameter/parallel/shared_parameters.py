@@ -1,4 +1,5 @@
-"""Parameters that a module has under several names, kept one through changes that would part them.
+"""Parameters that a module has under several names, kept one through changes that would part them;
+and those that two pipeline stages have a copy of.
 
 PyTorch gives each name a tensor of its own where a module leaves `meta`, or where styles of tensor
 parallelism replace parameters one by one.
@@ -6,13 +7,19 @@ parallelism replace parameters one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from pentameter.errors import ConfigError
+from pentameter.parallel import gradients
+from pentameter.parallel.mesh import make_group
+from pentameter.planning.plan import Plan
+from pentameter.processes.world import World
 
 SharedNames = list[list[str]]
 """The names of each parameter that has several."""
@@ -53,6 +60,41 @@ def give_memory(module: nn.Module, device: torch.device) -> None:
 def share_parameter(name: str, source: nn.Module, target: nn.Module) -> None:
     """Let `target` have the parameter `name` of `source` instead of its own."""
     _set(target, name, source.get_parameter(name))
+
+
+class TiedCopies:
+    """Parameters that the first stage shares with the last: an embedding, and the tied head's copy.
+
+    Made by every process of the world at the same time. `copies` are those that this process holds
+    as copies only.
+    """
+
+    def __init__(
+        self, plan: Plan, mesh: DeviceMesh, world: World, named: Mapping[str, Parameter]
+    ) -> None:
+        self._held: list[Parameter] = []
+        self.copies: frozenset[str] = frozenset()
+        self._group: dist.ProcessGroup | None = None
+        if not plan.tied_names:
+            return
+        last = plan.layout.pipeline - 1
+        places = plan.layout.coordinates(world.rank)
+        if places["pipeline"] not in (0, last):
+            return
+        self._held = [named[name] for name in sorted(plan.tied_names)]
+        self.copies = plan.tied_names if places["pipeline"] == last else frozenset()
+        if last == 1:
+            self._group = mesh["pipeline"].get_group()
+        else:
+            ends = (plan.layout.rank_of(**{**places, "pipeline": end}) for end in (0, last))
+            self._group = make_group(ends, world)
+
+    def add_up(self) -> None:
+        """Give both copies the sum of their gradients."""
+        held = [gradients.local(each.grad) for each in self._held if each.grad is not None]
+        if held:
+            assert self._group is not None  # whoever holds a copy is in a pair
+            gradients.add_up(held, self._group)
 
 
 def _set(module: nn.Module, name: str, parameter: Parameter) -> None:

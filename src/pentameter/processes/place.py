@@ -56,6 +56,23 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
     return None if place.world_size == 1 else place
 
 
+def processes_together(nproc: int | None, place: Place | None) -> int | None:
+    """The number of processes that train together; None where neither option nor launcher says.
+
+    Raises ConfigError where `--nproc` would start others beside a launcher's.
+    """
+    if nproc is not None and nproc < 1:
+        raise ConfigError(f"--nproc {nproc} must be at least 1")
+    if place is None:
+        return nproc
+    if nproc not in (None, place.world_size):
+        raise ConfigError(
+            f"--nproc {nproc} starts processes, and {place.source} has started "
+            f"{place.world_size} already; leave --nproc out"
+        )
+    return place.world_size
+
+
 def _refuse_unknown_launcher(environ: Mapping[str, str]) -> None:
     """Raise ConfigError where something has started several processes that each would run alone."""
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
