@@ -46,7 +46,9 @@ MEETINGS = 10
 """Configurations that a process measures."""
 
 
-def configuration(layout: str, model: dict[str, Any], train: dict[str, Any]) -> Config:
+def configuration(
+    layout: str, model: dict[str, Any], train: dict[str, Any], lora: dict[str, Any] | None = None
+) -> Config:
     degrees = parse_layout(layout).to_json()
     return Config.model_validate(
         {
@@ -54,6 +56,7 @@ def configuration(layout: str, model: dict[str, Any], train: dict[str, Any]) -> 
             "data": {"corpus": "grammar"},
             "train": {"batch_size": 8, "precision": "fp32", "compile": False, **train},
             "parallel": degrees,
+            "lora": lora or {},
         }
     )
 

@@ -116,12 +116,40 @@ CASES = [
 ]
 
 
+ADAPTED = [
+    # layout, of the training, modules with adapters
+    ("data=2", {}, []),
+    ("data=2,zero=2", BF16, ["up"]),
+    ("data=2,zero=3", BF16, []),
+    ("tensor=2", {}, ["up", "out"]),
+    ("tensor=2", {"activation_checkpoint": "full"}, []),
+    ("tensor=2,sequence=1", BF16, []),
+    ("tensor=2,sequence=1", {}, ["down"]),
+    ("data=2,tensor=2", {}, []),
+    ("data=2,tensor=2,zero=3", BF16, ["qkv", "down"]),
+    ("tensor=2,pipeline=2", {}, ["up"]),
+    ("context=2", {}, ["down"]),
+    ("context=2,context_mode=all-to-all", {}, ["up"]),
+]
+
+
 @pytest.mark.parametrize(("layout", "model", "train", "changed"), CASES)
 def test_counted_is_planned(processes, layout, model, train, changed):
-    parsed = parse_layout(layout)
-    rows = 2 if parsed.n_row_parts < 4 else 1
-    config = configuration(layout, model, {"micro_batch_size": rows, **train})
-    size = parsed.world_size
+    compare(processes, configuration(layout, model, {**rows(layout), **train}), changed)
+
+
+@pytest.mark.parametrize(("layout", "train", "targets"), ADAPTED)
+def test_adapters_are_planned(processes, layout, train, targets):
+    lora = {"rank": 3, "targets": targets}
+    compare(processes, configuration(layout, {}, {**rows(layout), **train}, lora), {})
+
+
+def rows(layout):
+    return {"micro_batch_size": 2 if parse_layout(layout).n_row_parts < 4 else 1}
+
+
+def compare(processes, config, changed):
+    size = make_plan(config).layout.world_size
     counted = processes.run(size, sent, config, changed)
     plan = make_plan(config, world_size=size)
     with constants(changed):

@@ -75,9 +75,19 @@ ACTIVATIONS = [
 ]
 
 
-def measure(processes, layout, model, train):
+ADAPTED = [
+    ("data=2", AT_ONCE, []),
+    ("data=2", AT_ONCE, ["qkv"]),
+    ("data=2,zero=3", AT_ONCE, []),
+    ("data=2", {**AT_ONCE, "activation_checkpoint": "full"}, ["down"]),
+    ("tensor=2", AT_ONCE, []),
+    ("tensor=2,sequence=1", {**AT_ONCE, **BF16}, ["up", "out"]),
+]
+
+
+def measure(processes, layout, model, train, lora=None):
     """The Plan, and for each moment what the fullest process held then."""
-    config = configuration(layout, model, train)
+    config = configuration(layout, model, train, lora)
     size = parse_layout(layout).world_size
     each = processes.run(size, held, config)
     plan = make_plan(config, world_size=size)
@@ -107,6 +117,14 @@ def test_activations_are_planned(processes, layout, model, train):
     memory = plan.memory()
     assert memory.activations_bytes > 0.2 * memory.total_bytes
     assert measured["most"] == pytest.approx(memory.total_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize(("layout", "train", "targets"), ADAPTED)
+def test_adapters_are_planned(processes, layout, train, targets):
+    """Neither gradients of frozen weights are held, nor what only these would read."""
+    lora = {"rank": 8, "targets": targets}
+    plan, measured = measure(processes, layout, LONG, train, lora)
+    assert measured["most"] == pytest.approx(plan.memory().total_bytes, rel=0.1)
 
 
 def test_each_stage_of_zero_holds_less(processes):

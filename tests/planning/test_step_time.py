@@ -64,6 +64,15 @@ def test_more_work_takes_longer_and_a_better_device_less():
     assert by_ones.compute > estimate().time.compute  # gradients are added up four times as often
 
 
+def test_frozen_weights_cost_no_gradients():
+    """Two products of three, and a little for the adapters."""
+    whole, adapted = estimate(), estimate(**{"lora.rank": 16})
+    assert 0.65 < adapted.time.compute / whole.time.compute < 0.8
+    assert adapted.time.exposed["data"] < 0.05 * whole.time.exposed["data"]
+    two_thirds = adapted.plan.flops_per_token / whole.plan.flops_per_token
+    assert two_thirds == pytest.approx(2 / 3, rel=0.08)
+
+
 def test_what_leaves_the_node_is_slower():
     inside, between = estimate("tensor=8"), estimate("tensor=8", cluster="a100-80gb:4x4")
     assert between.time.exposed["tensor"] > 2 * inside.time.exposed["tensor"]

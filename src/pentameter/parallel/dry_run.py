@@ -32,7 +32,7 @@ from pentameter.parallel.precision import arithmetic
 from pentameter.parallel.recomputation import recompute_activations
 from pentameter.parallel.shared_parameters import share_again, shared_names
 from pentameter.parallel.stage_module import StageModule, slice_module
-from pentameter.planning.architecture import operations
+from pentameter.planning.adapters import run_operations
 from pentameter.planning.costs import ActivationBytes, step_sizes
 from pentameter.planning.plan import Plan
 from pentameter.planning.shares import shard_elements, stage_tables
@@ -123,7 +123,7 @@ def _trace(plan: Plan, rank: int, precision: str, mesh: DeviceMesh, world: World
         _count(
             gradients, ((n, p.grad) for n, p in module.model.named_parameters() if p.requires_grad)
         )
-        run = operations(plan.config.model, plan.stages[number])
+        run = run_operations(plan.config.model, plan.config.lora, plan.stages[number])
         planned += costs.stage([op for op in run if op.kind != "head"]) + costs.stream
     return TracedRank(
         rank, parameters, gradients, _planned(plan, rank, precision), activations, planned

@@ -1,4 +1,4 @@
-"""Low-rank adapters: which matrices they adapt, and the table of what a run holds and trains.
+"""Low-rank adapters: which matrices they adapt; what a run with them holds, trains and computes.
 
 To a matrix W (outputs, inputs) an adapter adds (alpha ÷ rank) · B A, of A (rank, inputs) and B
 (outputs, rank) (Hu et al. 2021, "LoRA"). A begins as `torch.nn.Linear` does and as in PEFT, uniform
@@ -9,12 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 from pentameter.config.choices import SPLITS_BACKWARD, look_up
 from pentameter.config.messages import shown
 from pentameter.config.schema import Config, LoraConfig, ModelConfig
 from pentameter.errors import ConfigError, nearest
-from pentameter.planning.architecture import Init, ParameterSpec, parameter_table
+from pentameter.planning.architecture import (
+    ActivationTensor,
+    Init,
+    Operation,
+    ParameterSpec,
+    operations,
+    parameter_table,
+)
 from pentameter.planning.layout import Layout
 
 A, B = "lora_a", "lora_b"
@@ -41,6 +49,30 @@ def training_table(
     return (*frozen, *of_adapters)
 
 
+@lru_cache(maxsize=1024)
+def run_operations(
+    model: ModelConfig, lora: LoraConfig, layers: range | None = None
+) -> tuple[Operation, ...]:
+    """The operations of a run, or of a slice of its layers as in `operations`: the model's, with
+    those of an adapter ahead of the product that it adds to."""
+    run = operations(model, layers)
+    if lora.rank is None:
+        return run
+    adapted = set(adapted_modules(model, lora))
+    # Nothing before the first adapter is trained, so backward ends there; a later stage sends the
+    # gradient of what it received.
+    is_first = run[0].layer is None
+    first = next((i for i, op in enumerate(run) if op.name in adapted), len(run)) if is_first else 0
+    without = run[first].reads if is_first and first < len(run) else ()
+    found: list[Operation] = []
+    for index, op in enumerate(run):
+        constant = index < first or (bool(without) and op.reads == without)
+        if op.name in adapted:
+            found += _adapting(op, lora.rank, not constant)
+        found.append(_frozen(op, index >= first, not constant))
+    return tuple(found)
+
+
 def adapted_modules(model: ModelConfig, lora: LoraConfig) -> list[str]:
     """The linear layers that are adapted, by their paths in the model, such as
     `blocks.0.attention.qkv`. Raises ConfigError for targets that are none."""
@@ -59,6 +91,11 @@ def adapted_modules(model: ModelConfig, lora: LoraConfig) -> list[str]:
                 f"(possible: {', '.join(kinds)}; all when absent)"
             )
     return [path for path in linear if path.rpartition(".")[2] in (lora.targets or kinds)]
+
+
+def is_of_adapter(spec: ParameterSpec) -> bool:
+    """Whether a parameter is one of an adapter's two."""
+    return "rank" in spec.axes
 
 
 def scale(lora: LoraConfig) -> float:
@@ -105,6 +142,41 @@ def _adapter(spec: ParameterSpec, rank: int) -> Iterator[ParameterSpec]:
     yield ParameterSpec(
         f"{path}.{B}", (n_outputs, rank), (spec.axes[0], "rank"), Init("zeros"), True, spec.layer
     )
+
+
+def _frozen(op: Operation, reads_gradient: bool, gives_gradient: bool) -> Operation:
+    """An operation whose parameters are not trained: what only their gradients read is not kept.
+    The head's gradient is as large as what it reads, and made with the loss."""
+    parameters = tuple(replace(spec, is_trained=False) for spec in op.parameters)
+    keeps = gives_gradient and op.kind not in ("product", "look_up")
+    return replace(
+        op,
+        parameters=parameters,
+        saves=op.saves if keeps else (),
+        reads_gradient=reads_gradient,
+        gives_gradient=gives_gradient,
+    )
+
+
+def _adapting(op: Operation, rank: int, gives_gradient: bool) -> Iterator[Operation]:
+    """The two products of the adapter of a matrix."""
+    of_inputs, of_ranks = _adapter(op.parameters[0], rank)
+    low, added = (f"{op.name}.{each}" for each in (A, B))
+    shape = (op.result.shape[0], rank)
+    inner = ActivationTensor(low, shape, ("context", "rank"), "products")
+    result = replace(op.result, name=added)
+    yield Operation(
+        low,
+        "product",
+        op.layer,
+        op.reads,
+        inner,
+        (of_inputs,),
+        op.contracts,
+        op.saves,
+        gives_gradient=gives_gradient,
+    )
+    yield Operation(added, "product", op.layer, (inner,), result, (of_ranks,), "rank", (inner,))
 
 
 def _module(spec: ParameterSpec) -> str:

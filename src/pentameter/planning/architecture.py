@@ -118,6 +118,10 @@ class Operation:
     """Of attention, what its backward pass reads where the weights are never written out whole."""
     token_products: int = 0
     """Multiplications of activations with activations, for each token of a full context."""
+    reads_gradient: bool = True
+    """Whether the backward pass computes the gradient of its result."""
+    gives_gradient: bool = True
+    """Whether it computes that of what it reads, too: not where nothing before it is trained."""
 
     @property
     def saved_selectively(self) -> bool:
@@ -125,6 +129,11 @@ class Operation:
         of PyTorch's attention, which saves its own."""
         fused = self.kind == "attention" and self.result in self.saves
         return self.kind == "product" or fused
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the backward pass computes gradients of its parameters."""
+        return any(spec.is_trained for spec in self.parameters)
 
     @property
     def weight_products(self) -> int:

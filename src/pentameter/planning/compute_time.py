@@ -15,8 +15,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pentameter.config.choices import look_up
-from pentameter.config.schema import Config, ModelConfig
-from pentameter.planning.architecture import ActivationTensor, Operation, ParameterSpec, operations
+from pentameter.config.schema import Config, LoraConfig, ModelConfig
+from pentameter.planning.adapters import run_operations
+from pentameter.planning.architecture import ActivationTensor, Operation, ParameterSpec
 from pentameter.planning.cluster import Cluster
 from pentameter.planning.costs import (
     RECOMPUTES_PRODUCTS,
@@ -61,15 +62,16 @@ class Kind(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def kinds_of_operations(model: ModelConfig, layers: range) -> tuple[Kind, ...]:
-    """The operations of a slice of the model, those of equal shapes together."""
+def kinds_of_operations(model: ModelConfig, lora: LoraConfig, layers: range) -> tuple[Kind, ...]:
+    """The operations of a slice of a run, those of equal shapes together."""
     found: dict[str, Kind] = {}
-    run = operations(model, layers)
+    run = run_operations(model, lora, layers)
     last_saving = {op.layer: index for index, op in enumerate(run) if op.saves}
     for index, op in enumerate(run):
         shapes = tuple((each.shape, each.axes, each.dtype) for each in (*op.reads, op.result))
         again = op.layer is not None and index < last_saving[op.layer]
-        key = repr((op.kind, shapes, op.token_products, op.contracts, len(op.saves), again))
+        costs = (op.token_products, op.contracts, len(op.saves), op.is_trained, op.gives_gradient)
+        key = repr((op.kind, shapes, *costs, again))
         n = found[key].n + 1 if key in found else 1
         found[key] = Kind(op, key, again, n)
     return tuple(found.values())
@@ -128,7 +130,7 @@ class ComputeTime:
 
     def stage(self, layers: range) -> PassSeconds:
         """The passes of a stage; stages of as many alike layers take the same time."""
-        kinds = kinds_of_operations(self.config.model, layers)
+        kinds = kinds_of_operations(self.config.model, self.config.lora, layers)
         same = tuple((kind.key, kind.n) for kind in kinds)
         if same not in self._stages:
             self._stages[same] = self._stage(kinds)
@@ -149,7 +151,7 @@ class ComputeTime:
         """The attention of a stage in both passes, under which a ring's messages travel."""
         return sum(
             kind.n * sum(self.operation(kind))
-            for kind in kinds_of_operations(self.config.model, layers)
+            for kind in kinds_of_operations(self.config.model, self.config.lora, layers)
             if kind.op.kind == "attention"
         )
 
@@ -163,7 +165,10 @@ class ComputeTime:
         """The passes of one operation; those of equal shapes are computed once."""
         if kind.key not in self._known:
             times, fresh = self._times(kind.op), self._fresh(kind.op)
-            self._known[kind.key] = PassSeconds(*map(sum, zip(times, fresh, strict=True)))
+            both = PassSeconds(*map(sum, zip(times, fresh, strict=True)))
+            if not kind.op.gives_gradient:
+                both = both._replace(backward_input=0.0)
+            self._known[kind.key] = both
         return self._known[kind.key]
 
     def _fresh(self, op: Operation) -> PassSeconds:
@@ -212,7 +217,9 @@ class ComputeTime:
             if op.result.axes[1] == "embed":  # what is added to the stream
                 to_input += self._moving(both * self.bytes.of([op.result]))
         return PassSeconds(
-            forward + self._moving(rounding), to_input, to_weight + self._moving(adding)
+            forward + self._moving(rounding),
+            to_input,
+            to_weight + self._moving(adding) if op.is_trained else 0.0,
         )
 
     def _weight_bytes(self, parameters: Sequence[ParameterSpec]) -> tuple[int, int]:
@@ -286,7 +293,7 @@ class ComputeTime:
         return PassSeconds(
             self._moving(2 * moved),
             0.0,
-            self._moving(3 * moved + self.sizes.element_bytes * n_table),
+            self._moving(3 * moved + self.sizes.element_bytes * n_table) if op.is_trained else 0.0,
         )
 
     def _norm(self, op: Operation) -> PassSeconds:

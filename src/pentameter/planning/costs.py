@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pentameter.config.choices import look_up, refuse_unknown
-from pentameter.config.schema import Config, ModelConfig
+from pentameter.config.schema import Config, LoraConfig, ModelConfig
+from pentameter.planning.adapters import run_operations
 from pentameter.planning.architecture import (
     ActivationTensor,
     Operation,
-    ParameterSpec,
-    operations,
     padded_vocab_size,
     parameter_table,
     residual_stream,
@@ -36,6 +35,7 @@ BYTES = {
     "fp16": (4, 2),
 }
 """`train.precision` → bytes of a weight's number, and of one that goes into a product."""
+NO_ADAPTERS = LoraConfig()
 RECOMPUTES_PRODUCTS = {None: False, "selective": False, "full": True}
 """`train.activation_checkpoint` → whether backward computes a block's matrix products again."""
 CONVENTION = "6·N + 12·n_layers·d_model·context_length per token, full attention"
@@ -113,21 +113,21 @@ def step_sizes(config: Config, layout: Layout, precision: str | None = None) -> 
 # -- arithmetic -------------------------------------------------------------------------------
 
 
-def flops_per_token(model: ModelConfig, adapters: Sequence[ParameterSpec] = ()) -> int:
+def flops_per_token(model: ModelConfig, lora: LoraConfig = NO_ADAPTERS) -> int:
     """Forward and backward FLOPs per trained token: 6·N + 12·n_layers·d_model·context_length.
 
     N counts every parameter except position embeddings, which are only added, and except the
     token embedding when the head does not share it, because a look-up multiplies nothing.
     Attention is counted in full although half of it is masked. The convention is the one of PaLM
-    (Chowdhery et al. 2022, appendix B). Where `adapters` alone are trained, N is that of their own
-    parameters, and the model's count 4 each: their gradients are not computed.
+    (Chowdhery et al. 2022, appendix B). Where adapters alone are trained, the model's parameters
+    count 4 each: their gradients are not computed.
     """
-    used = [op for op in operations(model) if op.kind != "look_up"]
+    used = [op for op in run_operations(model, lora) if op.kind != "look_up"]
     multiplied = {spec for op in used for spec in op.parameters}
     n_products = sum(op.token_products for op in used)
-    n_own = sum(spec.n_elements for spec in multiplied)
-    n_of_adapters = sum(spec.n_elements for spec in adapters)
-    return (4 if adapters else 6) * n_own + 6 * (n_of_adapters + n_products)
+    return 6 * n_products + sum(
+        (6 if spec.is_trained else 4) * spec.n_elements for spec in multiplied
+    )
 
 
 class PassSeconds(NamedTuple):
@@ -144,13 +144,14 @@ def pass_seconds(config: Config, stages: Sequence[range]) -> list[PassSeconds]:
     recomputed = look_up(RECOMPUTES_PRODUCTS, how, key, "the timeline")
     seconds = []
     for layers in stages:
-        run = operations(config.model, layers)
+        run = run_operations(config.model, config.lora, layers)
         weights = sum(op.weight_products for op in run)
+        trained = sum(op.weight_products for op in run if op.is_trained)
         activations = sum(op.token_products for op in run)
         forward = weights + activations
         # A product has two gradients; where both factors are activations, both are of its inputs.
         backward_input = weights + 2 * activations + (forward if recomputed else 0)
-        seconds.append(PassSeconds(forward, backward_input, weights))
+        seconds.append(PassSeconds(forward, backward_input, trained))
     return seconds
 
 
@@ -161,7 +162,7 @@ def end_weights(config: Config) -> tuple[float, float]:
         case "uniform":
             return 0.0, 0.0
         case "weighted":
-            run = operations(config.model)
+            run = run_operations(config.model, config.lora)
             first, layer, last = (
                 sum(op.weight_products + op.token_products for op in part)
                 for part in (
@@ -223,7 +224,7 @@ class ActivationBytes:
             kept += self.of(op.result for op in block if op.kind == "attention")
         in_1d = self.layout.tensor_mode == "1d"  # else each pass rounds them anew
         if self.rounds_weights and not self.layout.zero and in_1d:
-            products = [op for op in block if op.kind == "product"]
+            products = [op for op in block if op.kind == "product" and op.gives_gradient]
             kept += sum(self.rounded_weight(op) for op in products)
         return kept
 

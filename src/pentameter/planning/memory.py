@@ -8,7 +8,8 @@ from dataclasses import astuple, dataclass
 
 from pentameter.config.choices import look_up, refuse_unknown
 from pentameter.config.schema import Config, OptimizerConfig
-from pentameter.planning.architecture import ParameterSpec, operations
+from pentameter.planning.adapters import run_operations
+from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.costs import ActivationBytes, step_sizes
 from pentameter.planning.layout import Layout
 from pentameter.planning.rules import LayoutRules
@@ -198,7 +199,7 @@ class _RankMemory:
         """
         costs, kept, split, at_once = self.costs, {}, {}, 0
         for number, layers in stages.items():
-            run = operations(self.config.model, layers)
+            run = run_operations(self.config.model, self.config.lora, layers)
             is_last = number == self.layout.n_stages - 1
             kept[number] = costs.stage(run) + (0 if is_last else costs.stream)  # what was sent
             split[number] = costs.between_backward_halves(run)

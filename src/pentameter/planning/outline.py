@@ -75,9 +75,7 @@ def outline_of_gpt(config: Config) -> ModelOutline:
         table = training_table(config, first_layer=layers.start, last_layer=layers.stop)
         return frozenset(spec.name for spec in table)
 
-    table = training_table(config)
-    adapters = [spec for spec in table if spec.is_trained] if config.lora.rank else ()
-    return ModelOutline(table, names_of, flops_per_token(model, adapters))
+    return ModelOutline(training_table(config), names_of, flops_per_token(model, config.lora))
 
 
 def check_own_layout(layout: Layout, config: Config, outline: ModelOutline) -> None:

@@ -18,7 +18,8 @@ from operator import attrgetter
 from pentameter.config.choices import SPLITS_BACKWARD, TAKES_SEVERAL_STAGES
 from pentameter.config.schema import Config, ParallelConfig
 from pentameter.errors import ConfigError
-from pentameter.planning.architecture import operations, residual_stream
+from pentameter.planning.adapters import run_operations
+from pentameter.planning.architecture import residual_stream
 from pentameter.planning.cluster import Cluster
 from pentameter.planning.compute_time import ComputeTime
 from pentameter.planning.costs import ActivationBytes, end_weights, step_sizes
@@ -354,7 +355,7 @@ def _state_bytes(plan: Plan, layout: Layout) -> float:
 def _activation_bytes(config: Config, layout: Layout, cost: ActivationBytes) -> float:
     """Bytes of activations that the first process of the pipeline keeps at least: those of its
     blocks, for as many micro-batches as are under way."""
-    block = operations(config.model, range(1))
+    block = run_operations(config.model, config.lora, range(1))
     each = cost.stage([op for op in block if op.layer is not None])
     under_way: float = min(layout.pipeline, cost.sizes.n_micro_batches)
     if layout.turns_back:

@@ -18,12 +18,12 @@ from typing import Literal
 
 from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import Config
+from pentameter.planning.adapters import is_of_adapter, run_operations
 from pentameter.planning.architecture import (
     ActivationTensor,
     Axis,
     Operation,
     ParameterSpec,
-    operations,
     shares_kv_heads,
 )
 from pentameter.planning.costs import (
@@ -179,7 +179,9 @@ class _RankTraffic:
         self.element_bytes = self.sizes.element_bytes
         self.stages = dict(stage_tables(config, layout, stages, self.places["pipeline"]))
         self.operations = [
-            op for number in self.stages for op in operations(config.model, stages[number])
+            op
+            for number in self.stages
+            for op in run_operations(config.model, config.lora, stages[number])
         ]
 
     @property
@@ -231,21 +233,28 @@ class _RankTraffic:
         gathered again.
         """
         axes = self.layout.divided_axes
-        matrices = [(op, op.contracts) for op in self.operations if op.contracts]
+        # An adapter's partial sums join those of the matrix that it adapts.
+        matrices = [
+            (op, op.contracts)
+            for op in self.operations
+            if op.contracts and not is_of_adapter(op.parameters[0])
+        ]
         for dimension in self.layout.dividing_dimensions:
             for op, contracted in matrices:
                 if dimension in axes.get(contracted, ()):
                     n_sums = 2 if op.name in self.repeated else 1
-                    self.count_sum(dimension, op.result, n_sums=n_sums, n_gathers=1)
+                    n_gathers = int(op.reads_gradient)
+                    self.count_sum(dimension, op.result, n_sums=n_sums, n_gathers=n_gathers)
             reading = {
-                read: op.layer
+                read: op
                 for op, _ in matrices
                 if dimension in axes.get(op.result.axes[1], ())
                 for read in op.reads  # once, however many matrices read it
             }
-            for read, layer in reading.items():
-                n_gathers = 2 if self.recomputes and layer is not None else 1
-                self.count_sum(dimension, read, n_sums=1, n_gathers=n_gathers)
+            for read, op in reading.items():
+                n_gathers = 2 if self.recomputes and op.layer is not None else 1
+                n_sums = int(op.gives_gradient)
+                self.count_sum(dimension, read, n_sums=n_sums, n_gathers=n_gathers)
             self.count_head_norms(dimension)
 
     def count_head_norms(self, dimension: str) -> None:
@@ -257,7 +266,7 @@ class _RankTraffic:
                 continue
             T = self.layout.local_shape(op.result.shape, op.result.axes)[0]
             n_bytes = self.sizes.micro_batch_size * T * max(4, self.element_bytes)
-            n_calls = (2 if op.name in self.repeated else 1) + 1
+            n_calls = (2 if op.name in self.repeated else 1) + op.gives_gradient
             self.counter.add(dimension, "all_reduce", n_bytes, self.n_micro_batches * n_calls)
 
     def count_grid(self) -> None:
@@ -301,21 +310,25 @@ class _RankTraffic:
                 self.sizes.micro_batch_size * n
                 for n in attention_elements(op, self.layout, self.places)
             )
-            n_forward = 2 if op.name in self.repeated else 1
+            # Selective checkpointing keeps a ring's result.
+            in_ring = self.layout.context_mode == "ring"
+            is_kept = in_ring and self.config.train.activation_checkpoint == "selective"
+            n_forward = 2 if op.name in self.repeated and not is_kept else 1
+            n_backward = int(op.gives_gradient)
+            n_passes = n_forward + n_backward
             match self.layout.context_mode:
                 case "ring":
-                    if self.config.train.activation_checkpoint == "selective":
-                        n_forward = 1  # whose result is kept
                     n_bytes = n_kv * self.sizes.product_bytes
                     n_summed = n_kv * max(4, self.element_bytes)
+                    n_calls = M * (n - 1)
                     for kind in ("send", "receive"):
-                        self.counter.add("context", kind, n_bytes, M * (n - 1) * (n_forward + 1))
-                        self.counter.add("context", kind, n_summed, M * (n - 1))
+                        self.counter.add("context", kind, n_bytes, n_calls * n_passes)
+                        self.counter.add("context", kind, n_summed, n_calls * n_backward)
                 case "all-to-all":
                     shares_kv = shares_kv_heads(self.config.model)
                     for n_elements in (n_q, n_kv, n_q) if shares_kv else (n_q + n_kv, n_q):
                         n_bytes = n_elements * self.sizes.product_bytes
-                        self.counter.add("context", "all_to_all", n_bytes, M * (n_forward + 1))
+                        self.counter.add("context", "all_to_all", n_bytes, M * n_passes)
                 case unknown:
                     refuse_unknown(unknown, "parallel.context_mode", "the planner's traffic")
 
@@ -346,7 +359,7 @@ class _RankTraffic:
                 ]
                 self.count_sums(dimension, self.gradient_bytes(alike))
             return
-        self.count_shared_by_heads()
+        self.count_alike()
         if not self.rules.sums_copies_over:
             return
         on_stream = {
@@ -360,10 +373,11 @@ class _RankTraffic:
         whole = [spec for spec in trained if spec in on_stream]
         self.count_sums("tensor", self.gradient_bytes(whole))
 
-    def count_shared_by_heads(self) -> None:
-        """The gradients of parameters that every process has whole for its own heads: those of
-        keys and values of few heads, and of norms of each head. ZeRO's unit sums them before it
-        shards them, as the backward pass made them, or as micro-batches added them up."""
+    def count_alike(self) -> None:
+        """The gradients of parameters that every process has whole for its own part of a matrix:
+        those of keys and values of few heads, of norms of each head, and of the half of an adapter
+        that is not divided with its matrix. ZeRO's unit sums them before it shards them, as the
+        backward pass made them, or as micro-batches added them up."""
         layout, rules = self.layout, self.rules
         if layout.tensor == 1:
             return
@@ -374,8 +388,8 @@ class _RankTraffic:
             if is_fresh and op.kind == "product"
             else self.element_bytes
             for op in self.operations
-            if op.result.axes[1] in ("heads", "kv_heads")
             for spec in op.parameters
+            if op.result.axes[1] in ("heads", "kv_heads") or is_of_adapter(spec)
             if spec.is_trained and not set(spec.axes) & layout.divided_axes.keys()
         }
         for spec, width in found.items():
