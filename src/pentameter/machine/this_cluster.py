@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -85,11 +86,11 @@ def usual_cpu(capabilities: Capabilities) -> Device:
 TENSOR_BYTES, N_TENSORS = 1 << 21, 64
 """Activations as an operation reads them one after another: more in all than caches hold near a
 core, and the result in memory that was just freed."""
-MESSAGE_BYTES = 1 << 24
+MESSAGE_BYTES, SMALL_MESSAGE_BYTES, N_MESSAGES = 1 << 24, 1 << 16, 20
 PRODUCT = (2048, 512, 512)
 """Rows and sides of a linear layer's product as small models have them, against the best product
 measured."""
-ATTENTION = (2, 8, 512, 64)
+ATTENTION = (4, 8, 256, 64)
 """Sequences, heads, tokens and channels of the attention that is timed."""
 FILE = """# This machine, as `pentameter doctor --measure` measured it; `pentameter plan` reads it.
 
@@ -221,28 +222,36 @@ def _shares(dtype: torch.dtype, peak: float) -> str:
 
 
 def _measured_link() -> tuple[float, float]:
-    """Bytes per second, and seconds of the smallest message, between two processes of the machine:
-    those of a ring, from all-reduces."""
+    """Bytes per second, and seconds of a small message, between two processes of the machine: those
+    of a ring, from all-reduces."""
     with tempfile.TemporaryDirectory(prefix="pentameter-") as folder:
         mp.spawn(_all_reduce, args=(folder,), nprocs=2)
         large, small = map(float, Path(folder, "seconds").read_text().split())
     hop = small / 2  # there and back
-    return MESSAGE_BYTES / max(1e-9, large - small), hop
+    return (MESSAGE_BYTES - SMALL_MESSAGE_BYTES) / max(1e-9, large - small), hop
 
 
 def _all_reduce(rank: int, folder: str) -> None:
-    """One of two processes that time all-reduces of a large and of a small tensor."""
+    """One of two processes that time all-reduces of a large and of a small tensor, each after some
+    products, as in a step: whoever is done first waits, and is woken. Back to back a message takes
+    a fraction of that."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    found = []
-    for n in (MESSAGE_BYTES // 4, 1):
-        tensor, times = torch.ones(n), []
-        for _ in range(20):
-            dist.barrier()
-            start = time.perf_counter()
-            dist.all_reduce(tensor)
-            times.append(time.perf_counter() - start)
-        found.append(min(times))
+    side = torch.randn(PRODUCT[1], PRODUCT[1])
+
+    def turn(message: torch.Tensor | None) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(N_MESSAGES):
+            for _ in range(2):
+                torch.mm(side, side)
+            if message is not None:
+                dist.all_reduce(message)
+        return (time.perf_counter() - start) / N_MESSAGES
+
+    products = median(turn(None) for _ in range(5))
+    messages = [torch.ones(n // 4) for n in (MESSAGE_BYTES, SMALL_MESSAGE_BYTES)]
+    found = [median(turn(message) for _ in range(5)) - products for message in messages]
     if rank == 0:
-        Path(folder, "seconds").write_text(" ".join(map(repr, found)))
+        Path(folder, "seconds").write_text(" ".join(repr(max(0.0, each)) for each in found))
     dist.destroy_process_group()

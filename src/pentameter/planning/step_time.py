@@ -21,7 +21,7 @@ from pentameter.planning.memory import optimizer_slots
 from pentameter.planning.rules import LayoutRules
 from pentameter.planning.shares import shard_elements, stage_tables
 from pentameter.planning.timeline import Span, bubble_fraction, timeline
-from pentameter.planning.traffic import WORLD, StepTraffic, step_traffic
+from pentameter.planning.traffic import WORLD, Kind, StepTraffic, step_traffic
 
 FORWARD_SHARE = 1 / 3
 """Part of a layer's tensor-parallel sums and exchanges in its forward pass: gradients are summed in
@@ -205,6 +205,8 @@ class _Step:
         traffic, M = self.traffic[0], self.n_micro_batches
         gathers, n_gathers = self._of(traffic, "shard", "all_gather")
         sums, n_sums = self._of(traffic, "shard", "reduce_scatter")
+        gathers += self._copying(traffic, "all_gather")
+        sums += self._copying(traffic, "reduce_scatter")
         copies, n_copies = self._of(traffic, "data", "all_reduce")
         n_reducing = M if self.rules.reduces_each_micro_batch else 1
         n_gathering = 2 * M if not self.rules.weights_stay_gathered else 1
@@ -243,6 +245,16 @@ class _Step:
             if key == (dimension, kind):
                 return self.links.seconds(dimension, key[1], counted), counted.calls
         return 0.0, 0
+
+    def _copying(self, traffic: StepTraffic, kind: Kind) -> float:
+        """Time in which a CPU copies gathered weights out of their message, or gradients into
+        theirs: both are in memory that the system gives anew."""
+        fresh = self.cluster.device.calibration.fresh_bytes_per_second
+        counted = traffic.get(("shard", kind))
+        if fresh is None or counted is None:
+            return 0.0
+        moved = 2 * counted.n_bytes
+        return moved / self.cluster.memory_bandwidth + moved * self.cluster.sharing / fresh
 
     # -- pipelines ------------------------------------------------------------------------------
 
