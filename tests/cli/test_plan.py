@@ -72,6 +72,9 @@ def test_the_page_and_the_schedule(capsys, tmp_path):
     text = page.read_text()
     assert "gpt3-175b" in text
     assert "Which rank holds what" in text
+    assert "What to change first" in text
+    assert "less time; --search looks further" in text
+    assert "recomputes full" in text
     assert "process 15" in text
 
 

@@ -221,8 +221,7 @@ def _print(parts: list[RenderableType]) -> None:
 def _view(estimate: Estimate, found: Found | None, price: float | None) -> list[RenderableType]:
     from rich.text import Text
 
-    from pentameter.planning.search import first_change
-    from pentameter.report.plan_page import verdict
+    from pentameter.report.plan_page import first_advice, recomputed, verdict
 
     plan, cluster = estimate.plan, estimate.cluster
     header = Text()
@@ -231,11 +230,8 @@ def _view(estimate: Estimate, found: Found | None, price: float | None) -> list[
         f" · {plan.n_parameters:,} parameters on {cluster.n_devices:,} × "
         f"{cluster.device.name or cluster.device_key} in nodes of {cluster.node_size}\n"
         f"layout {plan.layout} · micro-batch {plan.micro_batch_size} × {plan.n_micro_batches} · "
-        f"{plan.tokens_per_step:,} tokens a step · {estimate.precision}"
+        f"{plan.tokens_per_step:,} tokens a step · {estimate.precision}{recomputed(estimate)}"
     )
-    checkpoint = plan.config.train.activation_checkpoint
-    if checkpoint is not None:
-        header.append(f" · recomputes {checkpoint}")
     said = Text(
         f"\n{'✓' if estimate.fits else '✗'} {verdict(estimate, price)}\n",
         style="bold green" if estimate.fits else "bold red",
@@ -245,11 +241,9 @@ def _view(estimate: Estimate, found: Found | None, price: float | None) -> list[
     if found is not None:
         parts += [_found_table(found), Text(_why(found)), Text("")]
     else:
-        change = first_change(estimate)
-        if change is not None:
-            words, other = change
-            gain = 1 - other.time.seconds / estimate.time.seconds
-            parts.append(Text(f"first  {words}: {gain:.0%} less time; --search looks further"))
+        advice = first_advice(estimate)
+        if advice is not None:
+            parts.append(Text(f"first  {advice}"))
     parts += [Text(f"!  {line}", style="yellow") for line in estimate.warnings()]
     return parts
 

@@ -187,8 +187,8 @@ def tune_allocator(*, sparing: bool = False) -> bool:
     16384×384×1536 went from 26.8 ms to 6.0 ms on two cores with AMX. The process keeps its
     peak memory until it ends. A heap kept so has holes, though: under ZeRO, whose gathered weights
     come and go, it held twice what tensors took; given back, 1.1 times. Each thread keeps a heap of
-    its own: PyTorch's bf16 attention allocates in all of them, and was three times slower where they
-    waited for one. Elsewhere than on Linux with glibc nothing happens.
+    its own: PyTorch's bf16 attention allocates in all of them, and took three times as long where
+    they waited for one. Elsewhere than on Linux with glibc nothing happens.
     """
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return False

@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentF
 
 from pentameter.planning.estimate import Estimate
 from pentameter.planning.scaling import ScalePoint
-from pentameter.planning.search import Found
+from pentameter.planning.search import Found, first_change
 from pentameter.planning.shares import stage_tables
 from pentameter.report.markup import render, write_page
 from pentameter.report.plots import save_figure
@@ -37,6 +37,22 @@ def verdict(estimate: Estimate, price: float | None = None) -> str:
         f"{count(estimate.tokens_per_second)} tokens/s · MFU {estimate.mfu:.1%} · "
         f"{duration(estimate.run_seconds)} in all · {spent}{money}"
     )
+
+
+def first_advice(estimate: Estimate) -> str | None:
+    """The setting whose change gains most time, and how much; None where none that fits does."""
+    change = first_change(estimate)
+    if change is None:
+        return None
+    words, other = change
+    gain = 1 - other.time.seconds / estimate.time.seconds
+    return f"{words}: {gain:.0%} less time; --search looks further"
+
+
+def recomputed(estimate: Estimate) -> str:
+    """What backward computes again, as the end of a line; empty for nothing."""
+    how = estimate.plan.config.train.activation_checkpoint
+    return "" if how is None else f" · recomputes {how}"
 
 
 def memory_parts(estimate: Estimate) -> list[tuple[str, float, str]]:
@@ -99,6 +115,7 @@ def write_plan_page(
         for name, value, remark in time_parts(estimate)
         if value > 1e-4 * time.seconds
     ]
+    advice = None if found is not None else first_advice(estimate)
     page = render(
         "plan.html",
         name=plan.config.name,
@@ -106,9 +123,9 @@ def write_plan_page(
         verdict=verdict(estimate, price),
         subtitle=f"{plan.layout} · {cluster.n_devices:,} × "
         f"{cluster.device.name or cluster.device_key}, {cluster.node_size} a node · "
-        f"{estimate.precision}",
+        f"{estimate.precision}{recomputed(estimate)}",
         facts=list(_facts(estimate)),
-        warnings=list(estimate.warnings()),
+        advice=[*filter(None, [advice]), *estimate.warnings()],
         memory=memory,
         time=seconds,
         layouts=[] if found is None else found_rows(found),
@@ -129,8 +146,7 @@ def _facts(estimate: Estimate) -> Iterator[tuple[str, str, str]]:
     yield "Tokens per second", count(estimate.tokens_per_second), ""
     yield "MFU", percent(estimate.mfu), "of the published peak"
     yield "Memory", size(estimate.device_bytes), f"of {size(estimate.cluster.usable_bytes)}"
-    micro = f"{plan.n_micro_batches} a step"
-    yield "Micro-batch", f"{plan.micro_batch_size} sequences", micro
+    yield "Micro-batch", str(plan.micro_batch_size), f"sequences; {plan.n_micro_batches} a step"
     if plan.layout.pipeline > 1:
         yield "Bubble", percent(estimate.time.bubble_fraction), "of the work"
 
