@@ -20,7 +20,7 @@ from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.disk.atomic import refuse_existing, storage_errors, write_hashed
 from pentameter.disk.lock import building
 from pentameter.errors import CorruptError
-from pentameter.planning.adapters import A, B, adapted_modules, scale, training_table
+from pentameter.planning.adapters import A, B, adapted_modules, adapter_factor, training_table
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +104,9 @@ def with_adapters_added(stored: StoredModel) -> StoredModel:
         weights[f"{path}.weight"] = LazyTensor(
             tuple(weight.shape),
             weight.dtype,
-            partial(_sum, weight, tensors[f"{path}.{A}"], tensors[f"{path}.{B}"], scale(lora)),
+            partial(
+                _sum, weight, tensors[f"{path}.{A}"], tensors[f"{path}.{B}"], adapter_factor(lora)
+            ),
         )
     return replace(
         stored,

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.nn import Parameter
 
 from pentameter.model.gpt import GPT
-from pentameter.planning.adapters import A, B, adapted_modules, scale
+from pentameter.planning.adapters import A, B, adapted_modules, adapter_factor
 from pentameter.planning.plan import Plan
 
 
@@ -53,7 +53,7 @@ def add_adapters(model: GPT, plan: Plan) -> None:
         module.register_parameter(A, Parameter(a))
         module.register_parameter(B, Parameter(b))
         # First of all hooks: before the one that leaves tensor parallelism's world.
-        module.register_forward_hook(partial(_adapted, scale(lora)), prepend=True)
+        module.register_forward_hook(partial(_adapted, adapter_factor(lora)), prepend=True)
 
 
 def _cut(whole: Tensor, weight: DTensor, placement: Placement) -> DTensor:

@@ -98,7 +98,7 @@ def is_of_adapter(spec: ParameterSpec) -> bool:
     return "rank" in spec.axes
 
 
-def scale(lora: LoraConfig) -> float:
+def adapter_factor(lora: LoraConfig) -> float:
     """The factor of B A in what an adapter adds."""
     assert lora.rank is not None
     return lora.alpha / lora.rank

@@ -49,7 +49,7 @@ Change = tuple[str, object]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class LayoutCandidate:
     """A layout with a micro-batch and what it recomputes, and the least time that it can take."""
 
     config: Config
@@ -100,7 +100,7 @@ def search(
         (each for each in _candidates(plan, cluster, precision) if allowed(each.layout)),
         key=lambda each: each.bound,
     )
-    best: dict[tuple[int, ...], tuple[float, Candidate]] = {}
+    best: dict[tuple[int, ...], tuple[float, LayoutCandidate]] = {}
     n_timed = n_too_large = 0
     is_complete = True
     for candidate in candidates:
@@ -236,7 +236,7 @@ def _base(config: Config, vocab_size: int | None, rows_per_epoch: int | None) ->
 
 def _estimate(
     base: Plan,
-    candidate: Candidate,
+    candidate: LayoutCandidate,
     cluster: Cluster,
     vocab_size: int | None,
     rows_per_epoch: int | None,
@@ -246,7 +246,7 @@ def _estimate(
     return Estimate(plan, cluster, best_precision(config, cluster))
 
 
-def _candidates(plan: Plan, cluster: Cluster, precision: str) -> Iterator[Candidate]:
+def _candidates(plan: Plan, cluster: Cluster, precision: str) -> Iterator[LayoutCandidate]:
     """Every legal candidate whose weights, gradients and optimizer may fit."""
     config = plan.config
     known: dict[object, ComputeTime] = {}
@@ -278,7 +278,7 @@ def _candidates(plan: Plan, cluster: Cluster, precision: str) -> Iterator[Candid
                 continue
             stages = stage_layers(config.model.n_layers, layout.n_stages, *ends)
             bound = _bound(changed, layout, stages, cluster, precision, known)
-            yield Candidate(changed, layout, stages, bound)
+            yield LayoutCandidate(changed, layout, stages, bound)
 
 
 def _parallels(plan: Plan, cluster: Cluster) -> Iterator[ParallelConfig]:

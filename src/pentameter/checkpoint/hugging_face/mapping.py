@@ -171,7 +171,7 @@ class Strip:
 
 
 @dataclass(frozen=True)
-class Source:
+class RowSource:
     """Rows of a tensor that is read, and where they go."""
 
     row: int
@@ -216,10 +216,10 @@ class TensorMap:
     def to_theirs(self, weights: Weights) -> dict[str, LazyTensor]:
         """Their tensors by name, of ours; each region converted when it is asked for."""
         dtype = next(iter(weights.values())).dtype
-        sources: dict[str, list[Source]] = {name: [] for name in self.their_shapes}
+        sources: dict[str, list[RowSource]] = {name: [] for name in self.their_shapes}
         for strip in self.strips:
             if strip.ours in weights:
-                source = Source(strip.their_row, strip.ours, strip.row, strip.n_rows)
+                source = RowSource(strip.their_row, strip.ours, strip.row, strip.n_rows)
                 sources[strip.theirs].append(source)
 
         def read(name: str, region: tuple[slice, ...]) -> torch.Tensor:
@@ -235,9 +235,9 @@ class TensorMap:
     ) -> dict[str, LazyTensor]:
         """Our tensors by name in `dtype`, of theirs, complete and of the right shapes; each region
         converted when it is asked for."""
-        sources: dict[str, list[Source]] = {name: [] for name in self.our_shapes}
+        sources: dict[str, list[RowSource]] = {name: [] for name in self.our_shapes}
         for strip in self.strips:
-            source = Source(strip.row, strip.theirs, strip.their_row, strip.n_rows)
+            source = RowSource(strip.row, strip.theirs, strip.their_row, strip.n_rows)
             sources[strip.ours].append(source)
 
         def read(name: str, region: tuple[slice, ...]) -> torch.Tensor:
@@ -253,7 +253,7 @@ class TensorMap:
 def _lazy(
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    sources: list[Source],
+    sources: list[RowSource],
     read: Callable[[str, tuple[slice, ...]], torch.Tensor],
     *,
     transposed: bool,
@@ -267,7 +267,7 @@ def _compute(
     region: tuple[slice, ...],
     *,
     dtype: torch.dtype,
-    sources: list[Source],
+    sources: list[RowSource],
     read: Callable[[str, tuple[slice, ...]], torch.Tensor],
     turn: bool,
 ) -> torch.Tensor:
