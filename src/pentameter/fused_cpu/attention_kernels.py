@@ -43,12 +43,13 @@ def _turned(part: Part, rotation: Rotation | None, eps: float) -> Tensor:
 
 
 def _turned_gradient(
-    g: Tensor, part: Part, rotation: Rotation | None, eps: float
+    g: Tensor, part: Part | None, rotation: Rotation | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of the part's data and of its norm's weight, given that of `_turned`."""
+    """The gradients of the part's data and of its norm's weight, given that of `_turned`; without
+    a norm the part is not needed."""
     if rotation is not None:
         g = Rotation(rotation.cosine, -rotation.sine)(precise(g))
-    if part.norm is None:
+    if part is None or part.norm is None:
         return g, None
     x, scale = _unit(plus_bias(part.data, part.bias), part.norm, eps)
     g = precise(g)
@@ -85,11 +86,13 @@ def join_heads(
     k_blocks: Sequence[Tensor],
     v_blocks: Sequence[Tensor],
     shape: HeadShape,
-    heads: Heads,
+    rotation: Rotation | None,
+    normed: Heads | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradients of the projection (B, T, width) and of the norms of queries and keys, given
-    those of what `split_heads` gives: what several blocks saw is summed."""
-    B, T, _, K = heads.q.data.shape
+    those of what `split_heads` gives: what several blocks saw is summed. `normed` are the heads
+    where queries and keys have norms."""
+    K = shape.head_size
     q_rows, k_rows, v_rows = [], [], []
     first = 0
     for i, q in enumerate(q_blocks):
@@ -100,11 +103,16 @@ def join_heads(
         v_rows.append(_sum_blocks([block[:, first:last] for block in v_blocks[i:]]))
         first = last
     q, k, v = (
-        torch.cat(rows, 1).view(B, -1, T, K).permute(0, 2, 1, 3)
-        for rows in (q_rows, k_rows, v_rows)
+        torch.cat(rows, 1).view(-1, n_heads, first, K).permute(0, 2, 1, 3)
+        for rows, n_heads in (
+            (q_rows, shape.n_heads),
+            (k_rows, shape.n_kv_heads),
+            (v_rows, shape.n_kv_heads),
+        )
     )
-    g_q, g_q_norm = _turned_gradient(q, heads.q, heads.rotation, heads.eps)
-    g_k, g_k_norm = _turned_gradient(k, heads.k, heads.rotation, heads.eps)
+    q_part, k_part = (None, None) if normed is None else (normed.q, normed.k)
+    g_q, g_q_norm = _turned_gradient(q, q_part, rotation, shape.norm_eps)
+    g_k, g_k_norm = _turned_gradient(k, k_part, rotation, shape.norm_eps)
     joined = shape.joined(*(g.to(v.dtype) for g in (g_q, g_k, v)))
     return joined, g_q_norm, g_k_norm
 

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from pentameter.fused_cpu import amx, attention_kernels, kernels
-from pentameter.fused_cpu.heads import HeadShape, heads_of
+from pentameter.fused_cpu.heads import HeadShape, heads_of, rotation_of
 
 QUERY_BLOCKS = 2  # more save products but add calls: 2 was fastest at 256 tokens
 
@@ -186,7 +186,8 @@ class CausalAttention(Function):
             weights.append(e)
             inverses.append(inverse)
         y = attention_kernels.merge_heads(outputs, inverses, shape.n_heads)
-        ctx.save_for_backward(y, keys, projected, *others, *queries, *k, *v, *weights, *inverses)
+        kept = None if heads.q.norm is None else projected  # which only norms read again
+        ctx.save_for_backward(y, keys, kept, *others, *queries, *k, *v, *weights, *inverses)
         ctx.shape = shape
         return y
 
@@ -217,10 +218,12 @@ class CausalAttention(Function):
             g_k.append(_sum_products(g_scores, queries[i], len(k[i])))
             seen = weights[i] if dropped is None else dropped
             g_v.append(_sum_products(seen, g_scaled[i], len(k[i])))
+        projected, bias, *_, cosine, sine = made
+        normed = None if projected is None else heads_of(shape, *made)
         joined, *g_norms = attention_kernels.join_heads(
-            g_q, g_k, g_v, shape, heads_of(shape, *made)
+            g_q, g_k, g_v, shape, rotation_of(cosine, sine), normed
         )
-        g_bias = None if made[1] is None else kernels.sum_rows(joined)
+        g_bias = None if bias is None else kernels.sum_rows(joined)
         return None, None, joined, g_bias, *g_norms, None, None
 
 

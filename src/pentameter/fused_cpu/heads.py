@@ -81,5 +81,9 @@ def heads_of(
     data = shape.parts(projected)
     biases = (None, None, None) if bias is None else shape.parts(bias)
     q, k, v = map(Part, data, biases, (q_norm, k_norm, None))
-    rotation = None if cosine is None or sine is None else Rotation(cosine, sine)
-    return Heads(q, k, v, rotation, shape.norm_eps)
+    return Heads(q, k, v, rotation_of(cosine, sine), shape.norm_eps)
+
+
+def rotation_of(cosine: Tensor | None, sine: Tensor | None) -> Rotation | None:
+    """The Rotation of these tables (T, R / 2), where there are any."""
+    return None if cosine is None or sine is None else Rotation(cosine, sine)
