@@ -23,7 +23,7 @@ def test_json_shape(facts):
     assert facts["precision"] in ("fp32", "bf16", "fp16")
     assert facts["versions"]["numpy"]
     assert facts["disk_free_bytes"] > 0
-    assert set(facts["extras"]) == {"tensorboard", "wandb", "serve", "hub"}
+    assert set(facts["extras"]) == {"tensorboard", "wandb", "trackio", "serve", "hub"}
 
 
 def test_the_verb(facts, monkeypatch, capsys):

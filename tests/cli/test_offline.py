@@ -81,6 +81,14 @@ def test_an_epoch_that_nobody_can_count_is_null(offline, capsys):
     assert plan["steps"] == 5  # only evaluation is counted in epochs
     assert plan["total_tokens"] == 5 * 196_608
     assert plan["rows_per_epoch"] is None
+    asked = ["plan", "gpt2-xl-hybrid", "--cluster", "a100-40gb:8x1"]
+    assert main([*asked, "--price", "2"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "how many steps, the text must tell" in said
+    assert "device-hours" not in said
+    assert main([*asked, "--price", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["price"] is found["time"]["run_seconds"] is found["time"]["device_hours"] is None
     assert offline == []
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 EXTRAS = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
+    "trackio": "trackio",
     "serve": "fastapi",
     "hub": "huggingface_hub",
 }

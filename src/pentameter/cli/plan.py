@@ -98,7 +98,8 @@ def run(arguments: list[str]) -> int:
         if found is not None:
             shown |= {"layouts": [each.to_json() for each in found.estimates]}
         if parsed.price is not None:
-            shown["price"] = parsed.price * estimate.device_hours
+            hours = estimate.device_hours
+            shown["price"] = None if hours is None else parsed.price * hours
         print(json.dumps(shown))
         return 0
     _print(_view(estimate, found, parsed.price))

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from pentameter.train.loop import Trainer
     from pentameter.train.profile import Profile
 
-_LONG_EPOCH = 1 << 40  # rows: stands in the Plan for an epoch that nobody could count
-
 
 BEST = "best"
 """The layout that the search chooses."""
@@ -305,7 +303,7 @@ def vocabulary_and_epoch(
     from pentameter.data.batches.step import training_batches
     from pentameter.data.open_dataset import is_at_hand, open_dataset
     from pentameter.data.tokenizers.setting import known_vocab_size
-    from pentameter.planning.plan import needs_data
+    from pentameter.planning.plan import UNKNOWN_EPOCH, needs_data
 
     tokenizer = gpt2_beside(config.data.tokenizer, init_from)
     vocab_size = config.model.vocab_size or known_vocab_size(config.data.tokenizer)
@@ -321,7 +319,7 @@ def vocabulary_and_epoch(
             f"text, is not on this machine; null are {', '.join(unknown)}",
             file=sys.stderr,
         )
-        return vocab_size, _LONG_EPOCH, unknown
+        return vocab_size, UNKNOWN_EPOCH, unknown
     dataset = open_dataset(config.data, tokenizer=tokenizer, verify=False)
     rows_per_epoch = training_batches(config, dataset.split("train")).rows_per_epoch
     return dataset.vocab_size, rows_per_epoch, []

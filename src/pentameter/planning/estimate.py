@@ -80,14 +80,16 @@ class Estimate:
         return self.plan.least_flops_per_token * self.tokens_per_second / peak
 
     @property
-    def run_seconds(self) -> float:
-        """Seconds of training of the whole run, evaluation and checkpoints left out."""
-        return self.plan.steps * self.time.seconds
+    def run_seconds(self) -> float | None:
+        """Seconds of training of the whole run, evaluation and checkpoints left out; None where it
+        takes epochs of a length that is not known."""
+        return self.plan.steps * self.time.seconds if self.plan.has_known_length else None
 
     @property
-    def device_hours(self) -> float:
-        """Hours of all devices of the cluster, idle ones too."""
-        return self.run_seconds / 3600 * self.cluster.n_devices
+    def device_hours(self) -> float | None:
+        """Hours of all devices of the cluster, idle ones too; None as `run_seconds`."""
+        seconds = self.run_seconds
+        return None if seconds is None else seconds / 3600 * self.cluster.n_devices
 
     def warnings(self) -> Iterator[str]:
         """What to change, a line each, with the remedy."""

@@ -34,6 +34,8 @@ from pentameter.planning.rules import LayoutRules
 from pentameter.planning.timeline import planned_bubble
 from pentameter.planning.traffic import StepTraffic, busiest, by_dimension, step_traffic
 
+UNKNOWN_EPOCH = 1 << 40
+"""Rows that stand in for an epoch that nobody could count."""
 DEFAULT_STEPS = 1000  # of a configuration that names neither steps nor epochs
 
 
@@ -95,6 +97,12 @@ class Plan:
     def epoch(self, step: int) -> int:
         """Whole passes over the training split that `step` completed steps have made."""
         return step * self.batch_size // self.rows_per_epoch if self.rows_per_epoch else 0
+
+    @property
+    def has_known_length(self) -> bool:
+        """Whether the steps of the run are known, and not counted in UNKNOWN_EPOCH."""
+        in_epochs = self.steps * self.batch_size >= UNKNOWN_EPOCH >> 10
+        return self.rows_per_epoch != UNKNOWN_EPOCH or not in_epochs
 
     @property
     def weights_bytes(self) -> int:

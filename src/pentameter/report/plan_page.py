@@ -24,19 +24,21 @@ MOST_MESH_ROWS = 64
 
 def verdict(estimate: Estimate, price: float | None = None) -> str:
     """Whether it fits, how long it takes and what it costs, in a line."""
-    hours = estimate.device_hours
     fits = (
         f"fits with {size(estimate.spare_bytes)} to spare"
         if estimate.fits
         else f"does not fit: {size(-estimate.spare_bytes)} too much"
     )
+    step = (
+        f"{fits} · {duration(estimate.time.seconds)} a step · "
+        f"{count(estimate.tokens_per_second)} tokens/s · MFU {estimate.mfu:.1%}"
+    )
+    seconds, hours = estimate.run_seconds, estimate.device_hours
+    if seconds is None or hours is None:
+        return f"{step} · how many steps, the text must tell"
     spent = f"{hours:,.3g} device-hours" if hours < 1000 else f"{hours:,.0f} device-hours"
     money = "" if price is None else f" at {price:g} an hour: {price * hours:,.0f}"
-    return (
-        f"{fits} · {duration(estimate.time.seconds)} a step · "
-        f"{count(estimate.tokens_per_second)} tokens/s · MFU {estimate.mfu:.1%} · "
-        f"{duration(estimate.run_seconds)} in all · {spent}{money}"
-    )
+    return f"{step} · {duration(seconds)} in all · {spent}{money}"
 
 
 def first_advice(estimate: Estimate) -> str | None:
@@ -142,7 +144,8 @@ def _facts(estimate: Estimate) -> Iterator[tuple[str, str, str]]:
     plan = estimate.plan
     yield "Parameters", count(plan.n_parameters), f"{plan.n_parameters:,}"
     yield "A step", duration(estimate.time.seconds), f"{plan.tokens_per_step:,} tokens"
-    yield "The run", duration(estimate.run_seconds), f"{plan.steps:,} steps"
+    if estimate.run_seconds is not None:
+        yield "The run", duration(estimate.run_seconds), f"{plan.steps:,} steps"
     yield "Tokens per second", count(estimate.tokens_per_second), ""
     yield "MFU", percent(estimate.mfu), "of the published peak"
     yield "Memory", size(estimate.device_bytes), f"of {size(estimate.cluster.usable_bytes)}"
