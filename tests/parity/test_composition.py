@@ -323,6 +323,11 @@ def test_a_compiled_step_is_the_eager_one(runs, tiny, tiny_alone, size, changes)
             ["'selective'", "'zero-bubble' splits it in two", "use 'full'"],
         ),
         (
+            ["--nproc", "2", "--parallel.pipeline", "2", "--parallel.schedule", "zero-bubble",
+             "--train.compile", "true", "--dry-run"],
+            ["train.compile=true", "'zero-bubble' splits it in two", "set it to false or 'auto'"],
+        ),
+        (
             ["--nproc", "4", "--parallel.pipeline", "2", "--parallel.schedule", "zero-bubble-v",
              "--parallel.virtual-stages", "2", "--parallel.zero", "1", "--model.n-layers", "4"],
             ["parallel.schedule='zero-bubble-v' holds the embedding and the tied head"],

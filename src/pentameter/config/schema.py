@@ -16,7 +16,6 @@ from pydantic import (
 
 from pentameter.config.choices import (
     DECAY_KEYS,
-    SPLITS_BACKWARD,
     TAKES_SEVERAL_STAGES,
     look_up,
 )
@@ -472,17 +471,5 @@ class Config(Section):
             raise ValueError(
                 "train.offload=true keeps what parallel.zero shares out in the host's memory, and "
                 "parallel.zero=0 shares nothing; set it to 1, 2 or 3"
-            )
-        order = self.parallel.schedule
-        splits = look_up(SPLITS_BACKWARD, order, "parallel.schedule", "the schema")
-        if (
-            self.parallel.pipeline > 1
-            and splits
-            and self.train.activation_checkpoint == "selective"
-        ):
-            raise ValueError(
-                "train.activation_checkpoint='selective' keeps what a single backward pass needs, "
-                f"and parallel.schedule='{order}' splits it in two; use 'full', or another "
-                "schedule"
             )
         return self

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from pentameter.config.choices import SPLITS_BACKWARD, look_up
-from pentameter.errors import ConfigError
 from pentameter.fused_cpu.obstacles import choose_kernels
 from pentameter.machine.capabilities import Capabilities, machine_capabilities
 from pentameter.machine.choices import (
@@ -118,13 +117,7 @@ def _choose_compile(
     order = plan.layout.schedule
     splits = look_up(SPLITS_BACKWARD, order, "parallel.schedule", "the compute")
     if splits and plan.layout.pipeline > 1:
-        reason = f"a {order} pipeline splits the backward pass, which compiled code does not"
-        if setting is True:
-            raise ConfigError(
-                f"train.compile=true cannot be: {reason}. Set it to false, or use another "
-                "parallel.schedule"
-            )
-        return False, reason
+        return False, f"a {order} pipeline splits the backward pass, which compiled code does not"
     return choose_compile(
         setting,
         device,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pentameter.config.choices import refuse_unknown
-from pentameter.config.schema import ModelConfig
+from pentameter.config.choices import SPLITS_BACKWARD, look_up, refuse_unknown
+from pentameter.config.schema import ModelConfig, TrainConfig
 from pentameter.errors import ConfigError, either, listed
 from pentameter.planning.architecture import even_sizes, n_kv_heads, padded_vocab_size
 from pentameter.planning.layout import Layout, part_size
@@ -29,6 +29,25 @@ def check_layout(layout: Layout, model: ModelConfig, local_size: int | None = No
             f"parallel.schedule='{layout.schedule}' holds the embedding and the tied head on one "
             f"process, where parallel.zero={layout.zero} would share the weight out twice; set "
             "parallel.zero to 0, model.tied_head to false, or use 'zero-bubble'"
+        )
+
+
+def check_passes(layout: Layout, train: TrainConfig) -> None:
+    """Raise ConfigError for what wants the backward pass whole where a schedule splits it."""
+    order = layout.schedule
+    splits = look_up(SPLITS_BACKWARD, order, "parallel.schedule", "the layout checks")
+    if layout.pipeline == 1 or not splits:
+        return
+    in_two = f"parallel.schedule='{order}' splits it in two"
+    if train.activation_checkpoint == "selective":
+        raise ConfigError(
+            "train.activation_checkpoint='selective' keeps what a single backward pass needs, and "
+            f"{in_two}; use 'full', or another schedule"
+        )
+    if train.compile is True:
+        raise ConfigError(
+            f"train.compile=true compiles the backward pass as a whole, and {in_two}; set it to "
+            "false or 'auto', or use another schedule"
         )
 
 

@@ -22,7 +22,12 @@ from pentameter.planning.architecture import (
 from pentameter.planning.batch_sizes import global_batch_size, micro_batch_size
 from pentameter.planning.costs import end_weights, padding_elements, step_sizes
 from pentameter.planning.layout import Layout, make_layout, stage_layers
-from pentameter.planning.layout_checks import check_layout, check_micro_batches, check_places
+from pentameter.planning.layout_checks import (
+    check_layout,
+    check_micro_batches,
+    check_passes,
+    check_places,
+)
 from pentameter.planning.memory import Memory, StateBytes, state_bytes, step_memory
 from pentameter.planning.outline import (
     ModelOutline,
@@ -217,6 +222,7 @@ def make_plan(
     asked = config.train.micro_batch_size
     config = _resolve(config, vocab_size, rows_per_epoch, layout)
     model, train = config.model, config.train
+    check_passes(layout, train)
     outline = outline_of(config)
     is_gpt = outline.built_by is None
     if is_gpt:

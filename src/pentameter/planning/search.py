@@ -25,7 +25,7 @@ from pentameter.planning.compute_time import ComputeTime
 from pentameter.planning.costs import ActivationBytes, end_weights, step_sizes
 from pentameter.planning.estimate import Estimate, best_precision
 from pentameter.planning.layout import Layout, make_layout, stage_layers
-from pentameter.planning.layout_checks import check_layout, check_micro_batches
+from pentameter.planning.layout_checks import check_layout, check_micro_batches, check_passes
 from pentameter.planning.links import Links
 from pentameter.planning.memory import optimizer_slots, step_memory
 from pentameter.planning.plan import Plan, make_plan
@@ -262,14 +262,12 @@ def _candidates(plan: Plan, cluster: Cluster, precision: str) -> Iterator[Layout
             continue
         rows = plan.batch_size // layout.n_row_parts
         for micro, how in itertools.product(_micro_batches(rows), CHECKPOINTS):
-            splits = SPLITS_BACKWARD[layout.schedule]
-            if layout.pipeline > 1 and splits and how == "selective":
-                continue
             train = config.train.model_copy(
                 update={"micro_batch_size": micro, "activation_checkpoint": how}
             )
             changed = config.model_copy(update={"parallel": parallel, "train": train})
             try:
+                check_passes(layout, train)
                 check_micro_batches(layout, rows // micro, micro)
             except ConfigError:
                 continue
