@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from pentameter.config.choices import SPLITS_BACKWARD, look_up
 from pentameter.fused_cpu.obstacles import choose_kernels
 from pentameter.machine.capabilities import Capabilities, machine_capabilities
 from pentameter.machine.choices import (
@@ -114,9 +113,8 @@ def _choose_compile(
 ) -> tuple[bool, str]:
     """Whether to compile, and why; `n_devices` share the run's arithmetic (a CPU is one)."""
     setting = plan.config.train.compile
-    order = plan.layout.schedule
-    splits = look_up(SPLITS_BACKWARD, order, "parallel.schedule", "the compute")
-    if splits and plan.layout.pipeline > 1:
+    if plan.layout.splits_backward:
+        order = plan.layout.schedule
         return False, f"a {order} pipeline splits the backward pass, which compiled code does not"
     return choose_compile(
         setting,

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from pentameter.config.choices import SPLITS_BACKWARD, look_up
 from pentameter.config.messages import shown
 from pentameter.config.schema import Config, LoraConfig, ModelConfig
 from pentameter.errors import ConfigError, nearest
@@ -117,8 +116,7 @@ def adapters_obstacle(lora: LoraConfig, layout: Layout) -> str | None:
             f"parallel.tensor={layout.tensor}, of which {layout.kv_copies} processes compute the "
             "same keys and values, each by its own rows; lower it"
         )
-    splits = look_up(SPLITS_BACKWARD, layout.schedule, "parallel.schedule", "the adapters")
-    if splits and layout.pipeline > 1:
+    if layout.splits_backward:
         return (
             f"parallel.schedule='{layout.schedule}', which computes the gradients of weights "
             "apart, and most have none; use '1f1b' or another"

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from pentameter.config.choices import (
     CHUNKS_OF_TIME,
     EXCHANGES_HEADS,
+    SPLITS_BACKWARD,
     TURNS_BACK,
     look_up,
     refuse_unknown,
@@ -307,6 +308,12 @@ class Layout:
     def turns_back(self) -> bool:
         """Whether the stages run through the pipeline's processes and back."""
         return look_up(TURNS_BACK, self.schedule, "parallel.schedule", "the layout")
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a backward pass is two: the gradients of inputs, then those of weights."""
+        splits = look_up(SPLITS_BACKWARD, self.schedule, "parallel.schedule", "the layout")
+        return splits and self.pipeline > 1
 
     @cached_property
     def place_of_stage(self) -> dict[int, int]:

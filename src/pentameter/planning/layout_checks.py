@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pentameter.config.choices import SPLITS_BACKWARD, look_up, refuse_unknown
+from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import ModelConfig, TrainConfig
 from pentameter.errors import ConfigError, either, listed
 from pentameter.planning.architecture import even_sizes, n_kv_heads, padded_vocab_size
@@ -34,11 +34,9 @@ def check_layout(layout: Layout, model: ModelConfig, local_size: int | None = No
 
 def check_passes(layout: Layout, train: TrainConfig) -> None:
     """Raise ConfigError for what wants the backward pass whole where a schedule splits it."""
-    order = layout.schedule
-    splits = look_up(SPLITS_BACKWARD, order, "parallel.schedule", "the layout checks")
-    if layout.pipeline == 1 or not splits:
+    if not layout.splits_backward:
         return
-    in_two = f"parallel.schedule='{order}' splits it in two"
+    in_two = f"parallel.schedule='{layout.schedule}' splits it in two"
     if train.activation_checkpoint == "selective":
         raise ConfigError(
             "train.activation_checkpoint='selective' keeps what a single backward pass needs, and "

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from pentameter.config.choices import SPLITS_BACKWARD, TAKES_SEVERAL_STAGES
+from pentameter.config.choices import TAKES_SEVERAL_STAGES
 from pentameter.config.schema import Config, ParallelConfig
 from pentameter.errors import ConfigError
 from pentameter.planning.adapters import run_operations
@@ -387,13 +387,16 @@ def _bound(
     sums = Links(layout, cluster).seconds("tensor", "all_reduce", Traffic(4, 4 * n_bytes // 4))
     slowest = filling = draining = 0.0
     M = sizes.n_micro_batches
-    splits = SPLITS_BACKWARD[layout.schedule] and layout.pipeline > 1
     for place in range(layout.pipeline):
         numbers = layout.stages_of(place)
         n_layers = sum(len(stages[number]) for number in numbers)
         busy = M * (sum(sum(seconds[number]) for number in numbers) + n_layers * sums)
         # While others drain the pipeline, it may compute the gradients of its weights.
-        late = M * sum(seconds[number].backward_weight for number in numbers) if splits else 0.0
+        late = (
+            M * sum(seconds[number].backward_weight for number in numbers)
+            if layout.splits_backward
+            else 0.0
+        )
         slowest = max(slowest, filling + busy, filling + busy - late + draining)
         filling += seconds[numbers[0]].forward
         draining += seconds[numbers[0]].backward_input

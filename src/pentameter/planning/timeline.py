@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from pentameter.config.choices import SPLITS_BACKWARD, look_up, refuse_unknown
+from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import Config
 from pentameter.planning.costs import PassSeconds, pass_seconds
 from pentameter.planning.layout import Layout
@@ -54,7 +54,7 @@ def _order(layout: Layout, n_micro_batches: int, place: int) -> list[Pass]:
     p, v, m = layout.pipeline, layout.virtual_stages, n_micro_batches
     round_size = m // max(1, m // p)
     hops = p - 1 - place
-    split = look_up(SPLITS_BACKWARD, layout.schedule, "parallel.schedule", "the timeline")
+    split = layout.splits_backward
     match layout.schedule:
         case "gpipe":
             warm_up = m
