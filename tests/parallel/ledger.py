@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode  # documented by this path
 
-from pentameter.parallel import divided_norm, parts, product_3d, summa
+from pentameter.parallel import divided_norm, parts, product_3d, summa, tensor_products
 from pentameter.parallel.context_parallel import exchanged
 from pentameter.parallel.ring_attention import attend_around, differentiate_around
 from pentameter.planning.layout import MESH_DIMENSIONS, Layout
@@ -58,6 +58,10 @@ BODIES: dict[str, Callable[..., Any]] = {
     "product_3d_backward": product_3d.differentiated,
     "divided_norm": divided_norm.normed,
     "divided_norm_backward": divided_norm.differentiated,
+    "gather_stream": tensor_products.gathered,
+    "sum_stream": tensor_products.summed,
+    "read_stream": tensor_products.multiplied,
+    "read_stream_backward": tensor_products.differentiated,
     "gather_parts": parts.gathered_parts,
     "sum_parts": parts.summed_part,
 }

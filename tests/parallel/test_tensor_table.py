@@ -1,25 +1,15 @@
 """The modules that tensor parallelism cuts, against the axes that it divides."""
 
+import functools
 from typing import Any
 
 import pytest
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-)
 
 from pentameter.config.schema import ModelConfig
 from pentameter.model.gpt import GPT
-from pentameter.parallel.tensor_parallel import (
-    NormOfAllHeads,
-    NormOfOwnHeads,
-    OwnRows,
-    VocabularyParallel,
-    tensor_table,
-)
+from pentameter.parallel import tensor_parallel
 from pentameter.planning.architecture import Operation, operations
-from pentameter.planning.layout import AXIS_DIMENSIONS, Layout
+from pentameter.planning.layout import AXIS_DIMENSIONS
 
 MODELS: list[dict[str, Any]] = [
     {},
@@ -31,40 +21,45 @@ MODELS: list[dict[str, Any]] = [
 ]
 
 
-def style_of(operation: Operation, layout: Layout) -> type | None:
+def style_of(operation: Operation) -> str | None:
     """How a module with this operation's parameters must be cut: by what its matrix sums over, or
     by what it makes."""
-    if operation.kind == "head":
-        return VocabularyParallel
     made = operation.result.axes[1]
+    if operation.kind == "head":
+        return "_divide_logits"
+    if operation.kind == "look_up":
+        return "_divide_look_up" if "vocab" in operation.parameters[0].axes else None
     if operation.kind == "norm":
-        by_head = operation.parameters[0].axes == ("head",)
-        of_heads = NormOfOwnHeads if by_head else NormOfAllHeads
-        return of_heads if made in ("heads", "kv_heads") else None
+        return "_divide_norm_of_heads" if made in ("heads", "kv_heads") else None
     if AXIS_DIMENSIONS.get(operation.contracts) == ("tensor",):
-        return RowwiseParallel
-    if made == "kv_heads" and layout.kv_copies > 1:
-        return OwnRows
-    return ColwiseParallel if AXIS_DIMENSIONS.get(made) == ("tensor",) else None
+        return "_divide_columns"
+    if made == "kv_heads":
+        return "_divide_keys_and_values"
+    return "_divide_rows" if AXIS_DIMENSIONS.get(made) == ("tensor",) else None
+
+
+def name_of(style: Any) -> str:
+    """The name of the function that a style is."""
+    return style.func.__name__ if isinstance(style, functools.partial) else style.__name__
 
 
 @pytest.mark.parametrize("changed", MODELS, ids=str)
-@pytest.mark.parametrize("sequence", [False, True])
-def test_the_table_cuts_what_the_axes_divide(changed, sequence):
+def test_the_table_cuts_what_the_axes_divide(changed):
     model = ModelConfig(
         vocab_size=19, context_length=8, n_layers=2, n_heads=4, d_model=8, **changed
     )
-    layout = Layout(tensor=2, sequence=sequence).for_model(model)
-    table = tensor_table(model, layout)
-    found = {
-        operation.name.replace(".0.", ".*.").replace(".1.", ".*."): style_of(operation, layout)
-        for operation in operations(model)
-        if operation.parameters
-    }
-    cut = {name: style for name, style in found.items() if style is not None}
-    assert cut == {name: type(table[name]) for name in cut}
-    inputs = {name for name, style in table.items() if isinstance(style, PrepareModuleInput)}
-    assert inputs == {"blocks.*.attention", "blocks.*.mlp"}
+    table = {path: name_of(style) for path, style in tensor_parallel.tensor_table().items()}
     modules = dict(GPT(model).named_modules())
-    unused = table.keys() - cut.keys() - inputs - {"head_loss"}
-    assert not any(name.replace("*", "0") in modules for name in unused)
+    cut = {}
+    for operation in operations(model):
+        path = operation.name.replace(".0.", ".*.").replace(".1.", ".*.")
+        path = path.replace(".q_norm", ".?_norm").replace(".k_norm", ".?_norm")
+        style = style_of(operation) if operation.parameters else None
+        if style is not None:
+            cut[path] = style
+            assert operation.name in modules
+    assert cut.items() <= table.items()
+    reading = {path for path, style in table.items() if style == "_read_together"}
+    assert reading == {"blocks.*.attention", "blocks.*.mlp"}
+    others = table.keys() - cut.keys() - reading - {"head_loss"}
+    assert not any(path.replace("*", "0").replace("?", "q") in modules for path in others)

@@ -91,6 +91,21 @@ def test_zero_hides_its_gathers_beside_compute():
     assert "shard" in estimate("data=8,zero=3", **tiny).time.exposed
 
 
+@pytest.mark.parametrize(
+    "stages", ["", ",pipeline=4", ",pipeline=4,schedule=interleaved,virtual_stages=2"]
+)
+def test_tensor_parallel_sums_hide_beside_products(stages):
+    """Of a mean process's messages; a schedule that splits the backward pass waits for all."""
+    n_stages = 4 if stages else 1
+    time = estimate(f"tensor=2,sequence=true{stages}", cluster=f"a100-80gb:{2 * n_stages}x1").time
+    whole = estimate("tensor=2,sequence=true", cluster="a100-80gb:2x1").time
+    for book, of_whole in ((time.hidden, whole.hidden), (time.exposed, whole.exposed)):
+        assert book["tensor"] == pytest.approx(of_whole["tensor"] / n_stages, rel=0.02)
+    assert 0 < time.hidden["tensor"] < time.exposed["tensor"]
+    split = estimate("tensor=2,sequence=true,pipeline=4,schedule=zero-bubble").time
+    assert "tensor" not in split.hidden
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved,virtual_stages=2", "zero-bubble"])
 def test_many_rounds_of_a_pipeline_take_what_a_whole_simulation_says(schedule):
     many = {"train.batch_size": 4 * 4 * 20, "train.micro_batch_size": 4}

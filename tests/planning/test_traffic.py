@@ -16,6 +16,7 @@ from pentameter.planning.traffic import (
     busiest,
     by_dimension,
     filled_buckets,
+    matrix_traffic,
 )
 
 T, D, L, V, B = 16, 32, 4, 64, 8  # context, width, layers, vocabulary, sequences of a step
@@ -88,11 +89,32 @@ def test_tensor_parallel_reduces_four_streams_of_each_layer():
 
 
 def test_sequence_parallel_moves_the_same_bytes_in_halves():
-    """Korthikanti et al. 2022, section 4.2.2: an all-reduce is a reduce-scatter and a gather."""
+    """Korthikanti et al. 2022, section 4.2.2: an all-reduce is a sum to parts and a gather; and
+    what a sub-layer reads is gathered once more, as only a part of it is kept."""
     traffic = plan_of({"tensor": 2, "sequence": True}).traffic()
     n = (B // MICRO) * (4 * L + 2)
-    assert traffic["tensor", "reduce_scatter"] == Traffic(n, n * STREAM_BYTES)
+    assert traffic["tensor", "all_to_all"] == Traffic(n, n * STREAM_BYTES)
+    n += (B // MICRO) * 2 * L
     assert traffic["tensor", "all_gather"] == Traffic(n, n * STREAM_BYTES)
+
+
+def test_what_backward_sends_beside_products_is_told_apart():
+    """Of a layer's two sub-layers: forward a gather and a sum each, backward a gather of the
+    result's gradient, and beside the products the gather and the sum of what was read."""
+    plan = plan_of({"tensor": 2, "sequence": True})
+    sent = matrix_traffic(plan.config, plan.layout, plan.stages, 0, "fp32")
+    M = B // MICRO
+    counts = {(when, key[1]): each.calls for when in sent for key, each in sent[when].items()}
+    assert counts == {
+        ("forward", "all_gather"): M * (2 * L + 1),  # and the head's
+        ("forward", "all_to_all"): M * (2 * L + 1),  # and the embedding's
+        ("backward", "all_gather"): M * (2 * L + 1),
+        ("backward", "all_to_all"): M,
+        ("beside", "all_gather"): M * 2 * L,
+        ("beside", "all_to_all"): M * 2 * L,
+    }
+    split = plan_of({"tensor": 2, "pipeline": 2, "schedule": "zero-bubble"})
+    assert "beside" not in matrix_traffic(split.config, split.layout, split.stages, 0, "fp32")
 
 
 @pytest.mark.parametrize(("virtual_stages", "schedule"), [(1, "1f1b"), (2, "interleaved")])

@@ -67,8 +67,8 @@ def row_bias_of_each_process() -> None:
         bias = module.bias.to_local() if isinstance(module.bias, DTensor) else module.bias
         return output + bias * (dist.get_world_size() - 1)
 
-    def share(model, mesh, layout):
-        share_matrices(model, mesh, layout)
+    def share(model, mesh, plan):
+        share_matrices(model, mesh, plan)
         for block in model.blocks.values():
             block.attention.out.register_forward_hook(add_again)
 

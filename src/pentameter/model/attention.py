@@ -6,7 +6,7 @@ head size; Q the new tokens (queries), S all tokens (keys), of which the last Q 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -44,6 +44,13 @@ class Attend(Protocol):
         """Return each query's mix of values, (B, H, Q, K)."""
 
 
+class Read(Protocol):
+    """What several linear layers make of the same input, as `read` below computes it."""
+
+    def __call__(self, x: Tensor, *linears: nn.Linear) -> Sequence[Tensor]:
+        """Return (B, T, N) for each of the layers."""
+
+
 class Attention(nn.Module):
     """Causal multi-head self-attention.
 
@@ -63,6 +70,9 @@ class Attention(nn.Module):
             self.kv = nn.Linear(D, 2 * G * K, bias=config.qkv_bias)
         else:
             self.qkv = nn.Linear(D, 3 * H * K, bias=config.qkv_bias)
+        self.read: Read = read
+        """How the stream is multiplied with the matrices that read it; processes that share these
+        put another function here, which gathers the stream and sums its gradient."""
         self.qk_norm = config.qk_norm
         match config.qk_norm:
             case None:
@@ -111,10 +121,12 @@ class Attention(nn.Module):
         and turned."""
         K = self.head_size
         if self.shares_kv:
-            q = self.q(x).unflatten(-1, (-1, K))
-            k, v = self.kv(x).unflatten(-1, (-1, 2, K)).unbind(-2)
+            q, kv = self.read(x, self.q, self.kv)
+            q = q.unflatten(-1, (-1, K))
+            k, v = kv.unflatten(-1, (-1, 2, K)).unbind(-2)
         else:
-            q, k, v = self.qkv(x).unflatten(-1, (-1, 3, K)).unbind(-2)
+            (qkv,) = self.read(x, self.qkv)
+            q, k, v = qkv.unflatten(-1, (-1, 3, K)).unbind(-2)
         q_made = q
         if self.qk_norm is not None:
             q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
@@ -131,6 +143,11 @@ class Attention(nn.Module):
         precise = x.to(weight.dtype)
         y = norm(precise) if self.qk_norm == "head" else norm(precise.flatten(2)).view(x.shape)
         return y.to(x.dtype)
+
+
+def read(x: Tensor, *linears: nn.Linear) -> Sequence[Tensor]:
+    """Return what each of the linear layers makes of x (B, T, D)."""
+    return [linear(x) for linear in linears]
 
 
 def attend(

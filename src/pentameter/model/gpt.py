@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pentameter.config.choices import look_up, refuse_unknown
 from pentameter.config.schema import ModelConfig
-from pentameter.model.attention import Attention
+from pentameter.model.attention import Attention, Read, read
 from pentameter.model.cache import KVCache
 from pentameter.model.dropout import EMBEDDING_SITE, StreamDropout, mlp_output_site
 from pentameter.model.initial import initialize
@@ -264,6 +264,8 @@ class MLP(nn.Module):
         self.gate = nn.Linear(D, d_ff, bias=config.bias) if has_gate(config) else None
         self.up = nn.Linear(D, d_ff, bias=config.bias)
         self.down = nn.Linear(d_ff, D, bias=config.bias)
+        self.read: Read = read
+        """As in `Attention`."""
         self.dropout = StreamDropout(mlp_output_site(layer), config.dropout)
 
     def forward(
@@ -271,9 +273,11 @@ class MLP(nn.Module):
     ) -> Tensor:
         """Return (B, T, D)."""
         if self.gate is None:
-            inner = self.activation(self.up(x))  # (B, T, d_ff)
+            (up,) = self.read(x, self.up)
+            inner = self.activation(up)  # (B, T, d_ff)
         else:
-            inner = self.activation(self.gate(x)) * self.up(x)
+            gate, up = self.read(x, self.gate, self.up)
+            inner = self.activation(gate) * up
         return self.dropout(self.down(inner), dropout_keys, positions.stream)
 
 

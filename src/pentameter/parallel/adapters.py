@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.nn import Parameter
 
 from pentameter.model.gpt import GPT
+from pentameter.parallel.tensor_parallel import own_part
 from pentameter.planning.adapters import A, B, adapted_modules, adapter_factor
 from pentameter.planning.plan import Plan
 
@@ -52,7 +53,7 @@ def add_adapters(model: GPT, plan: Plan) -> None:
             )
         module.register_parameter(A, Parameter(a))
         module.register_parameter(B, Parameter(b))
-        # First of all hooks: before the one that leaves tensor parallelism's world.
+        # First of all hooks: before the one that adds up the processes' partial sums.
         module.register_forward_hook(partial(_adapted, adapter_factor(lora)), prepend=True)
 
 
@@ -65,4 +66,4 @@ def _adapted(factor: float, module: nn.Module, inputs: tuple[Any, ...], result: 
     a, b = module.lora_a, module.lora_b
     assert isinstance(a, Tensor)
     assert isinstance(b, Tensor)
-    return result + factor * F.linear(F.linear(inputs[0], a), b)
+    return result + factor * F.linear(F.linear(inputs[0], own_part(a)), own_part(b))

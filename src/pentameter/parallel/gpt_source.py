@@ -55,7 +55,7 @@ class GPTSource(ModelSource):
             if mesh is not None and grid is not None:
                 share_grid(model, mesh["row", "tensor"], grid)
             elif mesh is not None and layout.tensor > 1:
-                share_matrices(model, mesh["tensor"], layout)
+                share_matrices(model, mesh["tensor"], plan)
             if plan.config.lora.rank is not None:
                 add_adapters(model, plan)
             if divides_time is not None:

@@ -7,7 +7,7 @@ operations of PyTorch's own (`torch.library`), which a compiled model calls as t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,18 @@ from torch import Tensor
 
 from pentameter.parallel.mesh import group_named
 
+# torch 2.13 renamed it, and warns of the old name.
+_HAS_NEW_NAME = hasattr(dist, "all_gather_single")
+all_gather = dist.all_gather_single if _HAS_NEW_NAME else dist.all_gather_into_tensor
+"""Gathers one tensor of each process into one that is given."""
+
 
 def gathered_parts(own: Tensor, most: int, n_whole: int, group_name: str) -> Tensor:
     """Return (n_whole, …) of the parts (n, …) that the processes of a group have, `most` of the
     first dimension each, but for the last. Collective."""
     group = group_named(group_name)
     parts = own.new_empty((most * group.size(), *own.shape[1:]))
-    dist.all_gather(list(parts.chunk(group.size())), _padded(own, most), group=group)
+    all_gather(parts, _padded(own, most), group=group)
     return parts if len(parts) == n_whole else parts[:n_whole].clone()
 
 
@@ -34,6 +39,12 @@ def summed_part(whole: Tensor, most: int, group_name: str) -> Tensor:
     dist.reduce_scatter(part, parts, group=group)
     n_own = _n_own(whole, most, group)
     return part if n_own == most else part[:n_own].clone()
+
+
+def reduce_parts(group_name: str, tensor: Tensor, kind: Literal["max", "sum"]) -> None:
+    """Replace a tensor, in place, by the largest or the sum of those of a group. Collective."""
+    op = dist.ReduceOp.MAX if kind == "max" else dist.ReduceOp.SUM
+    dist.all_reduce(tensor, op, group=group_named(group_name))
 
 
 def _n_own(whole: Tensor, most: int, group: dist.ProcessGroup) -> int:

@@ -43,6 +43,12 @@ def arithmetic(precision: str) -> Arithmetic:
     return look_up(PRECISIONS, precision, "train.precision", "the engine")
 
 
+def product_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which a matrix product reads x where autocast is as it is."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 def set_matmul_precision(
     asked: Literal["highest", "high", "medium"] | None, precision: str
 ) -> None:

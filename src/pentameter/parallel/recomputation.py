@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 from pentameter.config.choices import refuse_unknown
 
 _SAVED_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-_SAVED_NAMES = ("scaled_dot_product", "ring_attention", "summa", "product_3d")
+_SAVED_NAMES = ("scaled_dot_product", "ring_attention", "read_stream", "summa", "product_3d")
 
 
 def recompute_activations(

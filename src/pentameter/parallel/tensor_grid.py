@@ -15,10 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,8 +27,9 @@ from pentameter.model.dropout import AttentionDropout, StreamDropout
 from pentameter.model.gpt import GPT
 from pentameter.model.loss import HeadLoss
 from pentameter.parallel.divided_norm import divided_norm
-from pentameter.parallel.mesh import group_along, group_named, name_of
-from pentameter.parallel.parts import gather_parts, gathered_parts, sum_parts
+from pentameter.parallel.mesh import group_along, name_of
+from pentameter.parallel.parts import gather_parts, gathered_parts, reduce_parts, sum_parts
+from pentameter.parallel.precision import product_dtype
 from pentameter.parallel.product_3d import Product3d
 from pentameter.parallel.summa import Summa
 from pentameter.planning.architecture import parameter_table
@@ -170,13 +170,6 @@ def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _rounded(x: Tensor) -> Tensor:
-    """What a product reads, in its dtype."""
-    if torch.is_autocast_enabled(x.device.type):
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
-
-
 def _run(module: Any, forward: Callable[..., Tensor]) -> None:
     """Let a module compute `forward`; its parameters and its hooks stay."""
     module.forward = forward
@@ -189,7 +182,7 @@ def _divide_reading(grid: Grid, module: nn.Linear) -> None:
     product = grid.reading(module.weight)
 
     def forward(x: Tensor) -> Tensor:
-        y = product(_rounded(x), _local(module.weight))
+        y = product(x.to(product_dtype(x)), _local(module.weight))
         bias = grid.vector(module.bias)
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -200,7 +193,7 @@ def _divide_adding(grid: Grid, module: nn.Linear) -> None:
     product = grid.adding(module.weight)
 
     def forward(x: Tensor) -> Tensor:
-        y = product(_rounded(x), _local(module.weight))
+        y = product(x.to(product_dtype(x)), _local(module.weight))
         return y if module.bias is None else y + _local(module.bias).to(y.dtype)
 
     _run(module, forward)
@@ -279,7 +272,7 @@ def _divide_logits(grid: Grid, module: Any) -> None:
     def forward(x: Tensor, weight: Tensor | None = None) -> Tensor:
         weight = weight if weight is not None else module.weight
         assert isinstance(weight, Tensor)
-        own = grid.reading(weight)(_rounded(x), _local(weight))
+        own = grid.reading(weight)(x.to(product_dtype(x)), _local(weight))
         bias = grid.vector(module.bias)
         own = own if bias is None else own + bias.to(own.dtype)
         widest = grid.width(len(weight), largest=True)
@@ -307,9 +300,4 @@ def _divide_loss(grid: Grid, module: HeadLoss) -> None:
         return x, _local(weight), grid.vector(bias), targets
 
     module.register_forward_pre_hook(parts)
-    module.reduce = partial(_reduce, group_name)
-
-
-def _reduce(group_name: str, tensor: Tensor, kind: Literal["max", "sum"]) -> None:
-    op = dist.ReduceOp.MAX if kind == "max" else dist.ReduceOp.SUM
-    dist.all_reduce(tensor, op, group=group_named(group_name))
+    module.reduce = partial(reduce_parts, group_name)

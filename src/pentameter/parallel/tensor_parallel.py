@@ -1,19 +1,22 @@
 """Tensor parallelism: several processes share each matrix of the model.
 
 After Megatron-LM (Shoeybi et al. 2019) and, for `sequence`, Korthikanti et al. 2022. What is cut
-is one literal table; the model's code stays as it is and works on the part that is here.
+is one literal table; the model's code stays as it is and works on the part that is here. Divided
+parameters are DTensors, for whoever shards, saves or counts them; modules compute with what is here
+of them, and `tensor_products.py` sends.
 
-Shapes: B batch, T time, D d_model, V padded vocabulary.
+Shapes: B batch, T time, D d_model, V padded vocabulary; n processes.
 """
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any
 
-import torch.distributed as dist
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,199 +28,248 @@ from torch.distributed.tensor import (
     Shard,
     distribute_tensor,
 )
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
 
-from pentameter.config.schema import ModelConfig
+from pentameter.model.attention import Attention
 from pentameter.model.dropout import AttentionDropout
-from pentameter.model.gpt import GPT
+from pentameter.model.gpt import GPT, MLP
 from pentameter.model.loss import HeadLoss
 from pentameter.parallel.divided_norm import divided_norm
 from pentameter.parallel.mesh import name_of
-from pentameter.planning.layout import Layout
+from pentameter.parallel.parts import gathered_parts, reduce_parts
+from pentameter.parallel.precision import product_dtype
+from pentameter.parallel.tensor_products import (
+    Order,
+    gather_stream,
+    read_stream,
+    sum_stream,
+)
+from pentameter.planning.plan import Plan
+
+Style = Callable[["Sharing", Any], None]
+"""Divides a module's work, in place."""
 
 
-def share_matrices(model: GPT, mesh: DeviceMesh, layout: Layout) -> None:
+@dataclass(frozen=True)
+class Sharing:
+    """A process's place among those that share a model's matrices."""
+
+    plan: Plan
+    mesh: DeviceMesh
+    place: int
+    size: int
+    group_name: str
+
+    @staticmethod
+    def of(plan: Plan, mesh: DeviceMesh) -> Sharing:
+        """The Sharing of a process of `mesh`, whose one dimension is `tensor`."""
+        return Sharing(plan, mesh, mesh.get_local_rank(), mesh.size(), name_of(mesh.get_group()))
+
+    def tokens(self, *, by_time: bool = False) -> tuple[Order, str]:
+        """How all tokens lie, and the group that shares them. What takes each by itself finds them
+        where messages leave them, unless it must have them by time."""
+        if not self.plan.layout.sequence:
+            return "whole", self.group_name
+        return ("by_time" if by_time else "by_process"), self.group_name
+
+    def as_they_lie(self, tokens: Tensor) -> Tensor:
+        """Ids (B, T) in the order of `tokens()`."""
+        if not self.plan.layout.sequence:
+            return tokens
+        return tokens.unflatten(1, (self.size, -1)).transpose(0, 1).flatten(0, 1)
+
+    def place_parameters(self, module: nn.Module, placement: Placement, *names: str) -> None:
+        """Make DTensors of a module's parameters of these names, where it has them."""
+        for name in names:
+            parameter = getattr(module, name)
+            if parameter is not None:
+                placed = distribute_tensor(parameter, self.mesh, [placement], src_data_rank=None)
+                module.register_parameter(name, nn.Parameter(placed))
+
+    def rows(self, linear: nn.Linear) -> list[Tensor]:
+        """Of a matrix that reads the stream the rows that are multiplied here, and of its bias. Of
+        what each process has whole, keys and values of few heads, those of its own queries' head,
+        which several processes multiply with alike."""
+        parts = [own_part(each) for each in (linear.weight, linear.bias) if each is not None]
+        if not is_whole(linear.weight):
+            return parts
+        n_parts = self.size // self.plan.layout.kv_copies
+        return [each.chunk(n_parts)[self.place * n_parts // self.size] for each in parts]
+
+
+def tensor_table() -> dict[str, Style]:
+    """Module path → how its work is divided."""
+    return {
+        "token_embedding": _divide_look_up,
+        "blocks.*.attention": partial(_read_together, by_time=True),
+        "blocks.*.attention.qkv": _divide_rows,  # by head
+        "blocks.*.attention.q": _divide_rows,
+        "blocks.*.attention.kv": _divide_keys_and_values,
+        "blocks.*.attention.?_norm": _divide_norm_of_heads,
+        "blocks.*.attention.out": partial(_divide_columns, by_time=True),
+        "blocks.*.mlp": _read_together,
+        "blocks.*.mlp.gate": _divide_rows,
+        "blocks.*.mlp.up": _divide_rows,
+        "blocks.*.mlp.down": _divide_columns,
+        "head": _divide_logits,
+        "head_loss": _divide_loss,
+    }
+
+
+def share_matrices(model: GPT, mesh: DeviceMesh, plan: Plan) -> None:
     """Cut the model's matrices over `mesh`, whose one dimension is `tensor`, in place.
 
     Nothing is sent: parameters are meant to be initialised or loaded afterwards. With `sequence`
     the stream between the shared matrices is divided by time, (B, T / n, D); the parameters that
     every process holds whole then get the gradient of its tokens alone, to be added up.
     """
-    paths = [path for path, _ in model.named_modules()]
-    table = {
-        path: style
-        for path, style in tensor_table(model.config, layout).items()
-        if fnmatch.filter(paths, path)  # of a slice, and of an architecture, what it has
-    }
-    parallelize_module(model, mesh, table, src_data_rank=None)
-    place, n_places = mesh.get_local_rank(), mesh.size()
+    sharing = Sharing.of(plan, mesh)
+    for path, module in model.named_modules():
+        for pattern, divide in tensor_table().items():
+            if fnmatchcase(path, pattern):
+                divide(sharing, module)
     for module in model.modules():
         if isinstance(module, AttentionDropout):
-            module.head_offset = place * (model.config.n_heads // n_places)
-    if layout.sequence:
-        model.stream_positions = partial(_own_positions, place, n_places)
+            module.head_offset = sharing.place * (model.config.n_heads // sharing.size)
+    if plan.layout.sequence:
+        model.stream_positions = partial(_own_positions, sharing.place, sharing.size)
 
 
 def _own_positions(place: int, n_places: int, positions: Tensor) -> Tensor:
-    """The positions of this process's part of the stream, which `Shard(1)` cuts into equal ones."""
+    """The positions of this process's part of the stream, which is cut into equal ones."""
     return positions.chunk(n_places)[place]
 
 
-def tensor_table(config: ModelConfig, layout: Layout) -> dict[str, ParallelStyle]:
-    """Module path → its style; the stream is whole in each process, or divided by time."""
-    stream: Placement = Shard(1) if layout.sequence else Replicate()
-    kv: ParallelStyle = ColwiseParallel()
-    if layout.kv_copies > 1:
-        kv = OwnRows(layout.tensor // layout.kv_copies)
-    norm: ParallelStyle = NormOfOwnHeads() if config.qk_norm == "head" else NormOfAllHeads()
-    return {
-        "token_embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
-        "blocks.*.attention": _all_tokens(stream, n_inputs=4),
-        "blocks.*.attention.qkv": ColwiseParallel(),  # by head
-        "blocks.*.attention.q": ColwiseParallel(),
-        "blocks.*.attention.kv": kv,
-        "blocks.*.attention.q_norm": norm,
-        "blocks.*.attention.k_norm": norm,
-        "blocks.*.attention.out": RowwiseParallel(output_layouts=stream),
-        "blocks.*.mlp": _all_tokens(stream, n_inputs=3),
-        "blocks.*.mlp.gate": ColwiseParallel(),
-        "blocks.*.mlp.up": ColwiseParallel(),
-        "blocks.*.mlp.down": RowwiseParallel(output_layouts=stream),
-        "head": VocabularyParallel(stream),
-        "head_loss": VocabularyParallel(stream),
-    }
+def is_whole(parameter: Tensor) -> bool:
+    """Whether a parameter is a DTensor that every process has whole."""
+    return isinstance(parameter, DTensor) and all(p.is_replicate() for p in parameter.placements)
 
 
-def _all_tokens(stream: Placement, n_inputs: int) -> PrepareModuleInput:
-    """Give a sub-layer, whose first input is the stream, all tokens: gathered once for all of its
-    matrices, whose gradients of them are summed at once."""
-    rest = (None,) * (n_inputs - 1)
-    return PrepareModuleInput(
-        input_layouts=(stream, *rest), desired_input_layouts=(Replicate(), *rest)
-    )
+def own_part(parameter: Tensor) -> Tensor:
+    """The numbers of a parameter that are here. Of one that every process has whole, and uses in
+    its own way, the gradients are to be summed."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local(grad_placements=[Partial()] if is_whole(parameter) else None)
 
 
-class OwnRows(ParallelStyle):
-    """A projection (N, D) of keys and values of fewer heads than there are processes.
-
-    Each process has all rows and multiplies with those of its own queries' head, which several
-    processes do alike; its gradient is a part of the sum.
-    """
-
-    def __init__(self, n_parts: int) -> None:
-        self.n_parts = n_parts
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, nn.Linear)
-        _keep_whole(module, device_mesh)
-        part = device_mesh.get_local_rank() * self.n_parts // device_mesh.size()
-
-        def forward(x: Tensor) -> Tensor:
-            weight, bias = (
-                None if each is None else _whole_of(each).chunk(self.n_parts)[part]
-                for each in (module.weight, module.bias)
-            )
-            assert weight is not None
-            return F.linear(_whole_of(x), weight, bias)
-
-        return _running(module, forward)
-
-
-class NormOfOwnHeads(ParallelStyle):
-    """An RMSNorm of each head's channels, where each process has some heads."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, nn.RMSNorm)
-        _keep_whole(module, device_mesh)
-
-        def forward(x: Tensor) -> Tensor:
-            return F.rms_norm(x, x.shape[-1:], _whole_of(module.weight), module.eps)
-
-        return _running(module, forward)
-
-
-class NormOfAllHeads(ParallelStyle):
-    """An RMSNorm of all heads' channels together, of which each process has some heads'."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, nn.RMSNorm)
-        part = distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None)
-        module.register_parameter("weight", nn.Parameter(part))
-        group_name, eps = name_of(device_mesh.get_group()), module.eps
-        assert eps is not None
-
-        def forward(x: Tensor) -> Tensor:
-            weight = module.weight
-            own = weight.to_local() if isinstance(weight, DTensor) else weight
-            y, _ = divided_norm(x, own, None, eps, False, group_name)
-            return y
-
-        return _running(module, forward)
-
-
-def _running(module: Any, forward: Callable[[Tensor], Tensor]) -> nn.Module:
-    """The module, which computes `forward` from now on; parameters and hooks stay."""
+def _run(module: Any, forward: Callable[..., Tensor]) -> None:
+    """Let a module compute `forward`; its parameters and its hooks stay."""
     module.forward = forward
-    return cast(nn.Module, module)
 
 
-def _keep_whole(module: nn.Module, mesh: DeviceMesh) -> None:
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(whole))
+# -- products -------------------------------------------------------------------------------------
 
 
-def _whole_of(tensor: Tensor) -> Tensor:
-    """A tensor that every process has whole and uses in its own way: gradients are to be summed."""
-    return tensor.to_local(grad_placements=[Partial()]) if isinstance(tensor, DTensor) else tensor
+def _read_together(sharing: Sharing, module: Attention | MLP, *, by_time: bool = False) -> None:
+    """The matrices of a sub-layer that read the stream, which is gathered once for all of them."""
+    plan, tokens = sharing.plan, sharing.tokens(by_time=by_time)
+    at_once = plan.rules.reads_at_once(plan.config.lora)
+
+    def read(x: Tensor, *linears: nn.Linear) -> list[Tensor]:
+        dtype = product_dtype(x)
+        if not at_once:
+            every = gather_stream(x, dtype, *tokens)
+            return [linear(every) for linear in linears]
+        parts = [[part.to(dtype) for part in sharing.rows(linear)] for linear in linears]
+        weights = [weight for weight, *_ in parts]
+        biases = [bias for _, *rest in parts for bias in rest]
+        return read_stream(x.to(dtype), weights, biases, *tokens)
+
+    module.read = read
 
 
-class VocabularyParallel(ParallelStyle):
-    """A head (x, weight?) or its loss (x, weight, bias, targets), where each process has some rows
-    of the weight (V, D) and of the bias (V,). Logits come out whole, the loss is the whole one."""
+def _divide_rows(sharing: Sharing, module: nn.Linear) -> None:
+    sharing.place_parameters(module, Shard(0), "weight", "bias")
+    _run(module, lambda x: F.linear(x, *sharing.rows(module)))
 
-    def __init__(self, stream: Placement) -> None:
-        self.stream = stream
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            part = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(part))
-        if isinstance(module, HeadLoss):
-            module.register_forward_pre_hook(partial(self._parts, device_mesh))
-            module.reduce = partial(_reduce, device_mesh)
-        else:
-            module.register_forward_pre_hook(partial(self._shared, device_mesh))
-            module.register_forward_hook(_whole)
-        return module
+def _divide_keys_and_values(sharing: Sharing, module: nn.Linear) -> None:
+    """The rows of its own heads; of fewer heads than there are processes, all in each."""
+    placement = Replicate() if sharing.plan.layout.kv_copies > 1 else Shard(0)
+    sharing.place_parameters(module, placement, "weight", "bias")
+    _run(module, lambda x: F.linear(x, *sharing.rows(module)))
 
-    def _parts(self, mesh: DeviceMesh, module: nn.Module, given: tuple[Any, ...]) -> Any:
+
+def _divide_columns(sharing: Sharing, module: nn.Linear, *, by_time: bool = False) -> None:
+    """Partial sums, to which an adapter may add its own; then all are added up, and each process
+    adds the bias to its tokens."""
+    sharing.place_parameters(module, Shard(1), "weight")
+    _run(module, lambda x: F.linear(x, own_part(module.weight)))
+    tokens = sharing.tokens(by_time=by_time)
+
+    def add_up(module: nn.Linear, given: Any, y: Tensor) -> Tensor:
+        y = sum_stream(y, *tokens)
+        bias: Tensor | None = module.bias
+        return y if bias is None else y + bias.to(y.dtype)
+
+    module.register_forward_hook(add_up)
+
+
+# -- norms and embeddings -------------------------------------------------------------------------
+
+
+def _divide_norm_of_heads(sharing: Sharing, module: nn.RMSNorm) -> None:
+    """Of each head's channels a process has all or none, of all heads' together its own heads'."""
+    of_each = sharing.plan.config.model.qk_norm == "head"
+    sharing.place_parameters(module, Replicate() if of_each else Shard(0), "weight")
+    eps = module.eps
+    assert eps is not None
+
+    def forward(x: Tensor) -> Tensor:
+        weight = own_part(module.weight)
+        if of_each:
+            return F.rms_norm(x, x.shape[-1:], weight, eps)
+        y, _ = divided_norm(x, weight, None, eps, False, sharing.group_name)
+        return y
+
+    _run(module, forward)
+
+
+def _divide_look_up(sharing: Sharing, module: nn.Embedding) -> None:
+    """Each process looks up the tokens of its part of the vocabulary; the sums are the rows."""
+    sharing.place_parameters(module, Shard(0), "weight")
+    first = sharing.place * -(-module.num_embeddings // sharing.size)
+
+    def forward(tokens: Tensor) -> Tensor:
+        weight, places = own_part(module.weight), sharing.as_they_lie(tokens) - first
+        here = (places >= 0) & (places < len(weight))
+        rows = F.embedding(torch.where(here, places, 0), weight)
+        return sum_stream(torch.where(here[..., None], rows, 0.0), *sharing.tokens())
+
+    _run(module, forward)
+
+
+# -- the head and its loss ------------------------------------------------------------------------
+
+
+def _divide_logits(sharing: Sharing, module: Any) -> None:
+    """Whole logits (B, T, V), of a weight and a bias of which some rows are here."""
+    sharing.place_parameters(module, Shard(0), *dict(module.named_parameters(recurse=False)))
+
+    def forward(x: Tensor, weight: Tensor | None = None) -> Tensor:
+        weight = module.weight if weight is None else weight
+        every = gather_stream(x, product_dtype(x), *sharing.tokens(by_time=True))
+        bias = None if module.bias is None else own_part(module.bias)
+        own = F.linear(every, own_part(weight), bias)
+        V, widest = len(weight), -(-len(weight) // sharing.size)
+        columns = F.pad(own, (0, widest - own.shape[-1])).transpose(0, -1)
+        whole = gathered_parts(columns, widest, widest * sharing.size, sharing.group_name)
+        return whole.transpose(0, -1)[..., :V]
+
+    _run(module, forward)
+
+
+def _divide_loss(sharing: Sharing, module: HeadLoss) -> None:
+    """The whole loss in each process, of its part of the logits."""
+
+    def parts(module: HeadLoss, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """Inputs of the loss: all of x, and this process's rows of weight and bias."""
-        assert isinstance(module, HeadLoss)
         x, weight, bias, targets = given
-        module.widest = -(-weight.shape[0] // mesh.size())
-        module.first_column = mesh.get_local_rank() * module.widest
-        x = self._replicated(x, mesh).to_local(grad_placements=[Partial()])
-        return x, weight.to_local(), None if bias is None else bias.to_local(), targets
+        module.widest = -(-len(weight) // sharing.size)
+        module.first_column = sharing.place * module.widest
+        every = gather_stream(x, product_dtype(x), *sharing.tokens())
+        own_bias = None if bias is None else own_part(bias)
+        return every, own_part(weight), own_bias, sharing.as_they_lie(targets)
 
-    def _shared(self, mesh: DeviceMesh, module: nn.Module, given: tuple[Any, ...]) -> Any:
-        return self._replicated(given[0], mesh), *given[1:]
-
-    def _replicated(self, x: Tensor, mesh: DeviceMesh) -> DTensor:
-        x_shared = DTensor.from_local(x, mesh, [self.stream], run_check=False)
-        return x_shared.redistribute(placements=[Replicate()])
-
-
-def _whole(module: nn.Module, given: Any, logits: DTensor) -> Tensor:
-    return logits.redistribute(placements=[Replicate()]).to_local()
-
-
-def _reduce(mesh: DeviceMesh, tensor: Tensor, kind: Literal["max", "sum"]) -> None:
-    op = dist.ReduceOp.MAX if kind == "max" else dist.ReduceOp.SUM
-    dist.all_reduce(tensor, op, group=mesh.get_group())
+    module.register_forward_pre_hook(parts)
+    module.reduce = partial(reduce_parts, sharing.group_name)

@@ -155,6 +155,15 @@ class ComputeTime:
             if kind.op.kind == "attention"
         )
 
+    def reading(self, layers: range) -> PassSeconds:
+        """The matrices of a stage that read the stream, beside whose gradients they may send."""
+        one_by_one = [
+            (kind.n, self.operation(kind))
+            for kind in kinds_of_operations(self.config.model, self.config.lora, layers)
+            if kind.op.kind == "product" and kind.op.reads[0].axes[0] == "time"
+        ]
+        return PassSeconds(*(sum(n * each[i] for n, each in one_by_one) for i in range(3)))
+
     def computes_again(self, op: Operation) -> bool:
         """Whether activation checkpointing computes an operation of a block twice."""
         if self.checkpoint is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pentameter.config.choices import look_up, refuse_unknown
@@ -25,6 +25,7 @@ from pentameter.planning.architecture import (
     residual_stream,
 )
 from pentameter.planning.layout import Layout
+from pentameter.planning.rules import LayoutRules
 
 BYTES = {
     "auto": (4, 4),  # where the run has not chosen yet
@@ -229,8 +230,14 @@ class ActivationBytes:
         return kept
 
     def _saves(self, op: Operation) -> tuple[ActivationTensor, ...]:
-        """What the backward pass of an operation reads; a ring's attention goes by blocks."""
-        return op.saves_by_blocks if self._has_ring and op.kind == "attention" else op.saves
+        """What the backward pass of an operation reads. A ring's attention goes by blocks. Matrices
+        that read the stream at once keep the part of it that is here, and gather it again."""
+        if self._has_ring and op.kind == "attention":
+            return op.saves_by_blocks
+        reads_at_once = LayoutRules(self.layout).reads_at_once(self.config.lora)
+        if op.kind == "product" and reads_at_once and op.reads[0].axes[0] == "time":
+            return tuple(replace(kept, axes=op.reads[0].axes) for kept in op.saves)
+        return op.saves
 
     @property
     def _has_ring(self) -> bool:

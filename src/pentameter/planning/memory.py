@@ -279,17 +279,14 @@ class _RankMemory:
         return self.element_bytes * sum(self.whole_elements(spec) for spec in specs)
 
     def embedding_gradient_bytes(self) -> int:
-        """Extra bytes at the end of backward: DTensor first materialises the embedding's gradient
-        for the full vocabulary."""
+        """Extra bytes at the end of backward: the embedding's gradient, before it is added to what
+        is there."""
         if not self.has_first or not self.specs[0].is_trained:
             return 0
-        part = self.element_bytes * self.whole_elements(self.specs[0])
-        whole = self.element_bytes * self.specs[0].n_elements
-        if self.layout.tensor_mode != "1d":
-            whole = part  # which looks up without DTensor
+        fresh = self.element_bytes * self.whole_elements(self.specs[0])
         if self.config.model.tied_head and self.has_last:
-            return whole + part * (1 if whole == part else 2)  # it, and the sum with the head's
-        return whole - part + (whole if self.accumulates else 0)
+            return 2 * fresh  # it, and its sum with the head's
+        return fresh if self.accumulates else 0
 
     def kept_head_gradient_bytes(self) -> int:
         """Bytes of a tied head's gradient, which waits for the embedding's before both are added

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from pentameter.config.schema import LoraConfig
 from pentameter.planning.layout import Layout
 
 DataSum = Literal["none", "ddp", "fsdp", "after_backward"]
@@ -44,6 +45,14 @@ class LayoutRules:
                 name for name in ("row", "tensor") if self.layout.parameter_sizes[name] > 1
             )
         return ("tensor",) if self.layout.sequence else ()
+
+    def reads_at_once(self, lora: LoraConfig) -> bool:
+        """Whether tensor-parallel matrices that read the stream together are one operation, which
+        keeps this process's part of it, and sends while it computes their gradients. Not where
+        adapters act on each of them, nor where a schedule splits the backward pass, whose second
+        half would come to all of such an operation again."""
+        is_shared = self.layout.tensor > 1 and self.layout.tensor_mode == "1d"
+        return is_shared and lora.rank is None and not self.layout.splits_backward
 
     @property
     def reduces_each_micro_batch(self) -> bool:

@@ -19,10 +19,9 @@ from pentameter.config.choices import TAKES_SEVERAL_STAGES
 from pentameter.config.schema import Config, ParallelConfig
 from pentameter.errors import ConfigError
 from pentameter.planning.adapters import run_operations
-from pentameter.planning.architecture import residual_stream
 from pentameter.planning.cluster import Cluster
 from pentameter.planning.compute_time import ComputeTime
-from pentameter.planning.costs import ActivationBytes, end_weights, step_sizes
+from pentameter.planning.costs import ActivationBytes, StepSizes, end_weights, step_sizes
 from pentameter.planning.estimate import Estimate, best_precision
 from pentameter.planning.layout import Layout, make_layout, stage_layers
 from pentameter.planning.layout_checks import check_layout, check_micro_batches, check_passes
@@ -361,6 +360,18 @@ def _activation_bytes(config: Config, layout: Layout, cost: ActivationBytes) -> 
     return each * config.model.n_layers // layout.pipeline * under_way
 
 
+def _sums_of_layer(config: Config, layout: Layout, cluster: Cluster, sizes: StepSizes) -> float:
+    """The least that a layer's passes wait for tensor-parallel sums of its two sub-layers, of which
+    each is as long as an all-reduce, or, where time is divided, as two half as long."""
+    n_tokens = sizes.micro_batch_size * config.model.context_length // layout.context
+    n_bytes = n_tokens * config.model.d_model * sizes.product_bytes
+    one = Links(layout, cluster).seconds("tensor", "all_reduce", Traffic(1, n_bytes))
+    if not LayoutRules(layout).reads_at_once(config.lora):
+        return 4 * one
+    gathers = 1 if layout.sequence else 0  # of the results' gradients
+    return (2 + gathers + 2 * cluster.device.calibration.interference_share) * one
+
+
 def _bound(
     config: Config,
     layout: Layout,
@@ -381,10 +392,7 @@ def _bound(
         known[key] = ComputeTime(config, layout, sizes, cluster, precision)
     compute = known[key]
     seconds = [compute.stage(layers) for layers in stages]
-    n_tokens = sizes.micro_batch_size * config.model.context_length // layout.context
-    width = residual_stream(config.model, "stream").shape[1]
-    n_bytes = n_tokens * width * 2 * (sizes.product_bytes + sizes.element_bytes)
-    sums = Links(layout, cluster).seconds("tensor", "all_reduce", Traffic(4, 4 * n_bytes // 4))
+    sums = _sums_of_layer(config, layout, cluster, sizes)
     slowest = filling = draining = 0.0
     M = sizes.n_micro_batches
     for place in range(layout.pipeline):

@@ -8,7 +8,7 @@ messages: they are exposed where they take longer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pentameter.config.schema import Config
@@ -21,11 +21,18 @@ from pentameter.planning.memory import optimizer_slots
 from pentameter.planning.rules import LayoutRules
 from pentameter.planning.shares import shard_elements, stage_tables
 from pentameter.planning.timeline import Span, bubble_fraction, timeline
-from pentameter.planning.traffic import WORLD, Kind, StepTraffic, step_traffic
+from pentameter.planning.traffic import (
+    WORLD,
+    Kind,
+    StepTraffic,
+    When,
+    matrix_traffic,
+    step_traffic,
+)
 
 FORWARD_SHARE = 1 / 3
-"""Part of a layer's tensor-parallel sums and exchanges in its forward pass: gradients are summed in
-the stream's dtype, which is twice as wide as the products', or the forward pass comes again."""
+"""Part of a layer's messages in its forward pass, of a grid's products and of divided time: each
+product is one forward and two backward, and gradients are summed in float32."""
 IN_LAYERS = ("tensor", "row", "depth")
 """Dimensions of the mesh whose collectives every layer waits for."""
 SIMULATED_ROUNDS = 4
@@ -105,11 +112,13 @@ class _Step:
         self.rules = LayoutRules(layout)
         self.sizes: StepSizes = step_sizes(config, layout, precision)
         self.n_micro_batches = self.sizes.n_micro_batches
+        self.precision = precision
         self.links = Links(layout, cluster)
         self.compute = ComputeTime(config, layout, self.sizes, cluster, precision)
         self.hidden: dict[str, float] = {}
         self.exposed: dict[str, float] = {}
         self.traffic = traffic
+        self._known: dict[int, Mapping[When, StepTraffic]] = {}
 
     def time(self) -> StepTime:
         """The whole step."""
@@ -145,24 +154,55 @@ class _Step:
         """Seconds that a stage's passes wait for tensor-parallel sums and for context's messages,
         per micro-batch. They are dealt out by layers."""
         place = self.layout.place_of_stage[number]
-        traffic, layers = self.traffic[place], self.stages[number]
+        layers = self.stages[number]
+        each = self.n_micro_batches / self.layout.pipeline  # of the mean process's step
         here = sum(len(self.stages[other]) for other in self.layout.stages_of(place))
         share = len(layers) / here / self.n_micro_batches
-        sums = share * self.links.total(traffic, *IN_LAYERS)
-        forward, backward = sums * FORWARD_SHARE, sums * (1 - FORWARD_SHARE)
+        forward, backward = self._tensor(layers, place, share)
+        if forward + backward:
+            self._note(self.exposed, "tensor", (forward + backward) * each)
         if self.layout.context > 1:
-            context = share * self.links.total(traffic, "context")
+            context = share * self.links.total(self.traffic[place], "context")
             late = context
             if not self.layout.exchanges_heads:  # a ring's messages travel beside attention
                 late = max(0.0, context - self.compute.attention(layers))
-                self._note(self.hidden, "context", (context - late) * self.n_micro_batches)
-            self._note(self.exposed, "context", late * self.n_micro_batches / self.layout.pipeline)
+                self._note(self.hidden, "context", (context - late) * each)
+            self._note(self.exposed, "context", late * each)
             forward += late * FORWARD_SHARE
             backward += late * (1 - FORWARD_SHARE)
-        mean = sums * self.n_micro_batches / self.layout.pipeline
-        if mean:
-            self._note(self.exposed, "tensor", mean)
         return PassSeconds(forward, backward, 0.0)
+
+    def _tensor(self, layers: range, place: int, share: float) -> tuple[float, float]:
+        """Seconds that the passes of layers, which are a share of all that a process sends, wait
+        for matrices that processes share: forward and backward."""
+        whole = share * self.links.total(self.traffic[place], *IN_LAYERS)
+        if self.layout.tensor_mode != "1d" or not whole:
+            return FORWARD_SHARE * whole, (1 - FORWARD_SHARE) * whole
+        sent = self._matrices(place)
+        seconds = {when: share * self.links.total(sent[when], "tensor") for when in sent}
+        forward, beside = seconds["forward"], seconds.get("beside", 0.0)
+        late = 0.0
+        if beside:
+            late = self._late(sum(self.compute.reading(layers)[1:]), beside)
+            mean = self.n_micro_batches / self.layout.pipeline
+            self._note(self.hidden, "tensor", (beside - late) * mean)
+        return forward, whole - forward - beside + late
+
+    def _matrices(self, place: int) -> Mapping[When, StepTraffic]:
+        """What matrices that processes share send in a step, by when; alike places alike."""
+        traffic = id(self.traffic[place])
+        if traffic not in self._known:
+            rank = self.layout.rank_of(pipeline=place)
+            self._known[traffic] = matrix_traffic(
+                self.config, self.layout, self.stages, rank, self.precision
+            )
+        return self._known[traffic]
+
+    def _late(self, compute: float, sent: float) -> float:
+        """What communication beside compute adds to it: the time that it takes longer, and what it
+        costs the compute that hides it."""
+        cost = self.cluster.device.calibration.interference_share
+        return max(0.0, sent - compute) + cost * min(compute, sent)
 
     def _note(self, book: dict[str, float], name: str, seconds: float) -> None:
         book[name] = book.get(name, 0.0) + seconds
@@ -191,10 +231,8 @@ class _Step:
 
     def _beside(self, compute: float, sent: float, calls: int, name: str) -> float:
         """Time of compute with communication beside it, of which the last call is late."""
-        late = sent / max(1, calls)
-        beside = sent - late
-        cost = self.cluster.device.calibration.interference_share
-        time = max(compute, beside) + cost * min(compute, beside) + late
+        last = sent / max(1, calls)
+        time = compute + self._late(compute, sent - last) + last
         self._note(self.exposed, name, time - compute)
         self._note(self.hidden, name, max(0.0, sent - (time - compute)))
         return time

@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -78,6 +78,11 @@ StepTraffic = Mapping[tuple[str, Kind], Traffic]
 """Traffic by dimension (one of MESH_DIMENSIONS, or WORLD) and kind."""
 
 
+When = Literal["forward", "backward", "beside"]
+"""When tensor-parallel matrices send: in a pass, which waits, or beside products of the backward
+pass."""
+
+
 class TrafficCounter:
     """Adds up Traffic by (dimension, kind)."""
 
@@ -124,6 +129,18 @@ def step_traffic(
         step.count_shards()
         step.count_tied()
     return dict(step.counter.counted)
+
+
+def matrix_traffic(
+    config: Config, layout: Layout, stages: Sequence[range], rank: int, precision: str
+) -> dict[When, StepTraffic]:
+    """Of the traffic of a process in a step that of tensor-parallel matrices, by when it is sent;
+    the arguments are `step_traffic`'s."""
+    counters: dict[When, TrafficCounter] = defaultdict(TrafficCounter)
+    step = _RankTraffic(config, layout, stages, rank, precision)
+    for when, dimension, kind, n_bytes, calls in step.messages_of_matrices():
+        counters[when].add(dimension, kind, n_bytes, calls)
+    return {when: dict(counter.counted) for when, counter in counters.items()}
 
 
 def busiest(config: Config, layout: Layout, stages: Sequence[range]) -> StepTraffic:
@@ -224,15 +241,21 @@ class _RankTraffic:
                 self.counter.add("pipeline", kind, n_bytes, n_neighbours * self.n_micro_batches)
 
     def count_divided_matrices(self) -> None:
-        """The sums that divided matrices need, along each mesh dimension that divides some.
+        """The messages of divided matrices, along each mesh dimension that divides some."""
+        for _, dimension, kind, n_bytes, calls in self.messages_of_matrices():
+            self.counter.add(dimension, kind, n_bytes, calls)
+        for dimension in self.layout.dividing_dimensions:
+            self.count_head_norms(dimension)
 
-        Where the axis that a matrix sums over is divided, its result is a partial sum, in the
-        products' dtype (the embedding's in the stream's); where its result's axis is divided, the
-        gradient of what it reads is one, in the stream's. With sequence parallelism each sum is
-        left divided by time (reduce-scatter), and what is read, or the gradient of a result,
-        gathered again.
+    def messages_of_matrices(self) -> Iterator[tuple[When, str, Kind, int, int]]:
+        """When they are sent, dimension, kind, bytes of a call and calls.
+
+        Where the axis that a matrix sums over is divided, its result is a partial sum; where its
+        result's axis is divided, the gradient of what it reads is one. With sequence parallelism
+        each sum is left divided by time, and what is read, or the gradient of a result, gathered.
+        All is in the products' dtype, but for the embedding's, which is in the stream's.
         """
-        axes = self.layout.divided_axes
+        axes, rules = self.layout.divided_axes, self.rules
         # An adapter's partial sums join those of the matrix that it adapts.
         matrices = [
             (op, op.contracts)
@@ -242,9 +265,11 @@ class _RankTraffic:
         for dimension in self.layout.dividing_dimensions:
             for op, contracted in matrices:
                 if dimension in axes.get(contracted, ()):
-                    n_sums = 2 if op.name in self.repeated else 1
-                    n_gathers = int(op.reads_gradient)
-                    self.count_sum(dimension, op.result, n_sums=n_sums, n_gathers=n_gathers)
+                    yield self.sum_of("forward", dimension, op.result)
+                    if op.name in self.repeated:
+                        yield self.sum_of("backward", dimension, op.result)
+                    if op.reads_gradient:
+                        yield self.gather_of("backward", dimension, op.result)
             reading = {
                 read: op
                 for op, _ in matrices
@@ -252,10 +277,45 @@ class _RankTraffic:
                 for read in op.reads  # once, however many matrices read it
             }
             for read, op in reading.items():
-                n_gathers = 2 if self.recomputes and op.layer is not None else 1
-                n_sums = int(op.gives_gradient)
-                self.count_sum(dimension, read, n_sums=n_sums, n_gathers=n_gathers)
-            self.count_head_norms(dimension)
+                rounded = replace(read, dtype="products")
+                at_once = op.kind == "product" and rules.reads_at_once(self.config.lora)
+                yield self.gather_of("forward", dimension, rounded)
+                if op.layer is not None and self.gathers_again(at_once):
+                    yield self.gather_of("backward", dimension, rounded)
+                if at_once:
+                    yield self.gather_of("beside", dimension, rounded)
+                if op.gives_gradient:
+                    when: When = "beside" if at_once else "backward"
+                    yield self.sum_of(when, dimension, rounded)
+
+    def gathers_again(self, at_once: bool) -> bool:
+        """Whether recomputing a block gathers what its matrices read: selective checkpointing keeps
+        what an operation that sends has made."""
+        how = self.config.train.activation_checkpoint
+        return how == "full" or (how == "selective" and not at_once)
+
+    def sum_of(
+        self, when: When, dimension: str, tensor: ActivationTensor
+    ) -> tuple[When, str, Kind, int, int]:
+        """The sum of an activation, or of its gradient, in each micro-batch; where that dimension
+        divides time, each process adds up its own part, which the others send."""
+        divides_time = dimension in self.layout.divided_axes.get("time", ())
+        kind: Kind = "all_to_all" if divides_time else "all_reduce"
+        return when, dimension, kind, self.bytes_of_all_tokens(tensor), self.n_micro_batches
+
+    def gather_of(
+        self, when: When, dimension: str, tensor: ActivationTensor
+    ) -> tuple[When, str, Kind, int, int]:
+        """The gathering of an activation, or of its gradient, where a dimension divides time."""
+        divides_time = dimension in self.layout.divided_axes.get("time", ())
+        n_calls = self.n_micro_batches * divides_time
+        return when, dimension, "all_gather", self.bytes_of_all_tokens(tensor), n_calls
+
+    def bytes_of_all_tokens(self, tensor: ActivationTensor) -> int:
+        """Bytes of an activation of all tokens of a micro-batch."""
+        whole_axes: tuple[Axis, Axis] = ("context", tensor.axes[1])
+        n_elements = math.prod(self.layout.local_shape(tensor.shape, whole_axes, self.places))
+        return self.sizes.micro_batch_size * n_elements * self.sizes.bytes_of(tensor)
 
     def count_head_norms(self, dimension: str) -> None:
         """The mean squares of norms over the channels of divided heads: one number of each token,
@@ -280,21 +340,6 @@ class _RankTraffic:
                 self.counter.add(
                     each.dimension, each.kind, each.n_bytes, each.calls * self.n_micro_batches
                 )
-
-    def count_sum(
-        self, dimension: str, tensor: ActivationTensor, *, n_sums: int, n_gathers: int
-    ) -> None:
-        """A tensor, or its gradient, summed over a dimension, in each micro-batch; where that
-        dimension divides time, the sum leaves it divided, and it is gathered elsewhere."""
-        whole_axes: tuple[Axis, Axis] = ("context", tensor.axes[1])
-        n_elements = math.prod(self.layout.local_shape(tensor.shape, whole_axes, self.places))
-        n_bytes = self.sizes.micro_batch_size * n_elements * self.sizes.bytes_of(tensor)
-        if dimension in self.layout.divided_axes.get("time", ()):
-            M = self.n_micro_batches
-            self.counter.add(dimension, "reduce_scatter", n_bytes, M * n_sums)
-            self.counter.add(dimension, "all_gather", n_bytes, M * n_gathers)
-        else:
-            self.counter.add(dimension, "all_reduce", n_bytes, self.n_micro_batches * n_sums)
 
     def count_context(self) -> None:
         """What attention needs of the other processes' time. In a ring keys and values travel past
@@ -345,10 +390,10 @@ class _RankTraffic:
                     self.counter.add(dimension, "all_reduce", n_bytes, self.n_micro_batches)
 
     def count_whole_parameters(self) -> None:
-        """The gradients of norms and positions, which sequence parallelism leaves whole in every
-        process: each has those of its own tokens. (A bias after a sum gets all tokens'.) Likewise,
-        one by one, of what acts on a process's own heads and is whole. In tensor modes that divide
-        rows those of all that a dimension does not divide."""
+        """The gradients of norms, positions and biases after a sum, which sequence parallelism
+        leaves whole in every process: each has those of its own tokens. Likewise, one by one, of
+        what acts on a process's own heads and is whole. In tensor modes that divide rows those of
+        all that a dimension does not divide."""
         if self.layout.tensor_mode != "1d":
             every = [spec for table in self.stages.values() for spec in table]
             for dimension in self.rules.sums_copies_over:
@@ -365,9 +410,9 @@ class _RankTraffic:
         on_stream = {
             spec
             for op in self.operations
-            if op.result.axes[0] == "time"
+            if op.result.axes[1] == "embed"
             for spec in op.parameters
-            if not set(spec.axes) & self.layout.divided_axes.keys()
+            if not set(spec.axes) & self.layout.divided_axes.keys() and not is_of_adapter(spec)
         }
         trained = (spec for table in self.stages.values() for spec in table if spec.is_trained)
         whole = [spec for spec in trained if spec in on_stream]
