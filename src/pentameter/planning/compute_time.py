@@ -232,16 +232,17 @@ class ComputeTime:
         )
 
     def _weight_bytes(self, parameters: Sequence[ParameterSpec]) -> tuple[int, int]:
-        """Bytes moved to round weights for products, and to add their gradients up."""
+        """Bytes moved to round weights for products, and to widen their gradients and add them up.
+        FSDP gathers weights rounded, and adds rounded gradients to whole ones in one operation."""
         e, p = self.sizes.element_bytes, self.sizes.product_bytes
-        local = (
+        n = sum(
             math.prod(self.layout.parameter_shape(spec.shape, spec.axes)) for spec in parameters
         )
-        n = sum(local)
-        rounds = self.bytes.rounds_weights
-        rounding = (e + p) * n if rounds and not self.layout.zero else 0
-        adding = (e + p) * n if rounds else 0
-        return rounding, adding + (3 * e * n if self.adds_whole else 0)
+        if not self.bytes.rounds_weights:
+            return 0, 3 * e * n if self.adds_whole else 0
+        if self.layout.zero:
+            return 0, (2 * e + p if self.adds_whole else e + p) * n
+        return (e + p) * n, (e + p + (3 * e if self.adds_whole else 0)) * n
 
     def _head(self, op: Operation) -> PassSeconds:
         """The last product with the loss: logits are read and written as float32 in each pass, and

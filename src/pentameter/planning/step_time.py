@@ -33,6 +33,8 @@ from pentameter.planning.traffic import (
 FORWARD_SHARE = 1 / 3
 """Part of a layer's messages in its forward pass, of a grid's products and of divided time: each
 product is one forward and two backward, and gradients are summed in float32."""
+MOVES: Mapping[Kind, int] = {"all_gather": 1, "all_to_all": 2}
+"""How often a tensor-parallel message's bytes are read or written beside its sending."""
 IN_LAYERS = ("tensor", "row", "depth")
 """Dimensions of the mesh whose collectives every layer waits for."""
 SIMULATED_ROUNDS = 4
@@ -180,13 +182,22 @@ class _Step:
             return FORWARD_SHARE * whole, (1 - FORWARD_SHARE) * whole
         sent = self._matrices(place)
         seconds = {when: share * self.links.total(sent[when], "tensor") for when in sent}
+        moved = {when: share * self._moving(sent[when]) for when in sent}
         forward, beside = seconds["forward"], seconds.get("beside", 0.0)
         late = 0.0
         if beside:
             late = self._late(sum(self.compute.reading(layers)[1:]), beside)
             mean = self.n_micro_batches / self.layout.pipeline
             self._note(self.hidden, "tensor", (beside - late) * mean)
-        return forward, whole - forward - beside + late
+        moved_forward = moved.pop("forward")
+        backward = whole - forward - beside + late
+        return forward + moved_forward, backward + sum(moved.values())
+
+    def _moving(self, traffic: StepTraffic) -> float:
+        """Time in which a process puts messages of divided time together, half of which come by
+        process and are wanted by time, and adds up what the others sent."""
+        moved = sum(MOVES.get(kind, 0) * each.n_bytes for (_, kind), each in traffic.items())
+        return moved / self.cluster.memory_bandwidth
 
     def _matrices(self, place: int) -> Mapping[When, StepTraffic]:
         """What matrices that processes share send in a step, by when; alike places alike."""
