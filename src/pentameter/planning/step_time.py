@@ -2,8 +2,8 @@
 
 A stage's passes take what their operations take (`compute_time.py`) and the collectives that they
 wait for (`links.py`); a pipeline is simulated pass by pass from the lists that the run executes
-(`timeline.py`). Beside compute run the gathers and reductions of ZeRO, DDP's buckets and a ring's
-messages: they are exposed where they take longer.
+(`timeline.py`). Beside compute run the gathers and reductions of ZeRO, DDP's buckets, a ring's
+messages and a part of tensor parallelism's: they are exposed where they take longer.
 """
 
 from __future__ import annotations
