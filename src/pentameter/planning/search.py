@@ -13,10 +13,11 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import attrgetter
 
 from pentameter.config.choices import TAKES_SEVERAL_STAGES
-from pentameter.config.schema import Config, ParallelConfig
+from pentameter.config.schema import Config, LoraConfig, ModelConfig, ParallelConfig
 from pentameter.errors import ConfigError
 from pentameter.planning.adapters import run_operations
 from pentameter.planning.cluster import Cluster
@@ -372,6 +373,37 @@ def _sums_of_layer(config: Config, layout: Layout, cluster: Cluster, sizes: Step
     return (2 + gathers + 2 * cluster.device.calibration.interference_share) * one
 
 
+def _gradients_and_weights(
+    config: Config, layout: Layout, stages: Sequence[range], cluster: Cluster, sizes: StepSizes
+) -> float:
+    """The least time that sums of gradients and gathers of weights take in a step, as one message
+    each; those of what no tensor-parallel process holds whole."""
+    rules, M, links = LayoutRules(layout), sizes.n_micro_batches, Links(layout, cluster)
+    numbers = layout.stages_of(0)
+    n = (
+        sum(_n_trained(config.model, config.lora, stages[number]) for number in numbers)
+        // layout.tensor
+    )
+    whole = n * sizes.element_bytes
+    match rules.data_sum:
+        case "none":
+            return 0.0
+        case "ddp" | "after_backward":
+            return links.seconds("data", "all_reduce", Traffic(1, whole))
+        case "fsdp":
+            n_gathers = 1 if rules.weights_stay_gathered else 2 * M
+            n_sums = M if rules.reduces_each_micro_batch else 1
+            return n_gathers * links.seconds(
+                "shard", "all_gather", Traffic(1, n * sizes.product_bytes)
+            ) + n_sums * links.seconds("shard", "reduce_scatter", Traffic(1, whole))
+
+
+@lru_cache(maxsize=512)
+def _n_trained(model: ModelConfig, lora: LoraConfig, layers: range) -> int:
+    specs = {spec for op in run_operations(model, lora, layers) for spec in op.parameters}
+    return sum(spec.n_elements for spec in specs if spec.is_trained)
+
+
 def _bound(
     config: Config,
     layout: Layout,
@@ -408,4 +440,8 @@ def _bound(
         slowest = max(slowest, filling + busy, filling + busy - late + draining)
         filling += seconds[numbers[0]].forward
         draining += seconds[numbers[0]].backward_input
-    return slowest
+    sent = _gradients_and_weights(config, layout, stages, cluster, sizes)
+    if layout.pipeline > 1:  # all of it before the first pass and after the last one
+        return slowest + sent
+    hidden = cluster.device.calibration.interference_share * min(slowest, sent)
+    return max(slowest, sent) + hidden
