@@ -376,8 +376,8 @@ def _sums_of_layer(config: Config, layout: Layout, cluster: Cluster, sizes: Step
 def _gradients_and_weights(
     config: Config, layout: Layout, stages: Sequence[range], cluster: Cluster, sizes: StepSizes
 ) -> float:
-    """The least time that sums of gradients and gathers of weights take in a step, as one message
-    each; those of what no tensor-parallel process holds whole."""
+    """The least time that sums of gradients and gathers of weights take in a step: one message, or
+    one for each of ZeRO's units; of what tensor-parallel processes hold whole each has its part."""
     rules, M, links = LayoutRules(layout), sizes.n_micro_batches, Links(layout, cluster)
     numbers = layout.stages_of(0)
     n = (
@@ -393,9 +393,11 @@ def _gradients_and_weights(
         case "fsdp":
             n_gathers = 1 if rules.weights_stay_gathered else 2 * M
             n_sums = M if rules.reduces_each_micro_batch else 1
-            return n_gathers * links.seconds(
-                "shard", "all_gather", Traffic(1, n * sizes.product_bytes)
-            ) + n_sums * links.seconds("shard", "reduce_scatter", Traffic(1, whole))
+            n_units = 1 + 2 * sum(len(stages[number]) for number in numbers)
+            gathered = Traffic(n_units, n * sizes.product_bytes)
+            gathers = links.seconds("shard", "all_gather", gathered)
+            sums = links.seconds("shard", "reduce_scatter", Traffic(n_units, whole))
+            return n_gathers * gathers + n_sums * sums
 
 
 @lru_cache(maxsize=512)
