@@ -21,6 +21,7 @@ from pentameter.machine.choices import (
 from pentameter.machine.environment import device_name, environment
 from pentameter.machine.peaks import peak_flops, product_ceiling
 from pentameter.parallel.precision import arithmetic
+from pentameter.planning.layout_checks import compile_obstacle
 from pentameter.planning.plan import Plan
 from pentameter.processes.join import local_device
 from pentameter.processes.world import World
@@ -112,12 +113,12 @@ def _choose_compile(
     n_devices: int,
 ) -> tuple[bool, str]:
     """Whether to compile, and why; `n_devices` share the run's arithmetic (a CPU is one)."""
-    setting = plan.config.train.compile
-    if plan.layout.splits_backward:
-        order = plan.layout.schedule
-        return False, f"a {order} pipeline splits the backward pass, which compiled code does not"
+    train = plan.config.train
+    obstacle = compile_obstacle(plan.layout, train)
+    if obstacle is not None:
+        return False, obstacle
     return choose_compile(
-        setting,
+        train.compile,
         device,
         total_flops=plan.total_tokens * plan.least_flops_per_token / max(1, n_devices),
         precision=precision,

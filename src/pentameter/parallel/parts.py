@@ -31,6 +31,14 @@ def gathered_parts(own: Tensor, most: int, n_whole: int, group_name: str) -> Ten
     return parts if len(parts) == n_whole else parts[:n_whole].clone()
 
 
+def gathered_columns(own: Tensor, most: int, n_whole: int, group_name: str) -> Tensor:
+    """Return (…, n_whole) of the columns (…, n) that the processes of a group have, `most` each,
+    but for the last. Collective."""
+    columns = F.pad(own, (0, most - own.shape[-1])).transpose(0, -1)
+    whole = gathered_parts(columns, most, most * group_named(group_name).size(), group_name)
+    return whole.transpose(0, -1)[..., :n_whole]
+
+
 def summed_part(whole: Tensor, most: int, group_name: str) -> Tensor:
     """Return this process's part of the sum, over a group, of tensors (n_whole, …). Collective."""
     group = group_named(group_name)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -28,10 +27,11 @@ from pentameter.model.gpt import GPT
 from pentameter.model.loss import HeadLoss
 from pentameter.parallel.divided_norm import divided_norm
 from pentameter.parallel.mesh import group_along, name_of
-from pentameter.parallel.parts import gather_parts, gathered_parts, reduce_parts, sum_parts
+from pentameter.parallel.parts import gather_parts, gathered_columns, reduce_parts, sum_parts
 from pentameter.parallel.precision import product_dtype
 from pentameter.parallel.product_3d import Product3d
 from pentameter.parallel.summa import Summa
+from pentameter.parallel.tensor_parallel import divide_modules, run_instead
 from pentameter.planning.architecture import parameter_table
 from pentameter.planning.layout import PARAMETER_DIMENSIONS, Layout, part_size
 from pentameter.processes.world import World
@@ -134,10 +134,7 @@ def share_grid(model: GPT, mesh: DeviceMesh, grid: Grid) -> None:
     processes hold alike get the gradient of each one's tokens, to be added up.
     """
     _place_parameters(model, mesh, grid.layout)
-    for path, module in model.named_modules():
-        for pattern, divide in grid_table().items():
-            if fnmatchcase(path, pattern):
-                divide(grid, module)
+    divide_modules(model, grid_table(), grid)
     D, place = model.config.d_model, grid.places["tensor"]
     (width,) = grid.layout.local_shape((D,), ("embed",))
     model.stream_channels = slice(place * width, (place + 1) * width)
@@ -170,11 +167,6 @@ def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _run(module: Any, forward: Callable[..., Tensor]) -> None:
-    """Let a module compute `forward`; its parameters and its hooks stay."""
-    module.forward = forward
-
-
 # -- products -----------------------------------------------------------------------------------
 
 
@@ -186,7 +178,7 @@ def _divide_reading(grid: Grid, module: nn.Linear) -> None:
         bias = grid.vector(module.bias)
         return y if bias is None else y + bias.to(y.dtype)
 
-    _run(module, forward)
+    run_instead(module, forward)
 
 
 def _divide_adding(grid: Grid, module: nn.Linear) -> None:
@@ -196,7 +188,7 @@ def _divide_adding(grid: Grid, module: nn.Linear) -> None:
         y = product(x.to(product_dtype(x)), _local(module.weight))
         return y if module.bias is None else y + _local(module.bias).to(y.dtype)
 
-    _run(module, forward)
+    run_instead(module, forward)
 
 
 # -- norms and embeddings -----------------------------------------------------------------------
@@ -212,7 +204,7 @@ def _divide_norm(grid: Grid, module: nn.LayerNorm | nn.RMSNorm) -> None:
         y, _ = divided_norm(x, _local(module.weight), own_bias, eps, centred, grid.tensor)
         return y
 
-    _run(module, forward)
+    run_instead(module, forward)
 
 
 def _divide_norm_of_heads(grid: Grid, module: nn.RMSNorm) -> None:
@@ -231,7 +223,7 @@ def _divide_norm_of_heads(grid: Grid, module: nn.RMSNorm) -> None:
         y, _ = divided_norm(x, weight, None, eps, False, grid.heads[1])
         return y
 
-    _run(module, forward)
+    run_instead(module, forward)
 
 
 def _divide_look_up(grid: Grid, module: nn.Embedding) -> None:
@@ -251,14 +243,14 @@ def _divide_look_up(grid: Grid, module: nn.Embedding) -> None:
         rows = F.embedding(torch.where(here, places, 0), weight)
         return sum_parts(torch.where(here[..., None], rows, 0.0), B, group_name)
 
-    _run(module, forward)
+    run_instead(module, forward)
 
 
 def _divide_positions(grid: Grid, module: nn.Embedding) -> None:
     def forward(positions: Tensor) -> Tensor:
         return F.embedding(positions, _local(module.weight))
 
-    _run(module, forward)
+    run_instead(module, forward)
 
 
 # -- the head and its loss ----------------------------------------------------------------------
@@ -266,8 +258,7 @@ def _divide_positions(grid: Grid, module: nn.Embedding) -> None:
 
 def _divide_logits(grid: Grid, module: Any) -> None:
     """Whole logits (B, T, V) of the rows that are here."""
-    dimension, group_name = grid.heads
-    size = grid.layout.sizes[dimension]
+    _, group_name = grid.heads
 
     def forward(x: Tensor, weight: Tensor | None = None) -> Tensor:
         weight = weight if weight is not None else module.weight
@@ -275,17 +266,16 @@ def _divide_logits(grid: Grid, module: Any) -> None:
         own = grid.reading(weight)(x.to(product_dtype(x)), _local(weight))
         bias = grid.vector(module.bias)
         own = own if bias is None else own + bias.to(own.dtype)
-        widest = grid.width(len(weight), largest=True)
-        columns = F.pad(own, (0, widest - own.shape[-1])).transpose(0, -1)
-        whole = gathered_parts(columns, widest, widest * size, group_name)
-        return whole.transpose(0, -1)[..., : len(weight)]
+        V = len(weight)
+        return gathered_columns(own, grid.width(V, largest=True), V, group_name)
 
-    _run(module, forward)
+    run_instead(module, forward)
 
 
 def _divide_loss(grid: Grid, module: HeadLoss) -> None:
     dimension, group_name = grid.heads
 
+    @torch.compiler.disable  # as in `tensor_parallel.py`
     def parts(module: HeadLoss, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """Inputs of the loss: this process's parts of x, weight and bias, and the targets of the
         rows whose logits it has."""

@@ -10,7 +10,7 @@ Shapes: B batch, T time, D d_model, V padded vocabulary; n processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -35,7 +35,7 @@ from pentameter.model.gpt import GPT, MLP
 from pentameter.model.loss import HeadLoss
 from pentameter.parallel.divided_norm import divided_norm
 from pentameter.parallel.mesh import name_of
-from pentameter.parallel.parts import gathered_parts, reduce_parts
+from pentameter.parallel.parts import gathered_columns, reduce_parts
 from pentameter.parallel.precision import product_dtype
 from pentameter.parallel.tensor_products import (
     Order,
@@ -123,15 +123,20 @@ def share_matrices(model: GPT, mesh: DeviceMesh, plan: Plan) -> None:
     every process holds whole then get the gradient of its tokens alone, to be added up.
     """
     sharing = Sharing.of(plan, mesh)
-    for path, module in model.named_modules():
-        for pattern, divide in tensor_table().items():
-            if fnmatchcase(path, pattern):
-                divide(sharing, module)
+    divide_modules(model, tensor_table(), sharing)
     for module in model.modules():
         if isinstance(module, AttentionDropout):
             module.head_offset = sharing.place * (model.config.n_heads // sharing.size)
     if plan.layout.sequence:
         model.stream_positions = partial(_own_positions, sharing.place, sharing.size)
+
+
+def divide_modules(model: GPT, table: Mapping[str, Callable[[Any, Any], None]], by: Any) -> None:
+    """Divide each module whose path a pattern of the table matches, in place."""
+    for path, module in model.named_modules():
+        for pattern, divide in table.items():
+            if fnmatchcase(path, pattern):
+                divide(by, module)
 
 
 def _own_positions(place: int, n_places: int, positions: Tensor) -> Tensor:
@@ -152,7 +157,7 @@ def own_part(parameter: Tensor) -> Tensor:
     return parameter.to_local(grad_placements=[Partial()] if is_whole(parameter) else None)
 
 
-def _run(module: Any, forward: Callable[..., Tensor]) -> None:
+def run_instead(module: Any, forward: Callable[..., Tensor]) -> None:
     """Let a module compute `forward`; its parameters and its hooks stay."""
     module.forward = forward
 
@@ -180,21 +185,21 @@ def _read_together(sharing: Sharing, module: Attention | MLP, *, by_time: bool =
 
 def _divide_rows(sharing: Sharing, module: nn.Linear) -> None:
     sharing.place_parameters(module, Shard(0), "weight", "bias")
-    _run(module, lambda x: F.linear(x, *sharing.rows(module)))
+    run_instead(module, lambda x: F.linear(x, *sharing.rows(module)))
 
 
 def _divide_keys_and_values(sharing: Sharing, module: nn.Linear) -> None:
     """The rows of its own heads; of fewer heads than there are processes, all in each."""
     placement = Replicate() if sharing.plan.layout.kv_copies > 1 else Shard(0)
     sharing.place_parameters(module, placement, "weight", "bias")
-    _run(module, lambda x: F.linear(x, *sharing.rows(module)))
+    run_instead(module, lambda x: F.linear(x, *sharing.rows(module)))
 
 
 def _divide_columns(sharing: Sharing, module: nn.Linear, *, by_time: bool = False) -> None:
     """Partial sums, to which an adapter may add its own; then all are added up, and each process
     adds the bias to its tokens."""
     sharing.place_parameters(module, Shard(1), "weight")
-    _run(module, lambda x: F.linear(x, own_part(module.weight)))
+    run_instead(module, lambda x: F.linear(x, own_part(module.weight)))
     tokens = sharing.tokens(by_time=by_time)
 
     def add_up(module: nn.Linear, given: Any, y: Tensor) -> Tensor:
@@ -222,7 +227,7 @@ def _divide_norm_of_heads(sharing: Sharing, module: nn.RMSNorm) -> None:
         y, _ = divided_norm(x, weight, None, eps, False, sharing.group_name)
         return y
 
-    _run(module, forward)
+    run_instead(module, forward)
 
 
 def _divide_look_up(sharing: Sharing, module: nn.Embedding) -> None:
@@ -236,14 +241,15 @@ def _divide_look_up(sharing: Sharing, module: nn.Embedding) -> None:
         rows = F.embedding(torch.where(here, places, 0), weight)
         return sum_stream(torch.where(here[..., None], rows, 0.0), *sharing.tokens())
 
-    _run(module, forward)
+    run_instead(module, forward)
 
 
 # -- the head and its loss ------------------------------------------------------------------------
 
 
 def _divide_logits(sharing: Sharing, module: Any) -> None:
-    """Whole logits (B, T, V), of a weight and a bias of which some rows are here."""
+    """Whole logits (B, T, V), of a weight and a bias of which some rows are here; to look at, as
+    no gradient comes through them."""
     sharing.place_parameters(module, Shard(0), *dict(module.named_parameters(recurse=False)))
 
     def forward(x: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -251,17 +257,18 @@ def _divide_logits(sharing: Sharing, module: Any) -> None:
         every = gather_stream(x, product_dtype(x), *sharing.tokens(by_time=True))
         bias = None if module.bias is None else own_part(module.bias)
         own = F.linear(every, own_part(weight), bias)
-        V, widest = len(weight), -(-len(weight) // sharing.size)
-        columns = F.pad(own, (0, widest - own.shape[-1])).transpose(0, -1)
-        whole = gathered_parts(columns, widest, widest * sharing.size, sharing.group_name)
-        return whole.transpose(0, -1)[..., :V]
+        V = len(weight)
+        return gathered_columns(own, -(-V // sharing.size), V, sharing.group_name)
 
-    _run(module, forward)
+    run_instead(module, forward)
 
 
 def _divide_loss(sharing: Sharing, module: HeadLoss) -> None:
     """The whole loss in each process, of its part of the logits."""
 
+    # Compiled, processes of a machine would take each other's code out of a cache that sees the
+    # sizes of the whole weight alone.
+    @torch.compiler.disable
     def parts(module: HeadLoss, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """Inputs of the loss: all of x, and this process's rows of weight and bias."""
         x, weight, bias, targets = given

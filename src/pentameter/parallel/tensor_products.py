@@ -3,7 +3,7 @@
 After Megatron-LM (Shoeybi et al. 2019) and, where the stream is divided by time, Korthikanti et al.
 2022. A matrix that reads the stream is divided by its rows: its inputs are gathered, and their
 gradients summed. One that is added to the stream is divided by its columns: its results are summed.
-Everything is sent in the products' dtype.
+Everything is sent in the products' dtype, but for the embedding's rows, which are the stream's.
 
 The matrices of a sub-layer that read the same are one operation, so that their backward pass can
 send while it computes: the inputs, of which the forward pass kept this process's part alone, come
@@ -50,14 +50,15 @@ def _gathering(x: Tensor, order: str, group: dist.ProcessGroup) -> Wait:
 
 
 def _summing(x: Tensor, order: str, group: dist.ProcessGroup) -> Wait:
-    """Begin to sum what each process has for all tokens; then there is this process's part.
+    """Begin to sum what each process has for all tokens, in place where each keeps all of the sum;
+    then there is this process's part.
 
     Where time is divided each sends the others their parts and adds up its own, in float32 at
     least. A reduce-scatter sends as much, but adds up in the dtype of the message, and gloo makes
     it of an all-reduce, which takes three times as long.
     """
     if order == "whole":
-        sent = received = x.clone()
+        sent = received = x
         work = dist.all_reduce(received, group=group, async_op=True)
     else:
         dim = 1 if order == "by_time" else 0
@@ -82,13 +83,15 @@ def _summing(x: Tensor, order: str, group: dist.ProcessGroup) -> Wait:
 
 def gathered(x: Tensor, dtype: torch.dtype, order: str, group_name: str) -> Tensor:
     """Return all tokens of the stream, in `dtype`, of which (B, t, D) are here. Collective."""
-    low = x.to(dtype, copy=order == "whole")
-    return low if order == "whole" else _gathering(low, order, group_named(group_name))()
+    if order == "whole":
+        return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return _gathering(x.to(dtype), order, group_named(group_name))()
 
 
 def summed(x: Tensor, order: str, group_name: str) -> Tensor:
     """Return this process's part (B, t, D) of the sum over the group for all tokens. Collective."""
-    return _summing(x, order, group_named(group_name))()
+    own = x.clone(memory_format=torch.contiguous_format) if order == "whole" else x
+    return _summing(own, order, group_named(group_name))()
 
 
 gather_stream = torch.library.custom_op("pentameter::gather_stream", gathered, mutates_args=())
@@ -168,7 +171,7 @@ def differentiated(
     x_grad = grads[0] @ weights[0]
     flat = [g.flatten(0, 1) for g in grads]
     for g, weight in zip(flat[1:], weights[1:], strict=True):
-        x_grad.flatten(0, 1).addmm_(g, weight)
+        x_grad.view(g.shape[0], -1).addmm_(g, weight)
     total = _summing(x_grad, order, group)
     every = (x if coming is None else coming()).flatten(0, 1)
     weight_grads = [g.t() @ every for g in flat]

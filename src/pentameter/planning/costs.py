@@ -234,10 +234,15 @@ class ActivationBytes:
         that read the stream at once keep the part of it that is here, and gather it again."""
         if self._has_ring and op.kind == "attention":
             return op.saves_by_blocks
-        reads_at_once = LayoutRules(self.layout).reads_at_once(self.config.lora)
-        if op.kind == "product" and reads_at_once and op.reads[0].axes[0] == "time":
+        if self._gathers_again(op):
             return tuple(replace(kept, axes=op.reads[0].axes) for kept in op.saves)
         return op.saves
+
+    def _gathers_again(self, op: Operation) -> bool:
+        """Whether the backward pass of a product gathers what it read, of which a part was kept."""
+        reads_stream = op.kind == "product" and op.reads[0].axes[0] == "time"
+        at_once = LayoutRules(self.layout).reads_at_once(self.config.lora)
+        return reads_stream and at_once and self.layout.sequence
 
     @property
     def _has_ring(self) -> bool:
@@ -322,21 +327,21 @@ class ActivationBytes:
         return rounded + logits + self.of(head.saves) + self._blocks_of_product(head, n_rows)
 
     def multiplying(self, run: Sequence[Operation]) -> int:
-        """Extra bytes while a product in a block is differentiated, in tensor modes of several
-        dimensions."""
+        """Extra bytes while a product in a block is differentiated, where processes share it."""
         n_tokens = self.sizes.micro_batch_size * self.config.model.context_length
         n_tokens = self.layout.local_shape((n_tokens,), ("context",))[0]
         products = (op for op in run if op.kind == "product")
         return max((self._blocks_of_product(op, n_tokens) for op in products), default=0)
 
     def _blocks_of_product(self, op: Operation, n_tokens: int) -> int:
-        """Bytes of others' blocks in the backward pass of a product of so many tokens: of SUMMA two
-        of the weight and of the result's gradient, and a sum for another process; in three
+        """Bytes of others' blocks in the backward pass of a product of so many tokens. Where time
+        is divided: what was read, gathered again, its gradient, and others' parts of that. Of SUMMA
+        two of the weight and of the result's gradient, and a sum for another process. In three
         dimensions inputs, weight and gradients as they are gathered."""
         mode, weight = self.layout.tensor_mode, op.parameters[0]
-        if mode == "1d":
-            return 0
         p, summed = self.sizes.product_bytes, max(4, self.sizes.product_bytes)
+        if mode == "1d":
+            return 3 * p * n_tokens * op.reads[0].shape[1] if self._gathers_again(op) else 0
         n_in, n_out = (
             self.layout.local_shape(tensor.shape, tensor.axes)[1]
             for tensor in (*op.reads, op.result)

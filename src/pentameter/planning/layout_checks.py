@@ -33,20 +33,32 @@ def check_layout(layout: Layout, model: ModelConfig, local_size: int | None = No
 
 
 def check_passes(layout: Layout, train: TrainConfig) -> None:
-    """Raise ConfigError for what wants the backward pass whole where a schedule splits it."""
-    if not layout.splits_backward:
-        return
-    in_two = f"parallel.schedule='{layout.schedule}' splits it in two"
-    if train.activation_checkpoint == "selective":
+    """Raise ConfigError for what wants the backward pass whole where a schedule splits it, and for
+    compilation where there is an obstacle to it."""
+    if layout.splits_backward and train.activation_checkpoint == "selective":
         raise ConfigError(
             "train.activation_checkpoint='selective' keeps what a single backward pass needs, and "
-            f"{in_two}; use 'full', or another schedule"
+            f"parallel.schedule='{layout.schedule}' splits it in two; use 'full', or another "
+            "schedule"
         )
-    if train.compile is True:
-        raise ConfigError(
-            f"train.compile=true compiles the backward pass as a whole, and {in_two}; set it to "
-            "false or 'auto', or use another schedule"
+    obstacle = compile_obstacle(layout, train)
+    if train.compile is True and obstacle is not None:
+        raise ConfigError(f"train.compile=true is not possible: {obstacle}; set it to 'auto'")
+
+
+def compile_obstacle(layout: Layout, train: TrainConfig) -> str | None:
+    """Why a layout's training steps cannot be compiled, or None where they can."""
+    if layout.splits_backward:
+        return (
+            f"parallel.schedule='{layout.schedule}' splits the backward pass in two, which "
+            "compiled code does as a whole"
         )
+    if layout.tensor > 1 and train.activation_checkpoint == "full":
+        return (
+            f"compiled code cannot compute whole blocks again whose matrices parallel.tensor="
+            f"{layout.tensor} divides (torch 2.13); train.activation_checkpoint='selective' it can"
+        )
+    return None
 
 
 def check_places(layout: Layout, model: ModelConfig, local_size: int | None) -> None:

@@ -367,6 +367,8 @@ def _sums_of_layer(config: Config, layout: Layout, cluster: Cluster, sizes: Step
     n_tokens = sizes.micro_batch_size * config.model.context_length // layout.context
     n_bytes = n_tokens * config.model.d_model * sizes.product_bytes
     one = Links(layout, cluster).seconds("tensor", "all_reduce", Traffic(1, n_bytes))
+    if config.lora.rank is not None:  # the first layer's inputs need no gradient
+        return 2 * one
     if not LayoutRules(layout).reads_at_once(config.lora):
         return 4 * one
     gathers = 1 if layout.sequence else 0  # of the results' gradients

@@ -186,7 +186,12 @@ class _Step:
         forward, beside = seconds["forward"], seconds.get("beside", 0.0)
         late = 0.0
         if beside:
-            late = self._late(sum(self.compute.reading(layers)[1:]), beside)
+            # What is read is gathered beside its gradient's products, and that is summed beside
+            # those of the weights.
+            _, to_input, to_weight = self.compute.reading(layers)
+            gathers, _ = self._of(sent["beside"], "tensor", "all_gather")
+            late = self._late(to_input, share * gathers)
+            late += self._late(to_weight, beside - share * gathers)
             mean = self.n_micro_batches / self.layout.pipeline
             self._note(self.hidden, "tensor", (beside - late) * mean)
         moved_forward = moved.pop("forward")
