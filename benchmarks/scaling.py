@@ -144,13 +144,14 @@ def loopback_bytes() -> int:
         return 0
 
 
-def planned_wire_bytes(plan: Plan) -> float:
-    """Bytes of the Plan's collectives that all processes send in a step, each as a ring would."""
+def planned_wire_bytes(plan: Plan, precision: str) -> float:
+    """Bytes of the Plan's collectives that all processes send in a step in the precision that it
+    runs in, each as a ring would."""
     total, layout = 0.0, plan.layout
     # Gradients are summed over all who hold a parameter alike, those that divide time among them.
     sizes = layout.sizes | {name: layout.parameter_sizes[name] for name in ("data", "shard")}
     for rank in range(layout.world_size):
-        for (dimension, kind), traffic in plan.traffic(rank, "fp32").items():
+        for (dimension, kind), traffic in plan.traffic(rank, precision).items():
             n = sizes.get(dimension, layout.world_size)
             passes = {"all_reduce": 2.0, "receive": 0.0}.get(kind, 1.0)
             total += traffic.n_bytes * passes * (1.0 if kind == "send" else (n - 1) / n)
@@ -238,7 +239,9 @@ def layouts_part(
     result = rows(records, "1 process", whole.tokens_per_step)
     for side in sides[1:]:
         result["sides"][side.name]["planned bubble"] = side.plan.bubble_fraction
-        result["sides"][side.name]["planned wire bytes"] = planned_wire_bytes(side.plan)
+        precision = records[side.name].how.split(",")[0]
+        wire_bytes = planned_wire_bytes(side.plan, precision)
+        result["sides"][side.name]["planned wire bytes"] = wire_bytes
     stream_bytes = 4 * whole.micro_batch_size * whole.config.model.context_length
     stream_bytes *= whole.config.model.d_model
     result["stream bytes"] = stream_bytes
