@@ -47,6 +47,7 @@ from pentameter.planning.plan import Plan
 
 Style = Callable[["Sharing", Any], None]
 """Divides a module's work, in place."""
+_BY_ROWS = Shard(0)
 
 
 @dataclass(frozen=True)
@@ -183,16 +184,15 @@ def _read_together(sharing: Sharing, module: Attention | MLP, *, by_time: bool =
     module.read = read
 
 
-def _divide_rows(sharing: Sharing, module: nn.Linear) -> None:
-    sharing.place_parameters(module, Shard(0), "weight", "bias")
+def _divide_rows(sharing: Sharing, module: nn.Linear, placement: Placement = _BY_ROWS) -> None:
+    sharing.place_parameters(module, placement, "weight", "bias")
     run_instead(module, lambda x: F.linear(x, *sharing.rows(module)))
 
 
 def _divide_keys_and_values(sharing: Sharing, module: nn.Linear) -> None:
     """The rows of its own heads; of fewer heads than there are processes, all in each."""
-    placement = Replicate() if sharing.plan.layout.kv_copies > 1 else Shard(0)
-    sharing.place_parameters(module, placement, "weight", "bias")
-    run_instead(module, lambda x: F.linear(x, *sharing.rows(module)))
+    are_few = sharing.plan.layout.kv_copies > 1
+    _divide_rows(sharing, module, Replicate() if are_few else _BY_ROWS)
 
 
 def _divide_columns(sharing: Sharing, module: nn.Linear, *, by_time: bool = False) -> None:
@@ -216,7 +216,7 @@ def _divide_columns(sharing: Sharing, module: nn.Linear, *, by_time: bool = Fals
 def _divide_norm_of_heads(sharing: Sharing, module: nn.RMSNorm) -> None:
     """Of each head's channels a process has all or none, of all heads' together its own heads'."""
     of_each = sharing.plan.config.model.qk_norm == "head"
-    sharing.place_parameters(module, Replicate() if of_each else Shard(0), "weight")
+    sharing.place_parameters(module, Replicate() if of_each else _BY_ROWS, "weight")
     eps = module.eps
     assert eps is not None
 
@@ -232,7 +232,7 @@ def _divide_norm_of_heads(sharing: Sharing, module: nn.RMSNorm) -> None:
 
 def _divide_look_up(sharing: Sharing, module: nn.Embedding) -> None:
     """Each process looks up the tokens of its part of the vocabulary; the sums are the rows."""
-    sharing.place_parameters(module, Shard(0), "weight")
+    sharing.place_parameters(module, _BY_ROWS, "weight")
     first = sharing.place * -(-module.num_embeddings // sharing.size)
 
     def forward(tokens: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ def _divide_look_up(sharing: Sharing, module: nn.Embedding) -> None:
 def _divide_logits(sharing: Sharing, module: Any) -> None:
     """Whole logits (B, T, V), of a weight and a bias of which some rows are here; to look at, as
     no gradient comes through them."""
-    sharing.place_parameters(module, Shard(0), *dict(module.named_parameters(recurse=False)))
+    sharing.place_parameters(module, _BY_ROWS, *dict(module.named_parameters(recurse=False)))
 
     def forward(x: Tensor, weight: Tensor | None = None) -> Tensor:
         weight = module.weight if weight is None else weight

@@ -58,12 +58,11 @@ def _summing(x: Tensor, order: str, group: dist.ProcessGroup) -> Wait:
     it of an all-reduce, which takes three times as long.
     """
     if order == "whole":
-        sent = received = x
+        received = x
         work = dist.all_reduce(received, group=group, async_op=True)
     else:
         dim = 1 if order == "by_time" else 0
-        parts = x.unflatten(dim, (group.size(), -1))
-        sent = parts.movedim(dim, 0).contiguous()
+        sent = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=group, async_op=True)
 
@@ -73,7 +72,7 @@ def _summing(x: Tensor, order: str, group: dist.ProcessGroup) -> Wait:
         if order == "whole":
             return received
         precise = torch.promote_types(x.dtype, torch.float32)
-        return received.sum(0, dtype=precise).to(sent.dtype)
+        return received.sum(0, dtype=precise).to(x.dtype)
 
     return wait
 
@@ -195,12 +194,7 @@ def _(
 
 @read_stream_backward.register_fake
 def _(
-    grads: list[Tensor],
-    x: Tensor,
-    weights: list[Tensor],
-    has_biases: bool,
-    order: str,
-    group_name: str,
+    grads: list[Tensor], x: Tensor, weights: list[Tensor], has_biases: bool, *_: Any
 ) -> list[Tensor]:
     biases = [x.new_empty(len(weight)) for weight in weights if has_biases]
     return [x.new_empty(x.shape), *(x.new_empty(weight.shape) for weight in weights), *biases]

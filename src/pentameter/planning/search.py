@@ -13,11 +13,10 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import attrgetter
 
 from pentameter.config.choices import TAKES_SEVERAL_STAGES
-from pentameter.config.schema import Config, LoraConfig, ModelConfig, ParallelConfig
+from pentameter.config.schema import Config, ParallelConfig
 from pentameter.errors import ConfigError
 from pentameter.planning.adapters import run_operations
 from pentameter.planning.cluster import Cluster
@@ -30,6 +29,7 @@ from pentameter.planning.links import Links
 from pentameter.planning.memory import optimizer_slots, step_memory
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.planning.rules import LayoutRules
+from pentameter.planning.shares import stage_tables
 from pentameter.planning.step_time import step_time
 from pentameter.planning.traffic import Traffic
 
@@ -381,11 +381,9 @@ def _gradients_and_weights(
     """The least time that sums of gradients and gathers of weights take in a step: one message, or
     one for each of ZeRO's units; of what tensor-parallel processes hold whole each has its part."""
     rules, M, links = LayoutRules(layout), sizes.n_micro_batches, Links(layout, cluster)
-    numbers = layout.stages_of(0)
-    n = (
-        sum(_n_trained(config.model, config.lora, stages[number]) for number in numbers)
-        // layout.tensor
-    )
+    tables = stage_tables(config, layout, stages, 0)
+    n = sum(spec.n_elements for _, table in tables for spec in table if spec.is_trained)
+    n //= layout.tensor
     whole = n * sizes.element_bytes
     match rules.data_sum:
         case "none":
@@ -395,17 +393,11 @@ def _gradients_and_weights(
         case "fsdp":
             n_gathers = 1 if rules.weights_stay_gathered else 2 * M
             n_sums = M if rules.reduces_each_micro_batch else 1
-            n_units = 1 + 2 * sum(len(stages[number]) for number in numbers)
+            n_units = 1 + 2 * sum(len(stages[number]) for number in layout.stages_of(0))
             gathered = Traffic(n_units, n * sizes.product_bytes)
             gathers = links.seconds("shard", "all_gather", gathered)
             sums = links.seconds("shard", "reduce_scatter", Traffic(n_units, whole))
             return n_gathers * gathers + n_sums * sums
-
-
-@lru_cache(maxsize=512)
-def _n_trained(model: ModelConfig, lora: LoraConfig, layers: range) -> int:
-    specs = {spec for op in run_operations(model, lora, layers) for spec in op.parameters}
-    return sum(spec.n_elements for spec in specs if spec.is_trained)
 
 
 def _bound(

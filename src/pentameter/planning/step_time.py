@@ -157,7 +157,7 @@ class _Step:
         per micro-batch. They are dealt out by layers."""
         place = self.layout.place_of_stage[number]
         layers = self.stages[number]
-        each = self.n_micro_batches / self.layout.pipeline  # of the mean process's step
+        each = self._passes_per_process
         here = sum(len(self.stages[other]) for other in self.layout.stages_of(place))
         share = len(layers) / here / self.n_micro_batches
         forward, backward = self._tensor(layers, place, share)
@@ -183,20 +183,24 @@ class _Step:
         sent = self._matrices(place)
         seconds = {when: share * self.links.total(sent[when], "tensor") for when in sent}
         moved = {when: share * self._moving(sent[when]) for when in sent}
-        forward, beside = seconds["forward"], seconds.get("beside", 0.0)
-        late = 0.0
-        if beside:
+        total = whole + sum(moved.values())
+        if "beside" in sent:
             # What is read is gathered beside its gradient's products, and that is summed beside
             # those of the weights.
             _, to_input, to_weight = self.compute.reading(layers)
-            gathers, _ = self._of(sent["beside"], "tensor", "all_gather")
-            late = self._late(to_input, share * gathers)
-            late += self._late(to_weight, beside - share * gathers)
-            mean = self.n_micro_batches / self.layout.pipeline
-            self._note(self.hidden, "tensor", (beside - late) * mean)
-        moved_forward = moved.pop("forward")
-        backward = whole - forward - beside + late
-        return forward + moved_forward, backward + sum(moved.values())
+            gathers = share * self._of(sent["beside"], "tensor", "all_gather")[0]
+            sums = seconds["beside"] - gathers
+            hidden = gathers + sums - self._late(to_input, gathers) - self._late(to_weight, sums)
+            self._note(self.hidden, "tensor", hidden * self._passes_per_process)
+            total -= hidden
+        forward = seconds["forward"] + moved["forward"]
+        return forward, total - forward
+
+    @property
+    def _passes_per_process(self) -> float:
+        """Passes of a stage in a step ÷ processes of the pipeline. Seconds of a stage's pass times
+        it, added up over the stages, are those of the mean process."""
+        return self.n_micro_batches / self.layout.pipeline
 
     def _moving(self, traffic: StepTraffic) -> float:
         """Time in which a process puts messages of divided time together, half of which come by
