@@ -5,12 +5,16 @@ import torch
 
 from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu import amx, kernels
-from pentameter.fused_cpu.functions import AmxAttention, CausalAttention
+from pentameter.fused_cpu.functions import (
+    AmxAttention,
+    AmxFeedForward,
+    CausalAttention,
+)
 from pentameter.fused_cpu.heads import HeadShape
 from pentameter.fused_cpu.step import fused_loss_sum
 from pentameter.machine.capabilities import machine_capabilities
 from pentameter.model.dropout import dropout_keys
-from pentameter.model.gpt import build_model
+from pentameter.model.gpt import ACTIVATIONS, build_model
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -127,6 +131,93 @@ def test_transpose(shape):
     x = torch.randn(shape).bfloat16()
     assert amx.can_transpose(x) == (shape in [(64, 96), (1024, 32)])
     assert torch.equal(kernels.transpose(x), x.t())
+
+
+def layer(M, D, n, kind, biased):
+    """Arguments of a feed-forward Function, and the gradient of its output."""
+    generator = torch.Generator().manual_seed(n)
+    gated = kind in ("swiglu", "geglu")
+    x, g = (torch.randn(M, D, generator=generator).bfloat16() for _ in range(2))
+    scale = 1 + 0.1 * torch.randn(D, generator=generator)
+    up = [torch.randn(n, D, generator=generator) / D**0.5 for _ in range(1 + gated)]
+    bias = torch.randn(n * len(up), generator=generator) if biased else None
+    down = torch.randn(D, n, generator=generator) / n**0.5
+    return (x, scale, bias, down, kind, *up), g
+
+
+def plain_feed_forward(x, scale, bias, down, kind, *up):
+    """The layer in x's dtype, by PyTorch's operations."""
+    h = x @ (torch.cat(up) * scale).to(x.dtype).t()
+    h = h if bias is None else (h + bias).to(x.dtype)
+    y = ACTIVATIONS[kind](h[:, : len(up[0])])
+    return (y * h[:, len(up[0]) :] if len(up) > 1 else y) @ down.to(x.dtype).t()
+
+
+def fed_forward(function, arguments, g, dtype=None):
+    leaves = [
+        x.to(dtype or x.dtype).clone().requires_grad_() if isinstance(x, torch.Tensor) else x
+        for x in arguments
+    ]
+    y = function(*leaves)
+    y.backward(g.to(dtype or g.dtype))
+    return y.detach(), *(x.grad for x in leaves if isinstance(x, torch.Tensor))
+
+
+@pytest.mark.parametrize(
+    ("M", "D", "n", "kind", "biased"),
+    [
+        (96, 64, 160, "gelu", True),
+        (160, 32, 96, "swiglu", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (4096, 64, 96, "gelu", False),  # in blocks of 256 rows
+                (4128, 96, 64, "geglu", False),  # the last block is not full
+                (1056, 64, 32, "relu", True),
+                (544, 32, 512, "relu2", True),
+                (64, 1024, 32, "gelu_tanh", False),
+                (32, 32, 4096, "swiglu", False),
+            )
+        ),
+    ],
+)
+def test_a_feed_forward_layer_equals_the_products(M, D, n, kind, biased):
+    arguments, g = layer(M, D, n, kind, biased)
+    assert amx.can_feed_forward(arguments[0], n)
+    exact = fed_forward(plain_feed_forward, arguments, g, torch.float64)
+    native = fed_forward(AmxFeedForward.apply, arguments, g)
+    plain = fed_forward(plain_feed_forward, arguments, g)
+    for x, other, reference in zip(native, plain, exact, strict=True):
+        assert relative(x, reference) < max(1.2 * relative(other, reference), 0.002)
+
+
+def test_a_feed_forward_layer_does_not_depend_on_threads():
+    before = torch.get_num_threads()
+    answers = []
+    try:
+        for n_threads in (1, 2, 3):
+            torch.set_num_threads(n_threads)
+            answers.append(fed_forward(AmxFeedForward.apply, *layer(288, 32, 32, "gelu", False)))
+    finally:
+        torch.set_num_threads(before)
+    for answer in answers[1:]:
+        assert all(map(torch.equal, answer, answers[0]))
+
+
+def test_sizes_that_tiles_do_not_divide_are_left_to_the_products():
+    x = torch.randn(2, 32, 64).bfloat16()
+    assert amx.can_feed_forward(x, 96)
+    assert not amx.can_feed_forward(x, 80)
+    assert not amx.can_feed_forward(x[:, :31], 96)
+    assert not amx.can_feed_forward(x.float(), 96)
+
+
+@pytest.mark.parametrize("shape", [(64, 32, 96), (576, 64, 32)])
+def test_a_product_over_rows(shape):
+    M, a, b = shape
+    left, right = torch.randn(M, a).bfloat16(), torch.randn(M, b).bfloat16()
+    exact = left.double().t() @ right.double()
+    assert relative(amx.product_over_rows(left, right), exact) < 1e-6
 
 
 VARIANTS = {

@@ -1,6 +1,7 @@
-"""Kernels for CPUs with AMX, in C++: causal attention in bf16, and a transposing copy.
+"""Kernels for CPUs with AMX, in C++ and in bf16: causal attention, feed-forward layers, weight
+gradients, and a transposing copy.
 
-`cpp/attention.cpp` says how they work. `load` builds them where a machine can run them; where
+The files in `cpp/` say how they work. `load` builds them where a machine can run them; where
 nothing is loaded, the step uses PyTorch's products.
 """
 
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,10 +27,8 @@ from pentameter.machine.capabilities import Capabilities, find_compiler
 from pentameter.model.dropout import keep_bound
 from pentameter.planning.architecture import head_size
 
-SOURCES = tuple(
-    Path(__file__).with_name("cpp") / name for name in ("attention.cpp", "heads.h", "tiles.h")
-)
-"""What to compile, and what it includes."""
+SOURCES = tuple(sorted(Path(__file__).with_name("cpp").iterdir()))
+"""The files to compile (.cpp) and those that they include (.h)."""
 FLAGS = ("-O3", "-std=c++17", "-march=sapphirerapids", "-shared", "-fPIC", "-fopenmp")
 BUILD_SECONDS = 120  # it takes one
 MAX_HEAD = 256
@@ -71,10 +71,11 @@ def _built() -> Path:
     if not compiler.works or compiler.command is None:
         raise OSError(compiler.reason)
     library.parent.mkdir(parents=True, exist_ok=True)
+    compiled = [str(source) for source in SOURCES if source.suffix == ".cpp"]
     # Several processes may build at once: each writes its own file and puts it in place.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         fresh = Path(folder) / library.name
-        command = [compiler.command, *FLAGS, str(SOURCES[0]), "-o", str(fresh)]
+        command = [compiler.command, *FLAGS, *compiled, "-o", str(fresh)]
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False
         )
@@ -115,6 +116,106 @@ def transpose_into(out: Tensor, x: Tensor) -> None:
     M, n = x.shape
     sizes = (ctypes.c_int64(size) for size in (M, n, out.stride(0)))
     _loaded[0].pentameter_transpose(_at(out), _at(x), *sizes)
+
+
+ROWS_PER_SUM = 256
+"""Rows of a chunk of a weight's gradient; `ROWS` of cpp/weight_gradient.cpp is as many."""
+
+
+class Paired(NamedTuple):
+    """A matrix (M, n) as a weight's gradient reads it: `rows` rows after another, in panels of 32
+    columns, in pairs of rows."""
+
+    data: Tensor
+    n: int
+    rows: int
+
+
+def can_multiply_over_rows(left: Tensor, right: Tensor) -> bool:
+    """True if the kernels are loaded and take leftᵀ · right for left (M, a) and right (M, b)."""
+    return can_transpose(left) and can_transpose(right)
+
+
+def product_over_rows(left: Tensor, right: Tensor | Paired) -> Tensor:
+    """leftᵀ · right, (a, b) in fp32, for left (M, a) and right (M, b)."""
+    paired = isinstance(right, Paired)
+    if not isinstance(right, Paired):
+        right = Paired(right, right.shape[1], ROWS_PER_SUM)
+    (M, a), b = left.shape, right.n
+    out = left.new_empty(a, b, dtype=torch.float32)
+    sizes = (ctypes.c_int64(size) for size in (M, a, b, right.rows, paired))
+    _loaded[0].pentameter_weight_gradient(_at(out), _at(left), _at(right.data), *sizes)
+    return out
+
+
+class Curve(NamedTuple):
+    """An activation's table: coefficients (4, 32) of cubic polynomials, the constant ones first,
+    and the number of them for each unit of |x|."""
+
+    pieces: Tensor
+    per_unit: float
+
+
+class FeedForward(NamedTuple):
+    """A feed-forward layer: weights `up` (N, D) and `down` (D, n) in bf16, the bias (N) in fp32,
+    and the table of its activation, None for ReLU². Where N is 2 · n, of every 32 rows of `up` the
+    first 16 are the gate's."""
+
+    up: Tensor
+    bias: Tensor | None
+    down: Tensor
+    curve: Curve | None
+
+
+class _FeedForward(ctypes.Structure):
+    """`FeedForward` of cpp/feed_forward.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("up", "down", "bias", "pieces")),
+        *((name, ctypes.c_int64) for name in ("M", "D", "N", "n", "gated", "rows")),
+        ("per_unit", ctypes.c_float),
+    )
+
+
+def can_feed_forward(x: Tensor, n: int) -> bool:
+    """True if the kernels are loaded and take a feed-forward layer of x (…, D) with n channels
+    between its products."""
+    M, D = x.numel() // x.shape[-1], x.shape[-1]
+    whole = all(size % 32 == 0 for size in (M, D, n)) and x.is_contiguous()
+    return bool(_loaded) and x.dtype is torch.bfloat16 and whole
+
+
+def feed_forward(layer: FeedForward, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The layer's output for x (…, D), without a bias of `down`, and what its backward reads."""
+    job, out = _feed_forward(layer, x), torch.empty_like(x)
+    kept = x.new_empty(job.M * job.N)
+    _loaded[0].pentameter_feed_forward(ctypes.byref(job), *map(_at, (out, kept, x)))
+    return out, kept
+
+
+def feed_forward_backward(
+    layer: FeedForward, g: Tensor, kept: Tensor
+) -> tuple[Tensor, Paired, Paired, Tensor | None]:
+    """The gradients of x and of its product with `up`; what `down` reads; and the gradient of the
+    bias, if there is one. `g` is the output's gradient and `kept` what `feed_forward` gave."""
+    job, g_x = _feed_forward(layer, g), torch.empty_like(g)
+    g_h, y = g.new_empty(job.M * job.N), g.new_empty(job.M * job.n)
+    g_bias = g.new_empty(-(-job.M // job.rows), job.N, dtype=torch.float32)
+    to = (ctypes.c_void_p * 4)(*map(_at, (g_x, g_h, y, g_bias)))
+    _loaded[0].pentameter_feed_forward_backward(ctypes.byref(job), to, _at(g), _at(kept))
+    paired = Paired(g_h, job.N, job.rows), Paired(y, job.n, job.rows)
+    return g_x, *paired, None if layer.bias is None else g_bias.sum(0)
+
+
+def _feed_forward(layer: FeedForward, x: Tensor) -> _FeedForward:
+    (N, D), n = layer.up.shape, layer.down.shape[1]
+    M, rows = x.numel() // D, ROWS_PER_SUM
+    # Enough blocks of rows for every core, each within its cache.
+    while rows > 32 and (16 * rows > M or rows * N > 2**19):
+        rows //= 2
+    pieces, per_unit = (None, 0.0) if layer.curve is None else layer.curve
+    addresses = map(_at, (layer.up, layer.down, layer.bias, pieces))
+    return _FeedForward(*addresses, M, D, N, n, n != N, rows, per_unit)
 
 
 class _Part(ctypes.Structure):

@@ -19,6 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from pentameter.fused_cpu import amx, attention_kernels, kernels
+from pentameter.fused_cpu.activations import activate, activation_gradients, curve
 from pentameter.fused_cpu.heads import HeadShape, heads_of, rotation_of
 
 QUERY_BLOCKS = 2  # more save products but add calls: 2 was fastest at 256 tokens
@@ -128,29 +129,86 @@ class FeedForward(Function):
         h = x @ low_up.t()
         ctx.save_for_backward(x, h, low_up, low_down, bias, scale, down, *up)
         ctx.kind = kind
-        return kernels.activation_forward(h, bias, kind, len(up) > 1) @ low_down.t()
+        return activate(h, bias, kind, len(up) > 1) @ low_down.t()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, h, low_up, low_down, bias, scale, down, *up = ctx.saved_tensors
-        g_h, wide = kernels.activation_backward(g @ low_down, h, bias, ctx.kind, len(up) > 1)
+        g_h, wide = activation_gradients(g @ low_down, h, bias, ctx.kind, len(up) > 1)
         g_up, g_scale = kernels.unfold(_weight_gradient(g_h, x), tuple(up), scale)
         (g_down,), _ = kernels.unfold(_weight_gradient(g, wide), (down,), None)
         g_bias = None if bias is None else kernels.sum_rows(g_h)
         return g_h @ low_up, g_scale, g_bias, g_down, None, *g_up
 
 
-def _weight_gradient(g: Tensor, x: Tensor) -> Tensor:
-    """gᵀ · x over all rows, (n, k).
+class AmxFeedForward(Function):
+    """The same as `FeedForward`, for bf16 on a CPU with AMX and sizes that `amx` takes."""
 
-    The narrower side is transposed by copying, which takes a tenth of the time that a product
-    of many rows with a transposed view loses.
-    """
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        down: Tensor,
+        kind: str,
+        *up: Tensor,
+    ) -> Tensor:
+        """(B, T, D), without the bias of `down`. `up` are the weights (gate, up), or up alone."""
+        n_factors = len(up)
+        layer = amx.FeedForward(
+            _interleave(kernels.fold(up, scale, x.dtype), n_factors),
+            None if bias is None else _interleave(bias, n_factors),
+            kernels.fold((down,), None, x.dtype),
+            curve(kind),
+        )
+        y, kept = amx.feed_forward(layer, x)
+        ctx.save_for_backward(x, kept, layer.up, layer.bias, layer.down, scale, down, *up)
+        ctx.curve = layer.curve
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, kept, low_up, bias, low_down, scale, down, *up = ctx.saved_tensors
+        layer, g = amx.FeedForward(low_up, bias, low_down, ctx.curve), g.contiguous()
+        g_x, g_h, y, g_bias = amx.feed_forward_backward(layer, g, kept)
+        joined = _product_over_rows(x.flatten(0, -2), g_h).t()
+        g_up, g_scale = kernels.unfold(_separate(joined, len(up)), tuple(up), scale)
+        (g_down,), _ = kernels.unfold(_product_over_rows(g.flatten(0, -2), y), (down,), None)
+        if g_bias is not None:
+            g_bias = _separate(g_bias, len(up))
+        return g_x, g_scale, g_bias, g_down, None, *g_up
+
+
+def _interleave(x: Tensor, n_factors: int) -> Tensor:
+    """Rows of `n_factors` equal parts, one below the other, → 16 rows of each part in turn."""
+    return x.view(n_factors, -1, 16, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
+
+
+def _separate(x: Tensor, n_factors: int) -> Tensor:
+    """The inverse of `_interleave`."""
+    return x.reshape(-1, n_factors, 16, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
+
+
+def _weight_gradient(g: Tensor, x: Tensor) -> Tensor:
+    """gᵀ · x over all rows, (n, k), at least in the dtype of both."""
     g, x = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
-    if g.shape[1] <= x.shape[1]:
-        return kernels.transpose(g) @ x
-    return (kernels.transpose(x) @ g).t()
+    if g.shape[1] > x.shape[1]:
+        return _product_over_rows(x, g).t()
+    return _product_over_rows(g, x)
+
+
+def _product_over_rows(left: Tensor, right: Tensor | amx.Paired) -> Tensor:
+    """leftᵀ · right, (a, b), for left (M, a) and right (M, b), which is as wide or wider.
+
+    Without a native kernel the left side is transposed by copying, which takes a tenth of the time
+    that a product of many rows with a transposed view loses.
+    """
+    if isinstance(right, amx.Paired) or amx.can_multiply_over_rows(left, right):
+        return amx.product_over_rows(left, right)
+    return kernels.transpose(left) @ right
 
 
 class CausalAttention(Function):

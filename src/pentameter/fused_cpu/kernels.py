@@ -4,7 +4,7 @@ Why not compile the whole model: a graph of forward and backward together saves 
 booleans, which the CPU backend writes one by one (54 ms for a mask that takes 2 ms to compute
 again), and computes activations a second time inside reductions over rows. Here each kernel
 says what it reads and writes; nothing is left to a partitioner. See docs/performance.md. Those of
-attention are in attention_kernels.py.
+attention are in attention_kernels.py, activations in activations.py.
 
 Shapes: M rows (batch × time), D d_model, B batch, T time.
 """
@@ -171,95 +171,3 @@ def add_norm_backward(
     if g is not None:
         total = total + g
     return total, _dropped(total, keys, p).to(g_norm.dtype)
-
-
-# Activations
-
-_GELU_TANH = math.sqrt(2 / math.pi)
-
-
-def _normal_cdf(x: Tensor, density: Tensor, *, exact: bool) -> Tensor:
-    """Φ(x), given `density` = exp(-x² / 2).
-
-    Where the result is rounded to 16 bits anyway, formula 7.1.26 of Abramowitz and Stegun (error
-    below 1.5e-7) shares the exponential with the derivative, and takes 2/3 of the time.
-    """
-    if exact:
-        return 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
-    t = 1 / (1 + 0.3275911 * math.sqrt(0.5) * x.abs())
-    series = 1.421413741 + t * (-1.453152027 + t * 1.061405429)
-    upper = 0.5 * density * t * (0.254829592 + t * (-0.284496736 + t * series))
-    return torch.where(x >= 0, 1 - upper, upper)
-
-
-# Each returns f(x) and f'(x); results that are not `exact` are rounded to 16 bits.
-
-
-def _relu(x: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
-    return torch.relu(x), (x > 0).to(x.dtype)
-
-
-def _relu2(x: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
-    positive = torch.relu(x)
-    return positive * positive, 2 * positive
-
-
-def _silu(x: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
-    share = torch.sigmoid(x)
-    return x * share, share + x * share * (1 - share)
-
-
-def _gelu(x: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
-    density = torch.exp(-0.5 * x * x)
-    share = _normal_cdf(x, density, exact=exact)
-    return x * share, share + x * density * (1 / math.sqrt(2 * math.pi))
-
-
-def _gelu_tanh(x: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
-    # Hendrycks & Gimpel 2016, the form GPT-2 uses
-    tanh = torch.tanh(_GELU_TANH * (x + 0.044715 * x * x * x))
-    inner = _GELU_TANH * (1 + 3 * 0.044715 * x * x)
-    return 0.5 * x * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * inner
-
-
-ACTIVATIONS = {
-    "relu": _relu,
-    "relu2": _relu2,
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-    "swiglu": _silu,
-    "geglu": _gelu,
-}
-"""`model.activation` → what acts on the layer's inner width, or on its gate."""
-
-
-@kernel
-def activation_forward(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
-    """f(h + bias) in h's dtype; `kind` is one of ACTIVATIONS. Where it is `gated`, f of the first
-    half of h's channels (…, 2·n) times the other half: (…, n)."""
-    exact = h.dtype.itemsize > 2
-    x, factor = _gate(plus_bias(h, bias), gated)
-    y = ACTIVATIONS[kind](x, exact)[0]
-    return (y if factor is None else y * factor).to(h.dtype)
-
-
-@kernel
-def activation_backward(
-    g: Tensor, h: Tensor, bias: Tensor | None, kind: str, gated: bool
-) -> tuple[Tensor, Tensor]:
-    """The gradient of h from that of what `activation_forward` gives, and what it gives again."""
-    exact = h.dtype.itemsize > 2
-    x, factor = _gate(plus_bias(h, bias), gated)
-    y, slope = ACTIVATIONS[kind](x, exact)
-    g = precise(g)
-    if factor is None:
-        return (g * slope).to(h.dtype), y.to(h.dtype)
-    g_both = torch.cat((g * slope * factor, g * y), -1)
-    return g_both.to(h.dtype), (y * factor).to(h.dtype)
-
-
-def _gate(h: Tensor, gated: bool) -> tuple[Tensor, Tensor | None]:
-    if not gated:
-        return h, None
-    x, factor = h.chunk(2, -1)
-    return x, factor

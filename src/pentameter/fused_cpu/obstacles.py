@@ -11,7 +11,8 @@ from dataclasses import asdict
 from pentameter.config.messages import shown
 from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu import amx
-from pentameter.fused_cpu.kernels import ACTIVATIONS, CENTRED
+from pentameter.fused_cpu.activations import ACTIVATIONS
+from pentameter.fused_cpu.kernels import CENTRED
 from pentameter.machine.capabilities import Capabilities
 from pentameter.planning.layout import Layout
 from pentameter.planning.plan import Plan

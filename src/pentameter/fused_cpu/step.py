@@ -19,6 +19,7 @@ from pentameter.fused_cpu import amx
 from pentameter.fused_cpu.functions import (
     AddNorm,
     AmxAttention,
+    AmxFeedForward,
     CausalAttention,
     EmbeddingDropout,
     FeedForward,
@@ -128,7 +129,8 @@ def _heads(h: Tensor, norm: nn.Module, attention: Attention) -> tuple[Tensor | N
 def _fed_forward(h: Tensor, norm: nn.Module, mlp: MLP, activation: str) -> Tensor:
     """The output (B, T, D) of the feed-forward layer, without its bias, for h normalised."""
     layers = [mlp.up] if mlp.gate is None else [mlp.gate, mlp.up]
-    return FeedForward.apply(
+    native = amx.can_feed_forward(h, mlp.down.in_features)
+    return (AmxFeedForward if native else FeedForward).apply(
         h,
         norm.get_parameter("weight"),
         _folded_bias(layers, norm),

@@ -1,4 +1,4 @@
-// Causal attention in bf16, forward and backward, and a transposing copy.
+// Causal attention in bf16, forward and backward.
 //
 // One thread computes the heads that share keys and values of one row of the batch from beginning to
 // end, so that everything between the read of q, k, v and the write of the result stays in its cache: PyTorch's batched
@@ -320,19 +320,5 @@ void pentameter_attention_backward(const Job* job, const Gradients* to, const bf
     for_each_kv_head<Backward>(*job, [&](Backward& backward, int64_t b, int g) {
         backward.heads(*to, g_y, y, logs, b, g);
     });
-}
-
-// out (n, M) = xᵀ for x (M, n) of 16-bit elements; both sizes are multiples of 32, and the rows of
-// out, `stride` apart, begin at multiples of 64 bytes.
-void pentameter_transpose(bf16* out, const bf16* x, int64_t M, int64_t n, int64_t stride) {
-#pragma omp parallel
-    {
-#pragma omp for schedule(static)
-        for (int64_t m = 0; m < M; m += 32)
-            for (int64_t c = 0; c < n; c += 16)
-                transpose_rows<true>((int32_t*)(out + c * stride + m), stride / 2, x + m * n + c,
-                                     n);
-        _mm_sfence();  // streamed writes are in no order with what follows
-    }
 }
 }

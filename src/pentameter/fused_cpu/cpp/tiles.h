@@ -8,41 +8,14 @@
 
 #pragma once
 
-#include <immintrin.h>
-
 #include <cstdint>
 #include <cstdlib>
 #include <new>
 
-using bf16 = uint16_t;
+#include "vectors.h"
 
 constexpr int BLOCK = 32;
 constexpr int TILE = 256;  // words of 32 bits
-
-// 2^x for x ≤ 0 or a little above; the error is below 3e-6 of the result, bf16 rounds by 4e-3.
-inline __m512 power_of_two(__m512 x) {
-    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 part = _mm512_sub_ps(x, whole);
-    __m512 y = _mm512_set1_ps(1.3333558e-3f);  // Taylor: ln(2)^n / n!
-    for (float c : {9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
-        y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(c));
-    return _mm512_scalef_ps(y, whole);
-}
-
-inline __m256i to_bf16(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
-
-inline __m512 to_float(__m256i x) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
-}
-
-inline __m512i pair(__m256i even, __m256i odd) {
-    return _mm512_or_si512(_mm512_cvtepu16_epi32(even),
-                           _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
-}
-
-inline __m256i load16(const bf16* x) { return _mm256_loadu_si256((const __m256i*)x); }
-
-inline void store16(bf16* x, __m256i values) { _mm256_storeu_si256((__m256i*)x, values); }
 
 // A 16 × 16 matrix of 32-bit words, transposed. STREAM writes past the caches, for large results.
 template <bool STREAM = false>
@@ -102,17 +75,23 @@ inline void pair_rows(int32_t* out, const bf16* x, int TP, int K) {
                 out, pair(load16(x + int64_t(t) * K + k), load16(x + int64_t(t + 1) * K + k)));
 }
 
+// Where the four tiles of a matrix of 32 rows lie: the rows of a tile `stride` elements apart, the tile
+// to the right of the first and the one below it so many elements on.
+struct Tiling {
+    int64_t stride, right, below;
+};
+
 // C (32, 32) fp32 = A · B over 32 · steps; B0 and B1 are its two columns of paired tiles.
-// With `add`, C += A · B.
-inline void product(float* C, int64_t c_stride, const bf16* A, int64_t a_stride, const int32_t* B0,
-                    const int32_t* B1, int steps, bool add = false) {
-    float* C1 = C + 16 * c_stride;
-    const bf16* A1 = A + 16 * a_stride;
+// With `add`, C += A · B. `beside` is called once a step: the core does it while tiles multiply.
+template <class Beside>
+void product(float* C, const Tiling& c, const bf16* A, const Tiling& a, const int32_t* B0,
+             const int32_t* B1, int steps, bool add, Beside beside) {
+    float *right = C + c.right, *below = C + c.below, *last = below + c.right;
     if (add) {
-        _tile_loadd(0, C, 4 * c_stride);
-        _tile_loadd(1, C + 16, 4 * c_stride);
-        _tile_loadd(2, C1, 4 * c_stride);
-        _tile_loadd(3, C1 + 16, 4 * c_stride);
+        _tile_loadd(0, C, 4 * c.stride);
+        _tile_loadd(1, right, 4 * c.stride);
+        _tile_loadd(2, below, 4 * c.stride);
+        _tile_loadd(3, last, 4 * c.stride);
     } else {
         _tile_zero(0);
         _tile_zero(1);
@@ -120,19 +99,27 @@ inline void product(float* C, int64_t c_stride, const bf16* A, int64_t a_stride,
         _tile_zero(3);
     }
     for (int s = 0; s < steps; s++) {
-        _tile_loadd(4, A + 32 * s, 2 * a_stride);
+        _tile_loadd(4, A + a.right * s, 2 * a.stride);
         _tile_loadd(6, B0 + TILE * s, 64);
-        _tile_loadd(7, B1 + TILE * s, 64);
-        _tile_loadd(5, A1 + 32 * s, 2 * a_stride);
         _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, B1 + TILE * s, 64);
         _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, A + a.below + a.right * s, 2 * a.stride);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
+        beside();
     }
-    _tile_stored(0, C, 4 * c_stride);
-    _tile_stored(1, C + 16, 4 * c_stride);
-    _tile_stored(2, C1, 4 * c_stride);
-    _tile_stored(3, C1 + 16, 4 * c_stride);
+    _tile_stored(0, C, 4 * c.stride);
+    _tile_stored(1, right, 4 * c.stride);
+    _tile_stored(2, below, 4 * c.stride);
+    _tile_stored(3, last, 4 * c.stride);
+}
+
+// The same for matrices that lie in rows.
+inline void product(float* C, int64_t c_stride, const bf16* A, int64_t a_stride, const int32_t* B0,
+                    const int32_t* B1, int steps, bool add = false) {
+    product(C, {c_stride, 16, 16 * c_stride}, A, {a_stride, 32, 16 * a_stride}, B0, B1, steps, add,
+            [] {});
 }
 
 struct alignas(64) TileConfig {

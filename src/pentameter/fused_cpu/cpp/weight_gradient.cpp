@@ -1,0 +1,96 @@
+// A linear layer's weight gradient: a product whose sum runs over all rows of a batch.
+//
+// Both factors lie with the summed index outside, so both have to be turned on the way: chunks of
+// ROWS rows are brought into tiles in a core's cache, where PyTorch's products want a transposed copy
+// of one factor in memory. A chunk's product is added to sums in fp32 that stay in the cache too.
+// Threads divide the columns of the wider factor, so the result does not depend on their number.
+
+#include <omp.h>
+
+#include <algorithm>
+
+#include "tiles.h"
+
+namespace {
+
+constexpr int ROWS = 256;  // a panel of either factor, 32 columns wide, is 16 KiB: both fit the L1 cache
+
+// Columns `column` … `column` + 31 of x (M, n), n_rows rows from the first, paired for the right.
+void pair_panel(int32_t* out, const bf16* x, int64_t n, int n_rows) {
+    int32_t* next = out + n_rows / 32 * TILE;
+    for (int row = 0; row < n_rows; row += 2, x += 2 * n, out += 16, next += 16) {
+        const __m512i even = _mm512_loadu_si512(x), odd = _mm512_loadu_si512(x + n);
+        _mm512_store_si512(out, pair(_mm512_castsi512_si256(even), _mm512_castsi512_si256(odd)));
+        _mm512_store_si512(next, pair(_mm512_extracti64x4_epi64(even, 1),
+                                      _mm512_extracti64x4_epi64(odd, 1)));
+    }
+}
+
+// Element (i, j) of sums (a, b) that lie in blocks (32, 32) of tiles, column of blocks after column.
+const float* sum_at(const float* sums, int64_t a, int64_t i, int64_t j) {
+    const int64_t block = j / 32 * (a / 32) + i / 32, tile = i % 32 / 16 * 2 + j % 32 / 16;
+    return sums + (block * 4 + tile) * TILE + i % 16 * 16 + j % 16;
+}
+
+}  // namespace
+
+extern "C" {
+
+// out (a, b) fp32 = leftᵀ · right, for left (M, a) and right (M, b), in chunks of `rows` rows. Right lies
+// in rows or, chunk after chunk, in panels of 32 columns that are `paired`. All sizes are multiples of
+// 32, and `rows` is at most ROWS where right is not paired.
+void pentameter_weight_gradient(float* out, const bf16* left, const bf16* right, int64_t M,
+                                int64_t a, int64_t b, int64_t rows, int64_t paired) {
+#pragma omp parallel
+    {
+        const int64_t n_threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        const int64_t first = b / 32 * thread / n_threads * 32;
+        const int64_t end = b / 32 * (thread + 1) / n_threads * 32;
+        Workspace space;
+        // All in tiles, which rows far apart would make slower to read.
+        float* sums = space.take<float>((end - first) * a);  // blocks (32, 32), column after column
+        bf16* turned = space.take<bf16>(a * rows);           // leftᵀ
+        int32_t* pairs = space.take<int32_t>(16 * ROWS);
+        for (int64_t m = 0; m < M; m += rows) {
+            const int n_rows = int(std::min(rows, M - m)), steps = n_rows / 32;
+            for (int row = 0; row < n_rows; row += 32)
+                for (int64_t i = 0; i < a; i += 16)
+                    transpose_rows((int32_t*)(turned + i * n_rows + row * 16), 16,
+                                   left + (m + row) * a + i, a);
+            for (int64_t j = first; j < end; j += 32) {
+                const int32_t* panel = pairs;
+                if (paired)
+                    panel = (const int32_t*)(right + m * b + j * n_rows);
+                else
+                    pair_panel(pairs, right + m * b + j, b, n_rows);
+                const bf16* next = right + m * b + (paired ? (j + 32) * n_rows : j + 32);
+                int row = 0;
+                for (int64_t i = 0; i < a; i += 32) {
+                    product(sums + (j - first) * a + i * 32, {16, TILE, 2 * TILE},
+                            turned + i * n_rows, {32, 512, 16 * n_rows}, panel,
+                            panel + steps * TILE, steps, m > 0, [] {});
+                    for (int n = 0; n < 24 && row < n_rows; n++, row++)
+                        _mm_prefetch((const char*)(next + row * (paired ? 32 : b)), _MM_HINT_T1);
+                }
+            }
+        }
+        for (int64_t j = first; j < end; j += 16)
+            for (int64_t i = 0; i < a; i++)
+                _mm512_storeu_ps(out + i * b + j, _mm512_loadu_ps(sum_at(sums, a, i, j - first)));
+    }
+}
+
+// out (n, M) = xᵀ for x (M, n) of 16-bit elements; both sizes are multiples of 32, and the rows of
+// out, `stride` apart, begin at multiples of 64 bytes.
+void pentameter_transpose(bf16* out, const bf16* x, int64_t M, int64_t n, int64_t stride) {
+#pragma omp parallel
+    {
+#pragma omp for schedule(static)
+        for (int64_t m = 0; m < M; m += 32)
+            for (int64_t c = 0; c < n; c += 16)
+                transpose_rows<true>((int32_t*)(out + c * stride + m), stride / 2, x + m * n + c,
+                                     n);
+        _mm_sfence();  // streamed writes are in no order with what follows
+    }
+}
+}
