@@ -253,6 +253,7 @@ def test_activations_are_recomputed_alike(runs, tiny, tiny_alone, size, changes)
 COMPILED: list[Any] = [
     # Of 21 rows one process has 11: what is compiled for one is no code for the other.
     (2, {**LAYOUTS["tensor"], "model.vocab_multiple": 7}),
+    (2, {**LAYOUTS["tensor"], "parallel.sequence": True, "train.activation_checkpoint": "full"}),
     *(
         pytest.param(size, changes, marks=pytest.mark.slow)
         for size, changes in (
@@ -327,11 +328,6 @@ def test_a_compiled_step_is_the_eager_one(runs, tiny, tiny_alone, size, changes)
             ["--nproc", "2", "--parallel.pipeline", "2", "--parallel.schedule", "zero-bubble",
              "--train.compile", "true", "--dry-run"],
             ["train.compile=true", "'zero-bubble' splits the backward", "set it to 'auto'"],
-        ),
-        (
-            ["--nproc", "2", "--parallel.tensor", "2", "--train.activation-checkpoint", "full",
-             "--train.compile", "true", "--dry-run"],
-            ["train.compile=true", "parallel.tensor=2 divides", "'selective' it can"],
         ),
         (
             ["--nproc", "4", "--parallel.pipeline", "2", "--parallel.schedule", "zero-bubble-v",

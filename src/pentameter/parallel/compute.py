@@ -114,7 +114,7 @@ def _choose_compile(
 ) -> tuple[bool, str]:
     """Whether to compile, and why; `n_devices` share the run's arithmetic (a CPU is one)."""
     train = plan.config.train
-    obstacle = compile_obstacle(plan.layout, train)
+    obstacle = compile_obstacle(plan.layout)
     if obstacle is not None:
         return False, obstacle
     return choose_compile(

@@ -81,6 +81,9 @@ class StageModule(nn.Module):
         """Train by what `torch.compile` makes of the slice, from now on; its launches recorded once
         as CUDA graphs if it `replays` them. Then autograd must find each `.grad` there, or it would
         take the graph's own memory for it."""
+        # It imports PyTorch's compiler, which a run that compiles nothing starts without.
+        from pentameter.parallel.recomputed_attention import WithoutGenerator
+
         self.replays = replays
         for parameter in self.model.parameters() if replays else ():
             if not parameter.requires_grad:  # beside adapters
@@ -89,7 +92,10 @@ class StageModule(nn.Module):
         self._train = torch.compile(
             MethodType(with_own_code(self._call), self.model),
             dynamic=False,
-            options={"triton.cudagraphs": True} if replays else None,
+            options={
+                "joint_custom_post_pass": WithoutGenerator(),
+                **({"triton.cudagraphs": True} if replays else {}),
+            },
         )
 
     def run_fused(self) -> None:

@@ -41,22 +41,17 @@ def check_passes(layout: Layout, train: TrainConfig) -> None:
             f"parallel.schedule='{layout.schedule}' splits it in two; use 'full', or another "
             "schedule"
         )
-    obstacle = compile_obstacle(layout, train)
+    obstacle = compile_obstacle(layout)
     if train.compile is True and obstacle is not None:
         raise ConfigError(f"train.compile=true is not possible: {obstacle}; set it to 'auto'")
 
 
-def compile_obstacle(layout: Layout, train: TrainConfig) -> str | None:
+def compile_obstacle(layout: Layout) -> str | None:
     """Why a layout's training steps cannot be compiled, or None where they can."""
     if layout.splits_backward:
         return (
             f"parallel.schedule='{layout.schedule}' splits the backward pass in two, which "
             "compiled code does as a whole"
-        )
-    if layout.tensor > 1 and train.activation_checkpoint == "full":
-        return (
-            f"compiled code cannot compute whole blocks again whose matrices parallel.tensor="
-            f"{layout.tensor} divides (torch 2.13); train.activation_checkpoint='selective' it can"
         )
     return None
 
