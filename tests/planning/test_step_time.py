@@ -225,6 +225,18 @@ def test_what_a_cpu_does_otherwise_counts(cpu):
     assert computed("data=2,zero=1") > 1.02 * joined
 
 
+def test_what_cannot_be_compiled_is_planned_so():
+    """A schedule that splits the backward pass runs uncompiled, whatever is asked for."""
+
+    def computed(schedule, compiled):
+        layout = f"data=2,pipeline=4,schedule={schedule}"
+        return estimate(layout, **{"train.compile": compiled}).time.compute
+
+    uncompiled = computed("1f1b", False)
+    assert computed("1f1b", "auto") < 0.98 * uncompiled
+    assert computed("zero-bubble", "auto") == computed("zero-bubble", False) == uncompiled
+
+
 def test_a_reduce_scatter_between_cpus_is_an_all_reduce(cpu):
     on_cpus, on_gpus = (
         Links(found.plan.layout, found.cluster)

@@ -26,6 +26,7 @@ from pentameter.planning.costs import (
     StepSizes,
 )
 from pentameter.planning.layout import Layout
+from pentameter.planning.layout_checks import may_compile
 from pentameter.planning.rules import LayoutRules
 
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.95), (64, 128, 0.8), (64, 64, 0.6))
@@ -117,7 +118,7 @@ class ComputeTime:
         self.kernel_seconds = cluster.device.calibration.kernel_seconds
         is_shared = LayoutRules(layout).reduces_each_micro_batch
         self.adds_whole = sizes.n_micro_batches > 1 and not is_shared
-        self.joins = config.train.compile is not False
+        self.joins = may_compile(layout, config.train)
         """Whether operations on single elements that follow one another are one, as compiling makes
         them; else each reads what the one before has written."""
         how = config.train.activation_checkpoint

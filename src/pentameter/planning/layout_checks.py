@@ -46,6 +46,11 @@ def check_passes(layout: Layout, train: TrainConfig) -> None:
         raise ConfigError(f"train.compile=true is not possible: {obstacle}; set it to 'auto'")
 
 
+def may_compile(layout: Layout, train: TrainConfig) -> bool:
+    """Whether a run of a layout compiles its training steps, if it is long and has a compiler."""
+    return train.compile is not False and compile_obstacle(layout) is None
+
+
 def compile_obstacle(layout: Layout) -> str | None:
     """Why a layout's training steps cannot be compiled, or None where they can."""
     if layout.splits_backward:

@@ -24,7 +24,12 @@ from pentameter.planning.compute_time import ComputeTime
 from pentameter.planning.costs import ActivationBytes, StepSizes, end_weights, step_sizes
 from pentameter.planning.estimate import Estimate, best_precision
 from pentameter.planning.layout import Layout, make_layout, stage_layers
-from pentameter.planning.layout_checks import check_layout, check_micro_batches, check_passes
+from pentameter.planning.layout_checks import (
+    check_layout,
+    check_micro_batches,
+    check_passes,
+    may_compile,
+)
 from pentameter.planning.links import Links
 from pentameter.planning.memory import optimizer_slots, step_memory
 from pentameter.planning.plan import Plan, make_plan
@@ -414,7 +419,7 @@ def _bound(
     key = (
         layout.tensor, layout.sequence, layout.context, layout.zero > 0, train.micro_batch_size,
         train.activation_checkpoint, sizes.n_micro_batches > 1,
-        LayoutRules(layout).reduces_each_micro_batch,
+        LayoutRules(layout).reduces_each_micro_batch, may_compile(layout, train),
     )  # fmt: skip
     if key not in known:
         known[key] = ComputeTime(config, layout, sizes, cluster, precision)
