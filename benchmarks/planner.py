@@ -27,13 +27,13 @@ from typing import Any
 from unittest.mock import patch
 
 from pentameter.config.load import load_config
-from pentameter.config.schema import Config
+from pentameter.config.schema import Config, ParallelConfig
 from pentameter.disk.cache import data_folder
 from pentameter.errors import ConfigError
 from pentameter.planning.cluster import Cluster, parse_cluster
 from pentameter.planning.estimate import Estimate, make_estimate
 from pentameter.planning.layout import Layout
-from pentameter.planning.search import search
+from pentameter.planning.search import _parallels, search
 from pentameter.planning.step_time import step_time
 
 ROWS = "planner/published_rows.json"
@@ -363,8 +363,8 @@ def print_ranking(outcomes: list[Outcome]) -> None:
     """The place of each published layout in the search for its model, batch and devices, where its
     program divides models too: its makers had tried others. No table has two layouts of one model
     on as many devices, so the search's own list is what there is to be ranked in. It may use what
-    these programs had: 1F1B and interleaved pipelines, time undivided, no more of ZeRO and the same
-    recomputation."""
+    these programs had: 1F1B and interleaved pipelines, time undivided, no more of ZeRO, and
+    recomputation and `sequence` as published."""
     places = []
     for outcome in outcomes:
         row, published = outcome.row, outcome.estimate.plan.layout
@@ -377,8 +377,18 @@ def print_ranking(outcomes: list[Outcome]) -> None:
             is_usual = layout.schedule in ("1f1b", "interleaved") and layout.context == 1
             return is_usual and layout.zero <= zero
 
+        def parallels(
+            *cluster: Any, whole: bool = published.tensor > 1 and not published.sequence
+        ) -> Iterator[ParallelConfig]:
+            """What the search tries; where time is whole in the published layout, whole too."""
+            for parallel in _parallels(*cluster):
+                yield parallel.model_copy(update={"sequence": False}) if whole else parallel
+
         same = (row.config.train.activation_checkpoint,)
-        with patch("pentameter.planning.search.CHECKPOINTS", same):
+        with (
+            patch("pentameter.planning.search.CHECKPOINTS", same),
+            patch("pentameter.planning.search._parallels", parallels),
+        ):
             found = search(row.config, outcome.estimate.cluster, n_best=N_BEST, allowed=allowed)
         degrees = [_degrees(each.plan.layout) for each in found.estimates]
         mine = _degrees(published)
