@@ -6,6 +6,7 @@ import torch
 from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu import amx, kernels
 from pentameter.fused_cpu.functions import (
+    AddNorm,
     AmxAttention,
     AmxFeedForward,
     CausalAttention,
@@ -13,7 +14,7 @@ from pentameter.fused_cpu.functions import (
 from pentameter.fused_cpu.heads import HeadShape
 from pentameter.fused_cpu.step import fused_loss_sum
 from pentameter.machine.capabilities import machine_capabilities
-from pentameter.model.dropout import dropout_keys
+from pentameter.model.dropout import drop, dropout_keys
 from pentameter.model.gpt import ACTIVATIONS, build_model
 
 
@@ -218,6 +219,39 @@ def test_a_product_over_rows(shape):
     left, right = torch.randn(M, a).bfloat16(), torch.randn(M, b).bfloat16()
     exact = left.double().t() @ right.double()
     assert relative(amx.product_over_rows(left, right), exact) < 1e-6
+    assert relative(amx.product_over_rows(left, right, transposed=True), exact.t()) < 1e-6
+
+
+def plain_add_norm(x, y, bias, keys, p, kind):
+    """The end of a sub-layer in y's dtype, by PyTorch's operations."""
+    y = y.to(x.dtype) if bias is None else y.to(x.dtype) + bias
+    index = torch.arange(x[0].numel(), dtype=torch.int32).view(x.shape[1:])
+    x = x + (drop(y, keys, index, p) if p else y)
+    centred = x - x.mean(-1, keepdim=True) if kind.centred else x
+    return x, centred * torch.rsqrt((centred**2).mean(-1, keepdim=True) + kind.eps)
+
+
+@pytest.mark.parametrize(
+    ("centred", "biased", "p"), [(True, True, 0.3), (False, False, 0.0), (False, True, 0.1)]
+)
+def test_the_end_of_a_sub_layer_equals_the_formula(centred, biased, p):
+    generator = torch.Generator().manual_seed(5)
+    x, y, g, g_norm = (torch.randn(3, 50, 48, generator=generator) for _ in range(4))
+    bias = torch.randn(48, generator=generator) if biased else None
+    keys = torch.randint(-(2**31), 2**31, (3, 2), generator=generator).int()
+    kind = kernels.NormKind(centred, 1e-5)
+    assert amx.can_add_norm(x, y.bfloat16())
+    answers = []
+    for function, dtype in ((AddNorm.apply, torch.float32), (plain_add_norm, torch.float64)):
+        low = dtype if dtype is torch.float64 else torch.bfloat16
+        leaves = [x.to(dtype), y.bfloat16().to(low), None if bias is None else bias.to(dtype)]
+        leaves = [leaf if leaf is None else leaf.clone().requires_grad_() for leaf in leaves]
+        results = function(*leaves, keys, p, kind)
+        torch.autograd.backward(results, (g.to(dtype), g_norm.bfloat16().to(low)))
+        answers.append([*results, *(leaf.grad for leaf in leaves if leaf is not None)])
+    for native, exact in zip(*answers, strict=True):
+        rounding = 1e-6 if native.dtype is torch.float32 else 4e-3
+        assert relative(native.detach(), exact.detach()) < rounding
 
 
 VARIANTS = {

@@ -120,6 +120,8 @@ def transpose_into(out: Tensor, x: Tensor) -> None:
 
 ROWS_PER_SUM = 256
 """Rows of a chunk of a weight's gradient; `ROWS` of cpp/weight_gradient.cpp is as many."""
+ROWS_PER_BIAS_SUM = 64
+"""`ROWS` of cpp/add_norm.cpp."""
 
 
 class Paired(NamedTuple):
@@ -136,14 +138,14 @@ def can_multiply_over_rows(left: Tensor, right: Tensor) -> bool:
     return can_transpose(left) and can_transpose(right)
 
 
-def product_over_rows(left: Tensor, right: Tensor | Paired) -> Tensor:
-    """leftᵀ · right, (a, b) in fp32, for left (M, a) and right (M, b)."""
+def product_over_rows(left: Tensor, right: Tensor | Paired, *, transposed: bool = False) -> Tensor:
+    """leftᵀ · right, (a, b) in fp32, for left (M, a) and right (M, b); or its transpose (b, a)."""
     paired = isinstance(right, Paired)
     if not isinstance(right, Paired):
         right = Paired(right, right.shape[1], ROWS_PER_SUM)
     (M, a), b = left.shape, right.n
-    out = left.new_empty(a, b, dtype=torch.float32)
-    sizes = (ctypes.c_int64(size) for size in (M, a, b, right.rows, paired))
+    out = left.new_empty((b, a) if transposed else (a, b), dtype=torch.float32)
+    sizes = (ctypes.c_int64(size) for size in (M, a, b, right.rows, paired, transposed))
     _loaded[0].pentameter_weight_gradient(_at(out), _at(left), _at(right.data), *sizes)
     return out
 
@@ -216,6 +218,65 @@ def _feed_forward(layer: FeedForward, x: Tensor) -> _FeedForward:
     pieces, per_unit = (None, 0.0) if layer.curve is None else layer.curve
     addresses = map(_at, (layer.up, layer.down, layer.bias, pieces))
     return _FeedForward(*addresses, M, D, N, n, n != N, rows, per_unit)
+
+
+class AddNorm(NamedTuple):
+    """The end of a sub-layer: the bias of its output, dropout's keys (B, 2) and probability, and
+    whether the next norm subtracts the mean, and what it adds to the mean square."""
+
+    bias: Tensor | None
+    keys: Tensor
+    p: float
+    centred: bool
+    eps: float
+
+
+class _AddNorm(ctypes.Structure):
+    """`AddNorm` of cpp/add_norm.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("bias", "keys")),
+        *((name, ctypes.c_int64) for name in ("M", "T", "D", "centred")),
+        ("bound", ctypes.c_int32),
+        *((name, ctypes.c_float) for name in ("dropout_scale", "eps")),
+    )
+
+
+def can_add_norm(x: Tensor, y: Tensor) -> bool:
+    """True if the kernels are loaded and take the residual stream x and y (B, T, D)."""
+    dtypes = (x.dtype, y.dtype) == (torch.float32, torch.bfloat16)
+    return bool(_loaded) and dtypes and x.shape[-1] % 16 == 0
+
+
+def add_norm(how: AddNorm, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x + dropout(y + bias), its norm in y's dtype, and the norm's mean and scale, (B, T, 1)."""
+    x, y = x.contiguous(), y.contiguous()
+    out, normed = torch.empty_like(x), torch.empty_like(y)
+    mean, scale = (x.new_empty(*x.shape[:-1], 1) for _ in range(2))
+    _loaded[0].pentameter_add_norm(
+        ctypes.byref(_add_norm(how, x)), *map(_at, (out, normed, mean, scale, x, y))
+    )
+    return out, normed, mean, scale
+
+
+def add_norm_backward(
+    how: AddNorm, g: Tensor | None, g_norm: Tensor, out: Tensor, mean: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of x, y and, if there is one, the bias. `g` is that of `out`, if it has one."""
+    g, g_norm = None if g is None else g.contiguous(), g_norm.contiguous()
+    g_x, g_y = torch.empty_like(out), torch.empty_like(g_norm)
+    job = _add_norm(how, out)
+    sums = out.new_empty(-(-job.M // ROWS_PER_BIAS_SUM), job.D)
+    given = map(_at, (g_x, g_y, sums, g, g_norm, out, mean, scale))
+    _loaded[0].pentameter_add_norm_backward(ctypes.byref(job), *given)
+    return g_x, g_y, None if how.bias is None else sums.sum(0)
+
+
+def _add_norm(how: AddNorm, x: Tensor) -> _AddNorm:
+    B, T, D = x.shape
+    scale = 1 / (1 - how.p) if how.p else 0.0
+    addresses = map(_at, (how.bias, how.keys))
+    return _AddNorm(*addresses, B * T, T, D, how.centred, keep_bound(how.p), scale, how.eps)
 
 
 class _Part(ctypes.Structure):

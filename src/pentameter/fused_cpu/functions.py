@@ -91,18 +91,25 @@ class AddNorm(Function):
         kind: kernels.NormKind,
     ) -> tuple[Tensor, Tensor]:
         """Both (B, T, D): the stream in its own dtype, the norm in y's."""
-        x, normed, mean, scale = kernels.add_norm_forward(x, y, bias, keys, p, kind)
-        ctx.save_for_backward(x, mean, scale, keys)
-        ctx.p, ctx.kind, ctx.has_bias = p, kind, bias is not None
+        ctx.p, ctx.kind, ctx.native = p, kind, amx.can_add_norm(x, y)
+        if ctx.native:
+            x, normed, mean, scale = amx.add_norm(amx.AddNorm(bias, keys, p, *kind), x, y)
+        else:
+            x, normed, mean, scale = kernels.add_norm_forward(x, y, bias, keys, p, kind)
+        ctx.save_for_backward(x, mean, scale, bias, keys)
         ctx.set_materialize_grads(False)  # nothing comes down the stream after the last norm
         return x, normed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor | None, g_norm: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, scale, keys = ctx.saved_tensors
-        g_x, g_y = kernels.add_norm_backward(g, g_norm, x, mean, scale, keys, ctx.p, ctx.kind)
-        g_bias = kernels.sum_rows(g_y) if ctx.has_bias else None
+        x, mean, scale, bias, keys = ctx.saved_tensors
+        if ctx.native:
+            how = amx.AddNorm(bias, keys, ctx.p, *ctx.kind)
+            g_x, g_y, g_bias = amx.add_norm_backward(how, g, g_norm, x, mean, scale)
+        else:
+            g_x, g_y = kernels.add_norm_backward(g, g_norm, x, mean, scale, keys, ctx.p, ctx.kind)
+            g_bias = None if bias is None else kernels.sum_rows(g_y)
         return g_x, g_y, g_bias, None, None, None
 
 
@@ -174,9 +181,9 @@ class AmxFeedForward(Function):
         x, kept, low_up, bias, low_down, scale, down, *up = ctx.saved_tensors
         layer, g = amx.FeedForward(low_up, bias, low_down, ctx.curve), g.contiguous()
         g_x, g_h, y, g_bias = amx.feed_forward_backward(layer, g, kept)
-        joined = _product_over_rows(x.flatten(0, -2), g_h).t()
+        joined = amx.product_over_rows(x.flatten(0, -2), g_h, transposed=True)
         g_up, g_scale = kernels.unfold(_separate(joined, len(up)), tuple(up), scale)
-        (g_down,), _ = kernels.unfold(_product_over_rows(g.flatten(0, -2), y), (down,), None)
+        g_down = amx.product_over_rows(g.flatten(0, -2), y).to(down.dtype)
         if g_bias is not None:
             g_bias = _separate(g_bias, len(up))
         return g_x, g_scale, g_bias, g_down, None, *g_up
@@ -193,22 +200,18 @@ def _separate(x: Tensor, n_factors: int) -> Tensor:
 
 
 def _weight_gradient(g: Tensor, x: Tensor) -> Tensor:
-    """gᵀ · x over all rows, (n, k), at least in the dtype of both."""
-    g, x = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
-    if g.shape[1] > x.shape[1]:
-        return _product_over_rows(x, g).t()
-    return _product_over_rows(g, x)
+    """gᵀ · x over all rows, (n, k), at least in the dtype of both.
 
-
-def _product_over_rows(left: Tensor, right: Tensor | amx.Paired) -> Tensor:
-    """leftᵀ · right, (a, b), for left (M, a) and right (M, b), which is as wide or wider.
-
-    Without a native kernel the left side is transposed by copying, which takes a tenth of the time
-    that a product of many rows with a transposed view loses.
+    Without a native kernel the narrower side is transposed by copying, which takes a tenth of the
+    time that a product of many rows with a transposed view loses.
     """
-    if isinstance(right, amx.Paired) or amx.can_multiply_over_rows(left, right):
-        return amx.product_over_rows(left, right)
-    return kernels.transpose(left) @ right
+    g, x = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
+    g_is_wider = g.shape[1] > x.shape[1]
+    left, right = (x, g) if g_is_wider else (g, x)
+    if amx.can_multiply_over_rows(left, right):
+        return amx.product_over_rows(left, right, transposed=g_is_wider)
+    product = kernels.transpose(left) @ right
+    return product.t() if g_is_wider else product
 
 
 class CausalAttention(Function):

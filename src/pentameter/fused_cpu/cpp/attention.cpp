@@ -24,8 +24,6 @@ __mmask16 seen(int query, int key) {
     return n >= 16 ? 0xffff : n <= 0 ? 0 : __mmask16((1u << n) - 1);
 }
 
-const __m512i LANES = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-
 // The first rows of a block (32, 32) to bf16 rows `stride` apart, each times its factor.
 void write_block(bf16* to, int64_t stride, const float* block, int n_rows,
                  const float* factors) {
@@ -38,7 +36,7 @@ void write_block(bf16* to, int64_t stride, const float* block, int n_rows,
 // Weights of one query over keys 0 … query from its raw scores: unnormalised, dropped, in bf16.
 // Returns log2 of the sum of 2^(score · scale2), and the sum's inverse in `inverse`.
 float softmax_row(bf16* weights, const float* scores, int query, int n_keys, float scale2,
-                  const Dropout& dropout, int32_t index, float* inverse) {
+                  const WeightsDropout& dropout, int32_t index, float* inverse) {
     __m512 largest = _mm512_set1_ps(-INFINITY);
     for (int k = 0; k <= query; k += 16)
         largest = _mm512_mask_max_ps(largest, seen(query, k), largest, _mm512_loadu_ps(scores + k));
@@ -67,7 +65,7 @@ float softmax_row(bf16* weights, const float* scores, int query, int n_keys, flo
 // section 3. `index` numbers the block's first element for dropout.
 void score_gradients(bf16* weights, bf16* g_scores, int32_t* g_paired, int width, const float* p,
                      const float* gp, const float* logs, const float* delta, float scale,
-                     bool diagonal, const Dropout& dropout, int32_t index) {
+                     bool diagonal, const WeightsDropout& dropout, int32_t index) {
     const __m512 scale2 = _mm512_set1_ps(float(M_LOG2E) * scale);
     const __m512i lanes = _mm512_mullo_epi32(LANES, _mm512_set1_epi32(dropout.stride));
     for (int j = 0; j < BLOCK; j += 16) {
@@ -122,7 +120,7 @@ class Forward {
         pair_transposed(k_, rows_, TP_, K_);
         read_part(rows_, job_, job_.v, b, g);
         pair_rows(v_, rows_, TP_, K_);
-        const Dropout dropout = job_.dropout(b);
+        const WeightsDropout dropout = job_.dropout(b);
         for (int h = int(g * job_.sharing()); h < (g + 1) * job_.sharing(); h++) {
             read_part(q_, job_, job_.q, b, h);
             for (int query = 0; query < TP_; query += BLOCK) {
@@ -134,7 +132,7 @@ class Forward {
 
   private:
     // Weights of 32 queries over the keys up to the last of them.
-    void weigh(int query, float* logs, int h, const Dropout& dropout) {
+    void weigh(int query, float* logs, int h, const WeightsDropout& dropout) {
         const int steps = K_ / 32, n_keys = query + BLOCK;
         for (int key = 0; key < n_keys; key += BLOCK) {
             const int32_t* k = k_ + int64_t(key) / 16 * steps * TILE;
@@ -234,7 +232,7 @@ class Backward {
     // The gradients of head h's queries, in rows; those of keys and values, `added` to what the
     // heads before it gave them.
     void add_head(int64_t b, int h, bool added) {
-        const Dropout dropout = job_.dropout(b);
+        const WeightsDropout dropout = job_.dropout(b);
         std::memset(g_q_, 0, sizeof(float) * TP_ * K_);
         for (int key = 0; key < TP_; key += BLOCK) {
             for (int query = key; query < TP_; query += BLOCK) add_block(key, query, h, dropout);
@@ -248,7 +246,7 @@ class Backward {
     }
 
     // The scores of 32 keys and 32 queries, their gradients, and what they add to those of q.
-    void add_block(int key, int query, int h, const Dropout& dropout) {
+    void add_block(int key, int query, int h, const WeightsDropout& dropout) {
         const int TP = TP_, K = K_, steps = K / 32;
         const int64_t right = int64_t(query) / 16 * steps * TILE, next = right + steps * TILE;
         product(p_, BLOCK, k_ + key * K, K, q_right_ + right, q_right_ + next, steps);

@@ -26,30 +26,30 @@ struct FeedForward {
 
 namespace {
 
-// A left factor in tiles, its `n_rows` rows in a core's cache.
-struct LeftTiles {
+// A left factor (n_rows, K) in a core's cache: 32 rows after another, of these 32 columns after another.
+struct LeftBlocks {
     bf16* data;
-    int64_t n_rows;
+    int64_t n_rows, K;
 
-    // Where row `row` of the tile with column `column` begins.
+    // Where row `row` begins in the block with column `column`.
     bf16* at(int64_t row, int64_t column) const {
-        return data + column / 32 * 32 * n_rows + row * 32 + column % 32;
+        return data + row / 32 * 32 * K + column / 32 * 1024 + row % 32 * 32 + column % 32;
     }
 
-    void fill(const bf16* x, int64_t K) const {
+    void fill(const bf16* x) const {
         for (int64_t row = 0; row < n_rows; row++, x += K)
             for (int64_t k = 0; k < K; k += 32)
                 _mm512_storeu_si512(at(row, k), _mm512_loadu_si512(x + k));
     }
 };
 
-// left (rows, K) times a packed right factor of n columns, block (32, 32) by block, panel by panel.
+// left times a packed right factor (K, n), block (32, 32) by block, panel by panel.
 // `finish(sums, row, column)` takes on rows `row` and `row` + 1 of the sums, from that column.
 template <class Finish>
-void multiply(const LeftTiles& left, int64_t K, const int32_t* right, int64_t n, Finish finish) {
+void multiply(const LeftBlocks& left, const int32_t* right, int64_t n, Finish finish) {
     alignas(64) float blocks[2][BLOCK * BLOCK];
-    const int steps = int(K / 32);
-    const Tiling in_rows{BLOCK, 16, 16 * BLOCK}, in_tiles{32, 32 * left.n_rows, 512};
+    const int steps = int(left.K / 32);
+    const Tiling in_rows{BLOCK, 16, 16 * BLOCK}, in_blocks{32, 1024, 512};
     const float* sums = nullptr;  // of the block before
     int64_t row = 0, column = 0;
     int i = BLOCK;
@@ -60,8 +60,8 @@ void multiply(const LeftTiles& left, int64_t K, const int32_t* right, int64_t n,
     int current = 0;
     for (int64_t next_column = 0; next_column < n; next_column += 32)
         for (int64_t next_row = 0; next_row < left.n_rows; next_row += 32) {
-            const int32_t* panel = right + next_column * K / 2;
-            product(blocks[current], in_rows, left.at(next_row, 0), in_tiles, panel,
+            const int32_t* panel = right + next_column * left.K / 2;
+            product(blocks[current], in_rows, left.at(next_row, 0), in_blocks, panel,
                     panel + steps * TILE, steps, false, [&] { finish_rows(4); });
             finish_rows(BLOCK);
             sums = blocks[current], row = next_row, column = next_column, i = 0;
@@ -119,8 +119,8 @@ void forward(const FeedForward& job, const int32_t* up, const int32_t* down, bf1
     Workspace space;
     bf16 *narrow = space.take<bf16>(job.rows * job.D), *wide = space.take<bf16>(job.rows * job.n);
     for_each_block(job, [&](int64_t m, int64_t n_rows) {
-        const LeftTiles left{narrow, n_rows}, inner{wide, n_rows};
-        left.fill(x + m * job.D, job.D);
+        const LeftBlocks left{narrow, n_rows, job.D}, inner{wide, n_rows, job.n};
+        left.fill(x + m * job.D);
         const auto activate = [&](const float* sums, int64_t row, int64_t column) {
             for (int64_t r = row; r < row + 2; r++, sums += BLOCK) {
                 const __m512i rounded = round32(_mm512_loadu_ps(sums), _mm512_loadu_ps(sums + 16));
@@ -133,8 +133,8 @@ void forward(const FeedForward& job, const int32_t* up, const int32_t* down, bf1
                     store32(inner.at(r, column), y, f(a.second).y);
             }
         };
-        multiply(left, job.D, up, job.N, activate);
-        multiply(inner, job.n, down, job.D, [&](const float* sums, int64_t row, int64_t column) {
+        multiply(left, up, job.N, activate);
+        multiply(inner, down, job.D, [&](const float* sums, int64_t row, int64_t column) {
             bf16* to = out + (m + row) * job.D + column;
             write_row(to, sums);
             write_row(to + job.D, sums + BLOCK);
@@ -181,9 +181,9 @@ class Backward {
           wide_(space_.take<bf16>(job.rows * job.N)) {}
 
     void rows(int64_t m, int64_t n_rows, const bf16* g, const int32_t* down, const int32_t* up) {
-        const LeftTiles left{narrow_, n_rows};
-        left.fill(g + m * job_.D, job_.D);
-        inner_ = {wide_, n_rows};
+        const LeftBlocks left{narrow_, n_rows, job_.D};
+        left.fill(g + m * job_.D);
+        inner_ = {wide_, n_rows, job_.N};
         g_h_ = {to_.h + m * job_.N / 2, n_rows};
         y_ = {to_.y + m * job_.n / 2, n_rows};
         kept_ = h_ + m * job_.N;
@@ -192,8 +192,8 @@ class Backward {
         const auto take = [&](const float* sums, int64_t row, int64_t column) {
             job_.gated ? take_gated(sums, row, column) : take_plain(sums, row, column);
         };
-        multiply(left, job_.D, down, job_.n, take);
-        multiply(inner_, job_.N, up, job_.D, [&](const float* sums, int64_t row, int64_t column) {
+        multiply(left, down, job_.n, take);
+        multiply(inner_, up, job_.D, [&](const float* sums, int64_t row, int64_t column) {
             bf16* out = to_.x + (m + row) * job_.D + column;
             write_row(out, sums);
             write_row(out + job_.D, sums + BLOCK);
@@ -266,7 +266,7 @@ class Backward {
     const bf16* h_;
     const FeedForwardGradients& to_;
     bf16 *narrow_, *wide_;
-    LeftTiles inner_{};
+    LeftBlocks inner_{};
     PairedPanels g_h_{}, y_{};
     const bf16* kept_ = nullptr;
     float* sums_ = nullptr;

@@ -6,32 +6,16 @@
 #include <cmath>
 #include <cstring>
 
+#include "dropout.h"
 #include "tiles.h"
 
-// The keyed hash of keyed.py; a test compares the masks.
-struct Dropout {
-    float scale;  // 1 / (1 - p), or 0 for no dropout
-    int32_t bound, key0, key1;
+// Dropout of a row's weights.
+struct WeightsDropout : Dropout {
     int stride;
 
     // The number of (head, query, key) in its row of the batch; see AttentionDropout.
     int32_t index(int head, int query, int key) const {
         return int32_t((uint32_t(head) * stride + query) * stride + key);
-    }
-
-    __m512i bits(__m512i index) const {
-        const auto mix = [](__m512i x, int shift) {
-            return _mm512_xor_si512(x, _mm512_srl_epi32(x, _mm_cvtsi32_si128(shift)));
-        };
-        __m512i x = _mm512_xor_si512(index, _mm512_set1_epi32(key0));
-        x = _mm512_mullo_epi32(x, _mm512_set1_epi32(int32_t(0xED5AD4BBu)));
-        x = _mm512_xor_si512(mix(x, 11), _mm512_set1_epi32(key1));
-        x = mix(_mm512_mullo_epi32(x, _mm512_set1_epi32(int32_t(0xAC4C1B51u))), 15);
-        return mix(_mm512_mullo_epi32(x, _mm512_set1_epi32(0x31848BAB)), 14);
-    }
-
-    __mmask16 keep(__m512i index) const {
-        return _mm512_cmpge_epi32_mask(bits(index), _mm512_set1_epi32(bound));
     }
 };
 
@@ -59,8 +43,8 @@ struct Job {
 
     int64_t padded() const { return (T + BLOCK - 1) / BLOCK * BLOCK; }
     int64_t sharing() const { return H / G; }
-    Dropout dropout(int64_t b) const {
-        return {dropout_scale, bound, keys[2 * b], keys[2 * b + 1], int(stride)};
+    WeightsDropout dropout(int64_t b) const {
+        return {{dropout_scale, bound, keys[2 * b], keys[2 * b + 1]}, int(stride)};
     }
 };
 

@@ -26,21 +26,28 @@ void pair_panel(int32_t* out, const bf16* x, int64_t n, int n_rows) {
     }
 }
 
-// Element (i, j) of sums (a, b) that lie in blocks (32, 32) of tiles, column of blocks after column.
-const float* sum_at(const float* sums, int64_t a, int64_t i, int64_t j) {
-    const int64_t block = j / 32 * (a / 32) + i / 32, tile = i % 32 / 16 * 2 + j % 32 / 16;
-    return sums + (block * 4 + tile) * TILE + i % 16 * 16 + j % 16;
+// Writes sums (a, 32) of blocks (32, 32) in tiles, one below the other, to columns of `out` (…, b), or
+// transposed to its rows (…, a).
+void write_sums(float* out, const float* sums, int64_t a, int64_t b, bool transposed) {
+    for (int64_t i = 0; i < a; i += 16)
+        for (int64_t j = 0; j < 32; j += 16, sums += TILE)
+            if (transposed)
+                transpose_words((int32_t*)out + j * a + i, sums, 64, a);
+            else
+                for (int64_t row = 0; row < 16; row++)
+                    _mm512_storeu_ps(out + (i + row) * b + j, _mm512_loadu_ps(sums + row * 16));
 }
 
 }  // namespace
 
 extern "C" {
 
-// out (a, b) fp32 = leftᵀ · right, for left (M, a) and right (M, b), in chunks of `rows` rows. Right lies
+// out (a, b) fp32, or if it is `transposed` (b, a), = leftᵀ · right, for left (M, a) and right (M, b), in chunks of `rows` rows. Right lies
 // in rows or, chunk after chunk, in panels of 32 columns that are `paired`. All sizes are multiples of
 // 32, and `rows` is at most ROWS where right is not paired.
 void pentameter_weight_gradient(float* out, const bf16* left, const bf16* right, int64_t M,
-                                int64_t a, int64_t b, int64_t rows, int64_t paired) {
+                                int64_t a, int64_t b, int64_t rows, int64_t paired,
+                                int64_t transposed) {
 #pragma omp parallel
     {
         const int64_t n_threads = omp_get_num_threads(), thread = omp_get_thread_num();
@@ -54,9 +61,12 @@ void pentameter_weight_gradient(float* out, const bf16* left, const bf16* right,
         for (int64_t m = 0; m < M; m += rows) {
             const int n_rows = int(std::min(rows, M - m)), steps = n_rows / 32;
             for (int row = 0; row < n_rows; row += 32)
-                for (int64_t i = 0; i < a; i += 16)
-                    transpose_rows((int32_t*)(turned + i * n_rows + row * 16), 16,
-                                   left + (m + row) * a + i, a);
+                for (int64_t i = 0; i < a; i += 16) {
+                    const bf16* x = left + (m + row) * a + i;
+                    transpose_rows((int32_t*)(turned + i * n_rows + row * 16), 16, x, a);
+                    for (int r = 0; r < 16; r++)  // half of the lines that the next rows share
+                        _mm_prefetch((const char*)(x - i % 32 + (32 + i % 32 + r) * a), _MM_HINT_T0);
+                }
             for (int64_t j = first; j < end; j += 32) {
                 const int32_t* panel = pairs;
                 if (paired)
@@ -74,9 +84,8 @@ void pentameter_weight_gradient(float* out, const bf16* left, const bf16* right,
                 }
             }
         }
-        for (int64_t j = first; j < end; j += 16)
-            for (int64_t i = 0; i < a; i++)
-                _mm512_storeu_ps(out + i * b + j, _mm512_loadu_ps(sum_at(sums, a, i, j - first)));
+        for (int64_t j = first; j < end; j += 32)
+            write_sums(out + j * (transposed ? a : 1), sums + (j - first) * a, a, b, transposed);
     }
 }
 
