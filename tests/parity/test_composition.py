@@ -228,7 +228,7 @@ RECOMPUTED: list[tuple[int, dict[str, object]]] = [
         2,
         {
             "parallel.pipeline": 2,
-            "parallel.schedule": "zero-bubble",
+            "parallel.schedule": "1f1b",
             "train.activation_checkpoint": "full",
         },
     ),
@@ -321,8 +321,8 @@ def test_a_compiled_step_is_the_eager_one(runs, tiny, tiny_alone, size, changes)
         (["--train.offload", "true"], ["set it to 1, 2 or 3"]),
         (
             ["--nproc", "2", "--parallel.pipeline", "2", "--parallel.schedule", "zero-bubble",
-             "--train.activation-checkpoint", "selective"],
-            ["'selective'", "schedule='zero-bubble' splits it in two", "use 'full'"],
+             "--train.activation-checkpoint", "full"],
+            ["'full'", "schedule='zero-bubble' splits it into many", "leave it out"],
         ),
         (
             ["--nproc", "2", "--parallel.pipeline", "2", "--parallel.schedule", "zero-bubble",

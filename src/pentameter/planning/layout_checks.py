@@ -35,11 +35,12 @@ def check_layout(layout: Layout, model: ModelConfig, local_size: int | None = No
 def check_passes(layout: Layout, train: TrainConfig) -> None:
     """Raise ConfigError for what wants the backward pass whole where a schedule splits it, and for
     compilation where there is an obstacle to it."""
-    if layout.splits_backward and train.activation_checkpoint == "selective":
+    if layout.splits_backward and train.activation_checkpoint is not None:
+        # PyTorch asks autograd for each group of weights anew: each call computes its block again.
         raise ConfigError(
-            "train.activation_checkpoint='selective' keeps what a single backward pass needs, and "
-            f"parallel.schedule='{layout.schedule}' splits it in two; use 'full', or another "
-            "schedule"
+            f"train.activation_checkpoint='{train.activation_checkpoint}' computes again what a "
+            f"single backward pass needs, and parallel.schedule='{layout.schedule}' splits it into "
+            "many; leave it out, or use another schedule"
         )
     obstacle = compile_obstacle(layout)
     if train.compile is True and obstacle is not None:
