@@ -74,7 +74,6 @@ def test_what_one_machine_cannot_do_none_does(a_machine_with_amx, lacks_compiler
     [
         ({"norm_position": "post"}, "does not know model.norm_position='post'"),
         ({"checkpoint": "full"}, "does not know train.activation_checkpoint='full'"),
-        ({"n_heads": 2}, "multiple of 32 up to 256, not 16"),
     ],
 )
 def test_amx_kernels_are_not_claimed_where_they_do_not_serve(a_machine_with_amx, settings, reason):
@@ -82,6 +81,12 @@ def test_amx_kernels_are_not_claimed_where_they_do_not_serve(a_machine_with_amx,
     assert not chosen.amx_kernels
     assert reason in chosen.compile_reason
     assert chosen.environment()["amx_kernels"] is False
+
+
+def test_amx_kernels_serve_what_their_attention_does_not_take(a_machine_with_amx):
+    chosen = choose_compute(plan(n_heads=2))
+    assert chosen.amx_kernels
+    assert "not for attention: the AMX kernels want heads of a multiple" in chosen.compile_reason
 
 
 @pytest.mark.parametrize(

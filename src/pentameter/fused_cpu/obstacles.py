@@ -79,8 +79,10 @@ def choose_kernels(
         return f"; the plain model as a whole, as the fused step does not know {obstacle}", False
     if precision != "bf16":
         return "", False
-    missing = amx.load(capabilities) or amx.attention_obstacle(plan.config.model)
+    missing = amx.load(capabilities)
     missing_anywhere = next((each for each in world.all_gather(missing) if each is not None), None)
-    if missing is None and missing_anywhere is not None:
+    if missing_anywhere is not None:
         amx.unload()  # they round differently from what the others compute with
-    return f"; {missing_anywhere or 'with AMX kernels'}", missing_anywhere is None
+        return f"; {missing_anywhere}", False
+    obstacle = amx.attention_obstacle(plan.config.model)
+    return f"; with AMX kernels{f', but not for attention: {obstacle}' if obstacle else ''}", True
