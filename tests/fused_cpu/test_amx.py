@@ -59,6 +59,7 @@ def attention(function, projected, others, g, keys, shape):
     ("B", "T", "n_heads", "head_size", "p", "other"),
     [
         (3, 40, 4, 64, 0.1, {"biased": True, "normed": True, "turning": 32, "n_kv_heads": 2}),
+        (4, 1, 3, 32, 0.0, {"biased": True, "n_kv_heads": 1}),  # one place in time
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (

@@ -340,7 +340,7 @@ def _job(heads: Heads, keys: Tensor, stride: int, p: float) -> _Job:
     parts = [
         _Part(
             *map(_at, (part.data, part.bias, part.norm)),
-            part.data.stride(1),
+            part.data.stride(1 if T > 1 else 0),  # views of one row lie at any stride
             part.data.stride(2),
             turns and part is not heads.v,
         )
