@@ -206,6 +206,22 @@ def test_a_feed_forward_layer_does_not_depend_on_threads():
         assert all(map(torch.equal, answer, answers[0]))
 
 
+@pytest.mark.parametrize("kind", ["gelu", "relu"])
+def test_numbers_beyond_the_table_of_an_activation(kind):
+    bias = torch.tensor([1e20, -1e20, 1e3, -1e3] * 8).requires_grad_()
+    x, g = torch.zeros(2, 32, 32).bfloat16()
+    g[0] = 1
+    arguments = torch.ones(32), bias, torch.eye(32), kind, torch.zeros(32, 32)
+    AmxFeedForward.apply(x, *arguments).backward(g)
+    torch.testing.assert_close(bias.grad, torch.tensor([1.0, 0.0] * 16), rtol=0, atol=1e-6)
+    with torch.no_grad():
+        bias[0], bias.grad = torch.nan, None
+    y = AmxFeedForward.apply(x, *arguments)
+    y.backward(g)
+    assert y[:, 0].isnan().all()
+    assert bias.grad[0].isnan()
+
+
 def test_sizes_that_tiles_do_not_divide_are_left_to_the_products():
     x = torch.randn(2, 32, 64).bfloat16()
     assert amx.can_feed_forward(x, 96)

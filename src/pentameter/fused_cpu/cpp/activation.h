@@ -8,7 +8,7 @@
 
 #include "vectors.h"
 
-constexpr int PIECES = 32;
+constexpr int PIECES = 32;  // as many as activations.py makes
 
 struct Value {
     __m512 y, slope;
@@ -26,8 +26,10 @@ class Smooth {
     }
 
     Value operator()(__m512 x) const {
-        const __m512 size = _mm512_abs_ps(x), scaled = _mm512_mul_ps(size, per_unit_);
-        const __m512 at = _mm512_min_ps(scaled, _mm512_set1_ps(31.999998f));
+        const __m512 size = _mm512_abs_ps(x);
+        // Beyond the table its last point; a number that is none stays one, as the second argument.
+        const __m512 at =
+            _mm512_min_ps(_mm512_set1_ps(31.999998f), _mm512_mul_ps(size, per_unit_));
         const __m512i piece = _mm512_cvttps_epi32(at);
         const __m512 t = _mm512_sub_ps(at, _mm512_cvtepi32_ps(piece));
         __m512 c[4];
@@ -38,7 +40,7 @@ class Smooth {
         const __m512 twice = _mm512_add_ps(c[2], c[2]);
         const __m512 thrice = _mm512_add_ps(_mm512_add_ps(c[3], c[3]), c[3]);
         const __m512 du = _mm512_fmadd_ps(_mm512_fmadd_ps(thrice, t, twice), t, c[1]);
-        const __m512 beyond = _mm512_fmadd_ps(scaled, du, u), half = _mm512_set1_ps(0.5f);
+        const __m512 beyond = _mm512_fmadd_ps(at, du, u), half = _mm512_set1_ps(0.5f);
         const __mmask16 below = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LE_OQ);
         const __m512 slope = _mm512_mask_sub_ps(_mm512_add_ps(half, beyond), below, half, beyond);
         return {_mm512_fmadd_ps(size, u, _mm512_mul_ps(x, half)), slope};
