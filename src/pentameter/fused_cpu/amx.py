@@ -119,9 +119,9 @@ def transpose_into(out: Tensor, x: Tensor) -> None:
 
 
 ROWS_PER_SUM = 256
-"""Rows of a chunk of a weight's gradient; `ROWS` of cpp/weight_gradient.cpp is as many."""
+"""Rows of a chunk of a weight's gradient: 32 columns of each factor, 16 KiB, fit the L1 cache."""
 ROWS_PER_BIAS_SUM = 64
-"""`ROWS` of cpp/add_norm.cpp."""
+"""Rows of a sum of a bias's gradient where a sub-layer ends."""
 
 
 class Paired(NamedTuple):
@@ -236,7 +236,7 @@ class _AddNorm(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("bias", "keys")),
-        *((name, ctypes.c_int64) for name in ("M", "T", "D", "centred")),
+        *((name, ctypes.c_int64) for name in ("M", "T", "D", "centred", "rows")),
         ("bound", ctypes.c_int32),
         *((name, ctypes.c_float) for name in ("dropout_scale", "eps")),
     )
@@ -266,7 +266,7 @@ def add_norm_backward(
     g, g_norm = None if g is None else g.contiguous(), g_norm.contiguous()
     g_x, g_y = torch.empty_like(out), torch.empty_like(g_norm)
     job = _add_norm(how, out)
-    sums = out.new_empty(-(-job.M // ROWS_PER_BIAS_SUM), job.D)
+    sums = out.new_empty(-(-job.M // job.rows), job.D)
     given = map(_at, (g_x, g_y, sums, g, g_norm, out, mean, scale))
     _loaded[0].pentameter_add_norm_backward(ctypes.byref(job), *given)
     return g_x, g_y, None if how.bias is None else sums.sum(0)
@@ -276,7 +276,8 @@ def _add_norm(how: AddNorm, x: Tensor) -> _AddNorm:
     B, T, D = x.shape
     scale = 1 / (1 - how.p) if how.p else 0.0
     addresses = map(_at, (how.bias, how.keys))
-    return _AddNorm(*addresses, B * T, T, D, how.centred, keep_bound(how.p), scale, how.eps)
+    sizes = (B * T, T, D, how.centred, ROWS_PER_BIAS_SUM)
+    return _AddNorm(*addresses, *sizes, keep_bound(how.p), scale, how.eps)
 
 
 class _Part(ctypes.Structure):

@@ -9,11 +9,12 @@
 
 // What the host passes; `_AddNorm` of amx.py has the same fields. There are M rows of D channels, a
 // multiple of 16, T of them for each row of the batch; `keys` (M / T, 2) are those of dropout. `bias`
-// (D) may be null. A norm that is not `centred` subtracts no mean.
+// (D) may be null, and its gradient is summed over `rows` rows at a time. A norm that is not `centred`
+// subtracts no mean.
 struct AddNorm {
     const float* bias;
     const int32_t* keys;
-    int64_t M, T, D, centred;
+    int64_t M, T, D, centred, rows;
     int32_t bound;
     float dropout_scale, eps;
 
@@ -24,8 +25,6 @@ struct AddNorm {
 };
 
 namespace {
-
-constexpr int ROWS = 64;  // in one sum of a bias's gradient
 
 // Elements `channel` … `channel` + 15 of a row after dropout.
 inline __m512 dropped(__m512 x, const AddNorm& job, const Dropout& dropout, int64_t row,
@@ -107,17 +106,17 @@ void pentameter_add_norm(const AddNorm* job, float* out, bf16* normed, float* me
                     y + row * D);
 }
 
-// The gradients of x and y and, of every ROWS rows, of the bias: `g_bias` (⌈M / ROWS⌉, D); from that
+// The gradients of x and y and, of every `rows` rows, of the bias: `g_bias` (⌈M / rows⌉, D); from that
 // of out, which may be null, that of its norm, and out.
 void pentameter_add_norm_backward(const AddNorm* job, float* g_x, bf16* g_y, float* g_bias,
                                   const float* g, const bf16* g_norm, const float* out,
                                   const float* mean, const float* scale) {
     const int64_t D = job->D;
 #pragma omp parallel for schedule(static)
-    for (int64_t first = 0; first < job->M; first += ROWS) {
-        float* sums = g_bias + first / ROWS * D;
+    for (int64_t first = 0; first < job->M; first += job->rows) {
+        float* sums = g_bias + first / job->rows * D;
         std::fill(sums, sums + D, 0.0f);
-        for (int64_t row = first; row < std::min(first + ROWS, job->M); row++)
+        for (int64_t row = first; row < std::min(first + job->rows, job->M); row++)
             backward_row(*job, row, g_x + row * D, g_y + row * D, sums, g ? g + row * D : nullptr,
                          g_norm + row * D, out + row * D, mean[row], scale[row]);
     }

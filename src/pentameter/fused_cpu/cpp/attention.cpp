@@ -1,10 +1,10 @@
 // Causal attention in bf16, forward and backward.
 //
 // One thread computes the heads that share keys and values of one row of the batch from beginning to
-// end, so that everything between the read of q, k, v and the write of the result stays in its cache: PyTorch's batched
-// products write and read each matrix of scores several times. Scores are computed in blocks of
-// 32 × 32, those after the diagonal not at all. The result does not depend on the number of
-// threads.
+// end, so that everything between the read of q, k, v and the write of the result stays in its cache:
+// PyTorch's batched products write and read each matrix of scores several times. Scores are computed
+// in blocks of 32 × 32, those after the diagonal not at all. The result does not depend on the number
+// of threads.
 
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -1,7 +1,7 @@
 // A linear layer's weight gradient: a product whose sum runs over all rows of a batch.
 //
 // Both factors lie with the summed index outside, so both have to be turned on the way: chunks of
-// ROWS rows are brought into tiles in a core's cache, where PyTorch's products want a transposed copy
+// rows are brought into tiles in a core's cache, where PyTorch's products want a transposed copy
 // of one factor in memory. A chunk's product is added to sums in fp32 that stay in the cache too.
 // Threads divide the columns of the wider factor, so the result does not depend on their number.
 
@@ -12,8 +12,6 @@
 #include "tiles.h"
 
 namespace {
-
-constexpr int ROWS = 256;  // a panel of either factor, 32 columns wide, is 16 KiB: both fit the L1 cache
 
 // Columns `column` … `column` + 31 of x (M, n), n_rows rows from the first, paired for the right.
 void pair_panel(int32_t* out, const bf16* x, int64_t n, int n_rows) {
@@ -42,9 +40,9 @@ void write_sums(float* out, const float* sums, int64_t a, int64_t b, bool transp
 
 extern "C" {
 
-// out (a, b) fp32, or if it is `transposed` (b, a), = leftᵀ · right, for left (M, a) and right (M, b), in chunks of `rows` rows. Right lies
-// in rows or, chunk after chunk, in panels of 32 columns that are `paired`. All sizes are multiples of
-// 32, and `rows` is at most ROWS where right is not paired.
+// out (a, b) fp32, or if it is `transposed` (b, a), = leftᵀ · right, for left (M, a) and right (M, b),
+// in chunks of `rows` rows. Right lies in rows or, chunk after chunk, in panels of 32 columns that are
+// `paired`. All sizes are multiples of 32.
 void pentameter_weight_gradient(float* out, const bf16* left, const bf16* right, int64_t M,
                                 int64_t a, int64_t b, int64_t rows, int64_t paired,
                                 int64_t transposed) {
@@ -57,7 +55,7 @@ void pentameter_weight_gradient(float* out, const bf16* left, const bf16* right,
         // All in tiles, which rows far apart would make slower to read.
         float* sums = space.take<float>((end - first) * a);  // blocks (32, 32), column after column
         bf16* turned = space.take<bf16>(a * rows);           // leftᵀ
-        int32_t* pairs = space.take<int32_t>(16 * ROWS);
+        int32_t* pairs = space.take<int32_t>(16 * rows);
         for (int64_t m = 0; m < M; m += rows) {
             const int n_rows = int(std::min(rows, M - m)), steps = n_rows / 32;
             for (int row = 0; row < n_rows; row += 32)
