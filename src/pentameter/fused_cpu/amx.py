@@ -30,7 +30,7 @@ from pentameter.planning.architecture import head_size
 SOURCES = tuple(sorted(Path(__file__).with_name("cpp").iterdir()))
 """The files to compile (.cpp) and those that they include (.h)."""
 FLAGS = ("-O3", "-std=c++17", "-march=sapphirerapids", "-shared", "-fPIC", "-fopenmp")
-BUILD_SECONDS = 120  # it takes one
+BUILD_SECONDS = 120  # it takes some
 MAX_HEAD = 256
 """Channels of a head that the kernels hold a row of."""
 
