@@ -25,6 +25,7 @@ ALONE = {
     "train/signals.py": "what a signal does to a run is looked for by that name, not in the loop",
     "parallel/adapters.py": "what is put on the plain model from outside has a file each",
     "parallel/product_3d.py": "each method of tensor parallelism has a file, as summa.py",
+    "parallel/recomputed_attention.py": "importing it imports PyTorch's compiler",
 }
 """Small modules with one importer that stay files of their own, and why."""
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "manager", "misc", "common"}

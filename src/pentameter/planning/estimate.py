@@ -124,8 +124,9 @@ class Estimate:
         if self.time.bubble_fraction > LARGE_BUBBLE:
             yield (
                 f"the pipeline's bubble is {self.time.bubble_fraction:.0%} of its work: more "
-                f"micro-batches than {plan.n_micro_batches}, parallel.schedule='interleaved' or "
-                "'zero-bubble', or a smaller parallel.pipeline shrink it"
+                f"micro-batches than {plan.n_micro_batches}, parallel.schedule='interleaved' or, "
+                "where nothing is computed again, 'zero-bubble', or a smaller parallel.pipeline "
+                "shrink it"
             )
         if plan.config.train.offload:
             yield "train.offload: what travels between host and device is not in the time"
