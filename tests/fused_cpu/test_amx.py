@@ -127,14 +127,6 @@ def test_the_result_does_not_depend_on_threads():
             torch.testing.assert_close(x, first)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(64, 96), (1024, 32), (64, 48), (7, 64)])
-def test_transpose(shape):
-    x = torch.randn(shape).bfloat16()
-    assert amx.can_transpose(x) == (shape in [(64, 96), (1024, 32)])
-    assert torch.equal(kernels.transpose(x), x.t())
-
-
 def layer(M, D, n, kind, biased):
     """Arguments of a feed-forward Function, and the gradient of its output."""
     generator = torch.Generator().manual_seed(n)
@@ -185,7 +177,7 @@ def fed_forward(function, arguments, g, dtype=None):
 )
 def test_a_feed_forward_layer_equals_the_products(M, D, n, kind, biased):
     arguments, g = layer(M, D, n, kind, biased)
-    assert amx.can_feed_forward(arguments[0], n)
+    assert amx.can_feed_forward(arguments[0], arguments[3])
     exact = fed_forward(plain_feed_forward, arguments, g, torch.float64)
     native = fed_forward(AmxFeedForward.apply, arguments, g)
     plain = fed_forward(plain_feed_forward, arguments, g)
@@ -228,12 +220,17 @@ def test_gradients_may_lie_anyhow():
     assert all(map(torch.equal, turned, fed_forward(AmxFeedForward.apply, arguments, g)))
 
 
-def test_sizes_that_tiles_do_not_divide_are_left_to_the_products():
-    x = torch.randn(2, 32, 64).bfloat16()
-    assert amx.can_feed_forward(x, 96)
-    assert not amx.can_feed_forward(x, 80)
-    assert not amx.can_feed_forward(x[:, :31], 96)
-    assert not amx.can_feed_forward(x.float(), 96)
+def test_what_the_kernels_do_not_take_is_left_to_the_products():
+    x, down = torch.randn(2, 32, 64).bfloat16(), torch.randn(64, 96)
+    assert amx.can_feed_forward(x, down)
+    assert not amx.can_feed_forward(x, down[:, :80])
+    assert not amx.can_feed_forward(x[:, :31], down)
+    assert not amx.can_feed_forward(x.float(), down)
+    assert not amx.can_feed_forward(x, down.double())
+    assert not amx.can_feed_forward(x, torch.empty(64, amx.MAX_WEIGHT // 32))
+    config = ModelConfig(vocab_size=13, n_heads=2, d_model=64)
+    assert amx.can_attend(config, torch.float32, torch.bfloat16)
+    assert not amx.can_attend(config, torch.float64, torch.bfloat16)
 
 
 @pytest.mark.parametrize("shape", [(64, 32, 96), (576, 64, 32)])

@@ -63,7 +63,7 @@ class TwoMachines(World):
 def test_what_one_machine_cannot_do_none_does(a_machine_with_amx, lacks_compiler):
     chosen = choose_compute(plan(), TwoMachines(lacks_compiler))
     assert not chosen.amx_kernels
-    stays = amx.can_attend(plan().config.model, torch.bfloat16)
+    stays = amx.serves(torch.float32, torch.bfloat16)
     assert stays is lacks_compiler  # unloaded, or never asked
     assert chosen.compiled is not lacks_compiler
     assert ("no compiler there" if lacks_compiler else "no AMX there") in chosen.compile_reason

@@ -1,5 +1,5 @@
 """Kernels for CPUs with AMX, in C++ and in bf16: causal attention, feed-forward layers, weight
-gradients, and a transposing copy.
+gradients, and what joins a sub-layer to the next.
 
 The files in `cpp/` say how they work. `load` builds them where a machine can run them; where
 nothing is loaded, the step uses PyTorch's products.
@@ -100,53 +100,49 @@ def attention_obstacle(config: ModelConfig) -> str | None:
     return None
 
 
-def can_attend(config: ModelConfig, dtype: torch.dtype) -> bool:
-    """True if the kernels are loaded and take an architecture's attention in this dtype."""
-    return bool(_loaded) and dtype is torch.bfloat16 and attention_obstacle(config) is None
+def can_attend(config: ModelConfig, parameters: torch.dtype, dtype: torch.dtype) -> bool:
+    """True if the kernels are loaded and take an architecture's attention in this dtype, its
+    biases and norms in that of the parameters."""
+    return serves(parameters, dtype) and attention_obstacle(config) is None
 
 
-def can_transpose(x: Tensor) -> bool:
-    """True if the kernels are loaded and take x (M, n)."""
-    whole = x.shape[0] % 32 == 0 and x.shape[1] % 32 == 0 and x.is_contiguous()
-    return bool(_loaded) and x.dtype is torch.bfloat16 and whole
+def serves(parameters: torch.dtype, dtype: torch.dtype) -> bool:
+    """True if the kernels are loaded and take parameters and products of these dtypes."""
+    return bool(_loaded) and (parameters, dtype) == (torch.float32, torch.bfloat16)
 
 
-def transpose_into(out: Tensor, x: Tensor) -> None:
-    """Write x (M, n) to out (n, M), which may have longer rows in memory: a multiple of 64."""
-    M, n = x.shape
-    sizes = (ctypes.c_int64(size) for size in (M, n, out.stride(0)))
-    _loaded[0].pentameter_transpose(_at(out), _at(x), *sizes)
-
-
-ROWS_PER_SUM = 256
+ROWS_PER_CHUNK = 256
 """Rows of a chunk of a weight's gradient: 32 columns of each factor, 16 KiB, fit the L1 cache."""
 ROWS_PER_BIAS_SUM = 64
 """Rows of a sum of a bias's gradient where a sub-layer ends."""
+MAX_WEIGHT = 2**22
+"""Elements of a weight whose gradient is left to the kernels: those of a larger one do not stay in
+the cores' caches until all rows are added up, and PyTorch's product is faster."""
 
 
 class Paired(NamedTuple):
-    """A matrix (M, n) as a weight's gradient reads it: `rows` rows after another, in panels of 32
-    columns, in pairs of rows."""
+    """A matrix (M, n) as a weight's gradient reads it: ROWS_PER_CHUNK rows after another, in panels
+    of 32 columns, in pairs of rows."""
 
     data: Tensor
     n: int
-    rows: int
 
 
 def can_multiply_over_rows(left: Tensor, right: Tensor) -> bool:
     """True if the kernels are loaded and take leftᵀ · right for left (M, a) and right (M, b)."""
-    return can_transpose(left) and can_transpose(right)
+    sizes, fits = (*left.shape, right.shape[1]), left.shape[1] * right.shape[1] <= MAX_WEIGHT
+    whole = all(size % 32 == 0 for size in sizes)
+    lies = all(x.is_contiguous() and x.dtype is torch.bfloat16 for x in (left, right))
+    return bool(_loaded) and fits and whole and lies
 
 
 def product_over_rows(left: Tensor, right: Tensor | Paired, *, transposed: bool = False) -> Tensor:
     """leftᵀ · right, (a, b) in fp32, for left (M, a) and right (M, b); or its transpose (b, a)."""
-    paired = isinstance(right, Paired)
-    if not isinstance(right, Paired):
-        right = Paired(right, right.shape[1], ROWS_PER_SUM)
-    (M, a), b = left.shape, right.n
+    (M, a), paired = left.shape, isinstance(right, Paired)
+    b, data = (right.n, right.data) if isinstance(right, Paired) else (right.shape[1], right)
     out = left.new_empty((b, a) if transposed else (a, b), dtype=torch.float32)
-    sizes = (ctypes.c_int64(size) for size in (M, a, b, right.rows, paired, transposed))
-    _loaded[0].pentameter_weight_gradient(_at(out), _at(left), _at(right.data), *sizes)
+    sizes = (ctypes.c_int64(size) for size in (M, a, b, ROWS_PER_CHUNK, paired, transposed))
+    _loaded[0].pentameter_weight_gradient(_at(out), _at(left), _at(data), *sizes)
     return out
 
 
@@ -158,7 +154,7 @@ class Curve(NamedTuple):
     per_unit: float
 
 
-class FeedForward(NamedTuple):
+class FeedForwardLayer(NamedTuple):
     """A feed-forward layer: weights `up` (N, D) and `down` (D, n) in bf16, the bias (N) in fp32,
     and the table of its activation, None for ReLU². Where N is 2 · n, of every 32 rows of `up` the
     first 16 are the gate's."""
@@ -174,20 +170,20 @@ class _FeedForward(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("up", "down", "bias", "pieces")),
-        *((name, ctypes.c_int64) for name in ("M", "D", "N", "n", "gated", "rows")),
+        *((name, ctypes.c_int64) for name in ("M", "D", "N", "n", "gated", "rows", "chunk")),
         ("per_unit", ctypes.c_float),
     )
 
 
-def can_feed_forward(x: Tensor, n: int) -> bool:
-    """True if the kernels are loaded and take a feed-forward layer of x (…, D) with n channels
-    between its products."""
-    M, D = x.numel() // x.shape[-1], x.shape[-1]
-    whole = all(size % 32 == 0 for size in (M, D, n)) and x.is_contiguous()
-    return bool(_loaded) and x.dtype is torch.bfloat16 and whole
+def can_feed_forward(x: Tensor, down: Tensor) -> bool:
+    """True if the kernels are loaded and take a feed-forward layer of x (…, D), `down` (D, n) being
+    the parameter that reads the channels between its products."""
+    sizes = (x.numel() // x.shape[-1], *down.shape)
+    whole = all(size % 32 == 0 for size in sizes) and x.is_contiguous()
+    return serves(down.dtype, x.dtype) and whole and down.numel() <= MAX_WEIGHT
 
 
-def feed_forward(layer: FeedForward, x: Tensor) -> tuple[Tensor, Tensor]:
+def feed_forward(layer: FeedForwardLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     """The layer's output for x (…, D), without a bias of `down`, and what its backward reads."""
     job, out = _feed_forward(layer, x), torch.empty_like(x)
     kept = x.new_empty(job.M * job.N)
@@ -196,31 +192,31 @@ def feed_forward(layer: FeedForward, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def feed_forward_backward(
-    layer: FeedForward, g: Tensor, kept: Tensor
+    layer: FeedForwardLayer, g: Tensor, kept: Tensor
 ) -> tuple[Tensor, Paired, Paired, Tensor | None]:
     """The gradients of x and of its product with `up`; what `down` reads; and the gradient of the
     bias, if there is one. `g` is the output's gradient and `kept` what `feed_forward` gave."""
     job, g_x = _feed_forward(layer, g), torch.empty_like(g)
     g_h, y = g.new_empty(job.M * job.N), g.new_empty(job.M * job.n)
-    g_bias = g.new_empty(-(-job.M // job.rows), job.N, dtype=torch.float32)
+    g_bias = g.new_empty(job.M // 32, job.N, dtype=torch.float32)
     to = (ctypes.c_void_p * 4)(*map(_at, (g_x, g_h, y, g_bias)))
     _loaded[0].pentameter_feed_forward_backward(ctypes.byref(job), to, _at(g), _at(kept))
-    paired = Paired(g_h, job.N, job.rows), Paired(y, job.n, job.rows)
-    return g_x, *paired, None if layer.bias is None else g_bias.sum(0)
+    return g_x, Paired(g_h, job.N), Paired(y, job.n), None if layer.bias is None else g_bias.sum(0)
 
 
-def _feed_forward(layer: FeedForward, x: Tensor) -> _FeedForward:
+def _feed_forward(layer: FeedForwardLayer, x: Tensor) -> _FeedForward:
     (N, D), n = layer.up.shape, layer.down.shape[1]
-    M, rows = x.numel() // D, ROWS_PER_SUM
-    # Enough blocks of rows for every core, each within its cache.
-    while rows > 32 and (16 * rows > M or rows * N > 2**19):
+    M, rows = x.numel() // D, ROWS_PER_CHUNK
+    # Two blocks of rows for each core, and none too large for its cache. No result depends on it.
+    while rows > 32 and (2 * torch.get_num_threads() * rows > M or rows * N > 2**19):
         rows //= 2
     pieces, per_unit = (None, 0.0) if layer.curve is None else layer.curve
     addresses = map(_at, (layer.up, layer.down, layer.bias, pieces))
-    return _FeedForward(*addresses, M, D, N, n, n != N, rows, per_unit)
+    sizes = (M, D, N, n, n != N, rows, ROWS_PER_CHUNK)
+    return _FeedForward(*addresses, *sizes, per_unit)
 
 
-class AddNorm(NamedTuple):
+class SubLayerEnd(NamedTuple):
     """The end of a sub-layer: the bias of its output, dropout's keys (B, 2) and probability, and
     whether the next norm subtracts the mean, and what it adds to the mean square."""
 
@@ -244,11 +240,10 @@ class _AddNorm(ctypes.Structure):
 
 def can_add_norm(x: Tensor, y: Tensor) -> bool:
     """True if the kernels are loaded and take the residual stream x and y (B, T, D)."""
-    dtypes = (x.dtype, y.dtype) == (torch.float32, torch.bfloat16)
-    return bool(_loaded) and dtypes and x.shape[-1] % 16 == 0
+    return serves(x.dtype, y.dtype) and x.shape[-1] % 16 == 0
 
 
-def add_norm(how: AddNorm, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def add_norm(how: SubLayerEnd, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x + dropout(y + bias), its norm in y's dtype, and the norm's mean and scale, (B, T, 1)."""
     x, y = x.contiguous(), y.contiguous()
     out, normed = torch.empty_like(x), torch.empty_like(y)
@@ -260,7 +255,7 @@ def add_norm(how: AddNorm, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def add_norm_backward(
-    how: AddNorm, g: Tensor | None, g_norm: Tensor, out: Tensor, mean: Tensor, scale: Tensor
+    how: SubLayerEnd, g: Tensor | None, g_norm: Tensor, out: Tensor, mean: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The gradients of x, y and, if there is one, the bias. `g` is that of `out`, if it has one."""
     g, g_norm = None if g is None else g.contiguous(), g_norm.contiguous()
@@ -272,7 +267,7 @@ def add_norm_backward(
     return g_x, g_y, None if how.bias is None else sums.sum(0)
 
 
-def _add_norm(how: AddNorm, x: Tensor) -> _AddNorm:
+def _add_norm(how: SubLayerEnd, x: Tensor) -> _AddNorm:
     B, T, D = x.shape
     scale = 1 / (1 - how.p) if how.p else 0.0
     addresses = map(_at, (how.bias, how.keys))

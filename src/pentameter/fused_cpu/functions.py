@@ -93,7 +93,7 @@ class AddNorm(Function):
         """Both (B, T, D): the stream in its own dtype, the norm in y's."""
         ctx.p, ctx.kind, ctx.native = p, kind, amx.can_add_norm(x, y)
         if ctx.native:
-            x, normed, mean, scale = amx.add_norm(amx.AddNorm(bias, keys, p, *kind), x, y)
+            x, normed, mean, scale = amx.add_norm(amx.SubLayerEnd(bias, keys, p, *kind), x, y)
         else:
             x, normed, mean, scale = kernels.add_norm_forward(x, y, bias, keys, p, kind)
         ctx.save_for_backward(x, mean, scale, bias, keys)
@@ -105,7 +105,7 @@ class AddNorm(Function):
     def backward(ctx: Any, g: Tensor | None, g_norm: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, scale, bias, keys = ctx.saved_tensors
         if ctx.native:
-            how = amx.AddNorm(bias, keys, ctx.p, *ctx.kind)
+            how = amx.SubLayerEnd(bias, keys, ctx.p, *ctx.kind)
             g_x, g_y, g_bias = amx.add_norm_backward(how, g, g_norm, x, mean, scale)
         else:
             g_x, g_y = kernels.add_norm_backward(g, g_norm, x, mean, scale, keys, ctx.p, ctx.kind)
@@ -164,7 +164,7 @@ class AmxFeedForward(Function):
     ) -> Tensor:
         """(B, T, D), without the bias of `down`. `up` are the weights (gate, up), or up alone."""
         n_factors = len(up)
-        layer = amx.FeedForward(
+        layer = amx.FeedForwardLayer(
             _interleave(kernels.fold(up, scale, x.dtype), n_factors),
             None if bias is None else _interleave(bias, n_factors),
             kernels.fold((down,), None, x.dtype),
@@ -179,7 +179,7 @@ class AmxFeedForward(Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, kept, low_up, bias, low_down, scale, down, *up = ctx.saved_tensors
-        layer, g = amx.FeedForward(low_up, bias, low_down, ctx.curve), g.contiguous()
+        layer, g = amx.FeedForwardLayer(low_up, bias, low_down, ctx.curve), g.contiguous()
         g_x, g_h, y, g_bias = amx.feed_forward_backward(layer, g, kept)
         joined = amx.product_over_rows(x.flatten(0, -2), g_h, transposed=True)
         g_up, g_scale = kernels.unfold(_separate(joined, len(up)), tuple(up), scale)

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pentameter.fused_cpu import amx
 from pentameter.model.compiled import kernel
 from pentameter.model.dropout import keep_mask
 
@@ -74,7 +73,7 @@ def transpose(x: Tensor) -> Tensor:
     """
     M, n = x.shape
     padded = x.new_empty(n, M + PADDING)[:, :M]
-    (amx.transpose_into if amx.can_transpose(x) else copy_transposed)(padded, x)
+    copy_transposed(padded, x)
     return padded
 
 

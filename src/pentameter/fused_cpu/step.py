@@ -73,7 +73,8 @@ def fused_loss_sum(
 
     blocks = [block for block in model.blocks.values() if isinstance(block, Block)]
     kind = NormKind(CENTRED[config.norm], config.norm_eps)
-    attend = AmxAttention.apply if amx.can_attend(config, dtype) else CausalAttention.apply
+    attention_class = AmxAttention if amx.can_attend(config, x.dtype, dtype) else CausalAttention
+    attend = attention_class.apply
     shape = _head_shape(config, dropping)
     h = Norm.apply(x, kind, dtype)
     for block in blocks:
@@ -129,7 +130,7 @@ def _heads(h: Tensor, norm: nn.Module, attention: Attention) -> tuple[Tensor | N
 def _fed_forward(h: Tensor, norm: nn.Module, mlp: MLP, activation: str) -> Tensor:
     """The output (B, T, D) of the feed-forward layer, without its bias, for h normalised."""
     layers = [mlp.up] if mlp.gate is None else [mlp.gate, mlp.up]
-    native = amx.can_feed_forward(h, mlp.down.in_features)
+    native = amx.can_feed_forward(h, mlp.down.weight)
     return (AmxFeedForward if native else FeedForward).apply(
         h,
         norm.get_parameter("weight"),

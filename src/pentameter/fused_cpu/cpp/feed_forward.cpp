@@ -15,12 +15,12 @@
 
 // What the host passes; `_FeedForward` of amx.py has the same fields. x is (M, D); `up` (N, D) and
 // `down` (D, n), where n is N or, if a gate acts, N / 2; `bias` (N) may be null. `pieces` and
-// `per_unit` are those of `Smooth`; ReLU² where `pieces` is null. A thread takes `rows` rows at a time.
-// M, D, N, n and `rows` are multiples of 32.
+// `per_unit` are those of `Smooth`; ReLU² where `pieces` is null. A thread takes `rows` rows at a time; a
+// weight's gradient reads `chunk`, a multiple of these. All sizes are multiples of 32.
 struct FeedForward {
     const bf16 *up, *down;
     const float *bias, *pieces;
-    int64_t M, D, N, n, gated, rows;
+    int64_t M, D, N, n, gated, rows, chunk;
     float per_unit;
 };
 
@@ -144,8 +144,8 @@ void forward(const FeedForward& job, const int32_t* up, const int32_t* down, bf1
 
 }  // namespace
 
-// What backward writes: x's gradient (M, D); paired, `rows` rows after another, those of h (M, N) and
-// what `down` reads (M, n); and sums of h's gradient over `rows` rows, (⌈M / rows⌉, N).
+// What backward writes: x's gradient (M, D); paired, `chunk` rows after another, those of h (M, N) and
+// what `down` reads (M, n); and sums of h's gradient over every 32 rows, (M / 32, N).
 struct FeedForwardGradients {
     bf16* x;
     int32_t *h, *y;
@@ -154,13 +154,14 @@ struct FeedForwardGradients {
 
 namespace {
 
-// Panels of 32 columns of a matrix, paired, as a weight's gradient reads them.
+// Panels of 32 columns of a chunk of n_rows rows, paired, as a weight's gradient reads them.
 struct PairedPanels {
     int32_t* data;
-    int64_t n_rows;
+    int64_t n_rows, first;
 
-    // Writes 32 columns of rows `row` and `row` + 1.
+    // Writes 32 columns of rows `row` and `row` + 1, counted from the chunk's row `first`.
     void write(int64_t row, int64_t column, __m512i even, __m512i odd) const {
+        row += first;
         int32_t* tile = data + column / 2 * n_rows + row / 32 * TILE + row % 32 * 8;
         _mm512_storeu_si512(tile, pair(_mm512_castsi512_si256(even), _mm512_castsi512_si256(odd)));
         _mm512_storeu_si512(tile + n_rows * 8, pair(_mm512_extracti64x4_epi64(even, 1),
@@ -184,11 +185,12 @@ class Backward {
         const LeftBlocks left{narrow_, n_rows, job_.D};
         left.fill(g + m * job_.D);
         inner_ = {wide_, n_rows, job_.N};
-        g_h_ = {to_.h + m * job_.N / 2, n_rows};
-        y_ = {to_.y + m * job_.n / 2, n_rows};
+        const int64_t chunk = m / job_.chunk * job_.chunk, rest = std::min(job_.chunk, job_.M - chunk);
+        g_h_ = {to_.h + chunk * job_.N / 2, rest, m - chunk};
+        y_ = {to_.y + chunk * job_.n / 2, rest, m - chunk};
         kept_ = h_ + m * job_.N;
-        sums_ = to_.bias + m / job_.rows * job_.N;
-        std::fill(sums_, sums_ + job_.N, 0.0f);
+        sums_ = to_.bias + m / 32 * job_.N;
+        std::fill(sums_, sums_ + n_rows / 32 * job_.N, 0.0f);
         const auto take = [&](const float* sums, int64_t row, int64_t column) {
             job_.gated ? take_gated(sums, row, column) : take_plain(sums, row, column);
         };
@@ -255,7 +257,7 @@ class Backward {
 
     void finish(const __m512i* g_h, const Vectors& total, int64_t row, int64_t channel) const {
         g_h_.write(row, channel, g_h[0], g_h[1]);
-        float* sums = sums_ + channel;
+        float* sums = sums_ + row / 32 * job_.N + channel;
         _mm512_storeu_ps(sums, _mm512_add_ps(_mm512_loadu_ps(sums), total.first));
         _mm512_storeu_ps(sums + 16, _mm512_add_ps(_mm512_loadu_ps(sums + 16), total.second));
     }

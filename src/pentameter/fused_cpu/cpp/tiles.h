@@ -17,14 +17,11 @@
 constexpr int BLOCK = 32;
 constexpr int TILE = 256;  // words of 32 bits
 
-// A 16 × 16 matrix of 32-bit words, transposed. STREAM writes past the caches, for large results.
-template <bool STREAM = false>
-void transpose_words(int32_t* out, const void* in, int64_t stride_bytes, int64_t out_stride = 16) {
+// A 16 × 16 matrix of 32-bit words, transposed.
+inline void transpose_words(int32_t* out, const void* in, int64_t stride_bytes,
+                            int64_t out_stride = 16) {
     const auto store = [&](int row, __m512i x) {
-        if (STREAM)
-            _mm512_stream_si512((__m512i*)(out + out_stride * row), x);
-        else
-            _mm512_storeu_si512(out + out_stride * row, x);
+        _mm512_storeu_si512(out + out_stride * row, x);
     };
     __m512i r[16], t[16];
     for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512((const char*)in + i * stride_bytes);
@@ -51,12 +48,11 @@ void transpose_words(int32_t* out, const void* in, int64_t stride_bytes, int64_t
 }
 
 // 32 rows of 16 elements, `stride` apart → 16 rows of 32, `out_stride` words apart: x transposed.
-template <bool STREAM = false>
-void transpose_rows(int32_t* out, int64_t out_stride, const bf16* x, int64_t stride) {
+inline void transpose_rows(int32_t* out, int64_t out_stride, const bf16* x, int64_t stride) {
     alignas(64) int32_t pairs[TILE];
     for (int p = 0; p < 16; p++, x += 2 * stride)
         _mm512_store_si512(pairs + 16 * p, pair(load16(x), load16(x + stride)));
-    transpose_words<STREAM>(out, pairs, 64, out_stride);
+    transpose_words(out, pairs, 64, out_stride);
 }
 
 // x (TP, K) in rows → xᵀ paired: what a product x' · xᵀ over the K channels takes on its right.

@@ -86,18 +86,4 @@ void pentameter_weight_gradient(float* out, const bf16* left, const bf16* right,
             write_sums(out + j * (transposed ? a : 1), sums + (j - first) * a, a, b, transposed);
     }
 }
-
-// out (n, M) = xᵀ for x (M, n) of 16-bit elements; both sizes are multiples of 32, and the rows of
-// out, `stride` apart, begin at multiples of 64 bytes.
-void pentameter_transpose(bf16* out, const bf16* x, int64_t M, int64_t n, int64_t stride) {
-#pragma omp parallel
-    {
-#pragma omp for schedule(static)
-        for (int64_t m = 0; m < M; m += 32)
-            for (int64_t c = 0; c < n; c += 16)
-                transpose_rows<true>((int32_t*)(out + c * stride + m), stride / 2, x + m * n + c,
-                                     n);
-        _mm_sfence();  // streamed writes are in no order with what follows
-    }
-}
 }
