@@ -171,19 +171,19 @@ class AmxFeedForward(Function):
             curve(kind),
         )
         y, kept = amx.feed_forward(layer, x)
-        ctx.save_for_backward(x, kept, layer.up, layer.bias, layer.down, scale, down, *up)
+        ctx.save_for_backward(x, kept, layer.up, layer.bias, layer.down, scale, *up)
         ctx.curve = layer.curve
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, kept, low_up, bias, low_down, scale, down, *up = ctx.saved_tensors
+        x, kept, low_up, bias, low_down, scale, *up = ctx.saved_tensors
         layer, g = amx.FeedForwardLayer(low_up, bias, low_down, ctx.curve), g.contiguous()
         g_x, g_h, y, g_bias = amx.feed_forward_backward(layer, g, kept)
         joined = amx.product_over_rows(x.flatten(0, -2), g_h, transposed=True)
         g_up, g_scale = kernels.unfold(_separate(joined, len(up)), tuple(up), scale)
-        g_down = amx.product_over_rows(g.flatten(0, -2), y).to(down.dtype)
+        g_down = amx.product_over_rows(g.flatten(0, -2), y)
         if g_bias is not None:
             g_bias = _separate(g_bias, len(up))
         return g_x, g_scale, g_bias, g_down, None, *g_up

@@ -73,8 +73,8 @@ def fused_loss_sum(
 
     blocks = [block for block in model.blocks.values() if isinstance(block, Block)]
     kind = NormKind(CENTRED[config.norm], config.norm_eps)
-    attention_class = AmxAttention if amx.can_attend(config, x.dtype, dtype) else CausalAttention
-    attend = attention_class.apply
+    native = amx.can_attend(config, x.dtype, dtype)
+    attend = (AmxAttention if native else CausalAttention).apply
     shape = _head_shape(config, dropping)
     h = Norm.apply(x, kind, dtype)
     for block in blocks:
