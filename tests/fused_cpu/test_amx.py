@@ -220,6 +220,22 @@ def test_gradients_may_lie_anyhow():
     assert all(map(torch.equal, turned, fed_forward(AmxFeedForward.apply, arguments, g)))
 
 
+def test_threads_may_change_between_forward_and_backward():
+    (x, *others), g = layer(512, 32, 64, "gelu", True)
+    others = [each.requires_grad_() if isinstance(each, torch.Tensor) else each for each in others]
+    before = torch.get_num_threads()
+    gradients = []
+    try:
+        for n_threads in (1, 8):
+            torch.set_num_threads(1)
+            y = AmxFeedForward.apply(x, *others)
+            torch.set_num_threads(n_threads)
+            gradients.append(torch.autograd.grad(y, others[0], g)[0])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*gradients)
+
+
 def test_what_the_kernels_do_not_take_is_left_to_the_products():
     x, down = torch.randn(2, 32, 64).bfloat16(), torch.randn(64, 96)
     assert amx.can_feed_forward(x, down)

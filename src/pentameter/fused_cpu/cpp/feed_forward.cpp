@@ -26,7 +26,8 @@ struct FeedForward {
 
 namespace {
 
-// A left factor (n_rows, K) in a core's cache: 32 rows after another, of these 32 columns after another.
+// A matrix (n_rows, K), 32 rows after another, of these 32 columns after another: a left factor in a
+// core's cache, or h.
 struct LeftBlocks {
     bf16* data;
     int64_t n_rows, K;
@@ -119,12 +120,12 @@ void forward(const FeedForward& job, const int32_t* up, const int32_t* down, bf1
     Workspace space;
     bf16 *narrow = space.take<bf16>(job.rows * job.D), *wide = space.take<bf16>(job.rows * job.n);
     for_each_block(job, [&](int64_t m, int64_t n_rows) {
-        const LeftBlocks left{narrow, n_rows, job.D}, inner{wide, n_rows, job.n};
+        const LeftBlocks left{narrow, n_rows, job.D}, inner{wide, n_rows, job.n}, kept{h, job.M, job.N};
         left.fill(x + m * job.D);
         const auto activate = [&](const float* sums, int64_t row, int64_t column) {
             for (int64_t r = row; r < row + 2; r++, sums += BLOCK) {
                 const __m512i rounded = round32(_mm512_loadu_ps(sums), _mm512_loadu_ps(sums + 16));
-                _mm512_storeu_si512(h + m * job.N + column * n_rows + r * 32, rounded);
+                _mm512_storeu_si512(kept.at(m + r, column), rounded);
                 const Vectors a = biased(job, rounded, column);
                 const __m512 y = f(a.first).y;
                 if (job.gated)
@@ -173,10 +174,10 @@ struct PairedPanels {
 template <class F>
 class Backward {
   public:
-    Backward(const FeedForward& job, const bf16* h, const FeedForwardGradients& to)
+    Backward(const FeedForward& job, bf16* h, const FeedForwardGradients& to)
         : job_(job),
           f_(job.pieces, job.per_unit),
-          h_(h),
+          h_{h, job.M, job.N},
           to_(to),
           narrow_(space_.take<bf16>(job.rows * job.D)),
           wide_(space_.take<bf16>(job.rows * job.N)) {}
@@ -188,7 +189,7 @@ class Backward {
         const int64_t chunk = m / job_.chunk * job_.chunk, rest = std::min(job_.chunk, job_.M - chunk);
         g_h_ = {to_.h + chunk * job_.N / 2, rest, m - chunk};
         y_ = {to_.y + chunk * job_.n / 2, rest, m - chunk};
-        kept_ = h_ + m * job_.N;
+        first_ = m;
         sums_ = to_.bias + m / 32 * job_.N;
         std::fill(sums_, sums_ + n_rows / 32 * job_.N, 0.0f);
         const auto take = [&](const float* sums, int64_t row, int64_t column) {
@@ -204,7 +205,7 @@ class Backward {
 
   private:
     Vectors kept(int64_t row, int64_t channel) const {
-        return biased(job_, _mm512_loadu_si512(kept_ + channel * inner_.n_rows + row * 32), channel);
+        return biased(job_, _mm512_loadu_si512(h_.at(first_ + row, channel)), channel);
     }
 
     // Of two rows, from the gradients of 32 channels that `down` reads.
@@ -265,12 +266,12 @@ class Backward {
     Workspace space_;
     const FeedForward& job_;
     const F f_;
-    const bf16* h_;
+    const LeftBlocks h_;
     const FeedForwardGradients& to_;
     bf16 *narrow_, *wide_;
     LeftBlocks inner_{};
     PairedPanels g_h_{}, y_{};
-    const bf16* kept_ = nullptr;
+    int64_t first_ = 0;
     float* sums_ = nullptr;
 };
 
@@ -288,7 +289,7 @@ void with_weights(const FeedForward& job, Pack pack_both, Act act) {
 }
 
 template <class F>
-void backward(const FeedForward& job, const FeedForwardGradients& to, const bf16* g, const bf16* h) {
+void backward(const FeedForward& job, const FeedForwardGradients& to, const bf16* g, bf16* h) {
     with_weights(
         job,
         [&](int32_t* up, int32_t* down) {
@@ -318,14 +319,14 @@ void forward(const FeedForward& job, bf16* out, bf16* h, const bf16* x) {
 
 extern "C" {
 
-// out (M, D), without a bias, and h = x · upᵀ (M, N) for backward, `rows` rows after another in panels.
+// out (M, D), without a bias, and h = x · upᵀ (M, N) for backward, in blocks (32, 32).
 void pentameter_feed_forward(const FeedForward* job, bf16* out, bf16* h, const bf16* x) {
     job->pieces ? forward<Smooth>(*job, out, h, x) : forward<SquaredRelu>(*job, out, h, x);
 }
 
 // The gradients that `g` (M, D), that of `out`, gives.
 void pentameter_feed_forward_backward(const FeedForward* job, const FeedForwardGradients* to,
-                                      const bf16* g, const bf16* h) {
+                                      const bf16* g, bf16* h) {
     job->pieces ? backward<Smooth>(*job, *to, g, h) : backward<SquaredRelu>(*job, *to, g, h);
 }
 }
