@@ -41,7 +41,9 @@ STATE = [
     ("data=4,zero=2,replicate=2", WIDE, PIPELINED),
     ("data=2,tensor=2", WIDE, ADDED_UP),
     ("data=2,tensor=2,zero=3", WIDE, ADDED_UP),
+    ("data=2,tensor=2", WIDE, {**ADDED_UP, **BF16}),
     ("data=2,pipeline=2", WIDE, PIPELINED),
+    ("data=2,pipeline=2", WIDE, {**PIPELINED, **BF16}),
     ("data=2,pipeline=2,zero=1", WIDE, PIPELINED),
     ("context=2", WIDE, ADDED_UP),
     ("data=2,zero=3,context=2", WIDE, ADDED_UP),
@@ -102,10 +104,13 @@ def test_zero_holds_the_planned_share_of_the_state(processes, layout, model, tra
     at_step = resident + memory.gradients_bytes
     if not plan.layout.zero and plan.rules.data_sum == "ddp":
         resident = at_step  # DDP keeps room for gradients
-    if plan.layout.pipeline == 1:  # else there is room for what stages receive, too
+    rounded = 0  # and kept so
+    if train.get("precision") == "bf16" and plan.rules.rounds_once(plan.n_micro_batches):
+        rounded = memory.weights_bytes // 2
+    if plan.layout.pipeline == 1 and not rounded:  # stages have room for what they receive, too
         assert measured["before"] == pytest.approx(resident, rel=0.002)
     if not plan.layout.zero:
-        assert at_step <= measured["with_gradients"] <= 1.05 * at_step
+        assert at_step <= measured["with_gradients"] <= 1.05 * at_step + rounded
     assert memory.activations_bytes < 0.2 * memory.total_bytes
     assert measured["most"] == pytest.approx(memory.total_bytes, rel=0.1)
     assert memory.total_bytes <= sum(asdict(memory).values()) - memory.total_bytes

@@ -30,6 +30,7 @@ from pentameter.parallel.local_parts import local_part
 from pentameter.parallel.mesh import build_mesh
 from pentameter.parallel.precision import arithmetic
 from pentameter.parallel.recomputation import recompute_activations
+from pentameter.parallel.rounded_weights import rounded_weights
 from pentameter.parallel.shared_parameters import share_again, shared_names
 from pentameter.parallel.stage_module import StageModule, slice_module
 from pentameter.planning.adapters import run_operations
@@ -161,7 +162,8 @@ def _step(module: StageModule, plan: Plan, number: int) -> int:
     rows = np.arange(plan.micro_batch_size)
     keys = GPTSource().row_keys(plan, 0, rows, rows)
     kept = 0
-    with _NewStorages() as new:
+    rounded = rounded_weights(GPTSource(), [module.model], plan, module.precision)
+    with rounded, _NewStorages() as new:
 
         def note(*_: object) -> None:
             nonlocal kept

@@ -20,6 +20,7 @@ from pentameter.parallel import gradients
 from pentameter.parallel.data_parallel import micro_batch
 from pentameter.parallel.model_source import ModelSource
 from pentameter.parallel.pipeline import Pipeline
+from pentameter.parallel.rounded_weights import rounded_weights
 from pentameter.parallel.shared_parameters import TiedCopies
 from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.plan import Plan
@@ -71,6 +72,7 @@ class Engine:
         # Walking the modules for them takes a GPU's host as long as launching a small step.
         every = (pair for model in self.models for pair in model.named_parameters())
         self._named = list({id(parameter): (name, parameter) for name, parameter in every}.values())
+        self._rounded = rounded_weights(source, self.models, plan, self.precision)
         self._pipeline: Pipeline | None = None
         self._tied: TiedCopies | None = None
         if mesh is not None and plan.layout.pipeline > 1:
@@ -169,10 +171,11 @@ class Engine:
         factor = loss_scale / max(1, n_targets)
         tokens, targets = self._to_device(batch)
         keys = self._keys(step, batch.rows)
-        if self._pipeline is not None:
-            total = self._pipeline.train(tokens, targets, keys, factor)
-        else:
-            total = self._accumulate(tokens, targets, keys, factor)
+        with self._rounded:
+            if self._pipeline is not None:
+                total = self._pipeline.train(tokens, targets, keys, factor)
+            else:
+                total = self._accumulate(tokens, targets, keys, factor)
         self._settle()
         return LossSum(self._loss_over_world(total), n_targets)
 

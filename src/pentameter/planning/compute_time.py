@@ -116,8 +116,10 @@ class ComputeTime:
         self.precision = precision
         self.bytes = ActivationBytes(config, layout, sizes)
         self.kernel_seconds = cluster.device.calibration.kernel_seconds
-        is_shared = LayoutRules(layout).reduces_each_micro_batch
-        self.adds_whole = sizes.n_micro_batches > 1 and not is_shared
+        rules = LayoutRules(layout)
+        self.adds_whole = sizes.n_micro_batches > 1 and not rules.reduces_each_micro_batch
+        self.rounds_once = bool(layout.zero) or rules.rounds_once(sizes.n_micro_batches)
+        """Whether weights come rounded to every micro-batch."""
         self.joins = may_compile(layout, config.train)
         """Whether operations on single elements that follow one another are one, as compiling makes
         them; else each reads what the one before has written."""
@@ -128,6 +130,15 @@ class ComputeTime:
         )
         self._known: dict[str, PassSeconds] = {}
         self._stages: dict[object, PassSeconds] = {}
+
+    @property
+    def key(self) -> object:
+        """Equal where the times of equal layers are, of one model, cluster and precision."""
+        layout, train = self.layout, self.config.train
+        return (
+            layout.tensor, layout.sequence, layout.context, layout.zero > 0, self.joins,
+            train.micro_batch_size, train.activation_checkpoint, self.adds_whole, self.rounds_once,
+        )  # fmt: skip
 
     def stage(self, layers: range) -> PassSeconds:
         """The passes of a stage; stages of as many alike layers take the same time."""
@@ -234,14 +245,14 @@ class ComputeTime:
 
     def _weight_bytes(self, parameters: Sequence[ParameterSpec]) -> tuple[int, int]:
         """Bytes moved to round weights for products, and to widen their gradients and add them up.
-        FSDP gathers weights rounded, and adds rounded gradients to whole ones in one operation."""
+        Where weights come rounded, gradients are added to whole ones in one operation."""
         e, p = self.sizes.element_bytes, self.sizes.product_bytes
         n = sum(
             math.prod(self.layout.parameter_shape(spec.shape, spec.axes)) for spec in parameters
         )
         if not self.bytes.rounds_weights:
             return 0, 3 * e * n if self.adds_whole else 0
-        if self.layout.zero:
+        if self.rounds_once:
             return 0, (2 * e + p if self.adds_whole else e + p) * n
         return (e + p) * n, (e + p + (3 * e if self.adds_whole else 0)) * n
 

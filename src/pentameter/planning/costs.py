@@ -219,12 +219,13 @@ class ActivationBytes:
 
     def _block(self, block: Sequence[Operation]) -> int:
         """Bytes one block keeps for backward without checkpointing: what its operations save, and
-        its matrices where they are rounded for products (and were not gathered so)."""
+        its matrices where it rounds them for products."""
         kept = self.of(tensor for op in block for tensor in self._saves(op))
         if self.layout.exchanges_heads:  # of the result, whose other half-way form attention saves
             kept += self.of(op.result for op in block if op.kind == "attention")
         in_1d = self.layout.tensor_mode == "1d"  # else each pass rounds them anew
-        if self.rounds_weights and not self.layout.zero and in_1d:
+        rounds_once = LayoutRules(self.layout).rounds_once(self.sizes.n_micro_batches)
+        if self.rounds_weights and in_1d and not (self.layout.zero or rounds_once):
             products = [op for op in block if op.kind == "product" and op.gives_gradient]
             kept += sum(self.rounded_weight(op) for op in products)
         return kept

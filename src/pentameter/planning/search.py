@@ -28,7 +28,6 @@ from pentameter.planning.layout_checks import (
     check_layout,
     check_micro_batches,
     check_passes,
-    may_compile,
 )
 from pentameter.planning.links import Links
 from pentameter.planning.memory import optimizer_slots, step_memory
@@ -414,16 +413,9 @@ def _bound(
     known: dict[object, ComputeTime],
 ) -> float:
     """A time that no step of this layout falls below."""
-    train = config.train
     sizes = step_sizes(config, layout, precision)
-    key = (
-        layout.tensor, layout.sequence, layout.context, layout.zero > 0, train.micro_batch_size,
-        train.activation_checkpoint, sizes.n_micro_batches > 1,
-        LayoutRules(layout).reduces_each_micro_batch, may_compile(layout, train),
-    )  # fmt: skip
-    if key not in known:
-        known[key] = ComputeTime(config, layout, sizes, cluster, precision)
-    compute = known[key]
+    compute = ComputeTime(config, layout, sizes, cluster, precision)
+    compute = known.setdefault(compute.key, compute)
     seconds = [compute.stage(layers) for layers in stages]
     sums = _sums_of_layer(config, layout, cluster, sizes)
     slowest = filling = draining = 0.0
