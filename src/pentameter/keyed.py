@@ -57,14 +57,23 @@ def bits(key: tuple[Any, Any], index: Any) -> Any:
     second enters between multiplications, so that the streams of two keys are not one sequence
     in two orders.
     """
-    # `>>` copies the sign bit downwards; the masks take the copies away, as a logical shift does.
+    # In place where arrays can be: a third of the time of what allocates. `>>` copies the sign bit
+    # downwards; the masks take the copies away, as a logical shift does.
     x = index ^ key[0]
-    x = x * (MULTIPLIER_1 - 2**32)
-    x = x ^ ((x >> SHIFT_1) & (WORD >> SHIFT_1)) ^ key[1]
-    x = x * (MULTIPLIER_2 - 2**32)
-    x = x ^ ((x >> SHIFT_2) & (WORD >> SHIFT_2))
-    x = x * MULTIPLIER_3
-    return x ^ ((x >> SHIFT_3) & (WORD >> SHIFT_3))
+    x *= MULTIPLIER_1 - 2**32
+    high = x >> SHIFT_1
+    high &= WORD >> SHIFT_1
+    x ^= high
+    x ^= key[1]
+    x *= MULTIPLIER_2 - 2**32
+    high = x >> SHIFT_2
+    high &= WORD >> SHIFT_2
+    x ^= high
+    x *= MULTIPLIER_3
+    high = x >> SHIFT_3
+    high &= WORD >> SHIFT_3
+    x ^= high
+    return x
 
 
 def permute(key: Key, n: int, index: Any) -> Any:
