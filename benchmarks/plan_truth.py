@@ -4,9 +4,10 @@
 
 First this machine is measured as `doctor --measure` does it, unless `--table FILE` names what that
 wrote before; then every case is planned with that table, and trained as `train --nproc` trains it,
-not compiled. Memory is the bytes of all tensors of the fullest process, at the most, in the third
-step; `resident` is the growth of its memory as the kernel counts it, with the transport of messages
-in it. Time is the fastest of some steps: what others do on the machine only ever adds.
+compiled where its name says so. Memory is the bytes of all tensors of the fullest process, at the
+most, in the third step, which can be counted where nothing is compiled; `resident` is the growth of
+its memory as the kernel counts it, with the transport of messages in it. Time is the fastest of
+some steps: what others do on the machine only ever adds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
-from pentameter.machine.this_cluster import measure_machine
+from pentameter.parallel.measured_machine import measure_machine
 from pentameter.planning.cluster import parse_cluster
 from pentameter.planning.estimate import Estimate, make_estimate
 from pentameter.planning.layout import parse_layout
@@ -38,6 +39,7 @@ MODERN: dict[str, Any] = {
 }
 FP32 = {"train.precision": "fp32"}
 FULL = {"train.activation_checkpoint": "full"}
+COMPILED = {"train.compile": True}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "characters": ("data=1", CHARACTERS),
     "characters, fp32": ("data=1", {**CHARACTERS, **FP32}),
@@ -53,6 +55,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "modern, ZeRO 3": ("data=2,zero=3", MODERN),
     "modern, tensor": ("tensor=2,sequence=true", MODERN),
     "modern, pipeline, fp32": ("pipeline=2", {**MODERN, **FP32}),
+    "characters, fused": ("data=1", {**CHARACTERS, **COMPILED}),
+    "characters, fused, fp32": ("data=1", {**CHARACTERS, **FP32, **COMPILED}),
+    "characters, fused, dropout": ("data=1", COMPILED),
+    "characters, fused, copies": ("data=2", {**CHARACTERS, **COMPILED}),
+    "modern, fused": ("data=1", {**MODERN, **COMPILED}),
+    "characters, tensor, compiled": ("tensor=2,sequence=true", {**CHARACTERS, **COMPILED}),
 }
 """Layout, and what is changed of `shakespeare-char`."""
 
@@ -82,8 +90,10 @@ def compare(name: str, estimate: Estimate, n_steps: int) -> dict[str, Any]:
     """Planned and measured bytes and seconds of a case."""
     plan = estimate.plan
     n_processes = plan.layout.world_size
+    most = grown = None
     with Group(n_processes) as group:  # what one run leaves behind is not the next's
-        most, grown = (max(values) for values in zip(*group.ask("held", plan), strict=True))
+        if not plan.config.train.compile:
+            most, grown = (max(values) for values in zip(*group.ask("held", plan), strict=True))
         group.ask("build", name, plan)
         group.ask("turn", name, 0, 2, False)
         seconds = [
@@ -112,16 +122,19 @@ def main() -> None:
     table = given.table or measure_machine()
     if not given.json:
         print(table.read_text())
-        print(f"{'case':24} planned MB  measured  ratio  resident  planned ms  measured  ratio")
+        print(f"{'case':28} planned MB  measured  ratio  resident  planned ms  measured  ratio")
     rows = []
     for name in given.only:
         rows.append(row := compare(name, planned(name, table), given.steps))
         if given.json:
             continue
         held, took = row["measured_bytes"], row["measured_seconds"]
+        counted = f"{'–':>9}  {'–':>5} {'–':>9}"
+        if held is not None:
+            ratio = row["planned_bytes"] / held
+            counted = f"{held / 1e6:9.1f}  {ratio:5.2f} {row['resident_bytes'] / 1e6:9.1f}"
         print(
-            f"{name:24} {row['planned_bytes'] / 1e6:10.1f} {held / 1e6:9.1f}"
-            f"  {row['planned_bytes'] / held:5.2f} {row['resident_bytes'] / 1e6:9.1f}"
+            f"{name:28} {row['planned_bytes'] / 1e6:10.1f} {counted}"
             f"  {1e3 * row['planned_seconds']:10.1f} {1e3 * took:9.1f}"
             f"  {row['planned_seconds'] / took:5.2f}",
             flush=True,

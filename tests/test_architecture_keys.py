@@ -24,10 +24,10 @@ from pentameter.checkpoint.hugging_face.mapping import (
 from pentameter.config.fields import choices_of, leaves
 from pentameter.config.schema import Config, ModelConfig, RopeScalingConfig
 from pentameter.errors import ConfigError
-from pentameter.fused_cpu.obstacles import FUSES, architecture_obstacle
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import build_model
 from pentameter.planning.architecture import parameter_table
+from pentameter.planning.fused_step import FUSES, architecture_obstacle
 from pentameter.planning.plan import make_plan
 from pentameter.verify.cases import chosen_cases
 from pentameter.verify.shrink import shrink

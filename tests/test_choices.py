@@ -30,7 +30,6 @@ from pentameter.data.prepare.splits import Splitting
 from pentameter.data.shards.dataset import TokenSequence, TokenSplit
 from pentameter.errors import ConfigError, StorageError
 from pentameter.evaluate import split as evaluation
-from pentameter.fused_cpu.obstacles import architecture_obstacle, fused_obstacle
 from pentameter.fused_cpu.step import fused_loss_sum
 from pentameter.machine.choices import choose_compile, choose_device, choose_precision
 from pentameter.model.dropout import dropout_keys
@@ -42,6 +41,7 @@ from pentameter.parallel.gpt_source import call_gpt
 from pentameter.parallel.pipeline import SCHEDULES
 from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.costs import BYTES
+from pentameter.planning.fused_step import architecture_obstacle, fused_obstacle
 from pentameter.planning.layout import make_layout
 from pentameter.planning.plan import make_plan
 from pentameter.planning.timeline import pass_order
@@ -365,7 +365,7 @@ def test_a_value_that_nobody_knows_is_refused_by_name(path, place):
 @pytest.mark.parametrize("key", sorted(BASE.parallel.model_fields_set | {"tensor", "zero"}))
 def test_the_fused_step_runs_copies_only(key):
     plan = make_plan(BASE.model_copy(update={"train": BASE.train}))
-    assert fused_obstacle(plan) is None
+    assert fused_obstacle(plan.config, plan.layout) is None
     layout = plan.layout.__class__(data=2, **{key: 2})
     object.__setattr__(plan, "layout", layout)
-    assert fused_obstacle(plan) == f"parallel.{key}=2"
+    assert fused_obstacle(plan.config, plan.layout) == f"parallel.{key}=2"

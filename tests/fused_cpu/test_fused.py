@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from pentameter.config.schema import ModelConfig
-from pentameter.fused_cpu.obstacles import architecture_obstacle
 from pentameter.fused_cpu.step import fused_loss_sum
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import build_model
 from pentameter.model.loss import loss_sum
+from pentameter.planning.fused_step import architecture_obstacle
 
 BASE = {
     "vocab_size": 13,

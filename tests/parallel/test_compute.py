@@ -5,10 +5,10 @@ import torch
 
 from pentameter.config.schema import Config
 from pentameter.fused_cpu import amx
-from pentameter.fused_cpu.obstacles import fused_obstacle
 from pentameter.parallel import compute
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.compute import choose_compute
+from pentameter.planning.fused_step import fused_obstacle
 from pentameter.planning.plan import make_plan
 from pentameter.processes.world import World
 
@@ -40,7 +40,7 @@ def test_amx_kernels_serve_the_fused_step(a_machine_with_amx):
     chosen = choose_compute(plan())
     assert chosen.amx_kernels
     assert chosen.compile_reason == "asked for; with AMX kernels"
-    assert fused_obstacle(plan()) is None
+    assert fused_obstacle(plan().config, plan().layout) is None
 
 
 class TwoMachines(World):

@@ -22,6 +22,8 @@ LORA = {"rank": 2}
         ("tensor=2", MODEL, {}, LORA),
         ("pipeline=2", MODEL, {"activation_checkpoint": "full"}, None),
         ("pipeline=2,tensor=2,schedule=interleaved,virtual_stages=2", SHARED, {}, None),
+        ("pipeline=2,schedule=zero-bubble", SHARED, {}, None),
+        ("pipeline=2,schedule=zero-bubble-v,virtual_stages=2", MODEL, {}, None),
     ],
 )
 def test_gradients_are_the_same_bits(processes, layout, model, train, lora):

@@ -44,6 +44,7 @@ STATE = [
     ("data=2,tensor=2", WIDE, {**ADDED_UP, **BF16}),
     ("data=2,pipeline=2", WIDE, PIPELINED),
     ("data=2,pipeline=2", WIDE, {**PIPELINED, **BF16}),
+    ("pipeline=2,schedule=zero-bubble", WIDE, {**PIPELINED, **BF16}),
     ("data=2,pipeline=2,zero=1", WIDE, PIPELINED),
     ("context=2", WIDE, ADDED_UP),
     ("data=2,zero=3,context=2", WIDE, ADDED_UP),

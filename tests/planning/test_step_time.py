@@ -1,5 +1,7 @@
 """The time of a step: its parts, what makes it longer, and published runs."""
 
+from pathlib import Path
+
 import pytest
 
 from pentameter.config.load import load_config
@@ -223,6 +225,26 @@ def test_what_a_cpu_does_otherwise_counts(cpu):
     assert computed(exponential=1e-7) > 1.1 * joined
     # Freed memory goes back to the system, and each page is given anew.
     assert computed("data=2,zero=1") > 1.02 * joined
+
+
+def test_the_fused_step_has_shares_of_its_own(cpu):
+    table = """
+[calibrations.mine.fused.bf16]
+product_share = {share}
+attention_share = 0.5
+step_share = {share}
+"""
+
+    def computed(share, **changes):
+        file, _, shape = cpu(exponential=1e-7).rpartition(":")
+        text = Path(file).read_text(encoding="utf-8") + table.format(share=share)
+        Path(file).write_text(text, encoding="utf-8")
+        return estimate("data=2", f"{file}:{shape}", **changes).time.compute
+
+    assert computed(0.5) > 1.9 * computed(1.0)
+    # Activation functions are among its products; windows are not fused.
+    assert computed(0.5, **{"model.sliding_window": 512}) > 1.5 * computed(0.5)
+    assert computed(0.5, **{"train.compile": False}) == computed(1.0, **{"train.compile": False})
 
 
 def test_what_cannot_be_compiled_is_planned_so():

@@ -37,8 +37,8 @@ class DoctorArguments:
     """Show devices, versions, what is usable and what is missing."""
 
     measure: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Measure this machine's CPU for `plan` and `train --layout best`: some ten seconds, in which
-    nothing else should run."""
+    """Measure this machine's CPU for `plan` and `train --layout best`: a minute, half a minute
+    more the first time, in which nothing else should run."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object."""
 
@@ -67,7 +67,7 @@ def run(arguments: list[str]) -> int:
 
 def _measure(*, as_json: bool) -> int:
     """Measure the machine, and say what was found and where it is."""
-    from pentameter.machine.this_cluster import measure_machine
+    from pentameter.parallel.measured_machine import measure_machine
     from pentameter.planning.cluster import read_devices
 
     path = measure_machine()

@@ -28,7 +28,6 @@ from pentameter.fused_cpu.functions import (
 )
 from pentameter.fused_cpu.heads import HeadShape
 from pentameter.fused_cpu.kernels import CENTRED, NormKind, precise
-from pentameter.fused_cpu.obstacles import architecture_obstacle
 from pentameter.model.attention import Attention
 from pentameter.model.compiled import kernel
 from pentameter.model.dropout import StreamDropout
@@ -42,6 +41,7 @@ from pentameter.model.loss import (
 )
 from pentameter.model.positions import rotation
 from pentameter.planning.architecture import head_size, n_kv_heads
+from pentameter.planning.fused_step import architecture_obstacle
 
 
 def fused_loss_sum(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pentameter.fused_cpu.obstacles import fused_obstacle
 from pentameter.model.gpt import GPT
 from pentameter.parallel.data_parallel import share_state, with_copies
 from pentameter.parallel.engine import Engine
@@ -20,6 +19,7 @@ from pentameter.parallel.precision import set_matmul_precision
 from pentameter.parallel.recomputation import recompute_activations
 from pentameter.parallel.shared_parameters import give_memory, share_parameter
 from pentameter.parallel.stage_module import StageModule, slice_module
+from pentameter.planning.fused_step import fused_obstacle
 from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
 
@@ -89,7 +89,8 @@ def _compile(module: StageModule, plan: Plan, source: ModelSource, *, alone: boo
     """Have a slice run by what suits its device. A GPU that is done with a micro-batch before its
     host has launched the next kernels replays them, which hooks of other ranks' sums forbid, and
     so does a module whose way may depend on values."""
-    if module.device.type == "cpu" and fused_obstacle(plan) is None:
+    is_fused = fused_obstacle(plan.config, plan.layout, plan.built_by) is None
+    if module.device.type == "cpu" and is_fused:
         module.run_fused()
         return
     n_tokens = plan.micro_batch_size * plan.config.model.context_length

@@ -7,7 +7,7 @@ stage's public methods, which say when a message is posted and when it has been 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,11 +24,14 @@ class BoundedStage(PipelineStage):
     """A PipelineStage that allocates a receive buffer when the receive is posted, and drops it when
     the pass that reads it is done.
 
-    Autograd keeps a received activation for the backward pass, as it does any input.
+    Autograd keeps a received activation for the backward pass, as it does any input. After the half
+    of a split backward pass that adds to weights' `.grad`, not as autograd does, the stage calls
+    `take_gradients`.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, take_gradients: Callable[[], None], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.take_gradients = take_gradients
         self.args_recv_info = _WithoutMemory()
         self.grad_recv_info = _WithoutMemory()
 
@@ -62,6 +65,11 @@ class BoundedStage(PipelineStage):
             _release(self.grad_recv_info[bwd_chunk_id])
         if loss is not None:  # the schedule keeps it, and its graph would keep the stage's input
             loss.detach_()
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Compute the weights' gradients of a micro-batch, where the backward pass is split."""
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self.take_gradients()
 
     # PyTorch hands gradients over between two stages of a rank in a V without backward passes too.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pentameter.fused_cpu.obstacles import choose_kernels
+from pentameter.fused_cpu import amx
 from pentameter.machine.capabilities import Capabilities, machine_capabilities
 from pentameter.machine.choices import (
     choose_compile,
@@ -21,6 +21,7 @@ from pentameter.machine.choices import (
 from pentameter.machine.environment import device_name, environment
 from pentameter.machine.peaks import peak_flops, product_ceiling
 from pentameter.parallel.precision import arithmetic
+from pentameter.planning.fused_step import fused_obstacle
 from pentameter.planning.layout_checks import compile_obstacle
 from pentameter.planning.plan import Plan
 from pentameter.processes.join import local_device
@@ -88,7 +89,7 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
     if device.type == "cpu":
         tune_allocator(sparing=plan.layout.zero > 0)
         if compiled:
-            how, amx_kernels = choose_kernels(plan, precision, capabilities, world)
+            how, amx_kernels = _choose_kernels(plan, precision, capabilities, world)
             compile_reason += how
     name = device_name(device, capabilities)
     ceiling = peak_flops(name, precision) or product_ceiling(device, arithmetic(precision).products)
@@ -124,3 +125,22 @@ def _choose_compile(
         precision=precision,
         capabilities=capabilities,
     )
+
+
+def _choose_kernels(
+    plan: Plan, precision: str, capabilities: Capabilities, world: World
+) -> tuple[str, bool]:
+    """How a compiled step is computed on a CPU, a phrase for the reason of compiling, and whether
+    the AMX kernels serve it. Collective: they serve all processes of `world` or none."""
+    obstacle = fused_obstacle(plan.config, plan.layout, plan.built_by)
+    if obstacle is not None:
+        return f"; the plain model as a whole, as the fused step does not know {obstacle}", False
+    if precision != "bf16":
+        return "", False
+    missing = amx.load(capabilities)
+    missing_anywhere = next((each for each in world.all_gather(missing) if each is not None), None)
+    if missing_anywhere is not None:
+        amx.unload()  # they round differently from what the others compute with
+        return f"; {missing_anywhere}", False
+    obstacle = amx.attention_obstacle(plan.config.model)
+    return f"; with AMX kernels{f', but not for attention: {obstacle}' if obstacle else ''}", True

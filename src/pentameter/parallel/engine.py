@@ -76,7 +76,8 @@ class Engine:
         self._pipeline: Pipeline | None = None
         self._tied: TiedCopies | None = None
         if mesh is not None and plan.layout.pipeline > 1:
-            self._pipeline = Pipeline(wrapped, stage_modules[0], plan, mesh)
+            collect = self._rounded.collect
+            self._pipeline = Pipeline(wrapped, stage_modules[0], plan, mesh, collect)
             if not plan.layout.turns_back:
                 self._tied = TiedCopies(plan, mesh, world, dict(self._named))
         places = plan.layout.coordinates(world.rank)

@@ -50,12 +50,18 @@ class Pipeline:
 
     `modules` run the stages that this rank holds, by stage number: stage modules, which FSDP may
     wrap already; `module` is one of them. Every rank of the pipeline makes one Pipeline, and calls
-    its methods together with the others.
+    its methods together with the others. `take_gradients` is the stages', of BoundedStage.
     """
 
     def __init__(
-        self, modules: Mapping[int, nn.Module], module: StageModule, plan: Plan, mesh: DeviceMesh
+        self,
+        modules: Mapping[int, nn.Module],
+        module: StageModule,
+        plan: Plan,
+        mesh: DeviceMesh,
+        take_gradients: Callable[[], None],
     ) -> None:
+        self._take_gradients = take_gradients
         self._modules = modules
         self._plan = plan
         self._group = mesh["pipeline"].get_group()
@@ -174,6 +180,7 @@ class Pipeline:
             input_args=tokens if number == 0 else stream,
             output_args=end if number == layout.n_stages - 1 else stream,
             group=self._group,
+            take_gradients=self._take_gradients,
         )
 
 

@@ -23,12 +23,12 @@ from pentameter.planning.plan import Plan
 
 def rounded_weights(
     source: ModelSource, models: Iterable[nn.Module], plan: Plan, precision: str
-) -> contextlib.AbstractContextManager[None]:
-    """What the passes of a step run within, again and again: a RoundedWeights of these slices where
-    the plan's rules round weights once, else nothing."""
+) -> RoundedWeights:
+    """The RoundedWeights of these slices, within which the passes of a step run; of nothing, unless
+    the plan's rules round weights once."""
     dtype = arithmetic(precision).autocast
     if dtype is None or not plan.rules.rounds_once(plan.n_micro_batches):
-        return contextlib.nullcontext()
+        return RoundedWeights([], torch.float32)
     units = [unit for model in models for unit in source.gathered_units(model)]
     return RoundedWeights(units, dtype)
 
@@ -63,9 +63,15 @@ class RoundedWeights(contextlib.AbstractContextManager[None]):
         for owner, name, parameter in self._places:
             setattr(owner, name, parameter)
 
+    def collect(self) -> None:
+        """Pass on what was added to leaves otherwise than by autograd, which no hook sees."""
+        for (_, _, parameter), leaf in zip(self._places, self._leaves, strict=False):
+            if leaf.grad is not None:
+                _pass_on(parameter, leaf)
+
     @torch.no_grad()
     def _round(self) -> None:
-        if not self._leaves:
+        if len(self._leaves) < len(self._places):
             self._leaves = [self._leaf(parameter) for _, _, parameter in self._places]
             return
         for (_, _, parameter), leaf in zip(self._places, self._leaves, strict=True):

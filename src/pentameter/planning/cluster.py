@@ -40,6 +40,11 @@ class ProductShares(Section):
     attention_backward: PositiveFloat = 2.5
     """Time of fused attention's backward pass ÷ that of its forward pass: five products against
     two, as fast (Dao et al. 2022, "FlashAttention", algorithm 4)."""
+    step_share: PositiveFloat = 1.0
+    """The speed of everything that a step's passes compute ÷ its speed by itself, where the other
+    shares are of operations by themselves, whose numbers caches still hold."""
+    kernel_seconds: PositiveFloat = 5e-6
+    """Time that an operation takes however small it is."""
 
 
 class Calibration(ProductShares):
@@ -49,6 +54,9 @@ class Calibration(ProductShares):
     """The measurements that they are fitted on."""
     precisions: dict[str, ProductShares] = Field(default_factory=dict)
     """`train.precision` → the shares of products in it, where they are others."""
+    fused: dict[str, ProductShares] = Field(default_factory=dict)
+    """`train.precision` → the shares in the fused step of a CPU, whose feed-forward layers count
+    activation functions among their products."""
     memory_share: Factor
     """Of the memory's bandwidth, in operations on single elements and in the optimizer."""
     link_share: Factor
@@ -58,8 +66,6 @@ class Calibration(ProductShares):
     interference_share: Factor = 0.3
     """Of communication beside compute, the time that it costs all the same: its kernels take some
     of the processors, and both read memory."""
-    kernel_seconds: PositiveFloat = 5e-6
-    """Time that an operation takes however small it is."""
     exponential_seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Time of an exponential, or what takes as long, of one number; 0 where moving it takes longer,
     as on a GPU."""
@@ -71,9 +77,10 @@ class Calibration(ProductShares):
     network_hop_seconds: PositiveFloat = 15e-6
     """The same between nodes."""
 
-    def products(self, precision: str) -> ProductShares:
-        """The shares of products in a precision."""
-        return self.precisions.get(precision, self)
+    def products(self, precision: str, *, fused: bool = False) -> ProductShares:
+        """The shares of products in a precision, in the fused step where they are known."""
+        shares = self.precisions.get(precision, self)
+        return self.fused.get(precision, shares) if fused else shares
 
 
 UNCALIBRATED = Calibration(

@@ -18,13 +18,14 @@ from pentameter.config.choices import look_up
 from pentameter.config.schema import Config, LoraConfig, ModelConfig
 from pentameter.planning.adapters import run_operations
 from pentameter.planning.architecture import ActivationTensor, Operation, ParameterSpec
-from pentameter.planning.cluster import Cluster
+from pentameter.planning.cluster import Cluster, ProductShares
 from pentameter.planning.costs import (
     RECOMPUTES_PRODUCTS,
     ActivationBytes,
     PassSeconds,
     StepSizes,
 )
+from pentameter.planning.fused_step import fused_obstacle
 from pentameter.planning.layout import Layout
 from pentameter.planning.layout_checks import may_compile
 from pentameter.planning.rules import LayoutRules
@@ -78,11 +79,12 @@ def kinds_of_operations(model: ModelConfig, lora: LoraConfig, layers: range) -> 
     return tuple(found.values())
 
 
-def product_seconds(cluster: Cluster, precision: str, m: int, n: int, k: int, width: int) -> float:
-    """Time of a product (m, k) × (k, n) of numbers of `width` bytes."""
-    device = cluster.device
-    shares = device.calibration.products(precision)
-    peak = cluster.peak_flops(precision) * shares.product_share
+def product_seconds(
+    cluster: Cluster, shares: ProductShares, peak: float, m: int, n: int, k: int, width: int
+) -> float:
+    """Time of a product (m, k) × (k, n) of numbers of `width` bytes on devices of a peak, in
+    FLOP/s, of which products reach a share."""
+    device, peak = cluster.device, peak * shares.product_share
     if device.units == 1:
         arithmetic = 2 * m * n * k / peak
     else:
@@ -92,7 +94,7 @@ def product_seconds(cluster: Cluster, precision: str, m: int, n: int, k: int, wi
             for rows, columns, speed in TILES
         )
     moved = width * (m * k + k * n + m * n) / cluster.memory_bandwidth
-    return max(arithmetic, moved) + device.calibration.kernel_seconds
+    return max(arithmetic, moved) + shares.kernel_seconds
 
 
 def _waves(m: int, n: int, rows: int, columns: int, units: int) -> float:
@@ -115,7 +117,6 @@ class ComputeTime:
         self.cluster = cluster
         self.precision = precision
         self.bytes = ActivationBytes(config, layout, sizes)
-        self.kernel_seconds = cluster.device.calibration.kernel_seconds
         rules = LayoutRules(layout)
         self.adds_whole = sizes.n_micro_batches > 1 and not rules.reduces_each_micro_batch
         self.rounds_once = bool(layout.zero) or rules.rounds_once(sizes.n_micro_batches)
@@ -123,6 +124,13 @@ class ComputeTime:
         self.joins = may_compile(layout, config.train)
         """Whether operations on single elements that follow one another are one, as compiling makes
         them; else each reads what the one before has written."""
+        calibration = cluster.device.calibration
+        is_fused = self.joins and fused_obstacle(config, layout) is None
+        self.joins_activations = is_fused and precision in calibration.fused
+        """Whether activation functions are computed within the products beside them, and dropout of
+        attention's weights within attention."""
+        self.shares = calibration.products(precision, fused=is_fused)
+        self.peak = cluster.peak_flops(precision)
         how = config.train.activation_checkpoint
         self.checkpoint = how
         self.recomputes_products = look_up(
@@ -186,7 +194,8 @@ class ComputeTime:
         """The passes of one operation; those of equal shapes are computed once."""
         if kind.key not in self._known:
             times, fresh = self._times(kind.op), self._fresh(kind.op)
-            both = PassSeconds(*map(sum, zip(times, fresh, strict=True)))
+            pairs = zip(times, fresh, strict=True)
+            both = PassSeconds(*(sum(pair) / self.shares.step_share for pair in pairs))
             if not kind.op.gives_gradient:
                 both = both._replace(backward_input=0.0)
             self._known[kind.key] = both
@@ -225,7 +234,7 @@ class ComputeTime:
         n_blocks = 1 if self.layout.tensor_mode == "1d" else self.layout.sizes["tensor"]
         p = self.sizes.product_bytes
         forward, to_input, to_weight = (
-            n_blocks * product_seconds(self.cluster, self.precision, *sides, p)
+            n_blocks * product_seconds(self.cluster, self.shares, self.peak, *sides, p)
             for sides in ((m, n_out, n_in), (m, n_in, n_out), (n_out, n_in, m))
         )
         rounding, adding = self._weight_bytes(op.parameters)
@@ -280,10 +289,9 @@ class ComputeTime:
         n_context, n_channels = op.result.shape
         n_attended = op.token_products / (2 * n_channels)
         channels = n_channels / self.config.model.n_heads
-        shares = self.cluster.device.calibration.products(self.precision)
-        peak = self.cluster.peak_flops(self.precision)
+        shares, peak = self.shares, self.peak
         moved = self.bytes.of((*op.reads, op.result))
-        if op.result not in op.saves:
+        if op.result not in op.saves and not self.joins_activations:
             return self._written_attention(op, flops / (peak * shares.product_share), moved)
         share = shares.attention_share * channels / (channels + SOFTMAX_CHANNELS)
         share *= n_attended / (n_attended + ATTENTION_FILL)
@@ -338,6 +346,8 @@ class ComputeTime:
 
     def _activation(self, op: Operation) -> PassSeconds:
         """An activation function, and its slope."""
+        if self.joins_activations:
+            return PassSeconds(0.0, 0.0, 0.0)
         moving, n = self._element_wise(op), self.bytes.of([op.result])
         least = n // self.sizes.bytes_of(op.result) * self._per_exponential
         return PassSeconds(max(moving.forward, least), max(moving.backward_input, 2 * least), 0.0)
@@ -360,9 +370,12 @@ class ComputeTime:
         return PassSeconds(forward, backward, 0.0)
 
     def _dropout(self, op: Operation) -> PassSeconds:
-        """Dropout of what is added to the stream, with a mask that is computed."""
+        """Dropout, with a mask that is computed. That of what is added to the stream is joined to
+        the norm that follows."""
         once = self._element_wise(op)
-        return once if self.joins else once._replace(forward=once.forward + self._mask(op.result))
+        if self.joins:
+            return once if op.layer is None else PassSeconds(0.0, 0.0, 0.0)
+        return once._replace(forward=once.forward + self._mask(op.result))
 
     def _mask(self, tensor: ActivationTensor) -> float:
         """Time of the keyed mask of a tensor, where each operation on its words is one of its own:
@@ -385,4 +398,4 @@ class ComputeTime:
     def _moving(self, n_bytes: float, n_kernels: int = 1) -> float:
         if not n_bytes:
             return 0.0
-        return n_bytes / self.cluster.memory_bandwidth + n_kernels * self.kernel_seconds
+        return n_bytes / self.cluster.memory_bandwidth + n_kernels * self.shares.kernel_seconds

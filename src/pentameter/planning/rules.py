@@ -82,13 +82,12 @@ class LayoutRules:
 
     def rounds_once(self, n_micro_batches: int) -> bool:
         """Whether weights are rounded for products at the start of a step of several micro-batches,
-        and their gradients added up in the weights' dtype as they come. FSDP does so of itself. Not
-        under DDP, which must see the gradients of the weights themselves, nor where a schedule
-        splits the backward pass, whose second half adds gradients up in the dtype they come in."""
+        and their gradients added up in the weights' dtype as they come. FSDP does so of itself; DDP
+        must see the gradients of the weights themselves."""
         layout = self.layout
         is_divided = layout.tensor > 1 or layout.pipeline > 1
-        by_rows = layout.tensor_mode == "1d" and not layout.splits_backward
-        return n_micro_batches > 1 and is_divided and by_rows and not layout.zero
+        by_matrices = layout.tensor_mode == "1d"  # grids round what they send
+        return n_micro_batches > 1 and is_divided and by_matrices and not layout.zero
 
     def keeps_whole_gradients(self, n_micro_batches: int) -> bool:
         """Whether whole gradients, and not shards, are held from one backward pass of a step to

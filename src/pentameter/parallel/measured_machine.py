@@ -1,0 +1,371 @@
+"""This machine's CPU as training finds it, measured for `plan` and `--layout best`.
+
+Operations are timed by themselves, as PyTorch computes them and as the fused step does; then steps
+of a small model, which say how much slower operations are within a step, where each finds caches
+full of what the others left.
+"""
+
+from __future__ import annotations
+
+import datetime
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from pentameter.config.schema import Config
+from pentameter.config.section import Section
+from pentameter.data.batches.step import Batch
+from pentameter.disk.atomic import make_folder, write_atomic
+from pentameter.disk.cache import cache_folder
+from pentameter.fused_cpu import amx
+from pentameter.fused_cpu.functions import (
+    AmxAttention,
+    AmxFeedForward,
+    CausalAttention,
+    FeedForward,
+)
+from pentameter.fused_cpu.heads import HeadShape
+from pentameter.machine.capabilities import Capabilities, find_compiler, machine_capabilities
+from pentameter.machine.choices import tune_allocator
+from pentameter.machine.cores import host_memory_bytes
+from pentameter.machine.peaks import product_ceiling
+from pentameter.parallel.assemble import assemble
+from pentameter.planning.cluster import (
+    MEASURED_FILE,
+    Calibration,
+    Cluster,
+    Device,
+    ProductShares,
+)
+from pentameter.planning.estimate import make_estimate
+from pentameter.planning.plan import Plan, make_plan
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+TENSOR_BYTES, N_TENSORS = 1 << 21, 64
+"""Activations as an operation reads them one after another: more in all than caches hold near a
+core, and the result in memory that was just freed."""
+MESSAGE_BYTES, SMALL_MESSAGE_BYTES, N_MESSAGES = 1 << 24, 1 << 16, 20
+PRODUCT = (2048, 512, 512)
+"""Rows and sides of a linear layer's product as small models have them, against the best product
+measured."""
+FEED_FORWARD = (4096, 512, 2048)
+"""Rows, channels and inner width of the fused feed-forward layer that is timed."""
+ATTENTION = (4, 8, 256, 64)
+"""Sequences, heads, tokens and channels of the attention that is timed."""
+STEP: dict[str, Any] = {
+    "model": {
+        "vocab_size": 1024,
+        "context_length": 256,
+        "n_layers": 4,
+        "n_heads": 6,
+        "d_model": 384,
+        "dropout": 0.0,
+    },
+    "data": {"corpus": "stdlib"},
+    "train": {"device": "cpu"},
+}
+"""The configuration whose steps are timed, of two micro-batches each."""
+STEP_ROWS = (1, 8)
+"""Sequences of a micro-batch of such a step, few and many."""
+SHORT, LONG = 1e-12, 1e-4
+"""Seconds of an operation, to find out how many of them the planner counts."""
+LEAST_TURNS = 5
+STEP_SECONDS = 1.5
+"""How long steps of each kind are repeated."""
+
+
+def measure_machine() -> Path:
+    """The path of the file that describes this machine's CPU now.
+
+    Takes three quarters of a minute, and as long again where the fused step is not compiled yet.
+    What other programs take of the machine meanwhile is missing from it.
+    """
+    device = measured_device(machine_capabilities())
+    make_folder(cache_folder())
+    path = cache_folder() / MEASURED_FILE
+    write_atomic(path, "\n".join(_file(device)).encode())
+    return path
+
+
+def measured_device(capabilities: Capabilities) -> Device:
+    """This machine's CPU."""
+    tune_allocator(sparing=True)  # as a run does under ZeRO
+    fresh = _fresh_bandwidth()
+    tune_allocator()  # as any other
+    peaks = {name: product_ceiling("cpu", dtype, seconds=1.0) for name, dtype in DTYPES.items()}
+    shares = {name: _shares(dtype, peaks[name]) for name, dtype in DTYPES.items()}
+    fused = {}
+    if find_compiler(torch.device("cpu"), capabilities).works:
+        fused = {name: _fused_shares(name, peaks[name], capabilities) for name in ("fp32", "bf16")}
+    best = max(("bf16", "fp32"), key=peaks.__getitem__)
+    link, hop = _measured_link()
+    calibration = Calibration(
+        fitted_on="doctor --measure on this machine",
+        **shares[best].model_dump(),
+        precisions={name: each for name, each in shares.items() if name != best},
+        fused=fused,
+        memory_share=1.0,
+        link_share=1.0,
+        network_share=1.0,
+        interference_share=1.0,
+        exponential_seconds=_exponential_seconds(),
+        fresh_bytes_per_second=fresh,
+        hop_seconds=hop,
+    )
+    device = Device(
+        name="".join(c for c in capabilities.cpu.name if c.isprintable() and c not in '"\\'),
+        tflops={name: flops / 1e12 for name, flops in peaks.items()},
+        memory_bytes=float(host_memory_bytes() or 8 << 30),
+        memory_bytes_per_second=_bandwidth(),
+        link_bytes_per_second=link,
+        shared=True,
+        calibration=calibration,
+        source="doctor --measure",
+        date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+    )
+    return _within_steps(device, best)
+
+
+# -- operations ---------------------------------------------------------------------------------
+
+
+def _best_seconds(act: Callable[[], object], seconds: float = 0.3) -> float:
+    """The shortest time of an action, repeated for so long, and LEAST_TURNS times at least: heaps
+    grow in the first ones."""
+    times: list[float] = []
+    deadline = time.perf_counter() + seconds
+    while len(times) < LEAST_TURNS or time.perf_counter() < deadline:
+        start = time.perf_counter()
+        act()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _bandwidth() -> float:
+    """Bytes read and written per second by an operation on single elements."""
+    tensors = [torch.ones(TENSOR_BYTES // 4) for _ in range(N_TENSORS)]
+    seconds = _best_seconds(lambda: [torch.add(each, 1.0) for each in tensors])
+    return 2 * TENSOR_BYTES * N_TENSORS / seconds
+
+
+def _fresh_bandwidth() -> float:
+    """Bytes per second of memory that is written to for the first time."""
+    seconds = _best_seconds(lambda: torch.ones(TENSOR_BYTES // 4))
+    return TENSOR_BYTES / seconds
+
+
+def _exponential_seconds() -> float:
+    """Time of the activation function of one number, with the memory that it is in."""
+    tensors = [torch.ones(TENSOR_BYTES // 4) for _ in range(N_TENSORS // 4)]
+    gelu = torch.nn.functional.gelu
+    return _best_seconds(lambda: [gelu(each) for each in tensors]) / sum(map(len, tensors))
+
+
+def _passes_seconds(of: Callable[..., Tensor], *inputs: Tensor) -> tuple[float, float]:
+    """The times of a function's forward and backward pass."""
+    y = of(*inputs)
+    backward = partial(torch.autograd.grad, y, inputs, y.detach(), retain_graph=True)
+    return _best_seconds(partial(of, *inputs)), _best_seconds(backward)
+
+
+def _shares(dtype: torch.dtype, peak: float) -> ProductShares:
+    """The shares of a peak that PyTorch's products reach in a linear layer, and its attention."""
+    m, n, k = PRODUCT
+    x, weight = (torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in ((m, k), (n, k)))
+    products = sum(_passes_seconds(torch.nn.functional.linear, x, weight))
+    B, H, T, K = ATTENTION
+    qkv = [torch.randn(B, T, H, K, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3)]
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+    return _shares_of(6 * m * n * k / products, _passes_seconds(attend, *qkv), peak)
+
+
+def _fused_shares(precision: str, peak: float, capabilities: Capabilities) -> ProductShares:
+    """The same of the fused step: in a feed-forward layer with its activation function, and in its
+    attention."""
+    dtype, whole = DTYPES[precision], torch.float32
+    native = precision == "bf16" and amx.load(capabilities) is None
+    m, D, d_ff = FEED_FORWARD
+    scale, up, down = torch.ones(D), torch.randn(d_ff, D) * D**-0.5, torch.randn(D, d_ff) * D**-0.5
+    layer = AmxFeedForward if native else FeedForward
+
+    def feed_forward(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        y: Tensor = layer.apply(x, scale, None, down, "gelu", up)
+        return y
+
+    B, H, T, K = ATTENTION
+    shape, keys = HeadShape(H, H, K, 1e-5, T, 0.0), torch.zeros(B, 2, dtype=torch.int32)
+    attention = AmxAttention if native else CausalAttention
+
+    def attend(projected: Tensor) -> Tensor:
+        y: Tensor = attention.apply(shape, keys, projected, *5 * (None,))
+        return y
+
+    x = torch.randn(1, m, D, dtype=dtype)
+    inputs = [each.requires_grad_() for each in (x, up.to(whole), down.to(whole))]
+    projected = torch.randn(B, T, 3 * H * K, dtype=dtype, requires_grad=True)
+    products = sum(_passes_seconds(feed_forward, *inputs))
+    return _shares_of(12 * m * D * d_ff / products, _passes_seconds(attend, projected), peak)
+
+
+def _shares_of(
+    products_per_second: float, attention_seconds: tuple[float, float], peak: float
+) -> ProductShares:
+    """The shares of a peak that products reach, and causal attention of the sizes ATTENTION, whose
+    masked half is not counted, from the times of its forward and backward pass."""
+    B, H, T, K = ATTENTION
+    forward, backward = attention_seconds
+    return ProductShares(
+        product_share=min(1.0, products_per_second / peak),
+        attention_share=min(1.0, 2 * B * H * T * T * K / forward / peak),
+        attention_backward=backward / forward,
+    )
+
+
+# -- steps --------------------------------------------------------------------------------------
+
+
+def _within_steps(device: Device, best: str) -> Device:
+    """The device whose operations are as fast as they are within steps; in fp64 as in fp32."""
+    plain = {name: _within_step(device, name, fused=False) for name in ("fp32", "bf16")}
+    plain["fp64"] = plain["fp32"]
+    calibration = device.calibration
+    changed: dict[str, Any] = {
+        **plain[best],
+        "precisions": {
+            name: each.model_copy(update=plain[name])
+            for name, each in calibration.precisions.items()
+        },
+        "fused": {
+            name: each.model_copy(update=_within_step(device, name, fused=True))
+            for name, each in calibration.fused.items()
+        },
+    }
+    return device.model_copy(update={"calibration": calibration.model_copy(update=changed)})
+
+
+def _within_step(device: Device, precision: str, *, fused: bool) -> dict[str, float]:
+    """The `step_share` and `kernel_seconds` of a way to compute steps.
+
+    The passes of a step take (o + n · k) / s: o its operations by themselves, as long as they take
+    without k, n how many they are; k what each takes at least, and s the share. Steps of two sizes
+    tell k and s.
+    """
+    taken, alone = [], []
+    for size in STEP_ROWS:
+        rows = {"batch_size": 2 * size, "micro_batch_size": size}
+        train = {**STEP["train"], **rows, "precision": precision, "compile": fused}
+        config = Config.model_validate({**STEP, "train": train})
+        alone.append([_planned(device, config, each) for each in (SHORT, LONG)])
+        taken.append(_passes_of_step_seconds(make_plan(config)))
+    small, large = alone
+    share = (large[0] - small[0]) / (taken[1] - taken[0])
+    n = (small[1] - small[0]) / (LONG - SHORT)
+    return {"step_share": share, "kernel_seconds": max(SHORT, (share * taken[0] - small[0]) / n)}
+
+
+def _planned(device: Device, config: Config, kernel_seconds: float) -> float:
+    """The time of a step's passes where each operation takes so long at least."""
+    least, old = {"kernel_seconds": kernel_seconds}, device.calibration
+    fused = {name: each.model_copy(update=least) for name, each in old.fused.items()}
+    precisions = {name: each.model_copy(update=least) for name, each in old.precisions.items()}
+    new = old.model_copy(update={**least, "precisions": precisions, "fused": fused})
+    there = device.model_copy(update={"calibration": new})
+    cluster = Cluster(device_key="this machine", device=there, node_size=1, n_nodes=1)
+    return make_estimate(config, cluster).time.compute
+
+
+def _passes_of_step_seconds(plan: Plan) -> float:
+    """The time of the forward and backward passes of a plan's step in this process."""
+    train, model = plan.config.train, plan.config.model
+    engine = assemble(plan, torch.device("cpu"), train.precision, compiled=train.compile is True)
+    shape = (len(engine.rows), model.context_length + 1)
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size or 0, shape)
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], engine.rows)
+
+    def passes() -> None:
+        engine.forward_backward(batch, 0)
+        engine.zero_gradients()
+
+    return _best_seconds(passes, STEP_SECONDS)
+
+
+# -- messages -----------------------------------------------------------------------------------
+
+
+def _measured_link() -> tuple[float, float]:
+    """Bytes per second, and seconds of a small message, between two processes of the machine: those
+    of a ring, from all-reduces."""
+    with tempfile.TemporaryDirectory(prefix="pentameter-") as folder:
+        mp.spawn(_all_reduce, args=(folder,), nprocs=2)
+        large, small = map(float, Path(folder, "seconds").read_text().split())
+    hop = small / 2  # there and back
+    return (MESSAGE_BYTES - SMALL_MESSAGE_BYTES) / max(1e-9, large - small), hop
+
+
+def _all_reduce(rank: int, folder: str) -> None:
+    """One of two processes that time all-reduces of a large and of a small tensor, each after some
+    products, as in a step: whoever is done first waits, and is woken. Back to back a message takes
+    a fraction of that."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    side = torch.randn(PRODUCT[1], PRODUCT[1])
+
+    def turn(message: torch.Tensor | None) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(N_MESSAGES):
+            for _ in range(2):
+                torch.mm(side, side)
+            if message is not None:
+                dist.all_reduce(message)
+        return (time.perf_counter() - start) / N_MESSAGES
+
+    products = median(turn(None) for _ in range(5))
+    messages = [torch.ones(n // 4) for n in (MESSAGE_BYTES, SMALL_MESSAGE_BYTES)]
+    found = [median(turn(message) for _ in range(5)) - products for message in messages]
+    if rank == 0:
+        Path(folder, "seconds").write_text(" ".join(repr(max(0.0, each)) for each in found))
+    dist.destroy_process_group()
+
+
+# -- the file -----------------------------------------------------------------------------------
+
+
+def _file(device: Device) -> Iterator[str]:
+    """The lines of a file that describes a device, as `read_devices` reads it."""
+    calibration = device.calibration
+    yield "# This machine, measured by `pentameter doctor --measure`; `pentameter plan` reads it."
+    yield from _table("calibrations.measured", calibration)
+    for kind in ("precisions", "fused"):
+        for name, shares in getattr(calibration, kind).items():
+            yield from _table(f"calibrations.measured.{kind}.{name}", shares)
+    yield from _table("devices.this-machine", device)
+    yield 'calibration = "measured"'
+    yield ""
+
+
+def _table(name: str, section: Section) -> Iterator[str]:
+    """A section's own values that are set, as a table of TOML."""
+    yield f"\n[{name}]"
+    for key, value in section:
+        if key in section.model_fields_set and not isinstance(value, Section):
+            match value:
+                case bool():
+                    yield f"{key} = {str(value).lower()}"
+                case float():
+                    yield f"{key} = {value:.4g}"
+                case str():
+                    yield f'{key} = "{value}"'
+    if isinstance(section, Device):
+        peaks = ", ".join(f"{key} = {value:.4g}" for key, value in section.tflops.items())
+        yield f"tflops = {{ {peaks} }}"
