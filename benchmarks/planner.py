@@ -22,18 +22,18 @@ import random
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from pentameter.config.load import load_config
-from pentameter.config.schema import Config, ParallelConfig
+from pentameter.config.schema import Config
 from pentameter.disk.cache import data_folder
 from pentameter.errors import ConfigError
 from pentameter.planning.cluster import Cluster, parse_cluster
 from pentameter.planning.estimate import Estimate, make_estimate
 from pentameter.planning.layout import Layout
-from pentameter.planning.search import _parallels, search
+from pentameter.planning.search import LayoutCandidate, search
 from pentameter.planning.step_time import step_time
 
 ROWS = "planner/published_rows.json"
@@ -371,25 +371,14 @@ def print_ranking(outcomes: list[Outcome]) -> None:
         if row.source.startswith("llm-foundry"):
             continue
 
-        def allowed(
-            layout: Layout, zero: int = 1 if "nanotron" in row.source else published.zero
-        ) -> bool:
-            is_usual = layout.schedule in ("1f1b", "interleaved") and layout.context == 1
-            return is_usual and layout.zero <= zero
-
-        def parallels(
-            *cluster: Any, whole: bool = published.tensor > 1 and not published.sequence
-        ) -> Iterator[ParallelConfig]:
-            """What the search tries; where time is whole in the published layout, whole too."""
-            for parallel in _parallels(*cluster):
-                yield parallel.model_copy(update={"sequence": False}) if whole else parallel
-
-        same = (row.config.train.activation_checkpoint,)
-        with (
-            patch("pentameter.planning.search.CHECKPOINTS", same),
-            patch("pentameter.planning.search._parallels", parallels),
-        ):
-            found = search(row.config, outcome.estimate.cluster, n_best=N_BEST, allowed=allowed)
+        allowed = partial(_could_be_run, row, published)
+        found = search(
+            row.config,
+            outcome.estimate.cluster,
+            n_best=N_BEST,
+            sequence=published.sequence or published.tensor == 1,
+            allowed=allowed,
+        )
         degrees = [_degrees(each.plan.layout) for each in found.estimates]
         mine = _degrees(published)
         place = degrees.index(mine) + 1 if mine in degrees else None
@@ -403,6 +392,40 @@ def print_ranking(outcomes: list[Outcome]) -> None:
         )
     first = sum(place is not None and place <= 3 for place in places)
     print(f"among the first three: {first} of {len(places)}")
+
+
+STUDIED_MODEL = {
+    **GPT, **_model(32, 20480, 128, 51200, 2048), "train.micro_batch_size": 1,
+    "train.activation_checkpoint": "full",
+}  # fmt: skip
+"""A model of 162B parameters on 64 A100s, of which Narayanan et al. 2021 (section 5.4.1, figure 13)
+compare five layouts at two batches: as many tensor-parallel processes as a node has are best."""
+STUDIED_BATCHES, STUDIED_TENSOR = (32, 128), (32, 16, 8, 4, 2)
+
+
+def print_study() -> None:
+    """The planned order of the layouts that were compared with one another, at each batch size."""
+    for batch in STUDIED_BATCHES:
+        config = load_config("quickstart", {**STUDIED_MODEL, "train.batch_size": batch})
+        seconds = {}
+        for tensor in STUDIED_TENSOR:
+            layout = f"tensor={tensor},pipeline={64 // tensor}"
+            estimate = make_estimate(config, parse_cluster("a100-80gb:8x8"), layout=layout)
+            seconds[layout] = estimate.time.seconds
+        order = sorted(seconds, key=seconds.__getitem__)
+        print(f"162B, batch {batch}:", *(f"{each} {seconds[each]:.3g} s," for each in order))
+
+
+def _could_be_run(row: Row, published: Layout, candidate: LayoutCandidate) -> bool:
+    """Whether a row's program had what a candidate needs."""
+    layout, train = candidate.layout, candidate.config.train
+    zero = 1 if "nanotron" in row.source else published.zero
+    return (
+        layout.schedule in ("1f1b", "interleaved")
+        and layout.context == 1
+        and layout.zero <= zero
+        and train.activation_checkpoint == row.config.train.activation_checkpoint
+    )
 
 
 def _degrees(layout: Layout) -> tuple[int, int, int]:
@@ -488,6 +511,7 @@ def main() -> None:
         print(*outcomes, sep="\n")
     if parsed.search:
         print_ranking(outcomes)
+        print_study()
         return
     print_table(outcomes)
     if parsed.plot:

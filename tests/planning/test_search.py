@@ -57,9 +57,9 @@ def test_it_finds_the_fastest_that_fits(small):
 
 def test_what_may_not_be_is_left_out(small):
     config, cluster = small
-    found = search(config, cluster, n_best=2, allowed=lambda layout: layout.pipeline == 4)
+    found = search(config, cluster, n_best=2, allowed=lambda each: each.layout.pipeline == 4)
     assert {each.plan.layout.pipeline for each in found.estimates} == {4}
-    nothing = search(config, cluster, allowed=lambda layout: False)
+    nothing = search(config, cluster, allowed=lambda each: False)
     assert nothing.estimates == ()
 
 

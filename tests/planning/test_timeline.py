@@ -152,3 +152,10 @@ def test_the_plan_has_it():
     full = {**values, "parallel.pipeline": 2, "train.activation_checkpoint": "full"}
     again = make_plan(load_config("shakespeare-char", full), world_size=2)
     assert again.bubble_fraction == pytest.approx(1 / 8, rel=0.05)
+
+
+def test_messages_of_a_process_wait_for_one_another():
+    """GPipe's forward passes of 1 s, whose messages take 3: the last of four arrives after all."""
+    spans = timeline(layout("gpipe", 2), 4, [PassSeconds(1.0, 1.0, 1.0)] * 2, 3.0)
+    starts = [span.start for span in spans[1] if span.done.kind == "forward"]
+    assert starts == [4.0, 7.0, 10.0, 13.0]

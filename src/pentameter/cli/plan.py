@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +27,8 @@ BAR = 28
 """Characters of a bar."""
 WIDTH = 110
 """Characters of a line where the output is no terminal."""
+LAYOUT_WIDTH = 54
+"""Characters of a line of a layout in a table."""
 
 
 @dataclass(frozen=True)
@@ -313,9 +316,14 @@ def _found_table(found: Found) -> Any:
     table.add_column("best layouts", overflow="fold")
     for title in ("micro-batch", "recomputes", "s a step", "MFU", "to spare"):
         table.add_column(title, justify="right", no_wrap=True)
-    for row in found_rows(found):
-        table.add_row(*row)
+    for layout, *row in found_rows(found):
+        table.add_row(_folded(layout), *row)
     return table
+
+
+def _folded(layout: str) -> str:
+    """A layout in lines that end with a comma, so that each can be copied."""
+    return textwrap.fill(layout.replace(",", ", "), LAYOUT_WIDTH).replace(", ", ",")
 
 
 def _why(found: Found) -> str:

@@ -10,8 +10,7 @@ from pentameter.config.schema import Config
 from pentameter.planning.batch_sizes import global_batch_size
 from pentameter.planning.cluster import Cluster
 from pentameter.planning.estimate import Estimate
-from pentameter.planning.layout import Layout
-from pentameter.planning.search import search
+from pentameter.planning.search import Allowed, LayoutCandidate, search
 
 MOST_DEVICES = 16_384
 TIMED_OF_EACH = 25
@@ -73,7 +72,7 @@ def scale(
     while n <= most:
         here = cluster.resized(n)
 
-        def best(allowed: Any, here: Cluster = here) -> Estimate | None:
+        def best(allowed: Allowed, here: Cluster = here) -> Estimate | None:
             found = search(
                 config,
                 here,
@@ -98,13 +97,14 @@ def scale(
         n *= 2
 
 
-def _is_any(layout: Layout) -> bool:
+def _is_any(candidate: LayoutCandidate) -> bool:
     return True
 
 
-def _is_flat(layout: Layout) -> bool:
-    return layout.pipeline == 1
+def _is_flat(candidate: LayoutCandidate) -> bool:
+    return candidate.layout.pipeline == 1
 
 
-def _is_data_alone(layout: Layout) -> bool:
+def _is_data_alone(candidate: LayoutCandidate) -> bool:
+    layout = candidate.layout
     return layout.pipeline == layout.tensor == layout.context == 1

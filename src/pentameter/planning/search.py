@@ -47,7 +47,6 @@ a busy machine finds the same."""
 VIRTUAL_STAGES = (2, 3, 4, 6)
 CHECKPOINTS = (None, "selective", "full")
 
-Allowed = Callable[[Layout], bool]
 Change = tuple[str, object]
 """The dotted path of a setting, and its new value."""
 
@@ -66,6 +65,9 @@ class LayoutCandidate:
         """The sizes of its mesh; of equal ones the best is kept."""
         layout = self.layout
         return layout.data, layout.tensor, layout.pipeline, layout.context
+
+
+Allowed = Callable[[LayoutCandidate], bool]
 
 
 @dataclass(frozen=True)
@@ -90,18 +92,20 @@ def search(
     *,
     n_best: int = 5,
     most_timed: int = MOST_TIMED,
-    allowed: Allowed = lambda layout: True,
+    sequence: bool = True,
+    allowed: Allowed = lambda candidate: True,
 ) -> Found:
     """The fastest layouts of a configuration on a whole cluster that fit its devices.
 
     Its own `[parallel]`, micro-batch and activation checkpointing are left aside, its batch kept.
-    `allowed` says of a layout whether it may be taken.
+    `sequence` says whether tensor-parallel processes divide time, and `allowed` of a candidate
+    whether it may be taken.
     """
     start = time.monotonic()
     plan = _base(config, vocab_size, rows_per_epoch)
     precision = best_precision(config, cluster)
     candidates = sorted(
-        (each for each in _candidates(plan, cluster, precision) if allowed(each.layout)),
+        (each for each in _candidates(plan, cluster, precision, sequence) if allowed(each)),
         key=lambda each: each.bound,
     )
     best: dict[tuple[int, ...], tuple[float, LayoutCandidate]] = {}
@@ -250,12 +254,14 @@ def _estimate(
     return Estimate(plan, cluster, best_precision(config, cluster))
 
 
-def _candidates(plan: Plan, cluster: Cluster, precision: str) -> Iterator[LayoutCandidate]:
+def _candidates(
+    plan: Plan, cluster: Cluster, precision: str, sequence: bool = True
+) -> Iterator[LayoutCandidate]:
     """Every legal candidate whose weights, gradients and optimizer may fit."""
     config = plan.config
     known: dict[object, ComputeTime] = {}
     ends = end_weights(config)
-    for parallel in _parallels(plan, cluster):
+    for parallel in _parallels(plan, cluster, sequence):
         try:
             layout = make_layout(parallel, cluster.n_devices).for_model(config.model)
             check_layout(layout, config.model, cluster.node_size)
@@ -283,7 +289,7 @@ def _candidates(plan: Plan, cluster: Cluster, precision: str) -> Iterator[Layout
             yield LayoutCandidate(changed, layout, stages, bound)
 
 
-def _parallels(plan: Plan, cluster: Cluster) -> Iterator[ParallelConfig]:
+def _parallels(plan: Plan, cluster: Cluster, sequence: bool) -> Iterator[ParallelConfig]:
     """Sections `[parallel]` that make up the whole cluster."""
     model, old, n = plan.config.model, plan.config.parallel, cluster.n_devices
     contexts = [1]
@@ -296,21 +302,22 @@ def _parallels(plan: Plan, cluster: Cluster) -> Iterator[ParallelConfig]:
                 continue
             data = n // (t * c * p)
             zeros = (0,) if data * c == 1 else (0, 1) if p > 1 else (0, 1, 2, 3)
-            for zero, (schedule, v) in itertools.product(zeros, _schedules(p, model.n_layers)):
-                for mode in ("ring", "all-to-all") if c > 1 else ("ring",):
-                    yield old.model_copy(
-                        update={
-                            "data": data,
-                            "tensor": t,
-                            "sequence": t > 1 and model.context_length % (t * c) == 0,
-                            "pipeline": p,
-                            "context": c,
-                            "context_mode": mode,
-                            "zero": zero,
-                            "schedule": schedule,
-                            "virtual_stages": v,
-                        }
-                    )
+            modes = ("ring", "all-to-all") if c > 1 else ("ring",)
+            ways = itertools.product(zeros, _schedules(p, model.n_layers), modes)
+            for zero, (schedule, v), mode in ways:
+                yield old.model_copy(
+                    update={
+                        "data": data,
+                        "tensor": t,
+                        "sequence": sequence and t > 1 and model.context_length % (t * c) == 0,
+                        "pipeline": p,
+                        "context": c,
+                        "context_mode": mode,
+                        "zero": zero,
+                        "schedule": schedule,
+                        "virtual_stages": v,
+                    }
+                )
 
 
 def _schedules(pipeline: int, n_layers: int) -> Iterator[tuple[str, int]]:

@@ -140,23 +140,24 @@ def timeline(
     """Each process's passes with their starts and ends.
 
     `seconds` holds the times of each stage. A pass starts once its process is free and what it
-    needs has been computed, and has come from another process, `message_seconds` later.
+    needs has been computed, and has come from another process: a message takes `message_seconds`,
+    after those that its process sent before.
     """
     place_of = layout.place_of_stage
     waiting = [deque(passes) for passes in pass_order(layout, n_micro_batches)]
     made: list[list[Span]] = [[] for _ in waiting]
-    ends: dict[Pass, float] = {}
+    there: dict[Pass, float] = {}  # when what a pass makes is where it is read
+    sent = [0.0] * layout.pipeline
     while any(waiting):
-        for passes, spans in zip(waiting, made, strict=True):
-            while passes and (needs := _needs(passes[0], layout)) <= ends.keys():
-                start = spans[-1].end if spans else 0.0
-                here = place_of[passes[0].stage]
-                for need in needs:
-                    way = message_seconds if place_of[need.stage] != here else 0.0
-                    start = max(start, ends[need] + way)
-                end = start + _seconds(passes[0], layout, seconds[passes[0].stage])
-                ends[passes[0]] = end
-                spans.append(Span(passes.popleft(), start, end))
+        for place, (passes, spans) in enumerate(zip(waiting, made, strict=True)):
+            while passes and (needs := _needs(passes[0], layout)) <= there.keys():
+                one = passes.popleft()
+                start = max([spans[-1].end if spans else 0.0, *(there[need] for need in needs)])
+                end = start + _seconds(one, layout, seconds[one.stage])
+                spans.append(Span(one, start, end))
+                there[one] = end
+                if place_of.get(_reading_stage(one), place) != place:
+                    there[one] = sent[place] = max(end, sent[place]) + message_seconds
     return made
 
 
