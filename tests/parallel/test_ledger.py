@@ -77,6 +77,8 @@ CASES = [
     ("data=2,pipeline=2,zero=2", {}, {}, {}),
     ("tensor=2,pipeline=2", PLAIN, {}, {}),
     ("data=2,tensor=2,pipeline=2", {}, {}, {}),
+    ("tensor=2,pipeline=2,schedule=zero-bubble-v,virtual_stages=2", UNTIED, {}, {}),
+    ("tensor=2,pipeline=2", {"context_length": 9}, {}, {}),  # messages of 9 tokens stay whole
     ("data=2,tensor=2,pipeline=2,zero=3", {}, BF16, {}),
     ("context=2", {}, {}, SMALL_BUCKETS),
     ("context=4", {"attention_dropout": 0.1, "context_length": 16}, BF16, {}),

@@ -56,6 +56,7 @@ STATE = [
 ACTIVATIONS = [
     ("tensor=2", {**LONG, "attention_dropout": 0.1}, AT_ONCE),
     ("tensor=2,sequence=1", LONG, {**AT_ONCE, **BF16}),
+    ("tensor=2,pipeline=2", LONG, {**PIPELINED, **BF16}),
     ("data=2", {**LONG, "activation": "relu", "norm_position": "post"}, AT_ONCE),
     ("data=2", LONG, {**AT_ONCE, "activation_checkpoint": "full"}),
     ("data=2", LONG, {**AT_ONCE, "activation_checkpoint": "selective"}),

@@ -25,6 +25,15 @@ def test_one_of_four_sums_over_data(layout, data_sum):
     assert LayoutRules(layout).data_sum == data_sum
 
 
+def test_messages_are_cut_where_processes_would_send_the_same():
+    assert Layout(tensor=2, pipeline=2).cuts_messages(8)
+    assert Layout(tensor=2, pipeline=2, context=2).cuts_messages(8)
+    assert not Layout(tensor=2, pipeline=2).cuts_messages(9)
+    assert not Layout(tensor=2, pipeline=2, sequence=True).cuts_messages(8)
+    assert not Layout(tensor=4, tensor_mode="2d", pipeline=2).cuts_messages(8)
+    assert not Layout(tensor=2).cuts_messages(8)
+
+
 @pytest.mark.parametrize(
     ("zero", "pipeline", "each_micro_batch", "stay_gathered", "whole"),
     [

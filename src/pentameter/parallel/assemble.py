@@ -13,11 +13,12 @@ from pentameter.model.gpt import GPT
 from pentameter.parallel.data_parallel import share_state, with_copies
 from pentameter.parallel.engine import Engine
 from pentameter.parallel.gpt_source import GPTSource, call_gpt
-from pentameter.parallel.mesh import build_mesh
+from pentameter.parallel.mesh import build_mesh, name_of
 from pentameter.parallel.model_source import ModelSource
 from pentameter.parallel.precision import set_matmul_precision
 from pentameter.parallel.recomputation import recompute_activations
 from pentameter.parallel.shared_parameters import give_memory, share_parameter
+from pentameter.parallel.stage_messages import Parts
 from pentameter.parallel.stage_module import StageModule, slice_module
 from pentameter.planning.fused_step import fused_obstacle
 from pentameter.planning.plan import Plan
@@ -68,6 +69,11 @@ def assemble(
         for name in plan.tied_names if 0 in modules else ():
             # One weight, whose gradients add up by themselves.
             share_parameter(name, models[0], models[-1])
+    if mesh is not None and layout.cuts_messages(plan.config.model.context_length):
+        group = mesh["tensor"].get_group()
+        parts = Parts(group.rank(), group.size(), name_of(group))
+        for number, module in modules.items():
+            module.cut_messages(parts, receives=number > 0, sends=number < layout.n_stages - 1)
     wrapped: dict[int, nn.Module] = {}
     for number, module in modules.items():
         if compiled:

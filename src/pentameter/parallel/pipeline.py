@@ -160,7 +160,7 @@ class Pipeline:
         stream = torch.empty(
             micro_batch_size,
             *layout.local_shape(
-                residual_stream(plan.config.model, "stream").shape, ("time", "embed")
+                residual_stream(plan.config.model, "stream").shape, ("message", "embed")
             ),
             dtype=self._stream_dtype,
             requires_grad=has_loss,

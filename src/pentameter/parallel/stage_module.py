@@ -16,6 +16,7 @@ from pentameter.model.compiled import with_own_code
 from pentameter.model.gpt import GPT
 from pentameter.parallel.model_source import Call, ModelSource
 from pentameter.parallel.precision import arithmetic
+from pentameter.parallel.stage_messages import CutMessage, JoinMessage, Parts
 from pentameter.planning.plan import Plan
 
 
@@ -46,6 +47,8 @@ class StageModule(nn.Module):
         self._generator_offset = generator_offset
         self._train: Callable[..., Tensor] = self._plain
         self._evaluate: Callable[..., Tensor] = self._plain
+        self._parts: Parts | None = None
+        self._receives = self._sends = False
         self.replays = False
         """Whether a CUDA graph is replayed in training, which writes over what the replay before it
         returned: gradients are added to `.grad`, which stays."""
@@ -65,10 +68,19 @@ class StageModule(nn.Module):
         rounds = targets is not None or isinstance(self, FSDPModule)
         if self._generator_offset is not None and dropout_keys is not None:
             torch.manual_seed(int(dropout_keys[0]) + self._generator_offset)
+        if self._parts is not None and self._receives:
+            x = JoinMessage.apply(x, self._parts)
         with self.autocast() if rounds else contextlib.nullcontext():
             y = run(x, targets, dropout_keys)
+        if self._parts is not None and self._sends:
+            y = CutMessage.apply(y, self._parts)
         # Not a view, which FSDP's hook on what a module returns would be lost on.
         return torch.stack((y,)) if y.ndim == 0 else y
+
+    def cut_messages(self, parts: Parts, *, receives: bool, sends: bool) -> None:
+        """From now on take a part of the stream where the slice `receives` it from another stage,
+        and return one where it `sends` it."""
+        self._parts, self._receives, self._sends = parts, receives, sends
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """The arithmetic of the run's precision, for a forward pass."""

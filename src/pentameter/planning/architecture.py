@@ -29,16 +29,18 @@ GATES = {"swiglu": True, "geglu": True, **dict.fromkeys(SAVES_INPUT, False)}
 """`model.activation` → whether it is a gate's, whose matrix is one more."""
 
 Axis = Literal[
-    "vocab", "position", "embed", "heads", "kv_heads", "head", "mlp", "time", "context", "rank"
-]
+    "vocab", "position", "embed", "heads", "kv_heads", "head", "mlp", "time", "context", "message",
+    "rank",
+]  # fmt: skip
 """What a dimension of a parameter or of an activation runs over.
 
 `heads` is all heads' channels, head by head: H·K of the attention output, or (H, 3, K) flattened of
 the fused query, key and value projection. `kv_heads` is the same of keys and values that several
 queries share, (G, 2, K) flattened; `head` is the channels of one head. `time` is the tokens of the
 residual stream, of which each may be computed alone; `context` is all tokens of a sequence, as the
-matrix products around attention read them. `rank` is between the two matrices of an adapter. Which
-mesh dimension divides an axis is said in `planning/layout.py`.
+matrix products around attention read them; `message` is the tokens of the stream as pipeline stages
+send them. `rank` is between the two matrices of an adapter. Which mesh dimension divides an axis is
+said in `planning/layout.py`.
 """
 
 ActivationType = Literal["weights", "products", "softmax", "float32", "bool"]

@@ -207,8 +207,14 @@ class ActivationBytes:
 
     @property
     def stream(self) -> int:
-        """Bytes of the residual stream between blocks, or between stages."""
+        """Bytes of the residual stream between blocks."""
         return self._one(residual_stream(self.config.model, "stream"))
+
+    @property
+    def message(self) -> int:
+        """Bytes of the stream that a process sends to the next stage."""
+        stream = residual_stream(self.config.model, "message")
+        return self._one(replace(stream, axes=("message", "embed")))
 
     def stage(self, run: Sequence[Operation]) -> int:
         """Bytes that a stage's forward pass keeps for backward, with activation checkpointing

@@ -48,17 +48,25 @@ AXIS_DIMENSIONS: Mapping[Axis, tuple[str, ...]] = {
     "mlp": ("tensor",),
     "context": ("context",),
     "time": ("context", "tensor"),
+    "message": ("context", "tensor"),
 }
 """Axis of a parameter or an activation → the mesh dimensions whose processes divide it, one after
-the other; `tensor` divides `time` with `sequence` only. An axis that is not here is whole in every
-process."""
+the other; `tensor` divides `time` with `sequence` only, and a `message` where that leaves equal
+parts. An axis that is not here is whole in every process."""
 
 GRID_DIMENSIONS: Mapping[TensorMode, Mapping[Axis, tuple[str, ...]]] = {
-    "2d": dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "embed"), ("tensor",)),
-    "2.5d": dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "embed"), ("tensor",)),
+    "2d": {
+        **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "embed"), ("tensor",)),
+        "message": ("context",),
+    },
+    "2.5d": {
+        **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "embed"), ("tensor",)),
+        "message": ("context",),
+    },
     "3d": {
         **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("depth",)),
         "embed": ("tensor",),
+        "message": ("context",),
     },
 }
 """The same of activations in the other tensor modes, which leave `context` and `time` to
@@ -182,10 +190,20 @@ class Layout:
                 local[index] = self._part(local[index], axis, dimension, place)
         return tuple(local)
 
+    def cuts_messages(self, context_length: int) -> bool:
+        """Whether the stream is whole in tensor-parallel processes, and each sends a part of it to
+        the next pipeline stage."""
+        time, message = (
+            self.local_shape((context_length,), (axis,)) for axis in ("time", "message")
+        )
+        return self.pipeline > 1 and time != message
+
     def _part(self, n: int, axis: Axis, dimension: str, place: int) -> int:
         """The part of n that the process at a place of a dimension has. In three dimensions `row`
         cuts what `depth` has cut of a vocabulary, and all cuts are where both would cut at once."""
         size = self.sizes[dimension]
+        if axis == "message" and n % size:
+            return n
         if (axis, dimension) != ("vocab", "depth"):
             return part_size(n, size, place)
         most = part_size(n, size * self.sizes["row"], 0) * self.sizes["row"]

@@ -201,9 +201,11 @@ class _RankMemory:
         for number, layers in stages.items():
             run = run_operations(self.config.model, self.config.lora, layers)
             is_last = number == self.layout.n_stages - 1
-            kept[number] = costs.stage(run) + (0 if is_last else costs.stream)  # what was sent
+            received = number > 0 and self.layout.cuts_messages(self.config.model.context_length)
+            # What was sent, and what was received in parts; as a whole it is the first block's.
+            kept[number] = costs.stage(run) + costs.message * ((not is_last) + received)
             split[number] = costs.between_backward_halves(run)
-            split[number] += costs.stream * ((number > 0) + (not is_last))
+            split[number] += costs.message * ((number > 0) + (not is_last))
             at_once = max(at_once, costs.recomputing(run), costs.attending(run), costs.loss(run))
             at_once = max(at_once, costs.multiplying(run))
         held = most = later = 0
@@ -259,7 +261,7 @@ class _RankMemory:
         """Bytes of a pipeline's messages under way: those that wait, the gradient that a backward
         pass makes to be sent, and the one sent before by each stage."""
         n_sending = sum(number > 0 for number in self.numbers)
-        return self.costs.stream * (waiting + n_sending + (n_sending > 0))
+        return self.costs.message * (waiting + n_sending + (n_sending > 0))
 
     def gradients_bytes(self) -> int:
         """Bytes of gradients held from one micro-batch to the next, or to the optimizer's step."""

@@ -326,8 +326,8 @@ class _Step:
             for pair in zip(computed, waiting, strict=True)
         ]
         p, M = self.layout.pipeline, self.n_micro_batches
-        stream = ActivationBytes(self.config, self.layout, self.sizes).stream
-        message = self.links.message_seconds(stream)
+        sent = ActivationBytes(self.config, self.layout, self.sizes).message
+        message = self.links.message_seconds(sent)
         spans, length = self._simulated(both, message)
         compute = M * sum(map(sum, computed)) / p
         waited = M * sum(map(sum, waiting)) / p

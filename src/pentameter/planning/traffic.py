@@ -229,16 +229,19 @@ class _RankTraffic:
 
     def count_messages(self) -> None:
         """The stream to the next stage and its gradient back, in the weights' dtype, for each
-        micro-batch; with sequence parallelism each process has its own part of the time."""
+        micro-batch; tensor-parallel processes send a part of it each, and gather what they receive
+        where the stream is whole in each of them."""
         if self.layout.pipeline == 1:
             return
-        n_bytes = ActivationBytes(self.config, self.layout, self.sizes).stream
+        M, costs = self.n_micro_batches, ActivationBytes(self.config, self.layout, self.sizes)
+        gathers = self.layout.cuts_messages(self.config.model.context_length)
         for number in self.stages:
             place_of = self.layout.place_of_stage
-            beside = (place_of.get(other) for other in (number - 1, number + 1))
-            n_neighbours = sum(place not in (None, place_of[number]) for place in beside)
+            beside = [place_of[n] for n in (number - 1, number + 1) if n in place_of]
+            n_neighbours = sum(place != place_of[number] for place in beside)
             for kind in ("send", "receive"):
-                self.counter.add("pipeline", kind, n_bytes, n_neighbours * self.n_micro_batches)
+                self.counter.add("pipeline", kind, costs.message, n_neighbours * M)
+            self.counter.add("tensor", "all_gather", costs.stream, gathers * len(beside) * M)
 
     def count_divided_matrices(self) -> None:
         """The messages of divided matrices, along each mesh dimension that divides some."""
