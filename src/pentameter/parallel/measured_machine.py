@@ -82,6 +82,8 @@ SHORT, LONG = 1e-12, 1e-4
 LEAST_TURNS = 5
 STEP_SECONDS = 1.5
 """How long steps of each kind are repeated."""
+LARGEST_SHARE = 4.0
+"""Of a `step_share`; beyond it, and below its inverse, other programs were measured."""
 
 
 def measure_machine() -> Path:
@@ -268,7 +270,8 @@ def _within_step(device: Device, precision: str, *, fused: bool) -> dict[str, fl
         alone.append([_planned(device, config, each) for each in (SHORT, LONG)])
         taken.append(_passes_of_step_seconds(make_plan(config)))
     small, large = alone
-    share = (large[0] - small[0]) / (taken[1] - taken[0])
+    share = (large[0] - small[0]) / max(1e-9, taken[1] - taken[0])
+    share = min(LARGEST_SHARE, max(1 / LARGEST_SHARE, share))
     n = (small[1] - small[0]) / (LONG - SHORT)
     return {"step_share": share, "kernel_seconds": max(SHORT, (share * taken[0] - small[0]) / n)}
 
