@@ -103,6 +103,16 @@ def test_any_slice_is_a_slice_of_the_whole(k0: int, k1: int, a: int, b: int, ste
     assert np.array_equal(bits((k0, k1), index[a:b:step]), bits((k0, k1), index)[a:b:step])
 
 
+def test_either_word_of_a_key_may_be_an_array_and_none_is_written_to() -> None:
+    index, word = np.arange(3, dtype=np.int32), np.array([[1], [2]], np.int32)
+    second = bits((1, word), index)
+    assert second.shape == bits((word, 1), index).shape == (2, 3)
+    assert (second[1] == bits((1, 2), index)).all()
+    assert (bits((0, 0), index) != index).any()
+    assert index.tolist() == [0, 1, 2]
+    assert word.tolist() == [[1], [2]]
+
+
 def test_keys_name_their_parts_with_type_and_length() -> None:
     keys = [
         make_key(*parts)

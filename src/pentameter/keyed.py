@@ -64,7 +64,7 @@ def bits(key: tuple[Any, Any], index: Any) -> Any:
     high = x >> SHIFT_1
     high &= WORD >> SHIFT_1
     x ^= high
-    x ^= key[1]
+    x = x ^ key[1]  # which may be of more dimensions
     x *= MULTIPLIER_2 - 2**32
     high = x >> SHIFT_2
     high &= WORD >> SHIFT_2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pentameter.errors import ConfigError
 from pentameter.parallel import measured_machine
 from pentameter.planning.cluster import Calibration, Device, ProductShares, read_devices
 
@@ -68,3 +69,16 @@ def test_two_steps_tell_what_operations_take_within_a_step(monkeypatch, fused):
     found = measured_machine._within_step(alone, "bf16", fused=fused)
     # Where operations wait for the longer of two things, it is not quite linear.
     assert found == pytest.approx(shares, rel=0.03)
+
+
+def test_a_busy_machine_is_not_measured(monkeypatch):
+    times = iter([0.05, 0.04, 0.05, 0.05])
+    monkeypatch.setattr(measured_machine, "_passes_of_step_seconds", lambda plan: next(times))
+    with pytest.raises(ConfigError, match="busy"):
+        measured_machine._within_step(MEASURED, "fp32", fused=False)
+
+
+def test_an_operation_takes_as_long_in_precisions_that_do_not_say():
+    calibration = MEASURED.calibration
+    assert calibration.products("fp32").kernel_seconds == calibration.kernel_seconds
+    assert calibration.products("bf16", fused=True).step_share == 1.25

@@ -78,3 +78,23 @@ def after_a_failure(world, config):
     kept = {id(parameter) for parameter in engine.parameters()}
     there = {id(each) for model in engine.models for each in model.parameters()}
     return there == kept
+
+
+def test_what_is_frozen_between_steps_gets_no_gradient(processes):
+    config = configuration("tensor=2", MODEL, {"micro_batch_size": 2, "precision": "bf16"})
+    for frozen, thawed in processes.run(2, freeze_and_thaw, config):
+        assert frozen == [False, False]
+        assert thawed == [True, True]
+
+
+def freeze_and_thaw(world, config):
+    _, engine = engine_of(world, config)
+    ups = [each for name, each in engine.named_parameters() if "mlp.up" in name][:2]
+    found = []
+    for step, trained in enumerate((True, False, True)):
+        for parameter in ups:
+            parameter.requires_grad_(trained)
+        engine.zero_gradients()
+        engine.forward_backward(own_batch(engine, step), step)
+        found.append([parameter.grad is not None for parameter in ups])
+    return found[1:]

@@ -13,6 +13,7 @@ from pentameter.planning.plan import make_plan
 # Few tokens, so that nearly all is weights, gradients, optimizer and what is gathered: 14 MB of
 # weights, and activations of a twentieth of that.
 WIDE = {"d_model": 256, "d_ff": 1024, "n_heads": 4, "vocab_size": 1000, "dropout": 0.0}
+MATRICES = {"d_model": 256, "d_ff": 2048, "n_heads": 4, "vocab_size": 64, "dropout": 0.0}
 SHALLOW = {**WIDE, "n_layers": 2}  # each product of a grid is many messages
 # A vocabulary, then tokens, that outweigh all else.
 WORDS = {"n_layers": 2, "d_model": 128, "d_ff": 512, "vocab_size": 8000, "dropout": 0.0}
@@ -45,6 +46,7 @@ STATE = [
     ("data=2,pipeline=2", WIDE, PIPELINED),
     ("data=2,pipeline=2", WIDE, {**PIPELINED, **BF16}),
     ("pipeline=2,schedule=zero-bubble", WIDE, {**PIPELINED, **BF16}),
+    ("pipeline=2,schedule=zero-bubble-v,virtual_stages=2", MATRICES, {**PIPELINED, **BF16}),
     ("data=2,pipeline=2,zero=1", WIDE, PIPELINED),
     ("context=2", WIDE, ADDED_UP),
     ("data=2,zero=3,context=2", WIDE, ADDED_UP),

@@ -71,7 +71,8 @@ def keep_bound(p: float) -> int:
 
 
 def drop(x: Tensor, row_keys: Tensor, index: Tensor, p: float) -> Tensor:
-    """Return x (B, *index.shape) with a share p zeroed and the rest scaled by 1 / (1 - p)."""
+    """Return x (B, *index.shape) with a share p zeroed and the rest scaled by 1 / (1 - p); what is
+    not finite stays so where it is dropped."""
     # Multiplied, as PyTorch's own dropout: choosing between numbers and zeros (`torch.where`) takes
     # a CPU three times as long, in both passes.
     return x * (1 / (1 - p)) * keep_mask(row_keys, index, p)

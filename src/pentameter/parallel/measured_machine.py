@@ -27,6 +27,7 @@ from pentameter.config.section import Section
 from pentameter.data.batches.step import Batch
 from pentameter.disk.atomic import make_folder, write_atomic
 from pentameter.disk.cache import cache_folder
+from pentameter.errors import ConfigError
 from pentameter.fused_cpu import amx
 from pentameter.fused_cpu.functions import (
     AmxAttention,
@@ -83,14 +84,15 @@ LEAST_TURNS = 5
 STEP_SECONDS = 1.5
 """How long steps of each kind are repeated."""
 LARGEST_SHARE = 4.0
-"""Of a `step_share`; beyond it, and below its inverse, other programs were measured."""
+"""A `step_share` beyond it, or below its inverse, is other programs' doing."""
 
 
 def measure_machine() -> Path:
     """The path of the file that describes this machine's CPU now.
 
-    Takes three quarters of a minute, and as long again where the fused step is not compiled yet.
-    What other programs take of the machine meanwhile is missing from it.
+    Takes a minute, and half a minute more where the fused step is not compiled yet. What other
+    programs take of the machine meanwhile is missing from it. Raises ConfigError, and leaves an
+    older file as it is, where they take too much.
     """
     device = measured_device(machine_capabilities())
     make_folder(cache_folder())
@@ -256,24 +258,29 @@ def _within_steps(device: Device, best: str) -> Device:
 
 
 def _within_step(device: Device, precision: str, *, fused: bool) -> dict[str, float]:
-    """The `step_share` and `kernel_seconds` of a way to compute steps.
+    """The `step_share` and `kernel_seconds` of a way to compute steps. Raises ConfigError where the
+    machine is too busy to tell.
 
     The passes of a step take (o + n · k) / s: o its operations by themselves, as long as they take
     without k, n how many they are; k what each takes at least, and s the share. Steps of two sizes
     tell k and s.
     """
-    taken, alone = [], []
+    configs = []
     for size in STEP_ROWS:
         rows = {"batch_size": 2 * size, "micro_batch_size": size}
         train = {**STEP["train"], **rows, "precision": precision, "compile": fused}
-        config = Config.model_validate({**STEP, "train": train})
-        alone.append([_planned(device, config, each) for each in (SHORT, LONG)])
-        taken.append(_passes_of_step_seconds(make_plan(config)))
-    small, large = alone
-    share = (large[0] - small[0]) / max(1e-9, taken[1] - taken[0])
-    share = min(LARGEST_SHARE, max(1 / LARGEST_SHARE, share))
+        configs.append(Config.model_validate({**STEP, "train": train}))
+    small, large = ([_planned(device, each, k) for k in (SHORT, LONG)] for each in configs)
     n = (small[1] - small[0]) / (LONG - SHORT)
-    return {"step_share": share, "kernel_seconds": max(SHORT, (share * taken[0] - small[0]) / n)}
+    for _ in range(2):
+        few, many = (_passes_of_step_seconds(make_plan(each)) for each in configs)
+        share = (large[0] - small[0]) / max(1e-9, many - few)
+        if 1 / LARGEST_SHARE < share < LARGEST_SHARE:
+            return {"step_share": share, "kernel_seconds": max(SHORT, (share * few - small[0]) / n)}
+    raise ConfigError(
+        f"doctor --measure: a step of {STEP_ROWS[0]} row takes {few:.3g} s, one of {STEP_ROWS[1]} "
+        f"rows {many:.3g} s: other programs keep this machine busy; measure it when they are done"
+    )
 
 
 def _planned(device: Device, config: Config, kernel_seconds: float) -> float:

@@ -39,6 +39,7 @@ class RoundedWeights(contextlib.AbstractContextManager[None]):
     `units` are modules, and whether products alone read their parameters, as
     `ModelSource.gathered_units` returns them; those of other units within are left as they are.
     Within its `with` the modules compute with the leaves, which are made in the first one and stay.
+    Hooks on the parameters do not run in it: autograd comes to the leaves.
     """
 
     def __init__(self, units: Sequence[tuple[nn.Module, bool]], dtype: torch.dtype) -> None:
@@ -60,8 +61,9 @@ class RoundedWeights(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         """Give the modules their parameters back, which have the gradients."""
-        for owner, name, parameter in self._places:
+        for (owner, name, parameter), leaf in zip(self._places, self._leaves, strict=True):
             setattr(owner, name, parameter)
+            leaf.grad = None  # that a step which failed has left
 
     def collect(self) -> None:
         """Pass on what was added to leaves otherwise than by autograd, which no hook sees."""
@@ -74,8 +76,13 @@ class RoundedWeights(contextlib.AbstractContextManager[None]):
         if len(self._leaves) < len(self._places):
             self._leaves = [self._leaf(parameter) for _, _, parameter in self._places]
             return
-        for (_, _, parameter), leaf in zip(self._places, self._leaves, strict=True):
-            local(leaf).copy_(local(parameter))
+        for index, ((_, _, parameter), leaf) in enumerate(
+            zip(self._places, self._leaves, strict=True)
+        ):
+            if leaf.requires_grad == parameter.requires_grad:
+                local(leaf).copy_(local(parameter))
+            else:  # it was frozen since, or is no more
+                self._leaves[index] = self._leaf(parameter)
 
     def _leaf(self, parameter: Parameter) -> Parameter:
         leaf = Parameter(parameter.detach().to(self._dtype), parameter.requires_grad)

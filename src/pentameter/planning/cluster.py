@@ -78,9 +78,13 @@ class Calibration(ProductShares):
     """The same between nodes."""
 
     def products(self, precision: str, *, fused: bool = False) -> ProductShares:
-        """The shares of products in a precision, in the fused step where they are known."""
+        """The shares of products in a precision, in the fused step where they are known; the time
+        of an operation is the calibration's own where they have none."""
         shares = self.precisions.get(precision, self)
-        return self.fused.get(precision, shares) if fused else shares
+        shares = self.fused.get(precision, shares) if fused else shares
+        if "kernel_seconds" in shares.model_fields_set:
+            return shares
+        return shares.model_copy(update={"kernel_seconds": self.kernel_seconds})
 
 
 UNCALIBRATED = Calibration(

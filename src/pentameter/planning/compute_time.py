@@ -146,6 +146,7 @@ class ComputeTime:
         return (
             layout.tensor, layout.sequence, layout.context, layout.zero > 0, self.joins,
             train.micro_batch_size, train.activation_checkpoint, self.adds_whole, self.rounds_once,
+            self.joins_activations,
         )  # fmt: skip
 
     def stage(self, layers: range) -> PassSeconds:

@@ -303,27 +303,38 @@ class _RankMemory:
         where micro-batches add theirs up."""
         data_sum, whole = self.rules.data_sum, self.gradients_bytes()
         rounded = self.rounded_bytes()
+        split = self.split_gradient_bytes()
         in_buckets = whole if data_sum == "ddp" else 0
         added = whole if self.accumulates and not in_buckets else 0
         head = self.head_gradient_bytes()
         yield _Snapshot(rounded + in_buckets + head, self.activations_bytes)
         if self.accumulates:
-            held = rounded + in_buckets + added
+            held = rounded + split + in_buckets + added
             yield _Snapshot(held + head, self.later_activations_bytes)
         kept = self.kept_head_gradient_bytes() if in_buckets + added else 0
-        held = rounded + max(whole, in_buckets + added)
+        held = rounded + split + max(whole, in_buckets + added)
         yield _Snapshot(held + kept + self.embedding_gradient_bytes())
         if data_sum == "after_backward":
             yield _Snapshot(rounded + whole + min(whole, SUM_BUCKET_BYTES))
 
     def rounded_bytes(self) -> int:
         """Bytes of the weights that stay rounded for all micro-batches, without ZeRO."""
+        return sum(map(self.rounded_bytes_of, self.tables))
+
+    def split_gradient_bytes(self) -> int:
+        """Bytes of the rounded gradients of a stage, all of which the second half of a split
+        backward pass makes before they are added up."""
+        if not self.layout.splits_backward:
+            return 0
+        return max(map(self.rounded_bytes_of, self.tables))
+
+    def rounded_bytes_of(self, table: Sequence[ParameterSpec]) -> int:
+        """The same of a stage's weights."""
         rounds_once = self.rules.rounds_once(self.sizes.n_micro_batches)
         if not rounds_once or self.product_bytes == self.element_bytes:
             return 0
         return self.product_bytes * sum(
             self.whole_elements(spec)
-            for table in self.tables
             for name, specs in units(table).items()
             for spec in specs
             if is_rounded(name)
