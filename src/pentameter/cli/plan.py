@@ -27,7 +27,7 @@ BAR = 28
 """Characters of a bar."""
 WIDTH = 110
 """Characters of a line where the output is no terminal."""
-LAYOUT_WIDTH = 54
+LAYOUT_WIDTH = 50
 """Characters of a line of a layout in a table."""
 
 
@@ -365,7 +365,9 @@ def _scale_table(points: list[ScalePoint]) -> list[RenderableType]:
             count(best.tokens_per_second),
             f"{point.efficiency:.0%}",
             f"{best.mfu:.1%}",
-            f"{best.plan.layout} · {best.plan.micro_batch_size} × {best.plan.n_micro_batches}",
+            _folded(str(best.plan.layout))
+            + f" ·\N{NO-BREAK SPACE}{best.plan.micro_batch_size}\N{NO-BREAK SPACE}×"
+            + f"\N{NO-BREAK SPACE}{best.plan.n_micro_batches}",
             *(
                 "–" if each is None else f"{each.tokens_per_second / best.tokens_per_second:.0%}"
                 for each in (point.without_pipeline, point.data_alone)
