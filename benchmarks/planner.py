@@ -33,7 +33,7 @@ from pentameter.errors import ConfigError
 from pentameter.planning.cluster import Cluster, parse_cluster
 from pentameter.planning.estimate import Estimate, make_estimate
 from pentameter.planning.layout import Layout
-from pentameter.planning.search import LayoutCandidate, search
+from pentameter.planning.search import Allowed, LayoutCandidate, search
 from pentameter.planning.step_time import step_time
 
 ROWS = "planner/published_rows.json"
@@ -366,37 +366,44 @@ N_BEST = 10
 
 def print_ranking(outcomes: list[Outcome]) -> None:
     """The place of each published layout in the search for its model, batch and devices, where its
-    program divides models too: its makers had tried others. No table has two layouts of one model
-    on as many devices, so the search's own list is what there is to be ranked in. It may use what
-    these programs had: 1F1B and interleaved pipelines, time undivided, no more of ZeRO, and
-    recomputation and `sequence` as published."""
-    places = []
+    program divides models too. No table has two layouts of one model on as many devices, so the
+    search's own list is what there is to be ranked in: of layouts that run as the published one, in
+    micro-batches and stages a process, and of all that its program could have run."""
+    counts = {"alike": 0, "all": 0}
+    n = 0
     for outcome in outcomes:
         row, published = outcome.row, outcome.estimate.plan.layout
         if row.source.startswith("llm-foundry"):
             continue
-
-        allowed = partial(_could_be_run, row, published)
-        found = search(
-            row.config,
-            outcome.estimate.cluster,
-            n_best=N_BEST,
-            sequence=published.sequence or published.tensor == 1,
-            allowed=allowed,
-        )
-        degrees = [_degrees(each.plan.layout) for each in found.estimates]
-        mine = _degrees(published)
-        place = degrees.index(mine) + 1 if mine in degrees else None
-        places.append(place)
-        best = found.estimates[0]
+        n += 1
+        said = []
+        for name, allowed in (("alike", _runs_alike), ("all", _could_be_run)):
+            place, best = _place(outcome, partial(allowed, row, published))
+            counts[name] += place is not None and place <= 3
+            said.append(
+                f"of {name} {place or f'> {N_BEST}':>4}, the best {best.time.seconds:.3g} s: "
+                f"{best.plan.layout} × {best.plan.micro_batch_size}"
+            )
         print(
-            f"{row.source:27} {row.label:46} place {place or f'> {N_BEST}':>4}   planned so "
-            f"{outcome.seconds:.3g} s, the best {best.time.seconds:.3g} s: {best.plan.layout} × "
-            f"{best.plan.micro_batch_size}",
+            f"{row.source:27} {row.label:46} planned so {outcome.seconds:.3g} s; {'; '.join(said)}",
             flush=True,
         )
-    first = sum(place is not None and place <= 3 for place in places)
-    print(f"among the first three: {first} of {len(places)}")
+    print("; ".join(f"among the first three of {name}: {counts[name]} of {n}" for name in counts))
+
+
+def _place(outcome: Outcome, allowed: Allowed) -> tuple[int | None, Estimate]:
+    """The place of a published layout's degrees among layouts that are allowed, and the best."""
+    published = outcome.estimate.plan.layout
+    found = search(
+        outcome.row.config,
+        outcome.estimate.cluster,
+        n_best=N_BEST,
+        sequence=published.sequence or published.tensor == 1,
+        allowed=allowed,
+    )
+    degrees = [_degrees(each.plan.layout) for each in found.estimates]
+    mine = _degrees(published)
+    return degrees.index(mine) + 1 if mine in degrees else None, found.estimates[0]
 
 
 STUDIED_MODEL = {
@@ -430,6 +437,18 @@ def _could_be_run(row: Row, published: Layout, candidate: LayoutCandidate) -> bo
         and layout.context == 1
         and layout.zero <= zero
         and train.activation_checkpoint == row.config.train.activation_checkpoint
+    )
+
+
+def _runs_alike(row: Row, published: Layout, candidate: LayoutCandidate) -> bool:
+    """Whether a candidate differs from a published layout in its degrees alone: it has its
+    micro-batch, and its stages a process where these are published."""
+    layout, micro_batch = candidate.layout, candidate.config.train.micro_batch_size
+    stages_are_known = row.source.startswith("Megatron-LM") and layout.pipeline > 1
+    return (
+        _could_be_run(row, published, candidate)
+        and micro_batch == row.config.train.micro_batch_size
+        and (not stages_are_known or layout.virtual_stages == published.virtual_stages)
     )
 
 

@@ -3,7 +3,7 @@
 A ring of n moves (n - 1) / n of a gathered tensor through each link, twice that for an all-reduce;
 between nodes all members that a group has in a node use the node's network together. The hops of a
 small message count by the ring's length, in an all-reduce between nodes by the depth of a tree
-(NCCL's algorithms).
+(NCCL's algorithms); between processes of a CPU a message is one.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ class Links:
     def _hops(self, kind: Kind, within: int, nodes: int) -> float:
         calibration = self.cluster.device.calibration
         inside, between = calibration.hop_seconds, calibration.network_hop_seconds
+        if self.cluster.device.shared and nodes == 1:  # who is done first waits once, to be woken
+            return inside
         match kind:
             case "send" | "receive":
                 return inside if nodes == 1 else between
