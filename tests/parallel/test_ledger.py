@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,6 +51,8 @@ TWO_AND_A_HALF_D = "tensor=8,tensor_mode=2.5d"
 THREE_D = "tensor=8,tensor_mode=3d"
 EVEN = {"d_ff": 16, "n_layers": 2}
 
+LONG = partial(pytest.param, marks=pytest.mark.slow)
+"""A case of the long tier: many processes, or a variation of another."""
 CASES = [
     # layout, of the model, of the training (micro-batches of 2 rows out of 8), constants
     ("data=2", {}, {}, {}),
@@ -89,32 +93,32 @@ CASES = [
     ("context=2,context_mode=all-to-all", {}, {"activation_checkpoint": "selective"}, {}),
     ("data=2,context=2", {}, {}, {}),
     ("data=2,zero=3,context=2", {}, BF16, {}),
-    ("data=4,zero=2,replicate=2,context=2", {}, {"micro_batch_size": 1}, {}),
+    LONG("data=4,zero=2,replicate=2,context=2", {}, {"micro_batch_size": 1}, {}),
     ("tensor=2,sequence=1,context=2", {}, {}, SMALL_CHUNKS),
     ("pipeline=2,context=2", {}, BF16, {}),
     (TWO_D, {}, {}, SMALL_CHUNKS),
-    (TWO_D, UNTIED, BF16, SMALL_BUCKETS),
+    LONG(TWO_D, UNTIED, BF16, SMALL_BUCKETS),
     (TWO_D, PLAIN, {"activation_checkpoint": "full"}, {}),
-    (TWO_D, {"dropout": 0.0}, {"activation_checkpoint": "full"}, {}),
-    (TWO_D, {"norm_position": "post"}, {"activation_checkpoint": "selective"}, {}),
-    ("data=2,zero=1," + TWO_D, {}, BF16, {}),
+    LONG(TWO_D, {"dropout": 0.0}, {"activation_checkpoint": "full"}, {}),
+    LONG(TWO_D, {"norm_position": "post"}, {"activation_checkpoint": "selective"}, {}),
+    LONG("data=2,zero=1," + TWO_D, {}, BF16, {}),
     ("pipeline=2," + TWO_D, {}, {}, {}),
     (TWO_AND_A_HALF_D, {}, {}, {}),
     (THREE_D, EVEN, {}, SMALL_CHUNKS),
-    (THREE_D, {**EVEN, **UNTIED}, {**BF16, "activation_checkpoint": "selective"}, {}),
-    (THREE_D, {**EVEN, **PLAIN, "head_bias": False}, {"activation_checkpoint": "full"}, {}),
+    LONG(THREE_D, {**EVEN, **UNTIED}, {**BF16, "activation_checkpoint": "selective"}, {}),
+    LONG(THREE_D, {**EVEN, **PLAIN, "head_bias": False}, {"activation_checkpoint": "full"}, {}),
     ("tensor=2", LLAMA, {"activation_checkpoint": "full"}, {}),
     ("tensor=2,sequence=1", QWEN, BF16, SMALL_BUCKETS),
     ("tensor=2", OLMO_ALONE, {"activation_checkpoint": "full"}, {}),
-    ("tensor=4", QWEN, {}, {}),
+    LONG("tensor=4", QWEN, {}, {}),
     ("data=2,tensor=2,zero=2", ONE_KV_HEAD, BF16, {}),
     ("data=2,zero=3", QWEN, BF16, {}),
     ("tensor=2,pipeline=2", ONE_KV_HEAD, {}, {}),
     ("context=2", QWEN, BF16, {}),
     ("context=2,context_mode=all-to-all", LLAMA, {}, {}),
-    (TWO_D, OLMO, {"activation_checkpoint": "selective"}, {}),
-    (TWO_D, QWEN, BF16, {}),
-    (THREE_D, {**OLMO_ALONE, **EVEN}, {}, {}),
+    LONG(TWO_D, OLMO, {"activation_checkpoint": "selective"}, {}),
+    LONG(TWO_D, QWEN, BF16, {}),
+    LONG(THREE_D, {**OLMO_ALONE, **EVEN}, {}, {}),
 ]
 
 

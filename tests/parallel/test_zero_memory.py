@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 from measured import configuration, held
@@ -25,6 +26,8 @@ PIPELINED = {"batch_size": 8, "micro_batch_size": 1}
 IN_FOUR = {"batch_size": 8, "micro_batch_size": 2}
 BF16 = {"precision": "bf16"}
 
+LONG_TIER = partial(pytest.param, marks=pytest.mark.slow)
+
 STATE = [
     *(
         (f"data=2,zero={zero}", model, train)
@@ -39,7 +42,7 @@ STATE = [
     ("data=2,zero=3", {**WORDS, "tied_head": False}, ADDED_UP),
     ("data=4,zero=1", WIDE, PIPELINED),
     ("data=4,zero=3", WIDE, ADDED_UP),
-    ("data=4,zero=2,replicate=2", WIDE, PIPELINED),
+    LONG_TIER("data=4,zero=2,replicate=2", WIDE, PIPELINED),
     ("data=2,tensor=2", WIDE, ADDED_UP),
     ("data=2,tensor=2,zero=3", WIDE, ADDED_UP),
     ("data=2,tensor=2", WIDE, {**ADDED_UP, **BF16}),
@@ -51,8 +54,8 @@ STATE = [
     ("context=2", WIDE, ADDED_UP),
     ("data=2,zero=3,context=2", WIDE, ADDED_UP),
     ("tensor=4,tensor_mode=2d", SHALLOW, {**ADDED_UP, **BF16}),
-    ("data=2,tensor=4,tensor_mode=2d,zero=1", SHALLOW, IN_FOUR),
-    ("tensor=8,tensor_mode=2.5d", SHALLOW, IN_FOUR),
+    LONG_TIER("data=2,tensor=4,tensor_mode=2d,zero=1", SHALLOW, IN_FOUR),
+    LONG_TIER("tensor=8,tensor_mode=2.5d", SHALLOW, IN_FOUR),
     ("tensor=8,tensor_mode=3d", WIDE, IN_FOUR),
 ]
 ACTIVATIONS = [
@@ -64,8 +67,8 @@ ACTIVATIONS = [
     ("data=2", LONG, {**AT_ONCE, "activation_checkpoint": "selective"}),
     ("tensor=4,tensor_mode=2d", LONG, AT_ONCE),
     ("tensor=4,tensor_mode=2d", LONG, {**AT_ONCE, **BF16}),
-    ("tensor=4,tensor_mode=2d", LONG, {**AT_ONCE, "activation_checkpoint": "full"}),
-    ("tensor=8,tensor_mode=3d", LONG, {"batch_size": 8, "micro_batch_size": 2}),
+    LONG_TIER("tensor=4,tensor_mode=2d", LONG, {**AT_ONCE, "activation_checkpoint": "full"}),
+    LONG_TIER("tensor=8,tensor_mode=3d", LONG, {"batch_size": 8, "micro_batch_size": 2}),
     ("pipeline=2", LONG, PIPELINED),
     ("pipeline=2,schedule=gpipe", LONG, {**PIPELINED, **BF16}),
     ("pipeline=2,schedule=interleaved,virtual_stages=2", LONG, PIPELINED),
