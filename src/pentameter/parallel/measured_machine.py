@@ -196,7 +196,7 @@ def _shares(dtype: torch.dtype, peak: float) -> ProductShares:
 def _fused_shares(precision: str, peak: float, capabilities: Capabilities) -> ProductShares:
     """The same of the fused step: in a feed-forward layer with its activation function, and in its
     attention."""
-    dtype, whole = DTYPES[precision], torch.float32
+    dtype = DTYPES[precision]
     native = precision == "bf16" and amx.load(capabilities) is None
     m, D, d_ff = FEED_FORWARD
     scale, up, down = torch.ones(D), torch.randn(d_ff, D) * D**-0.5, torch.randn(D, d_ff) * D**-0.5
@@ -215,7 +215,7 @@ def _fused_shares(precision: str, peak: float, capabilities: Capabilities) -> Pr
         return y
 
     x = torch.randn(1, m, D, dtype=dtype)
-    inputs = [each.requires_grad_() for each in (x, up.to(whole), down.to(whole))]
+    inputs = [each.requires_grad_() for each in (x, up, down)]
     projected = torch.randn(B, T, 3 * H * K, dtype=dtype, requires_grad=True)
     products = sum(_passes_seconds(feed_forward, *inputs))
     return _shares_of(12 * m * D * d_ff / products, _passes_seconds(attend, projected), peak)

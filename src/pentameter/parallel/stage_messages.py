@@ -34,31 +34,17 @@ class Parts(NamedTuple):
         return gathered(own, own.dtype, "by_time", self.group_name)
 
 
-class CutMessage(Function):
-    """This process's part of the stream, to be sent; of its gradient all parts are gathered."""
+class Message(Function):
+    """The stream on its way between stages: it `cuts` the whole into this process's part, to be
+    sent, or joins the parts that were received. The gradient goes the other way."""
 
     @staticmethod
-    def forward(ctx: Any, stream: Tensor, parts: Parts) -> Tensor:
-        """(B, t, D)."""
-        ctx.parts = parts
-        return parts.own(stream)
+    def forward(ctx: Any, stream: Tensor, parts: Parts, cuts: bool) -> Tensor:
+        """(B, t, D), or (B, T, D)."""
+        ctx.parts, ctx.cuts = parts, cuts
+        return parts.own(stream) if cuts else parts.gather(stream)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        """(B, T, D)."""
-        return ctx.parts.gather(g), None
-
-
-class JoinMessage(Function):
-    """The stream of all parts that were received; of its gradient each sends its own."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, parts: Parts) -> Tensor:
-        """(B, T, D)."""
-        ctx.parts = parts
-        return parts.gather(own)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        """(B, t, D)."""
-        return ctx.parts.own(g), None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        """(B, T, D), or (B, t, D)."""
+        return ctx.parts.gather(g) if ctx.cuts else ctx.parts.own(g), None, None

@@ -16,7 +16,7 @@ from pentameter.model.compiled import with_own_code
 from pentameter.model.gpt import GPT
 from pentameter.parallel.model_source import Call, ModelSource
 from pentameter.parallel.precision import arithmetic
-from pentameter.parallel.stage_messages import CutMessage, JoinMessage, Parts
+from pentameter.parallel.stage_messages import Message, Parts
 from pentameter.planning.plan import Plan
 
 
@@ -47,8 +47,8 @@ class StageModule(nn.Module):
         self._generator_offset = generator_offset
         self._train: Callable[..., Tensor] = self._plain
         self._evaluate: Callable[..., Tensor] = self._plain
-        self._parts: Parts | None = None
-        self._receives = self._sends = False
+        self._received: Parts | None = None
+        self._sent: Parts | None = None
         self.replays = False
         """Whether a CUDA graph is replayed in training, which writes over what the replay before it
         returned: gradients are added to `.grad`, which stays."""
@@ -68,19 +68,20 @@ class StageModule(nn.Module):
         rounds = targets is not None or isinstance(self, FSDPModule)
         if self._generator_offset is not None and dropout_keys is not None:
             torch.manual_seed(int(dropout_keys[0]) + self._generator_offset)
-        if self._parts is not None and self._receives:
-            x = JoinMessage.apply(x, self._parts)
+        if self._received is not None:
+            x = Message.apply(x, self._received, False)
         with self.autocast() if rounds else contextlib.nullcontext():
             y = run(x, targets, dropout_keys)
-        if self._parts is not None and self._sends:
-            y = CutMessage.apply(y, self._parts)
+        if self._sent is not None:
+            y = Message.apply(y, self._sent, True)
         # Not a view, which FSDP's hook on what a module returns would be lost on.
         return torch.stack((y,)) if y.ndim == 0 else y
 
     def cut_messages(self, parts: Parts, *, receives: bool, sends: bool) -> None:
         """From now on take a part of the stream where the slice `receives` it from another stage,
         and return one where it `sends` it."""
-        self._parts, self._receives, self._sends = parts, receives, sends
+        self._received = parts if receives else None
+        self._sent = parts if sends else None
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """The arithmetic of the run's precision, for a forward pass."""

@@ -119,8 +119,7 @@ class ComputeTime:
         self.bytes = ActivationBytes(config, layout, sizes)
         rules = LayoutRules(layout)
         self.adds_whole = sizes.n_micro_batches > 1 and not rules.reduces_each_micro_batch
-        self.rounds_once = bool(layout.zero) or rules.rounds_once(sizes.n_micro_batches)
-        """Whether weights come rounded to every micro-batch."""
+        self.weights_come_rounded = rules.weights_come_rounded(sizes.n_micro_batches)
         self.joins = may_compile(layout, config.train)
         """Whether operations on single elements that follow one another are one, as compiling makes
         them; else each reads what the one before has written."""
@@ -145,8 +144,8 @@ class ComputeTime:
         layout, train = self.layout, self.config.train
         return (
             layout.tensor, layout.sequence, layout.context, layout.zero > 0, self.joins,
-            train.micro_batch_size, train.activation_checkpoint, self.adds_whole, self.rounds_once,
-            self.joins_activations,
+            train.micro_batch_size, train.activation_checkpoint, self.adds_whole,
+            self.weights_come_rounded, self.joins_activations,
         )  # fmt: skip
 
     def stage(self, layers: range) -> PassSeconds:
@@ -262,7 +261,7 @@ class ComputeTime:
         )
         if not self.bytes.rounds_weights:
             return 0, 3 * e * n if self.adds_whole else 0
-        if self.rounds_once:
+        if self.weights_come_rounded:
             return 0, (2 * e + p if self.adds_whole else e + p) * n
         return (e + p) * n, (e + p + (3 * e if self.adds_whole else 0)) * n
 

@@ -230,8 +230,8 @@ class ActivationBytes:
         if self.layout.exchanges_heads:  # of the result, whose other half-way form attention saves
             kept += self.of(op.result for op in block if op.kind == "attention")
         in_1d = self.layout.tensor_mode == "1d"  # else each pass rounds them anew
-        rounds_once = LayoutRules(self.layout).rounds_once(self.sizes.n_micro_batches)
-        if self.rounds_weights and in_1d and not (self.layout.zero or rounds_once):
+        come_rounded = LayoutRules(self.layout).weights_come_rounded(self.sizes.n_micro_batches)
+        if self.rounds_weights and in_1d and not come_rounded:
             products = [op for op in block if op.kind == "product" and op.gives_gradient]
             kept += sum(self.rounded_weight(op) for op in products)
         return kept

@@ -55,21 +55,14 @@ the other; `tensor` divides `time` with `sequence` only, and a `message` where t
 parts. An axis that is not here is whole in every process."""
 
 GRID_DIMENSIONS: Mapping[TensorMode, Mapping[Axis, tuple[str, ...]]] = {
-    "2d": {
-        **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "embed"), ("tensor",)),
-        "message": ("context",),
-    },
-    "2.5d": {
-        **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "embed"), ("tensor",)),
-        "message": ("context",),
-    },
+    "2d": dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "embed"), ("tensor",)),
+    "2.5d": dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "embed"), ("tensor",)),
     "3d": {
         **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("depth",)),
         "embed": ("tensor",),
-        "message": ("context",),
     },
 }
-"""The same of activations in the other tensor modes, which leave `context` and `time` to
+"""The same of activations in the other tensor modes, which leave `context`, `time` and `message` to
 `context`, and divide rows of the batch over `depth` and `row`. In three dimensions rows of the
 stream are so divided; rows of what is between two products of a layer over `tensor` and `row`."""
 
@@ -156,7 +149,8 @@ class Layout:
         divided: dict[Axis, tuple[str, ...]] = {}
         table = AXIS_DIMENSIONS
         if self.tensor_mode != "1d":
-            table = {**AXIS_DIMENSIONS, **GRID_DIMENSIONS[self.tensor_mode]}
+            grid = GRID_DIMENSIONS[self.tensor_mode]
+            table = {**AXIS_DIMENSIONS, "message": ("context",), **grid}
         for axis, dimensions in table.items():
             if axis == "kv_heads" and self.kv_copies > 1:
                 continue  # a process has all rows of the matrix, and multiplies with some

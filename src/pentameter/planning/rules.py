@@ -89,6 +89,10 @@ class LayoutRules:
         by_matrices = layout.tensor_mode == "1d"  # grids round what they send
         return n_micro_batches > 1 and is_divided and by_matrices and not layout.zero
 
+    def weights_come_rounded(self, n_micro_batches: int) -> bool:
+        """Whether a micro-batch finds weights rounded, here or by FSDP, and need not round them."""
+        return self.layout.zero > 0 or self.rounds_once(n_micro_batches)
+
     def keeps_whole_gradients(self, n_micro_batches: int) -> bool:
         """Whether whole gradients, and not shards, are held from one backward pass of a step to
         the next one, or to the optimizer's step."""
