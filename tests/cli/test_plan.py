@@ -58,6 +58,20 @@ def test_the_search_lists_layouts_best_first(capsys):
     assert all(each["fits"] for each in found["layouts"])
 
 
+def test_a_layout_is_applied_before_the_configuration_is_checked(capsys):
+    asked = ["gpt2-124m", "--cluster", "h100-80gb:2x1", "--train.offload", "true"]
+    found = planned(capsys, *asked, "--layout", "data=2,zero=3")  # the preset's own is zero 0
+    assert found["layout"]["zero"] == 3
+    with pytest.raises(ConfigError, match=r"parallel\.zero=0 shares nothing"):
+        plan.run([*asked, "--layout", "data=2"])
+    assert plan.run([*asked[:1], *asked[3:], "--layout", "data=2,zero=1", "--json"]) == 0
+
+
+def test_the_layout_best_is_the_search(capsys):
+    asked = ["gpt2-124m", "--cluster", "h100-80gb:2x1"]
+    assert planned(capsys, *asked, "--layout", "best")["layouts"]
+
+
 def test_the_page_and_the_schedule(capsys, tmp_path):
     page, picture = tmp_path / "plan.html", tmp_path / "schedule.svg"
     asked = ["gpt3-175b", *CLUSTER, "--train.tokens-per-step", "524288"]

@@ -79,6 +79,14 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, monkeypatch, capsy
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_layout_is_applied_before_the_configuration_is_checked(capsys):
+    offloaded = ["train", "grammar", *TINY, "--train.offload=true", "--dry-run", "--nproc=2"]
+    assert main([*offloaded, "--layout", "data=2,zero=3"]) == 0
+    assert json.loads(capsys.readouterr().out)["layout"]["zero"] == 3
+    assert main([*offloaded, "--layout", "data=2"]) == 2
+    assert "parallel.zero=0 shares nothing" in capsys.readouterr().err
+
+
 def test_eval_repeats_what_training_measured(run, capsys):
     assert main(["eval", str(run / "checkpoints" / "step-00000006"), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,9 +44,9 @@ class PlanArguments:
     cluster: Annotated[str | None, tyro.conf.arg(metavar="DEVICE:GPUSxNODES")] = None
     """Devices in nodes, as h100-80gb:8x16, or a TOML file of a device in their place. When absent,
     this machine as `doctor --measure` has measured it."""
-    layout: Annotated[str | None, tyro.conf.arg(metavar="LAYOUT")] = None
+    layout: Annotated[str | None, tyro.conf.arg(metavar="best|LAYOUT")] = None
     """Instead of [parallel]: data=8,tensor=8,pipeline=16,zero=1; what is left out is 1, and data
-    whatever the cluster leaves."""
+    whatever the cluster leaves. `best` is --search."""
     search: tyro.conf.FlagCreatePairsOff[bool] = False
     """Find the fastest layouts that fit, with their micro-batch and activation checkpointing."""
     scale: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -67,9 +67,18 @@ class PlanArguments:
 def run(arguments: list[str]) -> int:
     """Plan; 0 whether it fits or not."""
     parsed, overrides = parse_arguments(PlanArguments, arguments, verb="plan")
-    from pentameter.cli.train import configuration_of, vocabulary_and_epoch
+    from pentameter.cli.train import (
+        BEST,
+        configuration_of,
+        layout_overrides,
+        vocabulary_and_epoch,
+    )
     from pentameter.config.load import load_config
 
+    if parsed.layout == BEST:
+        parsed = replace(parsed, search=True)
+    layout = BEST if parsed.search or parsed.scale else parsed.layout
+    overrides = [*overrides, *layout_overrides(layout)]
     config = load_config(*configuration_of(parsed.source, overrides))
     vocab_size, rows_per_epoch, unknown = vocabulary_and_epoch(config)
     known = (vocab_size, rows_per_epoch)
@@ -92,7 +101,7 @@ def run(arguments: list[str]) -> int:
     else:
         from pentameter.planning.estimate import make_estimate
 
-        estimate = make_estimate(config, cluster, *known, layout=parsed.layout)
+        estimate = make_estimate(config, cluster, *known)
     if parsed.dry_run_rank is not None:
         _compare_rank(estimate, parsed.dry_run_rank)
     _write_pictures(estimate, found, parsed)
@@ -127,7 +136,6 @@ def _without_cluster(
     unknown: list[str],
 ) -> int:
     """Memory and traffic alone; what asks for time is refused."""
-    from pentameter.planning.layout import parse_parallel
     from pentameter.planning.plan import make_plan
 
     hint = "name a cluster, --cluster a100-80gb:8x1, or measure this machine: doctor --measure"
@@ -138,9 +146,6 @@ def _without_cluster(
     ]
     if asked:
         raise ConfigError(f"{asked[0]} needs to know the devices: {hint}")
-    if parsed.layout is not None:
-        parallel = parse_parallel(parsed.layout, config.parallel)
-        config = config.model_copy(update={"parallel": parallel})
     plan = make_plan(config, *known)
     shown = plan.to_json() | dict.fromkeys(unknown)
     shown["time"] |= {"step_seconds": None, "tokens_per_second": None, "mfu": None}

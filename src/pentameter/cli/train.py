@@ -6,9 +6,10 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -82,11 +83,13 @@ def run(arguments: list[str]) -> int:
     place = find_place()
     is_main = place is None or place.rank == 0
     n_processes = processes_together(parsed.nproc, place)
+    overrides = [*overrides, *layout_overrides(parsed.layout)]
     config = load_config(*configuration_of(parsed.source, overrides, parsed.init_from))
     if is_main and parsed.init_from is None:
         _warn_of_random_weights(Path(parsed.source))
     if parsed.layout is not None:
-        config = _with_layout(config, parsed.layout, n_processes or 1, place, say=is_main)
+        if parsed.layout == BEST:
+            config = _with_best_layout(config, n_processes or 1, place, say=is_main)
         if place is None:  # the processes that are started get it as it was chosen
             arguments = [*_without_layout(arguments), *_layout_options(config)]
     if parsed.init_from is not None:
@@ -215,15 +218,24 @@ def _check_layout(
         check_memory(n_processes, plan.weights_bytes + plan.gradients_bytes + plan.optimizer_bytes)
 
 
-def _with_layout(
-    config: Config, layout: str, n_processes: int, place: Place | None, *, say: bool
-) -> Config:
-    """`config` in another layout: the fastest that fits these processes where it is `best`."""
-    from pentameter.planning.layout import parse_parallel
+def layout_overrides(layout: str | None) -> list[str]:
+    """The overrides of `[parallel]` that a layout's text stands for, so that the configuration is
+    checked as it will run; none without a text. For `best` one that every setting is possible
+    with: the search then chooses the rest."""
+    from pentameter.planning.layout import NOT_OF_A_LAYOUT, parse_parallel
 
-    if layout != BEST:
-        parallel = parse_parallel(layout, config.parallel, also=[BEST])
-        return config.model_copy(update={"parallel": parallel})
+    if layout is None:
+        return []
+    if layout == BEST:
+        return ["--parallel.zero=1"]
+    chosen = parse_parallel(layout, also=[BEST]).model_dump(exclude=set(NOT_OF_A_LAYOUT))
+    return _options({f"parallel.{name}": value for name, value in chosen.items()})
+
+
+def _with_best_layout(
+    config: Config, n_processes: int, place: Place | None, *, say: bool
+) -> Config:
+    """`config` in the fastest layout that fits these processes."""
     from pentameter.machine.this_cluster import this_cluster
     from pentameter.planning.search import search
 
@@ -259,6 +271,11 @@ def _layout_options(config: Config) -> list[str]:
     values = {f"parallel.{name}": value for name, value in parallel.model_dump().items()}
     for name in ("micro_batch_size", "activation_checkpoint"):
         values[f"train.{name}"] = getattr(config.train, name)
+    return _options(values)
+
+
+def _options(values: Mapping[str, Any]) -> list[str]:
+    """Settings by their dotted paths, as they stand on a command line."""
     return [
         f"--{key}={'none' if value is None else str(value).lower()}"
         for key, value in values.items()
