@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from pentameter.processes.failure import LostProcessError, spelled
-from pentameter.processes.join import absent_ranks, open_store
+from pentameter.processes.join import absent_ranks, loss_behind, open_store
 from pentameter.processes.place import Place
+from pentameter.processes.world import World
 
 
 def place(path, rank, size):
@@ -70,6 +75,50 @@ def test_a_store_that_is_gone_names_nobody():
     client = dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=1))
     del server
     assert absent_ranks(client, 1, 2, 5.0) == []
+
+
+@pytest.fixture
+def cut_store():
+    """A client of a TCPStore whose link was cut: what it sends arrives nowhere, and nobody says."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    is_cut = threading.Event()
+
+    def pass_on(source, target):
+        with suppress(OSError):
+            while data := source.recv(4096):
+                if not is_cut.is_set():
+                    target.sendall(data)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept():
+            near, _ = listener.accept()
+            far = socket.create_connection(("127.0.0.1", server.port))
+            ends.extend([near, far])
+            for way in ((near, far), (far, near)):
+                threading.Thread(target=pass_on, args=way, daemon=True).start()
+
+        ends: list[socket.socket] = []
+        threading.Thread(target=accept, daemon=True).start()
+        port = listener.getsockname()[1]
+        client = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
+        client.set("word", "x")
+        is_cut.set()
+        yield client
+    for end in ends:
+        end.close()  # which lets go of the thread that asks
+
+
+def test_who_misses_others_does_not_wait_for_a_store_that_is_cut_off(cut_store):
+    start = time.monotonic()
+    with pytest.raises(TimeoutError):
+        absent_ranks(cut_store, 3, 4, 0.2)
+    assert time.monotonic() < start + 5
+    store = dist.PrefixStore("pentameter/name", cut_store)
+    lost = loss_behind(RuntimeError("Timed out waiting"), World(3, 4, 1, 2, 15.0, store=store))
+    assert isinstance(lost, LostProcessError)
+    assert "at least one of ranks 0 and 1 did not answer within 15 s" in str(lost)
+    assert f"neither does the store at 127.0.0.1:{cut_store.port}: the network to" in str(lost)
 
 
 def test_ranks_in_words():

@@ -15,12 +15,14 @@ import json
 import os
 import platform
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pentameter.errors import ConfigError
 from pentameter.machine.cores import chosen_threads, fair_share, usable_cores
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
+T = TypeVar("T")
+
 RENDEZVOUS_SECONDS = 300.0
 """Longest wait for processes that were started together to come; imports may take minutes where a
 thousand of them read the same disk."""
@@ -43,6 +47,9 @@ SAY_AFTER_SECONDS = 15.0
 
 SETTLE_SECONDS = 0.05
 """Given to gloo's threads, which want some microseconds, before the process may end."""
+
+ANSWER_SECONDS = 1.0
+"""Shortest wait for a store's answer; a store that works answers within milliseconds."""
 
 _POLL_SECONDS = (0.001, 0.05)  # from the first look to the later ones
 
@@ -149,12 +156,24 @@ def loss_behind(error: Exception, world: World) -> LostProcessError | None:
     how = lost_process(error) if isinstance(error, RuntimeError) else None
     if how is None or world.store is None:
         return None
-    absent = absent_ranks(world.store, world.rank, world.size, _OTHERS_SECONDS[how])
+    is_cut_off = False
+    try:
+        absent = absent_ranks(world.store, world.rank, world.size, _OTHERS_SECONDS[how])
+    except TimeoutError:
+        is_cut_off = True
+        first = world.rank - world.local_rank  # whose store is elsewhere: this machine still works
+        here = range(first, first + world.local_size)
+        absent = [rank for rank in range(world.size) if rank not in here]
     # Several that do not tell need not all be lost: one that is may keep others from noticing.
     who = spelled(absent) if len(absent) == 1 else f"at least one of {spelled(absent)}"
     waited = f"within {world.timeout_seconds:g} s (parallel.timeout_seconds)"
     said = f"{who} did not answer {waited} {world.progress.latest}."
-    if how == "gone":
+    if is_cut_off and absent:
+        said = (
+            f"{said[:-1]}, and neither does the store{_address(world.store)}: the network to that "
+            "machine is cut, or it is down."
+        )
+    elif how == "gone":
         who = who if absent else "another process of the run"
         said = f"{who} went away {world.progress.latest}; look for its message."
     elif not absent:
@@ -239,17 +258,52 @@ def absent_ranks(store: Store, rank: int, world_size: int, timeout_seconds: floa
     """Ranks that do not say within `timeout_seconds` that they, too, miss another process.
 
     Every process that lost another one calls this; those that do not are dead, or hang. Empty
-    where the store itself is gone.
+    where the store itself is gone. Raises TimeoutError where the store does not answer: the
+    network to it is cut.
     """
+    others = [other for other in range(world_size) if other != rank]
+
+    def silent() -> list[int]:
+        return [other for other in others if not store.check([f"misses-another/{other}"])]
+
     deadline = time.monotonic() + timeout_seconds
-    absent = [other for other in range(world_size) if other != rank]
+    absent = others
     with contextlib.suppress(RuntimeError):
-        store.set(f"misses-another/{rank}", "1")
+        _answer_of(lambda: store.set(f"misses-another/{rank}", "1"), deadline)
         while absent and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS[1])
-            absent = [other for other in absent if not store.check([f"misses-another/{other}"])]
+            absent = _answer_of(silent, deadline)
         return absent
     return []
+
+
+def _answer_of(ask: Callable[[], T], deadline: float) -> T:
+    """The result of `ask`, which asks a store; TimeoutError where there is none at `deadline`, in
+    monotonic seconds, or ANSWER_SECONDS from now if that is later.
+
+    A store's `check` and `set` know no timeout: over a link that is cut they wait for as long as
+    TCP sends again, a quarter of an hour, and Python hears of no signal meanwhile. The thread that
+    waits is left behind, and ends with the process.
+    """
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return answer.result(max(ANSWER_SECONDS, deadline - time.monotonic()))
+
+
+def _address(store: Store) -> str:
+    """` at HOST:PORT` of the server that a store asks, in a message; empty where it asks none."""
+    import torch.distributed as dist
+
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return f" at {store.host}:{store.port}" if isinstance(store, dist.TCPStore) else ""
 
 
 def _reach(place: Place, where: str, timeout_seconds: float) -> Store:
@@ -288,7 +342,10 @@ def _agree(store: Store, place: Place, where: str, deadline: float) -> str:
     start, pause = time.monotonic(), _POLL_SECONDS[0]
     has_said = False
     while True:
-        name, missing = come(store, place, mine)
+        try:
+            name, missing = _answer_of(lambda: come(store, place, mine), deadline)
+        except TimeoutError as error:
+            raise _did_not_come(place, where, time.monotonic() - start, None) from error
         if name is not None:
             return name
         now = time.monotonic()
