@@ -1,6 +1,8 @@
 """A chat model of Hugging Face: imported, tuned by adapters on conversations, and back again."""
 
 import json
+import re
+import shutil
 from typing import Any
 
 import numpy as np
@@ -61,6 +63,26 @@ def theirs(request, tmp_path_factory):
         model = transformers.Qwen3ForCausalLM(qwen3)
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ 'a' * 3 * 10**9 }}", "MiB of memory"),
+        ("{% break %}", "is not valid Jinja: 'break' out"),
+    ],
+)
+def test_a_template_that_cannot_be_is_refused_by_its_file(theirs, tmp_path, capsys, source, words):
+    folder = tmp_path / "theirs"
+    shutil.copytree(theirs, folder)
+    file = folder / "chat_template.jinja"
+    file.write_text(source)
+    named = re.escape(f"the chat template {file}")
+    assert main(["import", str(folder), "--out", str(tmp_path / "base")]) == 2
+    assert re.search(f"{named} .*{words}.* remove it", capsys.readouterr().err)
+    assert not (tmp_path / "base").exists()
+    assert main(["sample", str(folder), "--chat", "--prompt", "hi"]) == 2  # of the folder itself
+    assert re.search(f"{named} .*{words}", capsys.readouterr().err)
 
 
 def test_import_tune_export(theirs, tmp_path, monkeypatch, capsys):

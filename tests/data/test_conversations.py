@@ -224,7 +224,16 @@ def test_refusals(tmp_path):
     alternates.write_text(
         alternates.read_text() + "{% for m in messages %}{{ m.content }}{% endfor %}"
     )
-    with pytest.raises(CorruptError, match="line 2: the chat template refuses it: no c"):
+    named = f"the chat template {alternates}"
+    with pytest.raises(CorruptError, match=f"line 2: {named} refuses it: no c"):
+        opened(path, chat_template=str(alternates))
+    alternates.write_text("{{ 'a' * 3 * 10**9 }}")
+    with pytest.raises(CorruptError, match=f"line 1: {named} takes more than .* MiB of memory"):
+        opened(path, chat_template=str(alternates))
+    alternates.write_text(
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    )
+    with pytest.raises(CorruptError, match=f"line 1, or soon after: {named} takes more than 1 s"):
         opened(path, chat_template=str(alternates))
 
 

@@ -39,6 +39,7 @@ def run(arguments: list[str]) -> int:
     from pentameter.checkpoint.load_model import is_hugging_face
     from pentameter.checkpoint.model_folder import save_model
     from pentameter.data.corpora.text import safe_name
+    from pentameter.data.tokenizers.rendering import check_template
     from pentameter.data.tokenizers.setting import build_tokenizer
     from pentameter.disk.atomic import refuse_existing
 
@@ -57,6 +58,8 @@ def run(arguments: list[str]) -> int:
         tokenizer = build_tokenizer(asked.tokenizer, lambda: iter(()))  # nothing is built of text
     warnings: list[str] = []
     stored = read_hf(asked.source, tokenizer=tokenizer, warnings=warnings)
+    if stored.tokenizer.chat is not None:
+        check_template(stored.tokenizer.chat)
     config = stored.config
     if config.data.tokenizer != "gpt2":  # the text is cut by the tokenizer that lies in the folder
         setting = {"tokenizer": str((asked.out / "tokenizer.json").resolve())}

@@ -22,6 +22,7 @@ from torch import nn
 
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.chat import disarmed, pieces_of, unmarked
+from pentameter.data.tokenizers.rendering import Asked, render
 from pentameter.errors import ConfigError
 from pentameter.generation.sampling import Floats, Sampling, Tokens, choose, uniform_numbers
 from pentameter.model.cache import KVCache
@@ -215,8 +216,8 @@ def encode_chat(tokenizer: Tokenizer, message: str) -> Tokens:
             "write the prompt as the model knows it"
         )
     special = tokenizer.special_tokens
-    asked = disarmed([{"role": "user", "content": message}], special)
-    text = unmarked(tokenizer.chat.render(asked, add_generation_prompt=True))
+    messages = disarmed([{"role": "user", "content": message}], special)
+    text = unmarked(render(tokenizer.chat, Asked(messages, add_generation_prompt=True)))
     ids = [
         tokenizer.encode(piece) if isinstance(piece, str) else np.array([piece])
         for piece in pieces_of(text, special)

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import numpy as np
 
 from pentameter.data.corpora.conversations import (
     ANSWERS,
+    Chat,
     Conversation,
     Conversations,
     Exchange,
@@ -37,18 +38,33 @@ from pentameter.data.tokenizers.chat import (
     CHATML,
     ChatTemplate,
     Segment,
+    TemplateBoundsError,
     TemplateRefusalError,
     chosen_chat_template,
     disarmed,
     pieces_of,
     plain,
 )
+from pentameter.data.tokenizers.rendering import (
+    Asked,
+    Documents,
+    Rendering,
+    n_characters_of,
+)
 from pentameter.data.tokenizers.setting import build_tokenizer, chosen_tokenizer
 from pentameter.disk.atomic import FolderExistsError, refuse_existing
 from pentameter.disk.lock import building
-from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError
 
 BATCH_DOCUMENTS = 256
+"""Documents that are encoded at once."""
+
+BATCH_RENDERED, BATCH_CHARACTERS = 64, 1 << 20
+"""Conversations that are rendered at once, and about their characters: of small ones many, as each
+request to the process that renders takes a tenth of a millisecond."""
+
+Records = Iterator[tuple[Conversation, str]]
+"""Conversations, each with the place where it stands."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +184,8 @@ def _documents(
     conversations: Conversations, chat: ChatTemplate | None, special_tokens: Mapping[str, int]
 ) -> Iterator[Document]:
     n_bytes = 0
-    for conversation, where in conversations.records():
-        for document in _rendered(conversation, where, chat, special_tokens):
+    for documents, where in _rendered(conversations.records(), chat, special_tokens):
+        for document in documents:
             check_whole(text := document.text, "a message", where)
             n_bytes += utf8_size(text)
             if conversations.max_bytes is not None and n_bytes > conversations.max_bytes:
@@ -178,39 +194,85 @@ def _documents(
 
 
 def _rendered(
-    conversation: Conversation,
-    where: str,
-    chat: ChatTemplate | None,
-    special_tokens: Mapping[str, int],
-) -> list[Document]:
-    """The documents of a conversation; CorruptError where the template refuses it."""
-    if isinstance(conversation, Exchange):
-        segments = [(conversation.prompt, False), (conversation.completion, True)]
-        return [Document([segment for segment in segments if segment[0]], False)]
+    records: Records, chat: ChatTemplate | None, special_tokens: Mapping[str, int]
+) -> Iterator[tuple[list[Document], str]]:
+    """The documents of each conversation, and where it stands; CorruptError where the template
+    refuses it."""
+    with ExitStack() as stack:
+        rendering: Rendering | None = None
+        for batch in _batches(records):
+            chats = [(each, where) for each, where in batch if isinstance(each, Chat)]
+            if chats and rendering is None:
+                rendering = stack.enter_context(Rendering(_needed(chat, where=chats[0][1])))
+            found: Iterator[Documents | TemplateRefusalError] = iter(())
+            if rendering is not None:
+                asked = [_asked(each, where, special_tokens) for each, where in chats]
+                try:
+                    found = iter(rendering.documents(asked))
+                except TemplateBoundsError as error:
+                    raise CorruptError(f"{chats[0][1]}, or soon after: {error}") from error
+            for conversation, where in batch:
+                if isinstance(conversation, Exchange):
+                    yield [_as_it_is(conversation)], where
+                else:
+                    yield _accepted(next(found), where), where
+
+
+def _batches(records: Records) -> Iterator[list[tuple[Conversation, str]]]:
+    """The conversations in lists of some, of bounded size; those before one that is damaged come
+    before its error."""
+    batch: list[tuple[Conversation, str]] = []
+    n_characters = 0
+    try:
+        for conversation, where in records:
+            batch.append((conversation, where))
+            n_characters += n_characters_of(vars(conversation))
+            if len(batch) == BATCH_RENDERED or n_characters > BATCH_CHARACTERS:
+                yield batch
+                batch, n_characters = [], 0
+    except PentameterError:
+        yield batch
+        raise
+    yield batch
+
+
+def _needed(chat: ChatTemplate | None, where: str) -> ChatTemplate:
     if chat is None:
         raise ConfigError(
             f"{where} has messages, and the tokenizer no chat template that would make them text; "
             f"set data.chat_template (in prepare --chat-template): {CHATML!r}, a Jinja file, or a "
             "folder with the tokenizer_config.json of a Hugging Face model"
         )
-    messages = conversation.messages
+    return chat
+
+
+def _asked(chat: Chat, where: str, special_tokens: Mapping[str, int]) -> Asked:
+    """A chat as the template is asked for it."""
     answers = [
         number
-        for number, message in enumerate(messages)
-        if message["role"] == ANSWERS and number >= conversation.n_given
+        for number, message in enumerate(chat.messages)
+        if message["role"] == ANSWERS and number >= chat.n_given
     ]
     try:
-        documents = chat.segments(
-            disarmed(messages, special_tokens),
-            answers,
-            disarmed(conversation.tools, special_tokens),
-        )
+        messages = disarmed(chat.messages, special_tokens)
+        return Asked(messages, disarmed(chat.tools, special_tokens), answers)
     except TemplateRefusalError as error:
         raise CorruptError(f"{where}: {error}") from error
+
+
+def _accepted(documents: Documents | TemplateRefusalError, where: str) -> list[Document]:
+    """The documents that a template made; CorruptError where it refused, or left no answer."""
+    if isinstance(documents, TemplateRefusalError):
+        raise CorruptError(f"{where}: {documents}") from documents
     for segments in documents:
         if not any(is_learnt for _, is_learnt in segments):
             raise CorruptError(f"{where}: the chat template leaves nothing of the answers")
     return [Document(segments, True) for segments in documents]
+
+
+def _as_it_is(exchange: Exchange) -> Document:
+    segments = [(exchange.prompt, False), (exchange.completion, True)]
+    return Document([segment for segment in segments if segment[0]], False)
 
 
 def prepare_conversations(

@@ -1,21 +1,19 @@
 """Chat templates: messages as one text, and which parts of it a model learns to write.
 
 A template is Jinja as Hugging Face's tokenizers have it (`chat_template` in
-tokenizer_config.json, or chat_template.jinja). It runs in a sandbox: it comes with models that
-strangers publish. It sees no clock, so that the same messages give the same text on any day
-(templates that want today's date have a fixed one beside it).
+tokenizer_config.json, or chat_template.jinja). It runs in a sandbox, in a process with bounds
+(`rendering.py`): it comes with models that strangers publish. It sees no clock, so that the same
+messages give the same text on any day (templates that want today's date have a fixed one).
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from pentameter.disk.foreign import read_json, read_text
 from pentameter.errors import ConfigError, CorruptError
@@ -47,6 +45,10 @@ class TemplateRefusalError(ConfigError):
     """A chat template does not take these messages."""
 
 
+class TemplateBoundsError(TemplateRefusalError):
+    """A chat template takes more time or memory, or writes more, than it may."""
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     """A template, and the texts of the special tokens that it may name."""
@@ -54,168 +56,27 @@ class ChatTemplate:
     source: str
     tokens: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """`bos_token`, `eos_token` and others of tokenizer_config.json → their texts."""
+    origin: str = field(default="the chat template", compare=False)
+    """How messages call it: by where it came from."""
 
     @classmethod
-    def from_json(cls, content: Any) -> Self:
+    def from_json(cls, content: Any, origin: str) -> Self:
         """The template in a tokenizer's file; CorruptError where it is none."""
         match content:
             case {"template": str(source), "tokens": dict(tokens)} if all(
                 isinstance(text, str) for text in tokens.values()
             ):
-                return cls(source, MappingProxyType(tokens))
+                return cls(source, MappingProxyType(tokens), origin)
         raise CorruptError(f'"chat" is not a template and the texts of its tokens: {content!r:.80}')
 
     def to_json(self) -> dict[str, Any]:
         """The template as a tokenizer's file holds it."""
         return {"template": self.source, "tokens": dict(self.tokens)}
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any] | None = None,
-        *,
-        add_generation_prompt: bool = False,
-    ) -> str:
-        """The text of messages; with the beginning of an answer after it, where that is asked for.
-
-        Parts within `{% generation %}` stand between BEGIN and END. Raises TemplateRefusalError
-        where the template refuses the messages or fails, ConfigError where it is no template.
-        """
-        import jinja2
-
-        try:
-            return self._compiled.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self.tokens,
-            )
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise TemplateRefusalError(f"the chat template refuses it: {error}") from error
-
-    def segments(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        answers: Sequence[int],
-        tools: Sequence[Any] | None = None,
-    ) -> list[list[Segment]]:
-        """The documents that messages become, each as its segments; errors as `render`.
-
-        A model learns the messages numbered `answers`. Where all of a role are asked for and the
-        template marks them with `{% generation %}`, its marks are taken. Otherwise an answer is
-        what the text up to and with it has beyond the text before it, which ends as it does when a
-        model is asked. Templates that write an earlier turn differently once a later one follows
-        (Qwen3's leaves its thinking out) give a document for each answer: the text up to it, in
-        which it alone is learnt, as it is when a model is asked.
-        """
-        whole = self.render(messages, tools)
-        role = messages[answers[0]]["role"]
-        if BEGIN in whole and len(answers) == sum(each["role"] == role for each in messages):
-            return [_between_marks(whole)]
-        spans, documents = [], []
-        is_prefix = True
-        for number in answers:
-            text = unmarked(self.render(messages[: number + 1], tools))
-            before = self._before(messages, number, tools, text)
-            spans.append((before, len(text)))
-            documents.append([(text[:before], False), (text[before:], True)])
-            is_prefix &= unmarked(whole).startswith(text)
-        return [_cut(unmarked(whole), spans)] if is_prefix else documents
-
-    def _before(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        number: int,
-        tools: Sequence[Any] | None,
-        text: str,
-    ) -> int:
-        """Characters of `text`, which ends with the answer of that number, that lie before it."""
-        if number == 0:
-            return 0
-        for asks in (True, False):
-            before = unmarked(self.render(messages[:number], tools, add_generation_prompt=asks))
-            if text.startswith(before):
-                return len(before)
-        raise TemplateRefusalError(
-            "the chat template rewrites what stands before an answer once the answer follows, so "
-            "its beginning cannot be told; mark answers in the template with {% generation %} … "
-            "{% endgeneration %}"
-        )
-
-    @cached_property
-    def _compiled(self) -> Any:
-        import jinja2
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_generation(), loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _refuse
-        try:
-            return environment.from_string(self.source)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template is not valid Jinja: {error}") from error
-
-
-def _generation() -> Any:
-    """Jinja's extension for `{% generation %}`, made where Jinja is needed first."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-
-    class Generation(Extension):
-        """Puts what stands within the block between BEGIN and END."""
-
-        tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
-
-        def parse(self, parser: Any) -> Any:
-            """The block as a call of `_marked`."""
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            call = nodes.CallBlock(self.call_method("_marked"), [], [], body)
-            return call.set_lineno(line)
-
-        def _marked(self, caller: Any) -> str:
-            return f"{BEGIN}{caller()}{END}"
-
-    return Generation
-
-
-def _refuse(message: object) -> NoReturn:
-    """Jinja's `raise_exception`, with which templates refuse messages."""
-    from jinja2 import TemplateError
-
-    raise TemplateError(str(message))
-
-
-def _tojson(value: Any, indent: int | None = None, **options: Any) -> str:
-    """Jinja's own escapes HTML, which no template here wants."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
-
 
 def unmarked(text: str) -> str:
     """A rendered text without the marks around what `{% generation %}` encloses."""
     return text.replace(BEGIN, "").replace(END, "")
-
-
-def _between_marks(text: str) -> list[Segment]:
-    """The segments of a text in which answers stand between BEGIN and END."""
-    segments = []
-    for part in text.split(BEGIN):
-        answer, is_marked, rest = part.partition(END)
-        segments += [(answer, True), (rest, False)] if is_marked else [(answer, False)]
-    return [segment for segment in segments if segment[0]]
-
-
-def _cut(text: str, spans: Sequence[tuple[int, int]]) -> list[Segment]:
-    segments, place = [], 0
-    for start, stop in spans:
-        segments += [(text[place:start], False), (text[start:stop], True)]
-        place = stop
-    segments.append((text[place:], False))
-    return [segment for segment in segments if segment[0]]
 
 
 def disarmed(value: Any, special_tokens: Mapping[str, int]) -> Any:
@@ -268,25 +129,24 @@ def read_chat_template(path: Path) -> ChatTemplate | None:
     """
     if not path.is_dir():
         if path.name != SETTINGS_FILE:
-            return ChatTemplate(
-                read_text(path, LIMIT_BYTES), _tokens(path.with_name(SETTINGS_FILE))
-            )
+            tokens = _tokens(path.with_name(SETTINGS_FILE))
+            return ChatTemplate(read_text(path, LIMIT_BYTES), tokens, f"the chat template {path}")
         if (source := _source(read_json(path, LIMIT_BYTES), path)) is None:
             raise ConfigError(f"{path} has no chat_template; name a Jinja file")
-        return ChatTemplate(source, _tokens(path))
+        return ChatTemplate(source, _tokens(path), f"the chat template of {path}")
     if (path / TEMPLATE_FILE).is_file():
         return read_chat_template(path / TEMPLATE_FILE)
     settings = path / SETTINGS_FILE
     if not settings.is_file():
         return None
-    source = _source(read_json(settings, LIMIT_BYTES), settings)
-    return None if source is None else ChatTemplate(source, _tokens(settings))
+    has_one = _source(read_json(settings, LIMIT_BYTES), settings) is not None
+    return read_chat_template(settings) if has_one else None
 
 
 def chosen_chat_template(setting: str) -> ChatTemplate:
     """The chat template that `data.chat_template` names; errors as `read_chat_template`."""
     if setting == CHATML:
-        return ChatTemplate(CHATML_TEMPLATE)
+        return ChatTemplate(CHATML_TEMPLATE, origin=f"the chat template {CHATML!r}")
     path = Path(setting)
     if not path.exists():
         raise ConfigError(

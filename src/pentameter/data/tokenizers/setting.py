@@ -189,7 +189,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     try:
         tokenizer = kinds[kind].from_content(content)
         if (chat := content.get("chat")) is not None:
-            tokenizer.chat = ChatTemplate.from_json(chat)
+            tokenizer.chat = ChatTemplate.from_json(chat, f"the chat template of {path}")
     except (ConfigError, CorruptError) as error:
         raise CorruptError(f"{path}: {error}") from error
     if content.get("sha256") != tokenizer.hash:

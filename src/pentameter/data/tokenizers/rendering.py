@@ -1,0 +1,356 @@
+"""Rendering chat templates, in a process of their own with bounds on time, memory and output.
+
+A template is a program that comes with a stranger's model. Jinja's sandbox keeps it from the
+machine, but not from looping, doubling a string or recursing without end. So a clean interpreter
+runs it: the kernel refuses memory beyond `MEMORY_BYTES`, and ends the process when one rendering
+has taken its seconds of processor time, whatever it is busy with. No attack need be known.
+
+`Rendering` is this process's side; `renderer` is what the other process runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+from pentameter.data.tokenizers.chat import (
+    BEGIN,
+    END,
+    ChatTemplate,
+    Segment,
+    TemplateBoundsError,
+    TemplateRefusalError,
+    unmarked,
+)
+from pentameter.errors import ConfigError, StorageError
+from pentameter.machine.child import ChildEndedError, PythonChild
+
+SECONDS, SECONDS_PER_MILLION = 1.0, 1.0
+"""Processor time of one rendering: this much, and more for each million characters of messages. A
+template of today's models takes a tenth of a millisecond for a short conversation."""
+
+MEMORY_BYTES = 1 << 30
+"""Address space of the process in which templates run; it begins with about 50 MB."""
+
+OUTPUT_CHARACTERS, OUTPUT_PER_CHARACTER = 1 << 20, 16
+"""Characters that one rendering may write: so many, and more for each character of messages."""
+
+LONGEST_REASON = 300
+"""Characters of what a template says when it refuses."""
+
+REMEDY = "mend it, remove it, or name another with data.chat_template (a Jinja file, or 'chatml')"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Messages to render."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Any] | None = None
+    answers: Sequence[int] = ()
+    """The numbers of the messages that a model learns."""
+    add_generation_prompt: bool = False
+    """Whether the beginning of an answer follows."""
+
+    @cached_property
+    def n_characters(self) -> int:
+        """Their size: characters of all texts, and a few for each other value."""
+        return n_characters_of(self.messages) + n_characters_of(self.tools)
+
+
+Documents = list[list[Segment]]
+"""The documents that messages become, each as its segments."""
+
+
+class Rendering:
+    """A process that renders a chat template; it starts with the `with` block and ends with it.
+
+    Methods raise TemplateRefusalError where the template fails or exceeds its bounds, ConfigError
+    where it is no template; both name where it came from.
+    """
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            silence = stack.enter_context(Path(os.devnull).open("wb"))
+            try:
+                self._child = PythonChild(f"{__name__}:renderer", output=silence)
+            except OSError as error:
+                raise StorageError(
+                    f"cannot start {sys.executable} to render {self._template.origin}: "
+                    f"{error.strerror}; start again when fewer processes run"
+                ) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._child.close()
+
+    def text(self, asked: Asked) -> str:
+        """The text of messages; what stands within `{% generation %}` is between BEGIN and END."""
+        (found,) = self._ask("text", [asked])
+        if isinstance(found, TemplateRefusalError):
+            raise found
+        return str(found)
+
+    def documents(self, asked: Sequence[Asked]) -> list[Documents | TemplateRefusalError]:
+        """The documents of each of several messages with their answers, or why there are none.
+
+        A model learns the messages numbered `answers`. Where all of a role are asked for and the
+        template marks them with `{% generation %}`, its marks are taken. Otherwise an answer is
+        what the text up to and with it has beyond the text before it, which ends as it does when a
+        model is asked. Templates that write an earlier turn differently once a later one follows
+        (Qwen3's leaves its thinking out) give a document for each answer: the text up to it, in
+        which it alone is learnt, as it is when a model is asked.
+        """
+        return self._ask("documents", asked)
+
+    def _ask(self, what: str, asked: Sequence[Asked]) -> list[Any]:
+        template = self._template
+        try:
+            found: list[Any] = self._child.ask(
+                (what, template.source, dict(template.tokens), asked)
+            )
+        except ConfigError as error:
+            raise self._named(error) from error
+        except ChildEndedError as error:
+            why = f"ends the process that runs it, which {error}"
+            if error.code == -signal.SIGPROF:
+                why = f"takes more than {SECONDS:g} s of processor time"
+            raise self._named(TemplateBoundsError(f"{why}; {REMEDY}")) from error
+        return [self._named(each) if isinstance(each, ConfigError) else each for each in found]
+
+    def _named(self, error: ConfigError) -> ConfigError:
+        """The error, with where the template came from."""
+        return type(error)(f"{self._template.origin} {error}")
+
+
+def render(template: ChatTemplate, asked: Asked) -> str:
+    """The text of messages, rendered in a process that is started for it; errors as `Rendering`."""
+    with Rendering(template) as rendering:
+        return rendering.text(asked)
+
+
+def check_template(template: ChatTemplate) -> None:
+    """Raise ConfigError for a template that is not Jinja, or exceeds its bounds on two messages.
+
+    What it refuses itself passes: it may want other messages."""
+    said = [{"role": role, "content": "2 + 2"} for role in ("user", "assistant")]
+    with Rendering(template) as rendering:
+        for found in rendering.documents([Asked(said, answers=[1])]):
+            if isinstance(found, TemplateBoundsError):
+                raise found
+
+
+# -- in the child -------------------------------------------------------------------------------
+
+
+def renderer() -> Callable[[tuple[str, str, dict[str, str], Sequence[Asked]]], list[Any]]:
+    """The function with which the process of a `Rendering` answers, under its bound on memory."""
+    with suppress(ValueError, OSError):  # macOS knows no such bound
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        least = MEMORY_BYTES if most == resource.RLIM_INFINITY else min(MEMORY_BYTES, most)
+        resource.setrlimit(resource.RLIMIT_AS, (least, most))
+    return _answer
+
+
+def _answer(request: tuple[str, str, dict[str, str], Sequence[Asked]]) -> list[Any]:
+    """The text or the documents of each of several messages, or the error that stands for them.
+
+    Raises ConfigError for a template that is none."""
+    what, source, tokens, several = request
+    found: list[Any] = []
+    for asked in several:
+        one = _Rendered(_compiled(source), tokens, asked)
+        try:
+            found.append(one.text() if what == "text" else one.documents())
+        except TemplateRefusalError as error:
+            found.append(error)
+        except MemoryError:
+            found.append(_memory_is_full())
+    return found
+
+
+@lru_cache(maxsize=1)
+def _compiled(source: str) -> Any:
+    """The template of a source; ConfigError where it is none."""
+    import jinja2
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_generation(), loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _refuse
+    try:
+        with _seconds(SECONDS):
+            return environment.from_string(source)
+    except MemoryError as error:
+        raise _memory_is_full() from error
+    # A break outside of a loop is a SyntaxError of the Python that Jinja writes.
+    except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError) as error:
+        raise ConfigError(f"is not valid Jinja: {_reason(error)}; {REMEDY}") from error
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """Messages, as the template writes them."""
+
+    template: Any
+    tokens: Mapping[str, str]
+    asked: Asked
+
+    def text(self) -> str:
+        """The text of all messages."""
+        return self._render(self.asked.messages, asks=self.asked.add_generation_prompt)
+
+    def documents(self) -> Documents:
+        """The documents of the messages; see `Rendering.documents`."""
+        messages, answers = self.asked.messages, self.asked.answers
+        whole = self.text()
+        role = messages[answers[0]]["role"]
+        if BEGIN in whole and len(answers) == sum(each["role"] == role for each in messages):
+            return [_between_marks(whole)]
+        spans, documents = [], []
+        is_prefix = True
+        for number in answers:
+            text = unmarked(self._render(messages[: number + 1]))
+            before = self._before(number, text)
+            spans.append((before, len(text)))
+            documents.append([(text[:before], False), (text[before:], True)])
+            is_prefix &= unmarked(whole).startswith(text)
+        return [_cut(unmarked(whole), spans)] if is_prefix else documents
+
+    def _before(self, number: int, text: str) -> int:
+        """Characters of `text`, which ends with the answer of that number, that lie before it."""
+        if number == 0:
+            return 0
+        for asks in (True, False):
+            before = unmarked(self._render(self.asked.messages[:number], asks=asks))
+            if text.startswith(before):
+                return len(before)
+        raise TemplateRefusalError(
+            "rewrites what stands before an answer once the answer follows, so its beginning "
+            "cannot be told; mark answers in the template with {% generation %} … "
+            "{% endgeneration %}"
+        )
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], *, asks: bool = False) -> str:
+        """The text of messages, with the beginning of an answer behind it where it `asks` for one.
+
+        Raises TemplateRefusalError for whatever a template does wrong."""
+        n_characters = self.asked.n_characters
+        longest = OUTPUT_CHARACTERS + OUTPUT_PER_CHARACTER * n_characters
+        values = {"tools": self.asked.tools, "documents": None, "add_generation_prompt": asks}
+        pieces: list[str] = []
+        n_written = 0
+        try:
+            with _seconds(SECONDS + SECONDS_PER_MILLION * n_characters / 1e6):
+                for piece in self.template.generate(messages=messages, **values, **self.tokens):
+                    pieces.append(piece)
+                    n_written += len(piece)
+                    if n_written > longest:
+                        raise TemplateBoundsError(
+                            f"writes more than {longest:,} characters for {n_characters:,} of "
+                            f"messages; {REMEDY}"
+                        )
+                return "".join(pieces)
+        except MemoryError as error:
+            raise _memory_is_full() from error
+        except TemplateRefusalError:
+            raise
+        except Exception as error:  # a template can raise any that Python has
+            raise TemplateRefusalError(f"refuses it: {_reason(error)}") from error
+
+
+def _memory_is_full() -> TemplateBoundsError:
+    return TemplateBoundsError(f"takes more than {MEMORY_BYTES >> 20:,} MiB of memory; {REMEDY}")
+
+
+def _reason(error: BaseException) -> str:
+    return f"{error}"[:LONGEST_REASON] or type(error).__name__
+
+
+@contextmanager
+def _seconds(seconds: float) -> Iterator[None]:
+    """End this process, with SIGPROF, when the block takes so many seconds of processor time."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _generation() -> Any:
+    """Jinja's extension for `{% generation %}`, made where Jinja is needed first."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        """Puts what stands within the block between BEGIN and END."""
+
+        tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+        def parse(self, parser: Any) -> Any:
+            """The block as a call of `_marked`."""
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            call = nodes.CallBlock(self.call_method("_marked"), [], [], body)
+            return call.set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return f"{BEGIN}{caller()}{END}"
+
+    return Generation
+
+
+def _refuse(message: object) -> NoReturn:
+    """Jinja's `raise_exception`, with which templates refuse messages."""
+    from jinja2 import TemplateError
+
+    raise TemplateError(str(message))
+
+
+def _tojson(value: Any, indent: int | None = None, **options: Any) -> str:
+    """Jinja's own escapes HTML, which no template here wants."""
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+def n_characters_of(value: Any) -> int:
+    """The size of a value of JSON: the characters of its texts, and a few for every other value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(key) + n_characters_of(each) for key, each in value.items())
+    if isinstance(value, Sequence):
+        return sum(map(n_characters_of, value))
+    return 8
+
+
+def _between_marks(text: str) -> list[Segment]:
+    """The segments of a text in which answers stand between BEGIN and END."""
+    segments = []
+    for part in text.split(BEGIN):
+        answer, is_marked, rest = part.partition(END)
+        segments += [(answer, True), (rest, False)] if is_marked else [(answer, False)]
+    return [segment for segment in segments if segment[0]]
+
+
+def _cut(text: str, spans: Sequence[tuple[int, int]]) -> list[Segment]:
+    segments, place = [], 0
+    for start, stop in spans:
+        segments += [(text[place:start], False), (text[start:stop], True)]
+        place = stop
+    segments.append((text[place:], False))
+    return [segment for segment in segments if segment[0]]
