@@ -7,12 +7,16 @@ import difflib
 import math
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 LONGEST_WORD = 600
 """Characters without a space, as of a path, that a message shows whole."""
 
 LONGEST_MESSAGE = 6000
 """Characters of a message; more than the longest of ours has, a list of problems."""
+
+MOST_FILES = 8
+"""Files of a folder that a message names."""
 
 LONGEST_COMPARED = 80
 """Characters of a word that is compared with the known ones, which takes the square of them."""
@@ -50,6 +54,21 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     """The member of `known` that `word` was probably meant to be, if any."""
     matches = difflib.get_close_matches(word[:LONGEST_COMPARED], list(known), n=1)
     return matches[0] if matches else None
+
+
+def near_files(path: Path) -> str:
+    """What a message says behind a path that does not exist: the files of its folder that may have
+    been meant, or else some of those that are there; nothing where there are none."""
+    try:
+        names = sorted(entry.name for entry in path.parent.iterdir() if entry.name[0] != ".")
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name[:LONGEST_COMPARED], names, n=3)
+    if near:
+        return f"; did you mean {either(printable(str(path.parent / name)) for name in near)}?"
+    more = ", …" if len(names) > MOST_FILES else ""
+    shown = listed(map(printable, names[:MOST_FILES]))
+    return f"; beside it are {shown}{more}" if names else ""
 
 
 def nearest_divisors(n: int, wanted: int, count: int = 4) -> list[int]:

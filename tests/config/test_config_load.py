@@ -189,12 +189,91 @@ def test_a_layer_without_a_text_keeps_its_settings(toml):
         ("wikitext-2", "wikitext-2"),
         ("books/", "books"),
         (".", "text"),
-        ("война.txt", "text"),
+        ("война.txt", "война"),
+        ("小说/西游记 (上).txt", "西游记-上"),
+        ("re\u0301sume\u0301.txt", "r\u00e9sum\u00e9"),  # NFC
+        ("हिन्दी.txt", "हिन्दी"),  # with vowel signs, which are marks
+        ("a\u202eb\x07c.txt", "a-b-c"),
+        ("--..txt", "text"),
+        ("记" * 200, "记" * 60),  # 180 bytes
         ("x" * 200, "x" * 100),
     ],
 )
 def test_the_name_made_of_a_text_is_a_name(text, name):
     assert load_config("quickstart", {"data.path": text}).name == name
+
+
+@pytest.mark.parametrize("name", ["西游记", "Übung-1", "x" * 100, "हिन्दी", "1.5_a"])
+def test_names_have_any_alphabet(name):
+    assert load_config("quickstart", {"name": name}).name == name
+
+
+def test_a_name_is_one_however_it_was_typed():
+    assert load_config("quickstart", {"name": "e\u0301"}).name == "\u00e9"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        ".x",
+        "-x",
+        "_x",
+        "a/b",
+        "a b",
+        "a\nb",
+        "a\u202eb",
+        "a\0b",
+        "\u0301a",
+        "x" * 101,
+        "记" * 61,
+    ],
+)
+def test_what_no_file_should_be_called_is_no_name(name):
+    with pytest.raises(
+        ConfigError, match=r"name=.* must be a name: letters and digits of any alpha"
+    ):
+        load_config("quickstart", {"name": name})
+    evaluations = [{"name": name, "path": "x"}]
+    with pytest.raises(ConfigError, match="name"):
+        load_config("quickstart", {"data.evaluations": evaluations})
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ({"weight": 0}, "data.sources[1].weight=0 must be a number above 0"),
+        ({"weight": -1}, "data.sources[1].weight=-1 must be a number above 0"),
+        ({"weight": "2"}, "data.sources[1].weight='2' must be a number above 0"),
+        ({"weight": float("nan")}, "data.sources[1].weight=nan must be a number above 0"),
+        ({"weight": float("inf")}, "data.sources[1].weight=inf must be finite, a number above 0"),
+        ({"path": 3}, "data.sources[1].path=3 must be text or none"),
+        (3, "data.sources[1]=3 must be a table of corpus, path, weight"),
+    ],
+)
+def test_a_wrong_value_in_a_table_of_a_list_is_named(source, said):
+    other = {"path": "x", **source} if isinstance(source, dict) else source
+    with pytest.raises(ConfigError) as refused:
+        load_config("quickstart", {"data.sources": [{"corpus": "grammar"}, other]})
+    assert said in str(refused.value)
+
+
+def test_a_misspelt_file_is_looked_for_beside_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("novel.txt", "novels.txt", "西游记.txt", "other.jsonl"):
+        Path(name).write_text("x")
+    with pytest.raises(ConfigError, match=r"did you mean novel\.txt or novels\.txt\?"):
+        load_config("novle.txt")
+    with pytest.raises(ConfigError, match=r"did you mean 西游记\.txt\?"):
+        load_config("西遊记.txt")
+    with pytest.raises(ConfigError, match=r"beside it are novel\.txt, novels\.txt, other"):
+        load_config("zzz.md")
+    with pytest.raises(ConfigError) as refused:
+        load_config(str(tmp_path / "novl.txt"))
+    assert f"did you mean {tmp_path / 'novel.txt'}" in str(refused.value)
+    assert "presets" not in str(refused.value)
+    with pytest.raises(ConfigError, match=r"did you mean quickstart\? presets: "):
+        load_config("quikstart")
 
 
 def test_both_of_an_exclusive_pair_at_once_is_refused():
@@ -227,7 +306,7 @@ def test_both_of_an_exclusive_pair_at_once_is_refused():
         (["--optimizer.learning_rate", "nan"], "optimizer.learning_rate=nan"),
         (["--model.bias", "1"], "model.bias='1' must be true or false"),
         (["--seed", "none"], "seed='none' must be a whole number"),
-        (["--name", "../up"], "name='../up' must be text"),
+        (["--name", "../up"], "name='../up' must be a name"),
         (["--data.validation-fraction", "0.9", "--data.test-fraction", "0.1"], "data.test_fra"),
         (["--data.grammar.alphabet", "abca"], "data.grammar.alphabet repeats 'a'"),
         (["--train.steps"], "--train.steps needs a value"),

@@ -10,7 +10,6 @@ from pentameter.data.corpora.files import read_pieces
 from pentameter.data.corpora.text import (
     files_below,
     first_bytes,
-    safe_name,
     text_from_paths,
     text_of_pieces,
 )
@@ -112,8 +111,3 @@ def test_first_bytes_is_the_longest_start_that_fits(text, max_bytes):
     assert text.startswith(start)
     assert len(start.encode()) <= max_bytes
     assert start == text or len(text[: len(start) + 1].encode()) > max_bytes
-
-
-def test_names_are_safe_as_files():
-    assert safe_name("../my text (1)") == "my-text-1"
-    assert safe_name("日本") == "text"

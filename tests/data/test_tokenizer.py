@@ -49,7 +49,7 @@ def test_unseen_characters_are_an_error(known, text):
 
 
 def test_the_error_names_character_code_point_and_place():
-    with pytest.raises(ConfigError, match=r"'\\xe9' \(U\+00E9\) at position 3 .* vocabulary"):
+    with pytest.raises(ConfigError, match=r"'é' \(U\+00E9\) at position 3 .* vocabulary"):
         CharTokenizer("caf").encode("café")
 
 

@@ -55,6 +55,8 @@ def run(arguments: list[str]) -> int:
 
 def _lines(comparison: Comparison, width: int) -> Iterator[str]:
     """The tables, as many runs side by side as the width has room for."""
+    from rich.cells import cell_len, set_cell_size
+
     from pentameter import wording
 
     rows = [("", [run.label for run in comparison.runs])]
@@ -64,14 +66,15 @@ def _lines(comparison: Comparison, width: int) -> Iterator[str]:
     rows.append(("", [""] * len(comparison.runs)))
     for path, values in comparison.differing.items():
         rows.append((path, [wording.scalar(value) for value in values]))
-    titles = max(len(title) for title, _ in rows)
-    widths = [max(len(_short(cells[i])) for _, cells in rows) for i in range(len(comparison.runs))]
+    titles = max(cell_len(title) for title, _ in rows)
+    columns = range(len(comparison.runs))
+    widths = [max(cell_len(_short(cells[i])) for _, cells in rows) for i in columns]
     for number, group in enumerate(_groups(widths, width - titles)):
         if number:
             yield ""
         for title, cells in rows:
-            columns = (_short(cells[i]).ljust(widths[i]) for i in group)
-            yield "  ".join((title.ljust(titles), *columns)).rstrip()
+            padded = (set_cell_size(_short(cells[i]), widths[i]) for i in group)
+            yield "  ".join((set_cell_size(title, titles), *padded)).rstrip()
     yield ""
     yield "* best of its row"
     if comparison.verdict:
@@ -79,7 +82,11 @@ def _lines(comparison: Comparison, width: int) -> Iterator[str]:
 
 
 def _short(cell: str) -> str:
-    return cell if len(cell) <= LONGEST_CELL else f"{cell[: LONGEST_CELL - 1]}…"
+    from rich.cells import cell_len, set_cell_size
+
+    if cell_len(cell) <= LONGEST_CELL:
+        return cell
+    return f"{set_cell_size(cell, LONGEST_CELL - 1).rstrip()}…"
 
 
 def _groups(widths: Sequence[int], room: int) -> Iterator[list[int]]:

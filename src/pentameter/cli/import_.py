@@ -38,7 +38,7 @@ def run(arguments: list[str]) -> int:
     from pentameter.checkpoint.hugging_face.folder import read_hf
     from pentameter.checkpoint.load_model import is_hugging_face
     from pentameter.checkpoint.model_folder import save_model
-    from pentameter.data.corpora.text import safe_name
+    from pentameter.config.naming import name_of
     from pentameter.data.tokenizers.rendering import check_template
     from pentameter.data.tokenizers.setting import build_tokenizer
     from pentameter.disk.atomic import refuse_existing
@@ -67,7 +67,7 @@ def run(arguments: list[str]) -> int:
     save_model(stored, asked.out, config)
     print_warnings(warnings)
     model = stored.config.model
-    out, name = shlex.quote(str(asked.out)), f"{safe_name(asked.out.name)}-tuned"
+    out, name = shlex.quote(str(asked.out)), f"{name_of(asked.out.name)}-tuned"
     print(
         f"{asked.out}: {model.n_layers} layers, d_model {model.d_model}, {model.n_heads} heads, "
         f"context {model.context_length}, vocabulary {model.vocab_size}, "

@@ -93,6 +93,7 @@ def run(arguments: list[str]) -> int:
     from pentameter.data.prepare.from_tokens import token_files
     from pentameter.data.shards.dataset import open_shards
     from pentameter.data.shards.format import find_header
+    from pentameter.data.tokenizers.char import CharTokenizer, advice_on
 
     started = time.perf_counter()
     warnings: list[str] = []
@@ -105,9 +106,13 @@ def run(arguments: list[str]) -> int:
     seconds = time.perf_counter() - started
     header = find_header(options.out)
     assert header is not None
+    dataset = open_shards(header)
+    if dataset.tokenizer.kind == CharTokenizer.kind:
+        advice = advice_on(dataset.vocab_size, dataset.split("train").n_tokens)
+        warnings += [] if advice is None else [advice]
     for warning in warnings:
         print(f"warning: {terminal_message(warning)}", file=sys.stderr)
-    _report(open_shards(header), options.out, seconds)
+    _report(dataset, options.out, seconds)
     return 0
 
 

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from pentameter.config.section import (
     ABSENT,
     ByteCount,
+    Name,
     Positive,
     PositiveFloat,
     Rate,
@@ -61,7 +62,7 @@ class SourceConfig(Section):
 class EvaluationConfig(Section):
     """Text beside validation that a run is evaluated on, `[[data.evaluations]]`."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+    name: Name
     """The `split` of its metrics."""
     path: str
     """A file, a folder, or prepared shards; all of it is evaluated."""
@@ -104,7 +105,8 @@ class DataConfig(Section):
     order: Literal["random", "shuffled", "sequential", "columns", "documents"] = "random"
     """`random`: windows at random offsets; `shuffled`: every window once an epoch, permuted;
     `sequential`: windows in the order of the text; `columns`: the text cut into batch_size
-    columns, read side by side; `documents`: a document a row, permuted anew each epoch."""
+    columns, read side by side; `documents`: a document a row, permuted anew each epoch.
+    Conversations are `documents`, packed where another order stands."""
     packing: Switch = False
     """With `documents`: rows filled with one document after another instead of one each, cut at
     context_length and padded; nothing is dropped then."""

@@ -10,6 +10,7 @@ from functools import cache
 from operator import attrgetter
 from typing import Any
 
+from pentameter.config.naming import NAME_IN_WORDS
 from pentameter.config.schema import Config
 from pentameter.config.section import ABSENT, Section
 
@@ -120,6 +121,8 @@ def _expected(option: Mapping[str, Any]) -> str:
         return (
             f"tables of {', '.join(keys)}" if keys else f"values, each {_expected(option['items'])}"
         )
+    if option.get("format") == "name":
+        return NAME_IN_WORDS
     word = {
         "integer": "a whole number",
         "number": "a number",

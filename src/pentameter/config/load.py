@@ -11,7 +11,6 @@ import re
 import stat
 import tomllib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from importlib import resources
 from pathlib import Path, PurePath
 from typing import Any
@@ -20,10 +19,11 @@ from pydantic import ValidationError
 
 from pentameter.config.fields import leaves, parse_value, takes_whole_number, value_in, whole_number
 from pentameter.config.messages import problems, shown
+from pentameter.config.naming import name_of
 from pentameter.config.overrides import parse_overrides
 from pentameter.config.schema import Config
 from pentameter.config.section import ABSENT
-from pentameter.errors import ConfigError, nearest, printable
+from pentameter.errors import ConfigError, near_files, nearest, printable
 
 EXCLUSIVE = (
     ("data", "corpus", "path", "sources"),
@@ -45,7 +45,6 @@ BOUND_TO_TEXT = (
 )
 """Keys and sections that suit one text: when a newer layer chooses another, older values go."""
 
-LONGEST_NAME = 100
 BLEND_NAME = "blend"
 """The run's name where several data sets replace a preset's."""
 
@@ -129,7 +128,7 @@ def merge(base: Tree, layer: Tree) -> Tree:
 def text_name(text: str) -> str:
     """A run's name made of a corpus's name, or of the path of a file or folder."""
     stem = PurePath(text).name.partition(".")[0]  # also of novel.txt.gz
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("_-")[:LONGEST_NAME] or "text"
+    return name_of(stem)
 
 
 def _text_of(tree: Tree) -> tuple[str, Any] | None:
@@ -244,13 +243,15 @@ def _read_file(path: Path, label: str) -> bytes:
 
 
 def _not_found(path: Path, label: str) -> str:
+    said = f"{label} is neither a preset nor a file"
+    near = near_files(path)
+    is_bare = PurePath(label).name == label and path.suffix in ("", ".toml")
+    if not is_bare:  # as the file of a text is called
+        return f"{said}{near}"
     presets = preset_names()
-    beside = []
-    with suppress(OSError):
-        beside = [entry.name for entry in path.parent.iterdir()]
-    near = nearest(path.name.removesuffix(".toml"), presets) or nearest(path.name, beside)
-    hint = f"did you mean {printable(near)}? " if near else ""
-    return f"{label} is neither a preset nor a file; {hint}presets: {', '.join(presets)}"
+    preset = nearest(path.name.removesuffix(".toml"), presets)
+    hint = f"; did you mean {preset}?" if preset else near
+    return f"{said}{hint}{' ' if hint.endswith('?') else '; '}presets: {', '.join(presets)}"
 
 
 def _parse(text: bytes, label: str) -> Tree:

@@ -6,13 +6,14 @@ pydantic finds the problems; the words are these, as its own name no path, value
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
 
-from pentameter.config.fields import leaves, sections, tables_of, value_in
+from pentameter.config.fields import Leaf, leaves, sections, tables_of, value_in
 from pentameter.config.section import ABSENT
 from pentameter.errors import nearest, printable
 
@@ -67,6 +68,9 @@ def _problem(detail: Any, path: str, asked: dict[str, Any]) -> str:
     if path not in leaves() and detail["type"] == "value_error":
         return str(detail["ctx"]["error"])  # our own validators name their paths
     value = value_in(asked, path)
+    inside = detail["loc"][path.count(".") + 1 :]
+    if path in leaves() and (keys := tables_of(leaves()[path])) and isinstance(value, list | tuple):
+        return _wrong_in_table(path, value, inside, keys)
     if path not in leaves():
         return f"{path}={shown(value)} must be a section: {_keys(path)}"
     leaf = leaves()[path]
@@ -77,6 +81,22 @@ def _problem(detail: Any, path: str, asked: dict[str, Any]) -> str:
         near = near if near in possible else nearest(value, possible)
         sentence += f"; did you mean {near}?" if near else ""
     return sentence
+
+
+def _wrong_in_table(
+    path: str, tables: Sequence[Any], inside: tuple[int | str, ...], keys: Mapping[str, Any]
+) -> str:
+    """The sentence for what is wrong in one of a list of tables, whose place `inside` the list is
+    its number and perhaps a key; `keys` have their JSON schemas."""
+    number, *rest = inside or (0,)
+    path, table = f"{path}[{number}]", tables[int(number)]
+    if not rest or not isinstance(table, dict):
+        return f"{path}={shown(table)} must be a table of {', '.join(keys)}"
+    key = str(rest[0])
+    value, field = table.get(key), keys[key]
+    expected = Leaf(key, field.get("anyOf", [field]), None, "").expected
+    is_infinite = isinstance(value, float) and math.isinf(value)
+    return f"{path}.{key}={shown(value)} must be {'finite, ' if is_infinite else ''}{expected}"
 
 
 def _unknown_key(path: str) -> str:

@@ -25,6 +25,7 @@ from pentameter.config.section import (
     ByteCount,
     Depth,
     Factor,
+    Name,
     NonNegative,
     NonNegativeFloat,
     Positive,
@@ -279,7 +280,8 @@ class TrainConfig(Section):
     sample_tokens: Positive = 256
     """Length of a sample."""
     sample_prompt: str = ""
-    """What a sample continues; a newline when empty."""
+    """What a sample continues; a newline when empty. In conversations a user's message; the first
+    question that is held out when empty."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -437,7 +439,7 @@ class LogConfig(Section):
 class Config(Section):
     """A whole run: `load_config` reads it, `make_plan` derives the rest."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] = "run"
+    name: Name = "run"
     """Names the run folder, runs/NAME."""
     seed: Seed = 1337
     """Initial weights, batches and dropout are functions of it."""

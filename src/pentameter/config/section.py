@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
+
+from pentameter.config.naming import checked_name
 
 # Scalars are strict: `steps = true` or `steps = "8"` is a mistake, not 1 or 8.
 # 2**31 - 1 bounds every count: steps, rows and elements are indexed by 32-bit words in `keyed`.
@@ -18,6 +27,7 @@ PositiveFloat = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Rate = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False)]
 Factor = Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)]
+Name = Annotated[str, AfterValidator(checked_name), Field(json_schema_extra={"format": "name"})]
 Switch = Annotated[bool, Field(strict=True)]
 
 ABSENT = "none"

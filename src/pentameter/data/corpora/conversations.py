@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pentameter.config.data_schema import DataConfig
+from pentameter.config.naming import name_of
 from pentameter.data.corpora.files import (
     FileContents,
     about_bytes,
@@ -23,7 +24,7 @@ from pentameter.data.corpora.files import (
     is_jsonl,
     read_records,
 )
-from pentameter.data.corpora.text import files_below, safe_name
+from pentameter.data.corpora.text import files_below
 from pentameter.errors import CorruptError
 
 ANSWERS = "assistant"
@@ -57,7 +58,7 @@ class Conversations:
     """JSONL files of conversations, read one after another."""
 
     name: str
-    """Letters, digits, `.`, `_`, `-`: names the prepared files."""
+    """One that `config/naming.py` takes: names the prepared files."""
     files: tuple[Path, ...]
     contents: FileContents
     max_bytes: int | None = None
@@ -90,7 +91,7 @@ def conversations_at(data: DataConfig, paths: Sequence[Path]) -> Conversations |
     files = _jsonl_files(paths)
     if not files or not _begins_with_conversation(files, contents):
         return None
-    name = safe_name(paths[0].absolute().stem)
+    name = name_of(paths[0].absolute().stem)
     held_out = {}
     for split, path in (("val", data.validation_path), ("test", data.test_path)):
         if path is None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import codecs
 import os
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from pentameter.config.naming import name_of
 from pentameter.data.corpora.files import UTF8, FileContents, about_bytes, read_documents
-from pentameter.errors import ConfigError, StorageError
+from pentameter.errors import ConfigError, StorageError, near_files
 
 Documents = Iterator[Iterator[str]]
 """Each document's pieces, to be read before the next document is asked for."""
@@ -25,7 +25,7 @@ class Text:
     """A corpus before it is cut into tokens."""
 
     name: str
-    """Letters, digits, `.`, `_`, `-`: names the prepared files."""
+    """One that `config/naming.py` takes: names the prepared files."""
     documents: Callable[[], Documents]
     """Starts a new pass over the text. Only a JSONL record's piece may be large."""
     n_bytes: int
@@ -62,14 +62,15 @@ def text_from_paths(
     for path in paths:
         if not path.exists():
             raise ConfigError(
-                f"{path} does not exist (in {Path.cwd()}); give a text file or a folder"
+                f"{path} does not exist (in {Path.cwd()}){near_files(path)}; give a text file "
+                "or a folder"
             )
         if not path.is_dir() and not path.is_file():
             raise ConfigError(
                 f"{path} is neither a regular file nor a folder; save the text to a file"
             )
         files += files_below(path) if path.is_dir() else [path]
-    return text_from_files(files, name or safe_name(paths[0].absolute().stem), contents)
+    return text_from_files(files, name or name_of(paths[0].absolute().stem), contents)
 
 
 def text_from_files(files: Sequence[Path], name: str, contents: FileContents = UTF8) -> Text:
@@ -142,8 +143,3 @@ def first_bytes(text: Text, max_bytes: int) -> Text:
 def utf8_size(text: str) -> int:
     """Number of bytes of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())
-
-
-def safe_name(name: str) -> str:
-    """`name` with everything but letters, digits, `.`, `_`, `-` made `-`; never empty."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-") or "text"

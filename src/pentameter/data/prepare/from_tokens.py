@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pentameter.data.corpora.text import safe_name
+from pentameter.config.naming import name_of
 from pentameter.data.prepare.splits import Splitting, split_ends
 from pentameter.data.progress import IMPORTING, Progress
 from pentameter.data.shards.format import SPLITS, find_header
@@ -182,7 +182,7 @@ def import_tokens(
         places = split_ends(n_tokens["train"], validation_fraction, test_fraction)
         cuts["train"] = dict(zip(SPLITS, places, strict=True))
     first_file = next(file for split in SPLITS for file in files[split])
-    name = safe_name(first_file.path.absolute().stem)
+    name = name_of(first_file.path.absolute().stem)
     source = {
         split: [{"name": file.path.name, "tokens": file.n_tokens} for file in files[split]]
         for split in SPLITS

@@ -14,6 +14,10 @@ from pentameter.errors import ConfigError, CorruptError
 
 N_CODE_POINTS = 0x110000
 
+SELDOM, MANY_CHARACTERS = 100, 512
+"""Times that a character is seen on average below which it is seldom; distinct characters that an
+alphabet does not have."""
+
 
 class UnseenCharacterError(ConfigError):
     """A character outside the vocabulary; knows which and where."""
@@ -25,7 +29,7 @@ class UnseenCharacterError(ConfigError):
 
     def __str__(self) -> str:
         return (
-            f"character {self.character!a} (U+{ord(self.character):04X}) at position "
+            f"character {self.character!r} (U+{ord(self.character):04X}) at position "
             f"{self.position} of {self.args[2]} is not in the tokenizer's vocabulary; remove it, "
             "or prepare the data with a tokenizer built from text that has it"
         )
@@ -84,6 +88,19 @@ class CharTokenizer(Tokenizer):
 
     def _fields(self) -> dict[str, Any]:
         return {"characters": self.characters}
+
+
+def advice_on(vocab_size: int, n_tokens: int) -> str | None:
+    """A sentence of advice where a text of `n_tokens` characters has so many distinct ones that a
+    model sees each of them seldom; else None."""
+    if vocab_size < MANY_CHARACTERS or n_tokens >= SELDOM * vocab_size:
+        return None
+    size = max(1024, min(16384, 1 << (n_tokens // 50).bit_length() - 1))
+    return (
+        f"data.tokenizer='char' gives {vocab_size:,} characters, each of which is seen "
+        f"{n_tokens / vocab_size:,.0f} times on average; bpe:{size} learns from what they have in "
+        "common, and knows any character"
+    )
 
 
 def code_points(text: str) -> npt.NDArray[Any]:
