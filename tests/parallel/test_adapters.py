@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))  # for `tiny_runs`
@@ -156,6 +157,25 @@ def test_the_plan_counts_what_is_trained():
     attention = 12 * 2 * 16 * 16
     model = (whole.flops_per_token - attention) // 6
     assert adapted.flops_per_token == 4 * model + 6 * adapted.n_trained + attention
+
+
+def test_muon_trains_adapters(base, tmp_path):
+    trainer, _ = tuned(tmp_path / "muon", base, steps=2, optimizer={"name": "muon"})
+    (rule,) = trainer.optimizer.parts
+    assert isinstance(rule, torch.optim.Muon)
+    state = trainer.engine.model.state_dict()
+    assert all(state[name].any() for name in state if name.endswith("lora_b"))
+
+
+def test_a_rank_is_that_of_the_smallest_adapted_matrix_at_most():
+    assert plan(lora={"rank": 16}).n_trained == 2 * 16 * (2 * 16 + 4 * 16 + 2 * 5 * 16)
+    with pytest.raises(ConfigError, match=r"lora\.rank=17 is more .*\(48, 16\) .* at most rank 16"):
+        plan(lora={"rank": 17})
+
+
+def test_alpha_is_bounded():
+    with pytest.raises(ValidationError, match="less than or equal to 65536"):
+        plan(lora={"rank": 1, "alpha": 1e300})
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import math
 import os
 
+import numpy as np
 import pytest
 import torch
 from tiny_runs import config, events, fit
@@ -341,6 +342,22 @@ def test_a_non_finite_validation_loss_ends_with_70(tmp_path):
     }
     with pytest.raises(TrainingFailedError, match=r"loss"):
         fit(tmp_path / "run", sections=sections)
+
+
+def test_a_sample_of_logits_that_are_not_finite_is_left_out_with_a_word(tmp_path, monkeypatch):
+    from pentameter.generation import loop as module
+
+    real = module.choose
+    monkeypatch.setattr(
+        module, "choose", lambda logits, *rest: real(np.full_like(logits, np.nan), *rest)
+    )
+    run = tmp_path / "run"
+    _, end = fit(run, sections={"train": {"sample_interval": 6, "sample_tokens": 5}})
+    assert (end.step, end.reason) == (12, "completed")
+    said = (run / "log.txt").read_text()
+    for step in (0, 6, 12):
+        assert f"no sample at step {step}: the model's logits are not finite" in said
+    assert not list((run / "samples").glob("*"))
 
 
 def test_an_evaluation_that_a_signal_cut_off_still_finds_the_best(tmp_path, monkeypatch):

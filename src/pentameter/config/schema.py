@@ -312,9 +312,10 @@ class LoraConfig(Section):
     """
 
     rank: Width | None = None
-    """Rows of A and columns of B; without it, everything is trained and there are no adapters."""
-    alpha: PositiveFloat = 16.0
-    """Scale of what adapters add, over their rank."""
+    """Rows of A and columns of B, at most the smaller side of each matrix that is adapted; without
+    it, everything is trained and there are no adapters."""
+    alpha: Annotated[float, Field(strict=True, gt=0, le=65_536)] = 16.0
+    """Scale of what adapters add, over their rank; at most 65,536."""
     targets: tuple[str, ...] = ()
     """Names of the blocks' linear layers that are adapted, such as `qkv,out`; all when empty."""
 

@@ -87,17 +87,21 @@ def build_optimizer(
     if config.name != "muon":
         return _one_rule(named, table, config)
     in_block = {spec.name for spec in table if spec.is_block_matrix}
-    for_matrices = muon(
-        parameter_groups([(n, p) for n, p in named if n in in_block], table, config),
-        lr=config.learning_rate,
-        momentum=momentum(config),
-        # Updates as large as AdamW's, 0.2 · √max(rows, columns) (Liu et al. 2025, "Muon is
-        # scalable for LLM training"), so that one learning rate and one decay serve both.
-        adjust_lr_fn="match_rms_adamw",
-    )
-    return JointOptimizer(
-        for_matrices, _one_rule([(n, p) for n, p in named if n not in in_block], table, config)
-    )
+    parts: list[torch.optim.Optimizer] = []
+    if matrices := [(n, p) for n, p in named if n in in_block]:
+        matrix_rule = muon(
+            parameter_groups(matrices, table, config),
+            lr=config.learning_rate,
+            momentum=momentum(config),
+            # Updates as large as AdamW's, 0.2 · √max(rows, columns) (Liu et al. 2025, "Muon is
+            # scalable for LLM training"), so that one learning rate and one decay serve both.
+            adjust_lr_fn="match_rms_adamw",
+        )
+        parts.append(matrix_rule)
+    # Torch refuses an optimizer of nothing, and all that adapters train are matrices.
+    if rest := [(n, p) for n, p in named if n not in in_block]:
+        parts.append(_one_rule(rest, table, config))
+    return JointOptimizer(*parts)
 
 
 def _one_rule(

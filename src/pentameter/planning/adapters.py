@@ -7,7 +7,7 @@ within ± inputs^-0.5, B at zero, so that an adapted model begins as it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -34,18 +34,31 @@ def training_table(
     """The parameters of a run, or of a slice of its layers as in `parameter_table`: the model's,
     and those of its adapters, which alone are trained where there are any.
 
-    Raises ConfigError for targets that are no linear layers of the model's blocks.
+    Raises ConfigError for targets that are no linear layers of the model's blocks, and for a rank
+    above the smaller side of a matrix that is adapted.
     """
     model, lora = config.model, config.lora
     table = parameter_table(model, first_layer=first_layer, last_layer=last_layer)
     if lora.rank is None:
         return table
     adapted = adapted_modules(model, lora)
-    frozen = tuple(replace(spec, is_trained=False) for spec in table)
-    of_adapters = (
-        each for spec in table if _module(spec) in adapted for each in _adapter(spec, lora.rank)
-    )
-    return (*frozen, *of_adapters)
+    return with_adapters(table, [spec for spec in table if _module(spec) in adapted], lora.rank)
+
+
+def with_adapters(
+    table: Sequence[ParameterSpec], adapted: Sequence[ParameterSpec], rank: int
+) -> tuple[ParameterSpec, ...]:
+    """The parameters of `table`, frozen, and the trained ones of adapters of the matrices
+    `adapted`. Raises ConfigError for a rank above the smaller side of one of these."""
+    smallest = min(adapted, key=lambda spec: min(spec.shape), default=None)
+    if smallest is not None and rank > min(smallest.shape):
+        raise ConfigError(
+            f"lora.rank={rank} is more than {smallest.name} {smallest.shape} has: a matrix of that "
+            f"shape has at most rank {min(smallest.shape)}; lower lora.rank, or leave [lora] out "
+            "to train every weight"
+        )
+    frozen = (replace(spec, is_trained=False) for spec in table)
+    return (*frozen, *(each for spec in adapted for each in _adapter(spec, rank)))
 
 
 @lru_cache(maxsize=1024)

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from pentameter.config.schema import Config
-from pentameter.errors import ConfigError, InterruptedRunError, StorageError
+from pentameter.errors import ConfigError, CorruptError, InterruptedRunError, StorageError
 from pentameter.evaluate.split import perplexity
 from pentameter.generation.loop import sample_text
 from pentameter.machine.cores import OtherPrograms
@@ -313,13 +313,20 @@ class Trainer(TrainingRun):
             return
         state.last_sample_step = state.step
         self.world.progress.note("sampling", state.step)
-        text = sample_text(
-            self.engine,
-            self.dataset.tokenizer,
-            self.sample_prompt,
-            max_new_tokens=train.sample_tokens,
-            seed=self.config.seed,
-        )
+        try:
+            text = sample_text(
+                self.engine,
+                self.dataset.tokenizer,
+                self.sample_prompt,
+                max_new_tokens=train.sample_tokens,
+                seed=self.config.seed,
+            )
+        except CorruptError:  # in every process that samples: they have the same logits
+            self.console.say(
+                f"warning: no sample at step {state.step}: the model's logits are not finite. "
+                "Training goes on"
+            )
+            return
         if text is None:  # the main process has it
             return
         try:
