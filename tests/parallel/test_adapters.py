@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "train"))  # for `tiny_runs`
 from tiny_runs import config, fit
 
 from pentameter.checkpoint.hugging_face.folder import export_hf
+from pentameter.checkpoint.hugging_face.model_card import hub_name
 from pentameter.checkpoint.hugging_face.peft import export_peft
 from pentameter.checkpoint.load_model import load_model, open_model
+from pentameter.checkpoint.model_folder import save_model
 from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.checkpoint.safetensors_writer import materialize
 from pentameter.errors import ConfigError
@@ -121,6 +124,44 @@ def test_peft_files_hold_the_same_sum(run, base, tmp_path):
         torch.testing.assert_close(merged[name], sum_, rtol=0, atol=1e-6)
     with pytest.raises(ConfigError, match="has no adapters"):
         export_peft(open_model(base), tmp_path / "none")
+
+
+def test_exports_say_what_they_are_and_what_they_began_with(run, base, tmp_path):
+    began = replace(open_model(base), base_model="owner/small")
+    save_model(began, tmp_path / "imported")
+    tuned(tmp_path / "run", tmp_path / "imported", steps=3)
+    tuned(tmp_path / "run", tmp_path / "imported")  # continued
+    stored = open_model(tmp_path / "run" / "checkpoints" / "step-00000006")
+    assert export_peft(stored, tmp_path / "peft").notes == ()
+    settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == "owner/small"
+    _, front, card = (tmp_path / "peft" / "README.md").read_text().split("---\n", 2)
+    assert front.splitlines() == [
+        "library_name: peft", "pipeline_tag: text-generation", 'base_model: "owner/small"',
+        "tags:", "- pentameter", "- lora",
+    ]  # fmt: skip
+    for said in (
+        "It began with the weights of `owner/small`.",
+        "- the corpus `grammar`",
+        "| `optimizer.learning_rate` | 0.01 |",
+        "| `lora.rank` | 3 |",
+        "- step 6, 384 tokens",
+        "- best validation loss",
+        "AutoPeftModelForCausalLM.from_pretrained",
+    ):
+        assert said in card, said
+    export_hf(stored, tmp_path / "hf")
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "library_name: transformers" in card
+    assert "AutoModelForCausalLM.from_pretrained" in card
+    unnamed = export_peft(open_model(max((run[0] / "checkpoints").iterdir())), tmp_path / "none")
+    assert "name no base model" in unnamed.notes[0]
+
+
+def test_a_model_in_the_hub_s_cache_has_its_name_there(tmp_path):
+    cached = tmp_path / "models--owner--small-1.5b" / "snapshots" / "0123abc"
+    assert hub_name(cached) == "owner/small-1.5b"
+    assert hub_name(tmp_path / "small") == str(tmp_path.resolve() / "small")
 
 
 def test_a_run_goes_on_exactly(run, base, tmp_path):

@@ -48,8 +48,11 @@ class InitialWeights:
 
     @property
     def origin(self) -> dict[str, str]:
-        """What a run records of where it began, for `check_origin`."""
-        return {"path": str(self.path.resolve()), "identity": self.stored.identity}
+        """What a run records of where it began, for `check_origin`, and for its exports the Hugging
+        Face model, if it was one."""
+        origin = {"path": str(self.path.resolve()), "identity": self.stored.identity}
+        base = self.stored.base_model
+        return origin if base is None else {**origin, "base_model": base}
 
     def load_into(self, model: nn.Module | Sequence[nn.Module]) -> None:
         """Copy the weights into a model of the configuration, or a slice of one, in place.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +125,11 @@ def open_model(
         if not is_own:
             check_weights(config, weights, here)
         files = tuple(here / name for name in checkpoint.manifest.groups["model"])
-        return with_adapters_added(StoredModel(here, config, tokenizer, weights, files, checkpoint))
+        base = checkpoint.state.get("base_model")
+        stored = StoredModel(here, config, tokenizer, weights, files, checkpoint)
+        return with_adapters_added(
+            replace(stored, base_model=base if isinstance(base, str) else None)
+        )
 
 
 def _check_kind(path: Path, built_by: Any, *, is_own: bool) -> None:

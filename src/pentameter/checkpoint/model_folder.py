@@ -20,7 +20,7 @@ from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.disk.atomic import refuse_existing, storage_errors, write_hashed
 from pentameter.disk.lock import building
 from pentameter.errors import CorruptError
-from pentameter.planning.adapters import A, B, adapted_modules, adapter_factor, training_table
+from pentameter.planning.adapters import A, B, adapter_factor, training_table
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +54,9 @@ class StoredModel:
     """None of a Hugging Face folder."""
     adapters: Adapters | None = None
     """What the run trained, where that was adapters; `weights` have it added."""
+    base_model: str | None = None
+    """The Hugging Face folder whose weights it began with, or its name on the hub; None for a model
+    that began otherwise."""
 
     @property
     def step(self) -> int:
@@ -93,13 +96,13 @@ def with_adapters_added(stored: StoredModel) -> StoredModel:
     lora = stored.config.lora
     if lora.rank is None:
         return stored
+    # Of a custom model the names alone say which layers are adapted.
+    paths = [name.removesuffix(f".{A}") for name in stored.weights if name.endswith(f".{A}")]
     tensors = {
-        f"{path}.{name}": stored.weights[f"{path}.{name}"]
-        for path in adapted_modules(stored.config.model, lora)
-        for name in (A, B)
+        f"{path}.{name}": stored.weights[f"{path}.{name}"] for path in paths for name in (A, B)
     }
     weights = {name: value for name, value in stored.weights.items() if name not in tensors}
-    for path in adapted_modules(stored.config.model, lora):
+    for path in paths:
         weight = weights[f"{path}.weight"]
         weights[f"{path}.weight"] = LazyTensor(
             tuple(weight.shape),
@@ -150,7 +153,7 @@ def save_model(stored: StoredModel, out: Path, config: Config | None = None) -> 
     out = Path(out)
     refuse_existing(out)
     config = stored.config if config is None else config
-    state: dict[str, Any] = {"step": stored.step, "best": None}
+    state: dict[str, Any] = {"step": stored.step, "best": None, "base_model": stored.base_model}
     small = {
         "config.toml": to_toml(config).encode(),
         "tokenizer.json": stored.tokenizer.to_bytes(),

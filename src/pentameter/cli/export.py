@@ -22,7 +22,7 @@ class ExportArguments:
     """`hf`: a folder that `transformers` opens, with the same logits. `safetensors`: this
     library's names, with config.toml and tokenizer.json; any model, and itself a MODEL. What
     adapters add is in the weights of both. `peft`: the adapters alone, as
-    adapter_model.safetensors and adapter_config.json."""
+    adapter_model.safetensors and adapter_config.json. `hf` and `peft` have a model card."""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """The folder to make."""
 
@@ -45,7 +45,7 @@ def run(arguments: list[str]) -> int:
         case "safetensors":
             save_model(stored, asked.out)
         case "peft":
-            export_peft(stored, asked.out)
+            warnings += export_peft(stored, asked.out).notes
     print_warnings(warnings)
     n_bytes = sum(file.stat().st_size for file in asked.out.iterdir())
     print(f"{asked.out}: step {stored.step}, {n_bytes:,} bytes")

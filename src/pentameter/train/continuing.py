@@ -71,7 +71,9 @@ def read_identity(path: Path) -> dict[str, Any] | None:
             if not isinstance(identity[key], Mapping | None):
                 raise TypeError(f"{key} is not an object")
         if identity["init_from"] is not None:
-            identity["init_from"] = {k: str(identity["init_from"][k]) for k in ("path", "identity")}
+            origin = identity["init_from"]
+            kept = ("path", "identity", *(("base_model",) if "base_model" in origin else ()))
+            identity["init_from"] = {key: str(origin[key]) for key in kept}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(
             f"{path / 'plan.json'} is missing or damaged, so the run's checkpoints cannot be "

@@ -58,6 +58,8 @@ class RunFolder:
     checkpoint: Checkpoint | None
     initial_weights: InitialWeights | None = None
     """The weights of another model, for a run that begins with them and has no checkpoint yet."""
+    base_model: str | None = None
+    """The Hugging Face model that the run's weights began as."""
 
     def log_path_of(self, rank: int) -> Path:
         """The log of the process `rank`: log.txt of the main one, else logs/rank-00001.txt."""
@@ -188,7 +190,8 @@ def _open(request: Request, plan: Plan, dataset: Dataset) -> RunFolder:
     _remove_unfinished(path)
     is_new = checkpoint is None or checkpoint is given
     _write_identity(path, plan, identity, store.warnings, is_new=is_new)
-    folder = RunFolder(path, run_id, store, checkpoint, weights)
+    base_model = (identity["init_from"] or {}).get("base_model")
+    folder = RunFolder(path, run_id, store, checkpoint, weights, base_model)
     _rewind(folder, record)
     return folder
 

@@ -149,6 +149,7 @@ class RunCheckpoints:
                 **run.state.to_json(),
                 "data_hash": run.dataset.hash,
                 **run.supplied.record(run.plan),
+                "base_model": run.folder.base_model,
                 **world.on_main(self._log_ends),
             },
             extra_files={

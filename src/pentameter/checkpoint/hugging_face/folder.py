@@ -24,6 +24,7 @@ from pentameter.checkpoint.hugging_face.mapping import (
     simplest,
     to_their_config,
 )
+from pentameter.checkpoint.hugging_face.model_card import CARD, hub_name, model_card
 from pentameter.checkpoint.hugging_face.tokenizer_files import (
     read_tokenizer,
     tokenizer_files,
@@ -83,7 +84,8 @@ def read_hf(
         )
     config = _config(path, section, tokenizer)
     weights = _weights(files, FAMILIES[content["model_type"]], config.model)
-    return StoredModel(path, config, tokenizer, weights, files, checkpoint=None)
+    base = hub_name(path)
+    return StoredModel(path, config, tokenizer, weights, files, checkpoint=None, base_model=base)
 
 
 def _config(path: Path, section: dict[str, Any], tokenizer: Tokenizer) -> Config:
@@ -209,10 +211,10 @@ def export_hf(stored: StoredModel, out: Path) -> Exported:
     """The folder `out`, which `transformers.AutoModelForCausalLM.from_pretrained` opens.
 
     It holds config.json, generation_config.json, the weights (of more than SHARD_BYTES in several
-    files, with an index) and the tokenizer's files. The logits are the model's own: tensors are
-    renamed, transposed and reordered, rows that pad the vocabulary are dropped, biases that the
-    model does not have are zero. One tensor is in memory at a time. The folder appears whole or not
-    at all.
+    files, with an index), the tokenizer's files and a model card. The logits are the model's own:
+    tensors are renamed, transposed and reordered, rows that pad the vocabulary are dropped, biases
+    that the model does not have are zero. One tensor is in memory at a time. The folder appears
+    whole or not at all.
 
     Raises ConfigError for a model that no family can express, and when `out` exists and is not an
     empty folder; StorageError when writing fails.
@@ -234,6 +236,7 @@ def export_hf(stored: StoredModel, out: Path) -> Exported:
         CONFIG: _json(config),
         "generation_config.json": _json({"_from_model_config": True, **generation}),
         **of_tokenizer,
+        CARD: model_card(stored, FAMILIES[name].label, "transformers"),
     }
     shards = _shards(weights)
     if len(shards) > 1:

@@ -1,4 +1,4 @@
-"""A run's adapters in the two files that Hugging Face's PEFT opens.
+"""A run's adapters in the two files that Hugging Face's PEFT opens, and a model card.
 
 adapter_model.safetensors names A and B by the module of `transformers` that they adapt;
 adapter_config.json says the rank, the scale and the modules. Nothing here imports PEFT.
@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pentameter.checkpoint.hugging_face.families import FAMILIES, Family
+from pentameter.checkpoint.hugging_face.folder import Exported
 from pentameter.checkpoint.hugging_face.mapping import Strip, TensorMap, choose_family
+from pentameter.checkpoint.hugging_face.model_card import CARD, model_card
 from pentameter.checkpoint.model_folder import Adapters, StoredModel
 from pentameter.checkpoint.safetensors_writer import materialize, plan_file
 from pentameter.disk.atomic import refuse_existing, write_hashed
@@ -29,9 +31,10 @@ PREFIX = "base_model.model."
 """Before the names of the adapted model's modules."""
 
 
-def export_peft(stored: StoredModel, out: Path) -> Path:
+def export_peft(stored: StoredModel, out: Path) -> Exported:
     """The folder `out`, which `peft.PeftModel.from_pretrained(base, out)` opens beside the model
-    that the run began with. It appears whole or not at all.
+    that the run began with, and `AutoPeftModelForCausalLM.from_pretrained(out)` where that was a
+    Hugging Face folder. It appears whole or not at all.
 
     Raises ConfigError for a model without adapters, for one that no family of Hugging Face's
     expresses, and when `out` exists and is not an empty folder; StorageError when writing fails.
@@ -52,11 +55,18 @@ def export_peft(stored: StoredModel, out: Path) -> Path:
         if strip.ours in adapted:
             modules.setdefault(strip.theirs.removesuffix(".weight"), []).append(strip)
     weights = dict(_tensors(modules, adapters))
-    content = json.dumps(_config(family, modules, adapters), indent=2) + "\n"
+    config = _config(family, modules, adapters, stored.base_model)
+    content = json.dumps(config, indent=2) + "\n"
     with building(out) as folder:
         write_hashed(folder / WEIGHTS, plan_file(weights).chunks())
         write_hashed(folder / CONFIG, [content.encode()])
-    return out
+        write_hashed(folder / CARD, [model_card(stored, family.label, "peft")])
+    no_base = (
+        "the adapters name no base model, as the run did not begin with a Hugging Face folder: "
+        "export what it began with (--to hf), and open them with "
+        "peft.PeftModel.from_pretrained(base, DIR)"
+    )
+    return Exported(out, () if stored.base_model else (no_base,))
 
 
 def _tensors(
@@ -77,7 +87,10 @@ def _tensors(
 
 
 def _config(
-    family: Family, modules: Mapping[str, Sequence[Strip]], adapters: Adapters
+    family: Family,
+    modules: Mapping[str, Sequence[Strip]],
+    adapters: Adapters,
+    base_model: str | None,
 ) -> dict[str, Any]:
     lora = adapters.lora
     # The last two names, as c_proj alone would be both the attention's and the feed-forward's.
@@ -85,7 +98,7 @@ def _config(
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
+        "base_model_name_or_path": base_model,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,

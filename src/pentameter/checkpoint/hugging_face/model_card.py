@@ -1,0 +1,145 @@
+"""The README.md of an exported folder: the model card that hubs show, made from `templates/`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from pentameter import wording
+from pentameter.checkpoint.model_folder import StoredModel
+from pentameter.config.schema import Config
+from pentameter.data.corpora.registry import UNKNOWN_CORPUS
+from pentameter.planning.architecture import parameter_table
+from pentameter.planning.costs import padding_elements
+
+CARD = "README.md"
+TEMPLATES = Path(__file__).parent / "templates"
+HUB_CACHE = re.compile(r"models--(?P<owner>[\w.-]+?)--(?P<name>[\w.-]+)")
+"""The folder of a model in the cache of Hugging Face's hub, above `snapshots/REVISION`."""
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+LOADS = {
+    "transformers": """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("FOLDER")  # this one
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")""",
+    "peft": """\
+from peft import AutoPeftModelForCausalLM
+
+model = AutoPeftModelForCausalLM.from_pretrained("FOLDER")  # this one, beside its base model""",
+}
+
+
+def hub_name(folder: Path) -> str:
+    """What `from_pretrained` opens a model folder by: `owner/name` for one in the cache of Hugging
+    Face's hub, else its absolute path."""
+    resolved = folder.resolve()
+    if resolved.parent.name == "snapshots":
+        found = HUB_CACHE.fullmatch(resolved.parent.parent.name)
+        if found is not None:
+            return f"{found['owner']}/{found['name']}"
+    return str(resolved)
+
+
+def model_card(stored: StoredModel, family: str, library: Literal["transformers", "peft"]) -> bytes:
+    """The card of a model that is written for a library: what it is, the data and settings that it
+    was trained with, the results, and how to load it."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    config, base = stored.config, stored.base_model
+    model = config.model
+    is_trained = stored.step > 0
+    lora = None if stored.adapters is None else stored.adapters.lora
+    environment = Environment(  # of Markdown, which nothing is escaped for but by `_code`
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=False,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    n_parameters = sum(spec.n_elements for spec in parameter_table(model))
+    text = environment.get_template(CARD).render(
+        library=library,
+        base=None if base is None else _code(base),
+        base_id=base if base is not None and HUB_NAME.fullmatch(base) else None,
+        lora=lora,
+        name=config.name,
+        kind="Low-rank adapters of a language model" if library == "peft" else "A language model",
+        family=family,
+        n_parameters=f"{n_parameters - padding_elements(model):,}",
+        model=model,
+        tokenizer=stored.tokenizer.kind,
+        data=list(_data(config)) if is_trained else [],
+        settings=_settings(stored) if is_trained else {},
+        results=list(_results(stored)),
+        code=LOADS[library],
+        version=_version(),
+    )
+    return text.encode()
+
+
+def _data(config: Config) -> Iterator[str]:
+    """The texts that the model was trained on, a line each. Of files the name alone is told."""
+    data = config.data
+    if data.sources:
+        total = sum(source.weight for source in data.sources)
+        for source in data.sources:
+            where = source.corpus or Path(source.path or "").name
+            yield f"{source.weight / total:.1%} `{_code(where)}`"
+    elif data.path is not None:
+        yield f"`{_code(Path(data.path).name)}`"
+    elif data.corpus not in (None, UNKNOWN_CORPUS):
+        yield f"the corpus `{data.corpus}`"
+
+
+def _settings(stored: StoredModel) -> dict[str, str]:
+    """The settings that somebody who trains it again needs first, in words."""
+    config = stored.config
+    train, rule = config.train, config.optimizer
+    settings: dict[str, Any] = {
+        "train.steps": train.steps,
+        "train.batch_size": train.batch_size,
+        "optimizer.name": rule.name,
+        "optimizer.learning_rate": rule.learning_rate,
+        "optimizer.weight_decay": rule.weight_decay,
+        "schedule.name": config.schedule.name,
+        "train.precision": train.precision,
+        "seed": config.seed,
+    }
+    if stored.adapters is not None:
+        lora = stored.adapters.lora
+        settings |= {"lora.rank": lora.rank, "lora.alpha": lora.alpha}
+        settings["lora.targets"] = ", ".join(lora.targets) or "all linear layers of the blocks"
+    return {key: str(value) for key, value in settings.items() if value is not None}
+
+
+def _results(stored: StoredModel) -> Iterator[str]:
+    """What the checkpoint says of its training, a line each."""
+    if stored.checkpoint is None:
+        return
+    state = stored.checkpoint.state
+    tokens, best = state.get("tokens"), state.get("best")
+    seen = f", {tokens:,} tokens" if isinstance(tokens, int) else ""
+    yield f"step {stored.step:,}{seen}"
+    if isinstance(best, dict) and isinstance(best.get("loss"), float):
+        loss = best["loss"]
+        yield (
+            f"best validation loss {wording.fixed(loss, 4)} nats per token (perplexity "
+            f"{math.exp(min(loss, 700.0)):,.4g}), at step {best.get('step')}"
+        )
+
+
+def _code(text: str) -> str:
+    """A text as it can stand between back quotes in a line of Markdown."""
+    return "".join(c if c.isprintable() and c not in "`|" else "?" for c in text)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("pentameter")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return ""
