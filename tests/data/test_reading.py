@@ -124,7 +124,7 @@ def test_every_encoding_that_is_taken_can_be_read(tmp_path):
         ("U32", b"a\0\0\0", "does not start with BOM; .*: utf-32-le or utf-32-be"),
         ("ascii", b"abc\xe9", "ASCII text: byte 0xe9 at offset 3 .*--data.encoding gb18030"),
         ("utf-8-sig", b"\xef\xbb\xbfab\xff", "byte 0xff at offset 5 "),
-        ("latin-1", b"ab\xe9\0", "latin-1 text: NUL at character 3; name its encoding"),
+        ("latin-1", b"ab\xe9\0", "latin-1 text: NUL at character 3; no encoding makes"),
     ],
 )
 def test_what_does_not_decode_is_placed(tmp_path, monkeypatch, encoding, data, said, piece_bytes):

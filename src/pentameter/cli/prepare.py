@@ -204,6 +204,7 @@ def _prepare_text(options: Options, text: Text, warnings: list[str]) -> None:
     from pentameter.data.prepare.from_text import prepare
 
     splitting = _splitting(options)
+    warnings += [] if text.warning is None else [text.warning]
     with _progress() as (progress, count_tokens):
         prepare(
             text,

@@ -80,6 +80,8 @@ def open_dataset(
             f"{data.path or data.corpus} holds text; leave it out"
         )
     given, text = wanted, corpus_text(data)
+    if text.warning is not None and warnings is not None:
+        warnings.append(text.warning)
     splitting = Splitting(data.validation_fraction, data.test_fraction, data.split_by)
     contents = None
     if text.identity is None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from pentameter.config.data_schema import FILE_DEFAULTS
+from pentameter.data.corpora.file_kinds import is_binary, kind_of
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 # Small on purpose: decoding pieces of a MiB left holes in glibc's heap that it did not fill again
@@ -106,6 +107,8 @@ def _decoded(
     while not is_ended:
         block = stream.read(piece_bytes)
         is_ended = not block
+        if offset == 0:
+            refuse_other_kinds(file, block)
         first = offset - len(decoder.getstate()[0])  # the place of what is decoded now
         try:
             text = decoder.decode(block, final=is_ended)
@@ -114,15 +117,12 @@ def _decoded(
         except UnicodeError as error:
             raise _undecodable(file, encoding, error, first) from error
         if (nul := text.find("\0")) >= 0:
+            place = f"NUL at character {n_characters + nul}"
             if is_utf8:
-                raise CorruptError(
-                    f"{file} is binary, not text: NUL byte at offset "
-                    f"{first + len(text[:nul].encode())}; leave it out, or name its encoding where "
-                    "it is UTF-16 (--data.encoding utf-16-le)"
-                )
+                place = f"NUL byte at offset {first + len(text[:nul].encode())}"
             raise CorruptError(
-                f"{file} is not {encoding} text: NUL at character {n_characters + nul}; "
-                f"{_ENCODING_HINT}"
+                f"{file} is binary, not {'' if is_utf8 else f'{encoding} '}text: {place}; "
+                f"{_BINARY_HINT}"
             )
         if piece := text if n_characters else text.removeprefix("\ufeff"):
             yield piece
@@ -142,6 +142,8 @@ def _undecodable(
         marks = [name for name, mark in _MARKS.items() if error.object.startswith(mark)]
         if offset == 0 and marks and name == "utf-8":
             hint = f"it begins as {marks[0].upper()} does: --data.encoding {marks[0]}"
+        elif is_binary(error.object[:PIECE_BYTES]):
+            hint = _BINARY_HINT
     if "BOM" in place:  # what Python says of UTF-16 and UTF-32
         hint = f"name the order of its bytes: {name}-le or {name}-be"
     if file.suffix == ".bin":
@@ -157,10 +159,21 @@ _MARKS = {
     "utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),  # first: UTF-16's mark begins UTF-32's
     "utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
 }
+_BINARY_HINT = (
+    "no encoding makes text of it, unless it is UTF-16 without a mark (--data.encoding utf-16-le): "
+    "get its text with the program that wrote it, or leave it out"
+)
 _ENCODING_HINT = (
     "name its encoding (--data.encoding gb18030, utf-16, latin-1, …; in prepare --encoding), or "
     "leave it out"
 )
+
+
+def refuse_other_kinds(file: Path, start: bytes) -> None:
+    """Raise CorruptError where a file that begins with these bytes is known to hold no text."""
+    if (kind := kind_of(start)) is not None:
+        remedy = kind.remedy.replace("FILE", str(file))
+        raise CorruptError(f"{file} is {kind.name}, not text; {remedy}")
 
 
 def read_records(file: Path, contents: FileContents = UTF8) -> Iterator[tuple[dict[str, Any], str]]:
@@ -176,6 +189,8 @@ def read_records(file: Path, contents: FileContents = UTF8) -> Iterator[tuple[di
             line = utf8.readline(LONGEST_LINE_BYTES + 1)
             if not line:
                 return
+            if number == 1:
+                refuse_other_kinds(file, line)
             if len(line) > LONGEST_LINE_BYTES:
                 raise CorruptError(
                     f"{file}, line {number} is longer than {LONGEST_LINE_BYTES >> 20} MiB; JSONL "

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pentameter.config.naming import name_of
+from pentameter.data.corpora.file_kinds import warning_of
 from pentameter.data.corpora.files import UTF8, FileContents, about_bytes, read_documents
 from pentameter.errors import ConfigError, StorageError, near_files
 
@@ -34,6 +35,8 @@ class Text:
     """Names the content where it is known without reading it (generated text)."""
     held_out: Mapping[str, Text] = field(default_factory=dict)
     """The texts of `val` and `test` where they are texts of their own."""
+    warning: str | None = None
+    """What the user should know of its files."""
 
     def pieces(self) -> Iterator[str]:
         """A pass over the text without regard to documents."""
@@ -81,7 +84,7 @@ def text_from_files(files: Sequence[Path], name: str, contents: FileContents = U
         for file in files:
             yield from read_documents(file, contents)
 
-    return Text(name, documents, n_bytes)
+    return Text(name, documents, n_bytes, warning=warning_of(files))
 
 
 def files_below(folder: Path, skip: Collection[str] = ("__pycache__",)) -> list[Path]:

@@ -1,0 +1,107 @@
+"""Kinds of files that hold no plain text: what one is, by its first bytes, and how to get its text.
+
+To name an encoding would make text of any bytes, so such a file is refused in every encoding.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+START_BYTES = 512
+"""Bytes from the beginning of a file by which its kind is told; a tar's mark ends at 262."""
+
+_PANDAS = "python -c \"import pandas; pandas.read_{}('{}')[['text']].to_json('text.jsonl', {})\""
+_AS_RECORDS = "orient='records', lines=True"
+_TO_JSONL = f"write the column of its text as JSONL: {_PANDAS}"
+_IMAGE = "leave it out; a model reads text, not pictures, sound or film"
+_DOCUMENT = "save it as plain text (pandoc FILE -o FILE.txt), and name that"
+_UNPACK = "unpack it, and name the folder"
+_WEIGHTS = "these are weights or arrays, not text; name the text to train on"
+_TENSORS = r"[\x00-\xff]{3}[\x00-\xff]\0{4}\{\s*\"[^\"]{1,300}\":\s*\{"
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """A kind of file, and what to do with one."""
+
+    name: str
+    remedy: str
+
+
+# First those of which others are a case. `FILE` in a remedy stands for the file's path.
+_KINDS: tuple[tuple[re.Pattern[bytes], FileKind], ...] = tuple(
+    (re.compile(pattern.encode("latin-1"), re.DOTALL), FileKind(name, remedy))
+    for pattern, name, remedy in (
+        (r"PAR1[\x00-\x1f]", "Parquet", _TO_JSONL.format("parquet", "FILE", _AS_RECORDS)),
+        (r"ARROW1\0", "Arrow (Feather)", _TO_JSONL.format("feather", "FILE", _AS_RECORDS)),
+        (
+            r"\xff\xff\xff\xff[\x00-\xff]{2}\0\0",
+            "an Arrow stream",
+            "write it as JSONL: python -c \"import datasets; datasets.Dataset.from_file('FILE')"
+            ".to_json('text.jsonl')\"",
+        ),
+        (r"Obj\x01", "Avro", "write it as JSONL, one object a line"),
+        (r"SQLite format 3\0", "an SQLite database", "write the rows' text as JSONL"),
+        (r"PK\x03\x04.{26,400}word/", "a Word document (docx)", _DOCUMENT),
+        (r"PK\x03\x04.{26,400}xl/", "an Excel workbook (xlsx)", "save its sheets as JSONL"),
+        (r"PK\x03\x04.{26}mimetypeapplication/epub", "an e-book (EPUB)", _DOCUMENT),
+        (r"PK\x03\x04.{26}mimetypeapplication/vnd.oasis", "an OpenDocument file", _DOCUMENT),
+        (r"PK\x03\x04.{26,60}\.npy", "NumPy arrays (npz)", _WEIGHTS),
+        (r"PK\x03\x04.{26,90}data\.pkl", "a PyTorch file", _WEIGHTS),
+        (r"PK(\x03\x04|\x05\x06)", "a ZIP archive", _UNPACK),
+        (r".{257}ustar", "a tar archive", _UNPACK),
+        (r"\x1f\x8b\x08", "gzip data", "give it a name that ends in .gz"),
+        (r"\x28\xb5\x2f\xfd", "Zstandard data", "give it a name that ends in .zst"),
+        (r"\xfd7zXZ\0|BZh[1-9]1AY&SY|\x04\x22\x4d\x18", "compressed", "decompress it, or as .gz"),
+        (r"7z\xbc\xaf\x27\x1c|Rar!\x1a\x07", "an archive", _UNPACK),
+        (r"%PDF-", "a PDF document", "get its text with `pdftotext FILE`, and name that"),
+        (r"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old Office document", _DOCUMENT),
+        (r"\{\\rtf1", "a document in Rich Text Format", _DOCUMENT),
+        (r"\x89PNG\r\n|\xff\xd8\xff|GIF8[79]a|RIFF.{4}WEBP|II\*\0|MM\0\*", "an image", _IMAGE),
+        (r"RIFF.{4}WAVE|ID3[\x02-\x04]|OggS\0|fLaC", "a sound recording", _IMAGE),
+        (r".{4}ftyp|\x1aE\xdf\xa3|RIFF.{4}AVI ", "a film or an image", _IMAGE),
+        (r"\x93NUMPY", "a NumPy array", _WEIGHTS),
+        (r"\x89HDF\r\n", "HDF5", _WEIGHTS),
+        (r"GGUF[\x01-\x09]\0\0\0", "a model's weights (GGUF)", _WEIGHTS),
+        (_TENSORS, "a model's weights (safetensors)", _WEIGHTS),
+        (r"\x80[\x02-\x05](c|\x95|\}|\]|X|q)", "a Python pickle", _WEIGHTS),
+        (r"\x7fELF|MZ[\x00-\xff]\0|\xcf\xfa\xed\xfe|\0asm", "a program", "leave it out"),
+    )
+)
+
+_NOT_OF_TEXT = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
+
+_TABLES = {
+    ".csv": ("a table", _TO_JSONL.format("csv", "FILE", _AS_RECORDS)),
+    ".tsv": ("a table", 'write the column of its text as JSONL, {"text": …} a line'),
+    ".json": ("one JSON document", 'write its records as JSONL, {"text": …} a line'),
+}
+
+
+def kind_of(start: bytes) -> FileKind | None:
+    """The kind of a file that begins with `start`, at least START_BYTES where it is as long; None
+    for text, and for what is not known."""
+    start = start[:START_BYTES]
+    return next((kind for pattern, kind in _KINDS if pattern.match(start)), None)
+
+
+def is_binary(start: bytes) -> bool:
+    """True where so many bytes are control characters that no encoding of text, but for UTF-16 and
+    UTF-32, gives them: more than one in a hundred."""
+    return 100 * len(_NOT_OF_TEXT.findall(start)) > len(start)
+
+
+def warning_of(files: Sequence[Path]) -> str | None:
+    """A warning where files that are no plain text, but can be read as such, are among `files`."""
+    tables = [file for file in files if file.suffix.lower() in _TABLES]
+    if not tables:
+        return None
+    name, remedy = _TABLES[tables[0].suffix.lower()]
+    more = f" (and {len(tables) - 1:,} files like it)" if len(tables) > 1 else ""
+    return (
+        f"{tables[0]}{more} is {name}, and is read as plain text, with its separators, quotes and "
+        f"names; {remedy.replace('FILE', str(tables[0]))}"
+    )
