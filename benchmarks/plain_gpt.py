@@ -163,16 +163,6 @@ def make_optimizer(
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
 
 
-def cosine_learning_rate(
-    step: int, *, peak: float, floor: float, warmup_steps: int, decay_steps: int
-) -> float:
-    """Return the rate of a step (from 0): linear warm-up, then a half cosine down to `floor`."""
-    if step < warmup_steps:
-        return peak * (step + 1) / (warmup_steps + 1)
-    progress = min(1.0, (step - warmup_steps) / max(1, decay_steps - warmup_steps))
-    return floor + (peak - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
 def train_step(
     model: PlainGPT,
     optimizer: torch.optim.Optimizer,

@@ -57,16 +57,12 @@ def run_one(preset: str, seed: int, target: float) -> None:
     print(json.dumps({"steps": race.steps, "seconds": race.seconds, "losses": race.losses}))
 
 
-def plain_seconds_per_step(rounds: int) -> float:
-    """The median time of a step of the plain GPT, after a warm-up."""
-    from pentameter.config.load import load_config
-    from pentameter.data.open_dataset import open_dataset
-    from pentameter.planning.plan import make_plan
-    from train_cpu import measure
+def plain_seconds_per_step(n_steps: int) -> float:
+    """The median time of a step of the plain GPT, once it has settled."""
+    from cpu_turns import take_turn
+    from train_cpu import plan_of
 
-    config = load_config(RECIPE, {"train.device": "cpu"})
-    plan = make_plan(config, open_dataset(config.data).vocab_size)
-    return statistics.median(measure({"plain": plan}, rounds)["plain"]["seconds"])
+    return statistics.median(take_turn("plain", plan_of("plain", 0.0), n_steps).seconds)
 
 
 def race_of(preset: str, seed: int, target: float) -> dict[str, Any]:
@@ -87,7 +83,7 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", default=[RECIPE, "shakespeare-fast"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--target", type=float, default=TARGET)
-    parser.add_argument("--plain-rounds", type=int, default=5)
+    parser.add_argument("--plain-steps", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", nargs=2, metavar=("PRESET", "SEED"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -106,7 +102,7 @@ def main() -> None:
                     print(f"; {key} {spread([race[key] for race in reached])}", end="")
             print(flush=True)
     if RECIPE in asked.presets:
-        per_step = result["plain_seconds_per_step"] = plain_seconds_per_step(asked.plain_rounds)
+        per_step = result["plain_seconds_per_step"] = plain_seconds_per_step(asked.plain_steps)
         steps = [race["steps"] for race in result[RECIPE] if race["steps"] is not None]
         if steps and not asked.json:
             seconds = statistics.fmean(steps) * per_step
