@@ -332,6 +332,7 @@ PATHS: dict[str, dict[str, Any]] = {
     "train.activation_checkpoint": {"plan": make_plan, "assemble": assembled},
     "train.compile": {"engine": lambda c: choose_compile(c.train.compile, CPU, total_flops=1.0)},
     "train.eval_interval": {"plan": make_plan},
+    "train.sample_interval": {"plan": make_plan},
     "parallel.zero": {"plan": make_plan},
     "parallel.schedule": {
         "plan": make_plan,

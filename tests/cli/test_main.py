@@ -140,9 +140,20 @@ def test_a_long_path_loses_its_middle_and_leaves_the_remedy(monkeypatch, capsys,
 
 
 def test_usage_of_a_hostile_option_is_escaped(capsys):
+    assert cli.main(["sample", "model", f"--{HOSTILE}"]) == 2
+    assert r"\x1b[31m" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:
-        cli.main(["sample", "model", f"--{HOSTILE}"])
+        cli.main(["sample", "model", "--seed", HOSTILE])
     assert stop.value.code == 2
     shown = capsys.readouterr().err
     assert r"\x1b[31m" in shown
     assert shown.replace("\n", "").isprintable()
+
+
+def test_help_of_a_verb_is_that_verbs_own(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["help", "export"])
+    assert stop.value.code == 0
+    assert "usage: pentameter export" in capsys.readouterr().out
+    assert cli.main(["help", "exprot"]) == 2
+    assert "did you mean export?" in capsys.readouterr().err

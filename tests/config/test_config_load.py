@@ -396,6 +396,18 @@ def test_patience_without_evaluations_is_refused(toml, none):
     load_config(toml(MINIMAL), [none])
 
 
+@pytest.mark.parametrize("none", ["--train.eval_interval=none", "--data.validation_fraction=0"])
+def test_a_presets_patience_goes_with_its_evaluations(none):
+    assert load_config("shakespeare-char").train.patience is not None
+    assert load_config("shakespeare-char", [none]).train.patience is None
+
+
+@pytest.mark.parametrize("key", ["n_experts", "num_local_experts", "moe_layers"])
+def test_what_there_is_none_of_is_said(key):
+    with pytest.raises(ConfigError, match="there are no mixtures of experts"):
+        load_config("quickstart", [f"--model.{key}=4"])
+
+
 @pytest.mark.parametrize("statement", ["{} = 1", "[{}]", "x = {{ {} = 1 }}"])
 @pytest.mark.parametrize("part", ["a", ' "" ', r'"\"."', "'.'"])
 def test_a_key_of_many_parts_is_refused_before_it_is_read(toml, statement, part):

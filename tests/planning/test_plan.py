@@ -39,6 +39,17 @@ def test_everything_derivable_is_resolved():
     assert make_plan(plan.portable_config, vocab_size=10) == plan
 
 
+@pytest.mark.parametrize(
+    ("steps", "interval"),
+    [(1, 1), (9, 1), (10, 2), (100, 20), (1200, 200), (4999, 500), (5000, 1000), (10**6, 1000)],
+)
+def test_an_automatic_interval_follows_the_steps(steps, interval):
+    train = make_plan(
+        config(batch_size=4, steps=steps, eval_interval="auto", sample_interval="auto"), 10
+    ).config.train
+    assert (train.eval_interval, train.sample_interval) == (interval, interval)
+
+
 def test_what_a_layout_implied_stays_out_of_the_configuration_for_another():
     plan = make_plan(config(batch_size=12), vocab_size=10)
     halves = make_plan(plan.portable_config, vocab_size=10, world_size=2)

@@ -31,7 +31,7 @@ def test_what_follows_from_a_choice_is_no_choice():
     )
     assert found.preset == "quickstart"
     assert found.before == {
-        "model.d_model": 128, "train.steps": 1200, "train.eval_interval": 300,
+        "model.d_model": 128, "train.steps": 1200, "train.eval_interval": 200,
     }  # fmt: skip
 
 
@@ -70,3 +70,8 @@ def test_the_page_shows_choices_and_folds_the_rest(make_run):
     assert "settings differ from the preset quickstart" in page.replace("1 of", "")
     everything = page[page.index("<details><summary>All ") :]
     assert '<th scope="row">d_model</th><td>128</td>' in everything
+
+
+def test_an_interval_that_follows_the_steps_is_no_choice():
+    found = choices(resolved("quickstart", train__steps=100), 1000)
+    assert found.before == {"train.steps": 1200}

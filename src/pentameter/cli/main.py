@@ -38,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     if debug:
         arguments.remove("--debug")
+    if len(arguments) > 1 and arguments[0] == "help":
+        arguments = [arguments[1], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if arguments else ConfigError.exit_code

@@ -45,6 +45,9 @@ BOUND_TO_TEXT = (
 )
 """Keys and sections that suit one text: when a newer layer chooses another, older values go."""
 
+PATIENCE = "train.patience"
+"""The key that counts evaluations: when a newer layer switches them off, an older value goes."""
+
 BLEND_NAME = "blend"
 """The run's name where several data sets replace a preset's."""
 
@@ -106,7 +109,8 @@ def preset_names() -> list[str]:
 def merge(base: Tree, layer: Tree) -> Tree:
     """`base` with `layer` on top; what `layer` chooses of an exclusive pair unseats the other.
 
-    Where `layer` chooses another text than `base`, what `base` says of its own text
+    Where `layer` switches evaluations off, `base`'s patience goes with them. Where `layer` chooses
+    another text than `base`, what `base` says of its own text
     (`BOUND_TO_TEXT`) falls back to the defaults, and the run is named after the new text: in the
     folder of the old one it would be refused as another run.
     """
@@ -115,6 +119,8 @@ def merge(base: Tree, layer: Tree) -> Tree:
         name = text_name(new[1]) if isinstance(new[1], str) else BLEND_NAME
         base = {**_without(base, BOUND_TO_TEXT), "name": name}
     merged = _merge_keys(base, layer)
+    if _evaluates(base) and not _evaluates(merged) and value_in(layer, PATIENCE) is None:
+        merged = _without(merged, [PATIENCE])
     for section, *keys in EXCLUSIVE:
         chosen, result = layer.get(section), merged.get(section)
         if not isinstance(chosen, dict) or not isinstance(result, dict):
@@ -123,6 +129,15 @@ def merge(base: Tree, layer: Tree) -> Tree:
             if chosen.get(key, ABSENT) not in (None, ABSENT, [], ()) and other not in chosen:
                 result.pop(other, None)
     return merged
+
+
+def _evaluates(tree: Tree) -> bool:
+    """False if `tree` switches evaluations off, by their interval or for want of a text."""
+    train = tree.get("train")
+    if isinstance(train, dict) and train.get("eval_interval", "auto") in (None, ABSENT):
+        return False
+    has_path = value_in(tree, "data.validation_path") not in (None, ABSENT)
+    return has_path or value_in(tree, "data.validation_fraction") != 0
 
 
 def text_name(text: str) -> str:

@@ -35,6 +35,12 @@ FAMILIAR = {
 }
 """Other programs' names for our keys, as nanoGPT and Hugging Face users type them."""
 
+MISSING = dict.fromkeys(
+    ("expert", "moe"),
+    "there are no mixtures of experts; model.d_ff is the width of each feed-forward layer",
+)
+"""Part of a key → what is said of it, for what other programs have and this one lacks."""
+
 FAMILIAR_VALUES = {"gpu": "cuda", "float16": "fp16", "float32": "fp32", "bfloat16": "bf16"}
 """Other programs' names for our values."""
 
@@ -110,6 +116,9 @@ def _unknown_key(path: str) -> str:
         return f"{path} is a section, not a value; it has {_keys(path)}"
     if section in leaves():
         return f"{path} is no key: {section} is a value, not a section"
+    for part, lack in MISSING.items():
+        if part in path:
+            return f"{path} is no key: {lack}"
     near = _nearest_path(path)
     if near:
         return f"{path} is no key; did you mean {near}?"

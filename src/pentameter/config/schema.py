@@ -267,16 +267,17 @@ class TrainConfig(Section):
     to the device for its turn; needs parallel.zero."""
     compile: Literal["auto"] | Switch = "auto"
     """`torch.compile` the step; `auto` where a compiler is present and the run is long enough."""
-    eval_interval: Positive | Literal["epoch"] | None = 250
-    """Steps between passes over the whole validation split; `epoch` is the steps of a pass over
-    the training split, rounded up. None when absent ("none")."""
+    eval_interval: Positive | Literal["auto", "epoch"] | None = "auto"
+    """Steps between passes over the whole validation split. `auto` evaluates at least five times in
+    a run, after a round number of steps, 1000 at most; `epoch` is the steps of a pass over the
+    training split, rounded up; "none" never evaluates."""
     eval_train_tokens: Positive | None = None
     """Also evaluate, without dropout, on about so many tokens of the training split, its first; the
     log shows the loss beside validation's."""
     patience: Positive | None = None
     """Stop after this many evaluations in a row without a new best."""
-    sample_interval: Positive | None = None
-    """Steps between text samples."""
+    sample_interval: Positive | Literal["auto"] | None = None
+    """Steps between text samples; `auto` is as for eval_interval."""
     sample_tokens: Positive = 256
     """Length of a sample."""
     sample_prompt: str = ""

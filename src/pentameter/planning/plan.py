@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 from pentameter.config.choices import DECAY_KEYS, MOMENTUM, look_up, refuse_unknown
 from pentameter.config.schema import Config, ModelConfig, OptimizerConfig, ScheduleConfig
@@ -42,6 +42,8 @@ from pentameter.planning.traffic import StepTraffic, busiest, by_dimension, step
 UNKNOWN_EPOCH = 1 << 40
 """Rows that stand in for an epoch that nobody could count."""
 DEFAULT_STEPS = 1000  # of a configuration that names neither steps nor epochs
+AUTO_INTERVALS = (1000, 500, 200, 100, 50, 20, 10, 5, 2, 1)
+"""Steps between evaluations that `auto` chooses from, as a person would."""
 
 
 @dataclass(frozen=True)
@@ -309,14 +311,7 @@ def _resolve(
     steps = train.steps or DEFAULT_STEPS
     if train.epochs is not None:
         steps = _steps(train.epochs, epoch, "train.epochs")
-    interval = train.eval_interval
-    match interval:
-        case "epoch":
-            interval = _steps(1, epoch, "train.eval_interval='epoch'")
-        case int() | None:
-            pass
-        case unknown:
-            refuse_unknown(unknown, "train.eval_interval", "the planner")
+    interval = _interval(train.eval_interval, "train.eval_interval", steps, epoch)
     return config.model_copy(
         update={
             "model": model.model_copy(
@@ -334,6 +329,9 @@ def _resolve(
                     "tokens_per_step": None,
                     "micro_batch_size": micro,
                     "eval_interval": interval,
+                    "sample_interval": _interval(
+                        train.sample_interval, "train.sample_interval", steps, epoch
+                    ),
                 }
             ),
             "optimizer": config.optimizer.model_copy(
@@ -345,6 +343,26 @@ def _resolve(
             ),
         }
     )
+
+
+def _interval(
+    asked: int | Literal["auto", "epoch"] | None, key: str, n_steps: int, epoch: Fraction | None
+) -> int | None:
+    """Steps between two evaluations or two samples, from the value of `key`; None for never."""
+    match asked:
+        case "auto":
+            return auto_interval(n_steps)
+        case "epoch":
+            return _steps(1, epoch, f"{key}='epoch'")
+        case int() | None:
+            return asked
+        case unknown:
+            refuse_unknown(unknown, key, "the planner")
+
+
+def auto_interval(n_steps: int) -> int:
+    """The longest round number of steps that fits into a run of `n_steps` at least five times."""
+    return next((n for n in AUTO_INTERVALS if 5 * n <= n_steps), 1)
 
 
 def _resolve_schedule(

@@ -17,8 +17,10 @@ from pentameter.planning.plan import make_plan
 Settings = dict[str, Any]
 """Dotted path → value, None where it is absent."""
 
-
 TEXT_KEYS = ("data.corpus", "data.path", "data.sources")
+
+LEFT_OPEN = (None, "auto", "epoch")
+"""Values of a preset from which the Plan, or a run's machine, makes others."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def choices(found: Settings, rows_per_epoch: int | None) -> Choices | None:
 
     def n_differences(config: Config) -> int:  # from what it states
         stated = values_of(config)
-        return sum(_plain(stated[path]) not in (None, found[path]) for path in known)
+        return sum(_plain(stated[path]) not in (*LEFT_OPEN, found[path]) for path in known)
 
     preset = min(presets, key=n_differences)
     resolved = _resolved(preset, found, rows_per_epoch)
@@ -66,18 +68,23 @@ def choices(found: Settings, rows_per_epoch: int | None) -> Choices | None:
     # A value that the preset leaves open may follow from others that were chosen. The Plan fills
     # in nothing of [data].
     stated = values_of(preset)
-    is_open = {path for path in differs if stated[path] is None and not path.startswith("data.")}
+    is_open = {
+        path for path in differs if stated[path] in LEFT_OPEN and not path.startswith("data.")
+    }
     chosen = {path: found[path] for path in differs if path not in is_open}
-    try:
+    implied = resolved
+    with contextlib.suppress(ConfigError):  # of another version
         implied = _resolved(load_config(preset, chosen), found, rows_per_epoch)
-    except ConfigError:  # of another version
-        implied = resolved
+        for path in is_open:  # a number in the place of `auto`, from which others may follow
+            if stated[path] is not None and found[path] != implied.get(path):
+                chosen[path] = found[path]
+        implied = _resolved(load_config(preset, chosen), found, rows_per_epoch)
     return Choices(
         preset.name,
         {
             path: resolved.get(path)
             for path in differs
-            if path not in is_open or found[path] != implied.get(path)
+            if path in chosen or found[path] != implied.get(path)
         },
     )
 

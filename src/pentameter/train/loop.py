@@ -276,7 +276,7 @@ class Trainer(TrainingRun):
 
     def _evaluate_if_due(self) -> None:
         state, interval = self.state, self.config.train.eval_interval
-        assert interval != "epoch"  # the plan resolved it
+        assert not isinstance(interval, str)  # the plan resolved it
         if not state.is_due(interval, state.last_eval_step, self.plan.steps):
             return
         self.world.progress.note("evaluating", state.step)
@@ -308,6 +308,7 @@ class Trainer(TrainingRun):
 
     def _sample_if_due(self) -> None:
         state, train = self.state, self.config.train
+        assert train.sample_interval != "auto"  # the plan resolved it
         due = state.is_due(train.sample_interval, state.last_sample_step, self.plan.steps)
         if self._signals.agreed or not due or not self.plan.gives_logits:
             return
