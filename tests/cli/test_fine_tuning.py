@@ -69,7 +69,7 @@ def theirs(request, tmp_path_factory):
     ("source", "words"),
     [
         ("{{ 'a' * 3 * 10**9 }}", "MiB of memory"),
-        ("{% break %}", "is not valid Jinja: 'break' out"),
+        ("{% break %}", "not valid Jinja: 'break'"),
     ],
 )
 def test_a_template_that_cannot_be_is_refused_by_its_file(theirs, tmp_path, capsys, source, words):
@@ -94,11 +94,13 @@ def test_import_tune_export(theirs, tmp_path, monkeypatch, capsys):
     chat.write_text("".join(json.dumps({"messages": each}) + "\n" for each in CHATS))
     assert main(["import", str(theirs), "--out", base]) == 0
     arguments = ["train", f"{base}/config.toml", "--init-from", base, "--run-dir", str(run)]
-    arguments += ["--data.path", str(chat), "--data.order", "documents", "--lora.rank", "4"]
+    arguments += ["--data.path", str(chat), "--lora.rank", "4"]
     arguments += ["--train.steps", "6", "--train.batch-size", "4", "--train.eval-interval", "6"]
     arguments += ["--optimizer.learning-rate", "0.01", "--train.compile", "false"]
     assert main([*arguments, "--train.precision", "fp32"]) == 0
-    assert "rank 4 of every linear layer" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "rank 4 of every linear layer" in said
+    assert f"sample {run} --chat --prompt=Hello" in said
 
     loaded = load_model(run)
     template = transformers.AutoTokenizer.from_pretrained(theirs)

@@ -359,6 +359,18 @@ def _plan(
     return {**plan.to_json(), **dict.fromkeys(unknown)}
 
 
+def _prompt_options(trainer: Trainer) -> str:
+    """The options of `sample` that ask as the run's own samples do; a question's text is the
+    user's to write."""
+    dataset, prompt = trainer.dataset, trainer.prompt.text
+    is_chat = dataset.has_conversations and dataset.tokenizer.chat is not None
+    if is_chat:
+        prompt = trainer.config.train.sample_prompt or "Hello"
+    # A line end would break the line to paste; without a prompt a sample begins after one.
+    asked = f" --prompt={shlex.quote(prompt)}" if prompt and prompt.isprintable() else ""
+    return f"{' --chat' if is_chat else ''}{asked}"
+
+
 def _say_goodbye(trainer: Trainer) -> None:
     """Write the report and name the commands that make sense next, ready to paste: each works for
     this run, in this folder."""
@@ -371,10 +383,8 @@ def _say_goodbye(trainer: Trainer) -> None:
     called = Path(sys.argv[0])
     is_script = called.name == "pentameter"
     command = shlex.join([str(called)] if is_script else [sys.executable, "-m", "pentameter"])
-    run, prompt = shlex.quote(str(trainer.run_dir)), trainer.sample_prompt
-    # A line end would break the line to paste; without a prompt a sample begins after one.
-    asked = f" --prompt={shlex.quote(prompt)}" if prompt and prompt.isprintable() else ""
-    lines = [f"{command} sample {run}{asked} --max-new-tokens 500"]
+    run = shlex.quote(str(trainer.run_dir))
+    lines = [f"{command} sample {run}{_prompt_options(trainer)} --max-new-tokens 500"]
     if trainer.dataset.split("val").n_tokens > 1:
         lines.append(f"{command} eval {run}")
     if trainer.config.log.tensorboard:

@@ -135,7 +135,7 @@ def _layouts(config: Config, parsed: VerifyArguments, again: Sequence[str]) -> b
 
 def _data(config: Config, parsed: VerifyArguments) -> bool:
     """Whether all layouts read what one process does; says so."""
-    from pentameter.data.batches.step import training_batches
+    from pentameter.data.batches.step import suited_to, training_batches
     from pentameter.data.open_dataset import open_dataset
     from pentameter.planning.batch_sizes import global_batch_size
     from pentameter.verify.cases import chosen_cases
@@ -143,6 +143,7 @@ def _data(config: Config, parsed: VerifyArguments) -> bool:
 
     layouts = list(dict.fromkeys(case.layout for case in chosen_cases(config, parsed.layouts)))
     dataset = open_dataset(config.data)
+    config = suited_to(dataset.split("train"), config)
     batches = training_batches(config, dataset.split("train"))
     batch_size = global_batch_size(config)
     steps = chosen_steps(batches, batch_size, parsed.steps)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from pentameter.data.shards.dataset import TokenSplit
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.chat import disarmed, pieces_of, unmarked
 from pentameter.data.tokenizers.rendering import Asked, render
@@ -158,11 +160,48 @@ def stream_tokens(
     return tokens()
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """What a sample continues."""
+
+    text: str
+    """What is shown of it."""
+    ids: Tokens
+    """Its token ids (n,), at least one."""
+    ends: Collection[int] = ()
+    """The tokens that end the sample, as an answer ends."""
+
+
+def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
+    """Return the prompt of a text; errors as `encode_prompt`."""
+    return Prompt(text, encode_prompt(tokenizer, text))
+
+
+def question_prompt(tokenizer: Tokenizer, split: TokenSplit, message: str) -> Prompt | None:
+    """Return a user's message as the conversations of `split` have it, or where it is empty the
+    beginning of the first conversation up to its first answer; None where there is neither.
+
+    Errors are those of `encode_chat`.
+    """
+    if message:
+        if tokenizer.chat is None:  # prompts and completions that are texts
+            return None
+        ids = encode_chat(tokenizer, message)
+    else:
+        ids = split.first_question
+    if not len(ids):
+        return None
+    ends = {*tokenizer.special_tokens.values()}
+    if tokenizer.end_of_text is not None:
+        ends.add(tokenizer.end_of_text)
+    return Prompt(tokenizer.decode(ids), ids, ends)
+
+
 def sample_text(
-    engine: Engine, tokenizer: Tokenizer, prompt: str, *, max_new_tokens: int, seed: int
+    engine: Engine, tokenizer: Tokenizer, prompt: Prompt, *, max_new_tokens: int, seed: int
 ) -> str | None:
     """Return the prompt and its continuation by a model in training, whatever its layout: the text
-    of `generate`, in the main process; None in the others. Collective.
+    of `stream`, in the main process; None in the others. Collective.
 
     Where each process has the whole model the main one samples alone, with a cache; else all
     compute each token together, without one.
@@ -171,19 +210,31 @@ def sample_text(
     if engine.is_whole:
         if not engine.world.is_main:
             return None
-        settings = {"max_new_tokens": max_new_tokens, "context_length": context_length}
-        return prompt + generate(engine.model, tokenizer, prompt, seed=seed, **settings)[0]
-    ids = encode_prompt(tokenizer, prompt)
-    text = _text(ids, 1, max_new_tokens)
+        steps = stream_tokens(
+            engine.model,
+            prompt.ids,
+            vocab_size=tokenizer.vocab_size,
+            max_new_tokens=max_new_tokens,
+            sampling=Sampling(),
+            seed=seed,
+            context_length=context_length,
+        )
+    else:
 
-    def next_logits(seen: Tokens) -> Floats:
-        window = seen[:, -window_tokens(seen.shape[1], context_length) :]
-        return engine.next_logits(window)[:, : tokenizer.vocab_size]
+        def next_logits(seen: Tokens) -> Floats:
+            window = seen[:, -window_tokens(seen.shape[1], context_length) :]
+            return engine.next_logits(window)[:, : tokenizer.vocab_size]
 
-    steps = _chosen(next_logits, text, len(ids), Sampling(), seed)
-    pieces = _pieces(steps, tokenizer, 1, ids.tolist() if prompt else [])
-    continuation = "".join(piece for _, piece in pieces)
-    return prompt + continuation if engine.world.is_main else None
+        text = _text(prompt.ids, 1, max_new_tokens)
+        steps = _chosen(next_logits, text, len(prompt.ids), Sampling(), seed)
+    pieces = TextPieces(tokenizer, prompt.ids.tolist() if prompt.text else [], prompt.ends)
+    found = [prompt.text]
+    for tokens in steps:  # in each process the same
+        found.append(pieces.push(int(tokens[0])))
+        if pieces.is_ended:
+            break
+    del steps  # and with it what it changed in the model
+    return "".join([*found, pieces.flush()]) if engine.world.is_main else None
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Tokens:

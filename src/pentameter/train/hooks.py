@@ -23,6 +23,7 @@ from pentameter.errors import nearest
 if TYPE_CHECKING:
     from pentameter.data.batches.step import TrainingBatches
     from pentameter.data.shards.dataset import Dataset, TokenSplit
+    from pentameter.generation.loop import Prompt
     from pentameter.optim.build import AnyOptimizer
     from pentameter.parallel.compute import Compute
     from pentameter.parallel.engine import Engine
@@ -61,7 +62,8 @@ class TrainingRun(ABC):
     batches: TrainingBatches | OwnBatches
     evaluations: Mapping[str, TokenSplit]
     """The splits that each evaluation passes over, by name; `val` is what is held out."""
-    sample_prompt: str
+    prompt: Prompt
+    """What samples continue."""
     compute: Compute
     run_dir: Path
     folder: RunFolder

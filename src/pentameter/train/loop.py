@@ -318,7 +318,7 @@ class Trainer(TrainingRun):
             text = sample_text(
                 self.engine,
                 self.dataset.tokenizer,
-                self.sample_prompt,
+                self.prompt,
                 max_new_tokens=train.sample_tokens,
                 seed=self.config.seed,
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,12 +17,14 @@ import torch
 from pentameter.checkpoint.hugging_face.tokenizer_files import gpt2_beside
 from pentameter.checkpoint.state_dicts import load_model_state, load_optimizer_state
 from pentameter.config.data_schema import DataConfig
-from pentameter.data.batches.step import TrainingBatches, training_batches
+from pentameter.data.batches.step import TrainingBatches, suited_to, training_batches
 from pentameter.data.corpora.registry import corpus_text
 from pentameter.data.open_dataset import open_dataset
 from pentameter.data.shards.dataset import Dataset
+from pentameter.data.tokenizers.char import CharTokenizer, advice_on
 from pentameter.disk.lock import RunLock
 from pentameter.errors import ConfigError, StorageError
+from pentameter.generation.loop import Prompt, question_prompt, text_prompt
 from pentameter.machine.capabilities import memory_bytes
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.compute import choose_compute
@@ -42,6 +45,9 @@ from pentameter.wording import size
 FEW_WINDOWS = 8
 """Contexts (model.context_length tokens) that a validation split should have to be relied on."""
 
+MOSTLY_PADDING = 0.5
+"""The part of a row's tokens below which a run is told of its padding."""
+
 MANY_PASSES = 10
 """Passes over the text from which on a small model without dropout may overfit."""
 
@@ -56,7 +62,7 @@ def start_run(
     configuration, data, a machine or a folder that cannot be.
     """
     console, world = run.console, run.world
-    _prepare(run, request)
+    request = _prepare(run, request)
 
     def lock() -> None:
         require_trackers(request.config.log)  # only this process has any
@@ -84,9 +90,9 @@ def start_run(
     return checkpoints, recorder
 
 
-def _prepare(run: TrainingRun, request: Request) -> None:
+def _prepare(run: TrainingRun, request: Request) -> Request:
     """Fill in what needs no run folder: the Plan, the data, its batches, the prompt of samples, and
-    what the run computes on."""
+    what the run computes on. Returns the request, with an order of reading that suits the data."""
     config, world, supplied = request.config, run.world, request.supplied
     run.supplied = supplied
     warnings: list[str] = []
@@ -98,7 +104,10 @@ def _prepare(run: TrainingRun, request: Request) -> None:
         warnings=warnings,
     )
     if supplied.batches is None:
-        run.batches = training_batches(config, run.dataset.split("train"))
+        train = run.dataset.split("train")
+        config = suited_to(train, config)
+        request = replace(request, config=config)
+        run.batches = training_batches(config, train)
     else:
         run.batches = OwnBatches(supplied.batches, config, run.dataset.vocab_size)
     plan_of = partial(
@@ -114,12 +123,7 @@ def _prepare(run: TrainingRun, request: Request) -> None:
     run.evaluations = splits_to_evaluate(
         run.config, run.dataset, verify=world.local_rank == 0, progress=run.console.progress
     )
-    run.sample_prompt = config.train.sample_prompt
-    try:
-        run.dataset.tokenizer.encode(run.sample_prompt)
-    except ConfigError as error:  # a preset's prompt need not suit the user's text
-        warnings.append(f"train.sample_prompt is left out: {error}")
-        run.sample_prompt = ""
+    run.prompt = _prompt(config.train.sample_prompt, run.dataset, warnings)
     if config.train.sample_interval is not None and not run.plan.gives_logits:
         warnings.append(
             f"nothing is sampled: the module that {run.plan.built_by} builds needs targets to run"
@@ -133,6 +137,22 @@ def _prepare(run: TrainingRun, request: Request) -> None:
             "--init-from MODEL"
         )
     run.console.warn(warnings + _misfits(run.plan, run.dataset, run.batches))
+    return request
+
+
+def _prompt(text: str, dataset: Dataset, warnings: list[str]) -> Prompt:
+    """What samples continue: `text`, in conversations a user's message with that text, or the
+    first question that is held out. What cannot be encoded is left out, with a warning."""
+    tokenizer, val = dataset.tokenizer, dataset.split("val")
+    asked = None
+    try:
+        if dataset.has_conversations:
+            split = val if len(val.first_question) else dataset.split("train")
+            asked = question_prompt(tokenizer, split, text)
+        return asked or text_prompt(tokenizer, text)
+    except ConfigError as error:  # a preset's prompt need not suit the user's text
+        warnings.append(f"train.sample_prompt is left out: {error}")
+        return text_prompt(tokenizer, "")
 
 
 def _misfits(plan: Plan, dataset: Dataset, batches: TrainingBatches | OwnBatches) -> list[str]:
@@ -145,6 +165,15 @@ def _misfits(plan: Plan, dataset: Dataset, batches: TrainingBatches | OwnBatches
             f"data.order='{config.data.order}' reads {batches.tokens_per_epoch:,} of "
             f"{train.n_tokens:,} tokens: documents are cut after model.context_length="
             f"{config.model.context_length}; data.packing=true reads them whole"
+        )
+    if dataset.tokenizer.kind == CharTokenizer.kind:
+        advice = advice_on(dataset.vocab_size, train.n_tokens)
+        warnings += [] if advice is None else [advice]
+    if isinstance(batches, TrainingBatches) and batches.filled_share < MOSTLY_PADDING:
+        warnings.append(
+            f"rows of model.context_length={config.model.context_length} are filled to "
+            f"{batches.filled_share:.0%}, the rest is padding, which costs as much; "
+            "data.packing=true fills them with one document after another"
         )
     evaluates = config.train.eval_interval is not None
     asked = config.data.validation_fraction > 0 or config.data.validation_path is not None
@@ -296,6 +325,7 @@ def _describe(run: TrainingRun) -> list[str]:
         *_sources(run),
         f"run     {plan.steps:,} steps × {plan.tokens_per_step:,} tokens{micro} = "
         f"{plan.total_tokens:,} tokens{_epochs(plan)}",
+        *_learnt(run),
         f"device  {compute.device_name} · {compute.precision} ({compute.precision_reason}) · "
         f"{'compiled' if compute.compiled else 'eager'} ({compute.compile_reason})",
     ]
@@ -341,6 +371,20 @@ def _epochs(plan: Plan) -> str:
         return ""
     n_epochs = plan.steps * plan.batch_size / plan.rows_per_epoch
     return f" = {n_epochs:,.3g} epochs"
+
+
+def _learnt(run: TrainingRun) -> list[str]:
+    """A line with the positions whose target counts in the loss; none where nearly all do."""
+    if not isinstance(run.batches, TrainingBatches) or run.batches.target_share > 0.99:
+        return []
+    share, data = run.batches.target_share, run.config.data
+    why = "the rest is padding"
+    if run.dataset.has_conversations:
+        why = "answers alone are" if data.packing else "answers alone are, and rows are padded"
+    return [
+        f"learns  {round(share * run.plan.total_tokens):,} of these tokens ({share:.1%}): {why} · "
+        f"data.order={data.order!r}, data.packing={'true' if data.packing else 'false'}"
+    ]
 
 
 def _sources(run: TrainingRun) -> list[str]:

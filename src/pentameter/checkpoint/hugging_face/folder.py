@@ -52,7 +52,13 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 RECIPE: dict[str, Any] = {
     "optimizer": {"learning_rate": 3e-5, "betas": [0.9, 0.999], "weight_decay": 0.1},
     "schedule": {"name": "constant"},
-    "train": {"steps": 200, "batch_size": 32, "micro_batch_size": 1, "eval_interval": 50},
+    "train": {
+        "steps": 200,
+        "batch_size": 32,
+        "micro_batch_size": 1,
+        "eval_interval": 50,
+        "sample_interval": 50,
+    },
 }
 """How to go on training, in want of the settings that made the weights: a gentle fine-tuning."""
 

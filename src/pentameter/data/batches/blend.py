@@ -67,6 +67,15 @@ class Blend:
         """Number of distinct tokens that an epoch reads."""
         return sum(order.tokens_per_epoch for order in self.orders)
 
+    @property
+    def target_share(self) -> float:
+        """Positions of rows whose target counts in the loss, ÷ all positions."""
+        shares_of = [
+            order.targets_per_epoch / (order.rows_per_epoch * order.context_length)
+            for order in self.orders
+        ]
+        return float(np.dot(shares_of, self._counts)) / BLOCK_ROWS
+
     def passes(self, n_rows: int) -> list[float]:
         """Passes over each data set that so many rows of the blend make."""
         return [

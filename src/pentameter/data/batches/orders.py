@@ -45,6 +45,13 @@ class Order(ABC):
         """Number of the split's tokens in a pass, also those at its end that fill no row."""
         return self.split.n_tokens
 
+    @property
+    def targets_per_epoch(self) -> int:
+        """Number of targets in a pass that count in the loss."""
+        if self.split.answers is not None:
+            return self.split.answers.n_tokens
+        return min(self.split.n_tokens, self.rows_per_epoch * self.context_length)
+
     @abstractmethod
     def rows(self, step: int, numbers: Int64) -> list[Row]:
         """The rows with these numbers (B,) of a step's global batch."""
@@ -207,6 +214,14 @@ class DocumentRows(Order):
         Those that are no rows are skipped.
         """
         return int(np.minimum(self._stops - self._starts, self.context_length + 1).sum())
+
+    @property
+    def targets_per_epoch(self) -> int:
+        """Those of the tokens that a pass trains on: all but each row's first, or the answers."""
+        if self.split.answers is None:
+            return self.tokens_per_epoch - self.rows_per_epoch
+        stops = np.minimum(self._stops, self._starts + self.context_length + 1)
+        return int(self.split.answers.count(self._starts + 1, stops).sum())
 
     def rows(self, step: int, numbers: Int64) -> list[Row]:
         """The first tokens of one document a row."""

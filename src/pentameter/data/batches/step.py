@@ -137,6 +137,21 @@ class TrainingBatches:
         """Number of the split's tokens that a pass reads: all of them, unless documents are cut."""
         return (self.blend or self._order).tokens_per_epoch
 
+    @property
+    def target_share(self) -> float:
+        """Positions of an epoch's rows whose target counts in the loss ÷ all positions; the rest
+        are padding, or tokens that are read and not learnt."""
+        if self.blend is not None:
+            return self.blend.target_share
+        return self._order.targets_per_epoch / (self.rows_per_epoch * self._context_length)
+
+    @property
+    def filled_share(self) -> float:
+        """Tokens of an epoch's rows ÷ their length: the rest is padding."""
+        orders = self.blend.orders if self.blend is not None else [self._order]
+        n_positions = sum(order.rows_per_epoch for order in orders) * (self._context_length + 1)
+        return sum(order.tokens_per_epoch for order in orders) / n_positions
+
     def batch(self, step: int, rows: Int64 | None = None) -> Batch:
         """The global batch of a step, or the rows (B,) of it, numbers in 0 … batch_size - 1.
 
@@ -158,12 +173,34 @@ class TrainingBatches:
             yield learnt_tokens(blended.split, blended.row)
 
 
+def suited_to(split: TokenSplit, config: Config) -> Config:
+    """`config` with an order in which the split can be read.
+
+    Conversations are read whole: where the order reads windows of a text they become documents.
+    They are packed, as rows of one short conversation each are mostly padding, unless they are too
+    few to fill a row, or longer than a row on average: windows of these could be all question.
+    """
+    if split.answers is None:
+        return config
+    if look_up(ROWS_ARE_DOCUMENTS, config.data.order, "data.order", "training"):
+        return config
+    context_length = config.model.context_length
+    packing = all(
+        context_length < part.n_tokens
+        and (part.answers is None or part.n_tokens <= context_length * len(part.document_starts))
+        for part in split.parts or (split,)
+    )
+    data = config.data.model_copy(update={"order": "documents", "packing": packing})
+    return config.model_copy(update={"data": data})
+
+
 def training_batches(config: Config, split: TokenSplit) -> TrainingBatches:
     """The batches that a run of `config` trains on; errors are those of `TrainingBatches`."""
+    data = suited_to(split, config).data
     return TrainingBatches(
         split,
-        config.data.order,
-        packing=config.data.packing,
+        data.order,
+        packing=data.packing,
         seed=config.seed,
         batch_size=global_batch_size(config),
         context_length=config.model.context_length,

@@ -113,6 +113,18 @@ class Answers:
             number += 1
         return inside
 
+    def count(self, starts: Int64, stops: Int64) -> Int64:
+        """The tokens of answers in each of the ranges [start, stop) (n,)."""
+        lengths = self.bounds[:, 1] - self.bounds[:, 0]
+        before = np.append(0, np.cumsum(lengths))  # tokens of the answers before each
+
+        def up_to(places: Int64) -> Int64:
+            number = np.searchsorted(self.bounds[:, 1], places, side="right")
+            starts = np.append(self.bounds[:, 0], np.iinfo(np.int64).max)[number]
+            return np.asarray(before[number] + np.maximum(places - starts, 0))
+
+        return up_to(stops) - up_to(starts)
+
     def meet(self, starts: Int64, stops: Int64) -> npt.NDArray[np.bool_]:
         """True for each of the ranges [start, stop) (n,) that has a token of an answer."""
         numbers = np.searchsorted(self.bounds[:, 1], starts, side="right")
@@ -141,6 +153,18 @@ class TokenSplit:
     def n_tokens(self) -> int:
         """Number of tokens in the split."""
         return len(self.tokens)
+
+    @property
+    def first_question(self) -> npt.NDArray[np.int64]:
+        """Token ids (n_tokens,) of the first conversation up to its first answer; none where there
+        is no conversation, or nothing stands before its answer."""
+        for split in self.parts or (self,):
+            if split.answers is not None and len(split.answers.bounds):
+                answer = int(split.answers.bounds[0, 0])
+                bounds = split.document_bounds
+                start = int(bounds[np.searchsorted(bounds, answer, side="right") - 1])
+                return np.asarray(split.tokens[start:answer], dtype=np.int64)
+        return np.zeros(0, dtype=np.int64)
 
     @property
     def tokens_per_byte(self) -> float:
@@ -229,6 +253,11 @@ class Dataset:
     def vocab_size(self) -> int:
         """Number of distinct ids."""
         return self.tokenizer.vocab_size
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether some of it are conversations, of which the answers are learnt."""
+        return self.split("train").answers is not None
 
     def split(self, name: str) -> TokenSplit:
         """The split `train`, `val` or `test`; it may be empty. ConfigError for another name."""
