@@ -19,6 +19,7 @@ from pentameter.keyed import bits, make_key
 from pentameter.optim.build import build_optimizer
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
+from pentameter.parallel.compute import choose_compute
 from pentameter.parallel.precision import LossScale, arithmetic
 from pentameter.planning.plan import Plan
 from pentameter.train.update import update_weights
@@ -48,7 +49,12 @@ class Ours:
 
     def __init__(self, plan: Plan, device: torch.device, precision: str, *, compiled: bool) -> None:
         self.plan, self.precision = plan, precision
-        self.engine = assemble(plan, device, precision, compiled=compiled)
+        fused = False
+        if device.type == "cuda" and plan.config.model.attention_dropout:
+            chosen = choose_compute(plan)  # looks at the kernels, as the trainer does
+            fused, obstacle = chosen.fused_dropout, chosen.fused_dropout_obstacle
+            print(f"attention drops {'in kernels' if fused else f'written out: {obstacle}'}")
+        self.engine = assemble(plan, device, precision, compiled=compiled, fused_dropout=fused)
         self.optimizer = build_optimizer(
             self.engine.named_parameters(), plan.table, plan.config.optimizer
         )

@@ -5,6 +5,8 @@ import torch
 
 from pentameter.config.schema import Config
 from pentameter.fused_cpu import amx
+from pentameter.machine.capabilities import Capabilities, GpuCapabilities, machine_capabilities
+from pentameter.parallel import assemble as assembling
 from pentameter.parallel import compute
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.compute import choose_compute
@@ -87,6 +89,68 @@ def test_amx_kernels_serve_what_their_attention_does_not_take(a_machine_with_amx
     chosen = choose_compute(plan(n_heads=2))
     assert chosen.amx_kernels
     assert "not for attention: the AMX kernels want heads of a multiple" in chosen.compile_reason
+
+
+@pytest.fixture
+def a_machine_with_a_gpu(monkeypatch):
+    cpu = machine_capabilities().cpu
+    gpu = GpuCapabilities("NVIDIA H100 80GB HBM3", "sm_90", 80 * 10**9)
+    here = Capabilities(cpu, (gpu,), "cuda 13.0", mps=False)
+    monkeypatch.setattr(compute, "machine_capabilities", lambda: here)
+    monkeypatch.setattr(compute, "choose_compile", lambda *_, **__: (True, "asked for"))
+    monkeypatch.setattr(compute, "device_name", lambda *_: gpu.name)
+    monkeypatch.setattr(compute, "set_matmul_precision", lambda *_: None)
+    looked_at = []
+
+    def looked(model, dtype, device):
+        looked_at.append((model.attention_dropout, dtype, device.type))
+
+    monkeypatch.setattr(compute, "kernel_obstacle", looked)
+    return looked_at
+
+
+def on_gpu(**model):
+    built = plan(**model)
+    train = built.config.train.model_copy(update={"device": "cuda"})
+    return make_plan(built.config.model_copy(update={"train": train}))
+
+
+def test_kernels_that_agree_drop_attention_weights(a_machine_with_a_gpu):
+    chosen = choose_compute(on_gpu(attention_dropout=0.2))
+    assert a_machine_with_a_gpu == [(0.2, torch.bfloat16, "cuda")]
+    assert chosen.fused_dropout
+    assert chosen.fused_dropout_obstacle is None
+    assert not choose_compute(on_gpu()).fused_dropout  # which drops nothing
+    assert len(a_machine_with_a_gpu) == 1
+
+
+def test_kernels_that_do_not_agree_are_left_with_the_reason(a_machine_with_a_gpu, monkeypatch):
+    monkeypatch.setattr(compute, "kernel_obstacle", lambda *_: "their dq is off by 3.0e-01")
+    chosen = choose_compute(on_gpu(attention_dropout=0.2))
+    assert not chosen.fused_dropout
+    assert chosen.fused_dropout_obstacle == "their dq is off by 3.0e-01"
+    chosen = choose_compute(on_gpu(attention_dropout=0.2, n_heads=1, d_model=256))
+    assert "heads of 256 channels" in chosen.fused_dropout_obstacle
+
+
+def test_kernels_that_one_machine_cannot_use_none_uses(a_machine_with_a_gpu, monkeypatch):
+    class Others(TwoMachines):
+        def all_gather(self, value):
+            return [value, "no Triton there"] if value is None else [value, value]
+
+    monkeypatch.setattr(compute, "local_device", lambda device, world: device)
+    chosen = choose_compute(on_gpu(attention_dropout=0.2), Others(lacks_compiler=False))
+    assert chosen.fused_dropout_obstacle == "no Triton there"
+
+
+def test_an_engine_drops_in_kernels_where_it_is_told_to(monkeypatch):
+    told = []
+    monkeypatch.setattr(assembling, "drop_in_kernel", told.append)
+    dropping = plan(attention_dropout=0.2)
+    engine = assemble(dropping, torch.device("cpu"), "fp32", compiled=False)
+    assert told == []
+    engine = assemble(dropping, torch.device("cpu"), "fp32", compiled=False, fused_dropout=True)
+    assert told == engine.models
 
 
 @pytest.mark.parametrize(

@@ -151,3 +151,18 @@ def test_the_peak_is_at_most_the_sum_and_printed():
     assert printed["weights_bytes"] == plan.weights_bytes == memory.weights_bytes
     assert printed["gradients_bytes"] == plan.gradients_bytes == memory.gradients_bytes
     assert printed["optimizer_bytes"] == plan.optimizer_bytes == memory.optimizer_bytes
+
+
+@pytest.mark.parametrize("how", [None, "selective", "full"])
+def test_weights_that_kernels_drop_are_not_kept(how):
+    """What is held is what a model without dropout of them holds."""
+    _, without = memory_of({}, activation_checkpoint=how)
+    plan, written = memory_of({}, model={"attention_dropout": 0.2}, activation_checkpoint=how)
+    fused = plan.memory("fp32", fused_dropout=True)
+    assert fused == without
+    assert fused.activations_bytes < written.activations_bytes
+    if how is None:
+        weights = (4 + 1 + 4) * 4 * T * N  # of 4 heads: softmax, mask, and what is left
+        queries, sums = 4 * D * N, 4 * 4 * N  # the result is kept for the product after it
+        more = weights + queries - sums
+        assert written.activations_bytes - fused.activations_bytes == L * more

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from pentameter.config.load import load_config
+from pentameter.planning import compute_time
+from pentameter.planning import estimate as estimating
 from pentameter.planning.cluster import parse_cluster
 from pentameter.planning.estimate import make_estimate
 from pentameter.planning.links import Links
@@ -272,3 +274,29 @@ def test_a_reduce_scatter_between_cpus_is_an_all_reduce(cpu):
 
     assert ratio(on_cpus) == pytest.approx(1.0, rel=1e-3)  # but for a hop
     assert ratio(on_gpus) == pytest.approx(0.5, rel=1e-3)
+
+
+DROPPING = {"model.attention_dropout": 0.1}
+
+
+def test_kernels_that_drop_weights_take_less_than_writing_them_out(monkeypatch):
+    without, dropping = estimate(), estimate(**DROPPING)
+    wide = estimate(**DROPPING, **{"model.head_size": 256})
+    assert dropping.fused_dropout
+    assert not without.fused_dropout
+    assert not wide.fused_dropout
+    assert dropping.memory == without.memory
+    (said,) = (warning for warning in dropping.warnings() if "attention_dropout" in warning)
+    monkeypatch.setattr(estimating, "fuses_dropout", lambda *_: False)
+    monkeypatch.setattr(compute_time, "fuses_dropout", lambda *_: False)
+    written = estimate(**DROPPING)
+    more = written.memory.total_bytes - dropping.memory.total_bytes
+    assert f"{more / 1e9:,.1f} GB more" in said
+    assert without.time.compute < dropping.time.compute < written.time.compute
+    assert not any("attention_dropout" in warning for warning in written.warnings())
+
+
+def test_a_cpu_and_a_ring_have_no_kernels_that_drop_weights(cpu):
+    assert not estimate(layout="tensor=2,context=4", **DROPPING).fused_dropout
+    assert estimate(layout="tensor=2,context=4,context_mode=all-to-all", **DROPPING).fused_dropout
+    assert not estimate(layout="data=1", cluster=cpu(), **DROPPING).fused_dropout

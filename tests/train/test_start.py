@@ -1,6 +1,7 @@
 """What is said, or refused, before the first step."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -122,6 +123,21 @@ def test_a_step_beyond_the_memory_names_settings_that_fit(tmp_path, monkeypatch)
     (tmp_path / "text.txt").write_text("some text " * 20)
     tiny = {"path": str(tmp_path / "text.txt")}
     fit(tmp_path, tiny, force=True)
+
+
+def test_kernels_that_fail_their_check_are_warned_of(tmp_path, monkeypatch):
+    def on_a_gpu(plan, world):
+        found = choose_compute(plan, world)
+        return replace(found, fused_dropout_obstacle="their dq is off by 3.0e-01")
+
+    choose_compute = start.choose_compute
+    monkeypatch.setattr(start, "choose_compute", on_a_gpu)
+    (tmp_path / "text.txt").write_text("some text " * 20)
+    said, _ = fit(tmp_path, {"path": str(tmp_path / "text.txt")})
+    (line,) = (line for line in said.splitlines() if "their dq is off" in line)
+    assert line.startswith("warning: model.attention_dropout=0.0 writes attention's weights out")
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert environment["fused_attention_dropout"] is False
 
 
 def test_padding_is_not_counted_as_speed(tmp_path):

@@ -167,8 +167,10 @@ def attend(
     cache. `dropout` is applied to the attention weights where `dropout_keys` are given; `positions`
     (S,) are those of the keys, 0 … S - 1 where absent.
     """
+    Q, S = q.shape[2], k.shape[2]
     if dropout is not None and dropout.acts(dropout_keys):
-        return attend_explicitly(
+        drop = attend_explicitly if dropout.kernel is None or Q != S else dropout.kernel
+        return drop(
             q,
             k,
             v,
@@ -177,7 +179,6 @@ def attend(
             positions=positions,
             window=window,
         )
-    Q, S = q.shape[2], k.shape[2]
     attention = partial(F.scaled_dot_product_attention, enable_gqa=k.shape[1] != q.shape[1])
     if window is not None and window < S:
         if Q == S and S % window == 0 and 2 * window < S:

@@ -9,7 +9,7 @@ Shapes: B batch, T time, D channels, H heads; Q and S the times of queries and o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -129,13 +129,15 @@ class AttentionDropout(KeyedDropout):
     """Dropout on attention weights (B, H, Q, S); query q of head h looking at key s has number
     (h · context_length + q) · context_length + s.
 
-    `head_offset` is the first head that is here.
+    `head_offset` is the first head that is here. `kernel` computes attention with it without
+    writing weights out, as `attend_in_kernel` does; None where nothing here can.
     """
 
     def __init__(self, site: int, p: float, context_length: int) -> None:
         super().__init__(site, p)
         self.context_length = context_length
         self.head_offset = 0
+        self.kernel: Callable[..., Tensor] | None = None
 
     def forward(
         self,

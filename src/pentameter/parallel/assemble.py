@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from pentameter.model.fused_dropout import drop_in_kernel
 from pentameter.model.gpt import GPT
 from pentameter.parallel.data_parallel import share_state, with_copies
 from pentameter.parallel.engine import Engine
@@ -37,9 +38,11 @@ def assemble(
     compiled: bool,
     world: World | None = None,
     source: ModelSource | None = None,
+    fused_dropout: bool = False,
 ) -> Engine:
     """This process's Engine of `plan` on `device`: the model of `source`, or the built-in GPT, with
-    the initial weights that follow from the configuration's seed.
+    the initial weights that follow from the configuration's seed. With `fused_dropout` kernels drop
+    attention's weights, where `choose_compute` has found that they can.
 
     Each slice is shaped on `meta`, cut by tensor, then by data, and only then gets memory: no
     process ever holds more of the model than its own share. Collective over the world.
@@ -54,6 +57,8 @@ def assemble(
     models = [module.model for module in modules.values()]
     source.divide(models, plan, mesh, world)
     for module in modules.values():
+        if fused_dropout:
+            drop_in_kernel(module.model)
         if train.activation_checkpoint is not None:
             recompute_activations(
                 source.recomputed_blocks(module.model),

@@ -20,8 +20,9 @@ from pentameter.machine.choices import (
 )
 from pentameter.machine.environment import device_name, environment
 from pentameter.machine.peaks import peak_flops, product_ceiling
-from pentameter.parallel.precision import arithmetic
-from pentameter.planning.fused_step import fused_obstacle
+from pentameter.model.fused_dropout import chip_obstacle, kernel_obstacle
+from pentameter.parallel.precision import arithmetic, set_matmul_precision
+from pentameter.planning.fused_step import dropout_kernel_obstacle, fused_obstacle
 from pentameter.planning.layout_checks import compile_obstacle
 from pentameter.planning.plan import Plan
 from pentameter.processes.join import local_device
@@ -44,6 +45,10 @@ class Compute:
     """Whether the step uses the kernels of `fused_cpu/amx.py`, which round differently."""
     n_threads: int
     """Of each process, for arithmetic on the CPU."""
+    fused_dropout: bool = False
+    """Whether a GPU drops attention's weights in kernels, and does not write them out."""
+    fused_dropout_obstacle: str | None = None
+    """Why a GPU that is to drop them writes them out."""
 
     def peak_memory_bytes(self) -> int:
         """The most memory the run has held so far: the GPU's, or the process's on a CPU."""
@@ -59,6 +64,7 @@ class Compute:
             "precision": self.precision,
             "compiled": self.compiled,
             "amx_kernels": self.amx_kernels,
+            "fused_attention_dropout": self.fused_dropout,
             "n_threads": self.n_threads,
             "ceiling_flops": self.ceiling_flops,
         }
@@ -85,7 +91,10 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
     compiled, compile_reason = world.on_main(compilation)
     if compiled:
         compiled, compile_reason = min(world.all_gather(compilation()))
-    amx_kernels = False
+    amx_kernels, fused_dropout, obstacle = False, False, None
+    if device.type == "cuda" and plan.built_by is None and plan.config.model.attention_dropout:
+        obstacle = _dropout_obstacle(plan, device, precision, capabilities, world)
+        fused_dropout = obstacle is None
     if device.type == "cpu":
         tune_allocator(sparing=plan.layout.zero > 0)
         if compiled:
@@ -103,6 +112,8 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
         ceiling,
         amx_kernels,
         torch.get_num_threads(),
+        fused_dropout,
+        obstacle,
     )
 
 
@@ -144,3 +155,20 @@ def _choose_kernels(
         return f"; {missing_anywhere}", False
     obstacle = amx.attention_obstacle(plan.config.model)
     return f"; with AMX kernels{f', but not for attention: {obstacle}' if obstacle else ''}", True
+
+
+def _dropout_obstacle(
+    plan: Plan, device: torch.device, precision: str, capabilities: Capabilities, world: World
+) -> str | None:
+    """What keeps the kernels from dropping attention's weights on a GPU; None where they do, having
+    agreed with the weights written out. Collective: they serve all processes of `world` or none.
+    """
+    model = plan.config.model
+    obstacle = dropout_kernel_obstacle(model, plan.layout, precision)
+    if obstacle is not None:
+        return obstacle
+    obstacle = chip_obstacle(capabilities.gpu(device))
+    if obstacle is None:
+        set_matmul_precision(plan.config.train.matmul_precision, precision)
+        obstacle = kernel_obstacle(model, arithmetic(precision).products, device)
+    return next((each for each in world.all_gather(obstacle) if each is not None), None)

@@ -17,7 +17,14 @@ from torch.utils.checkpoint import (
 from pentameter.config.choices import refuse_unknown
 
 _SAVED_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-_SAVED_NAMES = ("scaled_dot_product", "ring_attention", "read_stream", "summa", "product_3d")
+_SAVED_NAMES = (
+    "scaled_dot_product",
+    "dropped_attention",
+    "ring_attention",
+    "read_stream",
+    "summa",
+    "product_3d",
+)
 
 
 def recompute_activations(
@@ -29,8 +36,8 @@ def recompute_activations(
     """Have every block forget its activations, and compute them again for backward.
 
     `full` keeps a block's input only. `selective` keeps the results of its matrix products and
-    of PyTorch's attention too, and computes again what is element-wise: norms, activations,
-    dropout, and the weights of an attention that drops them, which are the largest of all.
+    of fused attention too, and computes again what is element-wise: norms, activations, dropout,
+    and the weights of an attention that writes them out, which are the largest of all.
 
     Only the blocks' `forward` is replaced, so names in `state_dict()` stay. Keyed dropout needs no
     generator's state for the second pass; blocks that draw from PyTorch's generator do.
@@ -57,7 +64,8 @@ def _recomputed(
 
 def _policy(ctx: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
     """Whether to keep the result of an operation of a block. Attention has a name for each device:
-    flash, efficient, cuDNN …; a ring's is ours, and so are products of divided matrices."""
+    flash, efficient, cuDNN …; a ring's and what drops weights in kernels are ours, and so are
+    products of divided matrices."""
     if op in _SAVED_PRODUCTS or any(name in str(op) for name in _SAVED_NAMES):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

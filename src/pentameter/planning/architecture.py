@@ -126,13 +126,6 @@ class Operation:
     """Whether it computes that of what it reads, too: not where nothing before it is trained."""
 
     @property
-    def saved_selectively(self) -> bool:
-        """Whether `activation_checkpoint = "selective"` keeps the result: of a matrix product, and
-        of PyTorch's attention, which saves its own."""
-        fused = self.kind == "attention" and self.result in self.saves
-        return self.kind == "product" or fused
-
-    @property
     def is_trained(self) -> bool:
         """Whether the backward pass computes gradients of its parameters."""
         return any(spec.is_trained for spec in self.parameters)

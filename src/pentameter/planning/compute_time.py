@@ -25,7 +25,7 @@ from pentameter.planning.costs import (
     PassSeconds,
     StepSizes,
 )
-from pentameter.planning.fused_step import fused_obstacle
+from pentameter.planning.fused_step import fused_obstacle, fuses_dropout
 from pentameter.planning.layout import Layout
 from pentameter.planning.layout_checks import may_compile
 from pentameter.planning.rules import LayoutRules
@@ -43,6 +43,12 @@ ATTENTION_FILL = 256
 
 HASH_OPERATIONS = 14
 """Operations on 32-bit words that make an element's random bits (`keyed.bits`)."""
+DROPPING_BACKWARD = 7 / 5
+"""Products of the backward pass in kernels that drop weights ÷ those of a fused one without: two of
+them make scores and their gradients each (`model/dropout_kernels.py`)."""
+WORDS_PER_FLOP = 1 / 4
+"""Operations on 32-bit words of a GPU ÷ its fp32 FLOPs outside of matrix units: it has half as many
+units for the former, and the latter count multiplication and addition."""
 ROTATION_PASSES = (12, 16)
 """How often a rotation reads or writes each number as float32, forward and backward, where its
 operations are not joined."""
@@ -116,7 +122,8 @@ class ComputeTime:
         self.sizes = sizes
         self.cluster = cluster
         self.precision = precision
-        self.bytes = ActivationBytes(config, layout, sizes)
+        fused = fuses_dropout(config.model, layout, precision, cluster.device)
+        self.bytes = ActivationBytes(config, layout, replace(sizes, fused_dropout=fused))
         rules = LayoutRules(layout)
         self.adds_whole = sizes.n_micro_batches > 1 and not rules.reduces_each_micro_batch
         self.weights_come_rounded = rules.weights_come_rounded(sizes.n_micro_batches)
@@ -145,7 +152,7 @@ class ComputeTime:
         return (
             layout.tensor, layout.sequence, layout.context, layout.zero > 0, self.joins,
             train.micro_batch_size, train.activation_checkpoint, self.adds_whole,
-            self.weights_come_rounded, self.joins_activations,
+            self.weights_come_rounded, self.joins_activations, self.bytes.sizes.fused_dropout,
         )  # fmt: skip
 
     def stage(self, layers: range) -> PassSeconds:
@@ -188,7 +195,7 @@ class ComputeTime:
         """Whether activation checkpointing computes an operation of a block twice."""
         if self.checkpoint is None:
             return False
-        return self.recomputes_products or not op.saved_selectively
+        return self.recomputes_products or not self.bytes.saves_selectively(op)
 
     def operation(self, kind: Kind) -> PassSeconds:
         """The passes of one operation; those of equal shapes are computed once."""
@@ -280,8 +287,8 @@ class ComputeTime:
         )
 
     def _attention(self, op: Operation) -> PassSeconds:
-        """Attention in blocks that skips what is masked, or, with dropout of its weights, two
-        products of everything and the weights written out."""
+        """Attention in blocks that skips what is masked; with dropout of its weights in kernels,
+        or two products of everything and the weights written out."""
         whole = math.prod(op.result.shape)
         local = math.prod(self.layout.local_shape(op.result.shape, op.result.axes))
         n_tokens = self.sizes.micro_batch_size * op.result.shape[0]
@@ -291,7 +298,8 @@ class ComputeTime:
         channels = n_channels / self.config.model.n_heads
         shares, peak = self.shares, self.peak
         moved = self.bytes.of((*op.reads, op.result))
-        if op.result not in op.saves and not self.joins_activations:
+        drops, fused = op.result not in op.saves, self.bytes.sizes.fused_dropout
+        if drops and not fused and not self.joins_activations:
             return self._written_attention(op, flops / (peak * shares.product_share), moved)
         share = shares.attention_share * channels / (channels + SOFTMAX_CHANNELS)
         share *= n_attended / (n_attended + ATTENTION_FILL)
@@ -300,6 +308,10 @@ class ComputeTime:
         is_seen = 1 - n_attended / (2 * n_context)  # half of it, without a window
         forward = flops * is_seen / (peak * share)
         backward = shares.attention_backward * forward
+        if drops and fused:
+            n_seen = flops * is_seen / (4 * channels)  # weights: two products of a head's channels
+            mask = n_seen * HASH_OPERATIONS / (self.cluster.peak_flops("fp32") * WORDS_PER_FLOP)
+            forward, backward = forward + mask, DROPPING_BACKWARD * backward + 2 * mask
         return PassSeconds(forward + self._moving(moved), backward + self._moving(2 * moved), 0.0)
 
     def _written_attention(self, op: Operation, products: float, moved: int) -> PassSeconds:

@@ -74,6 +74,8 @@ class StepSizes:
     """Bytes of a weight's number, and of the residual stream's."""
     product_bytes: int
     """Bytes of a number that goes into a matrix product."""
+    fused_dropout: bool = False
+    """Whether kernels of a GPU drop attention's weights, and do not write them out."""
 
     @property
     def n_micro_batches(self) -> int:
@@ -95,7 +97,9 @@ class StepSizes:
                 return 1
 
 
-def step_sizes(config: Config, layout: Layout, precision: str | None = None) -> StepSizes:
+def step_sizes(
+    config: Config, layout: Layout, precision: str | None = None, *, fused_dropout: bool = False
+) -> StepSizes:
     """The sizes of a step of a resolved configuration; `precision` is that of the run where the
     configuration leaves it open, without which products are taken to be in full precision."""
     train = config.train
@@ -108,6 +112,7 @@ def step_sizes(config: Config, layout: Layout, precision: str | None = None) -> 
         micro_batch_size=train.micro_batch_size,
         element_bytes=element_bytes,
         product_bytes=product_bytes,
+        fused_dropout=fused_dropout,
     )
 
 
@@ -226,7 +231,7 @@ class ActivationBytes:
     def _block(self, block: Sequence[Operation]) -> int:
         """Bytes one block keeps for backward without checkpointing: what its operations save, and
         its matrices where it rounds them for products."""
-        kept = self.of(tensor for op in block for tensor in self._saves(op))
+        kept = self.of(tensor for op in block for tensor in self.saves(op))
         if self.layout.exchanges_heads:  # of the result, whose other half-way form attention saves
             kept += self.of(op.result for op in block if op.kind == "attention")
         in_1d = self.layout.tensor_mode == "1d"  # else each pass rounds them anew
@@ -236,14 +241,21 @@ class ActivationBytes:
             kept += sum(self.rounded_weight(op) for op in products)
         return kept
 
-    def _saves(self, op: Operation) -> tuple[ActivationTensor, ...]:
-        """What the backward pass of an operation reads. A ring's attention goes by blocks. Matrices
-        that read the stream at once keep the part of it that is here, and gather it again."""
-        if self._has_ring and op.kind == "attention":
+    def saves(self, op: Operation) -> tuple[ActivationTensor, ...]:
+        """What the backward pass of an operation reads. A ring's attention goes by blocks, and so
+        do kernels that drop its weights. Matrices that read the stream at once keep the part of it
+        that is here, and gather it again."""
+        if op.kind == "attention" and (self._has_ring or self.sizes.fused_dropout):
             return op.saves_by_blocks
         if self._gathers_again(op):
             return tuple(replace(kept, axes=op.reads[0].axes) for kept in op.saves)
         return op.saves
+
+    def saves_selectively(self, op: Operation) -> bool:
+        """Whether `activation_checkpoint = "selective"` keeps the result of an operation: of a
+        matrix product, and of attention that is one operation, which saves its own."""
+        by_blocks = op.kind == "attention" and op.result in self.saves(op)
+        return op.kind == "product" or by_blocks
 
     def _gathers_again(self, op: Operation) -> bool:
         """Whether the backward pass of a product gathers what it read, of which a part was kept."""
@@ -288,7 +300,9 @@ class ActivationBytes:
             case "full":
                 return self.stream
             case "selective":
-                return self.stream + self.of(op.result for op in block if op.saved_selectively)
+                return self.stream + self.of(
+                    op.result for op in block if self.saves_selectively(op)
+                )
             case unknown:
                 refuse_unknown(unknown, "train.activation_checkpoint", "the planner's memory")
 

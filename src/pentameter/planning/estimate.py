@@ -10,6 +10,7 @@ from typing import Any
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
 from pentameter.planning.cluster import Cluster, parse_cluster
+from pentameter.planning.fused_step import fuses_dropout
 from pentameter.planning.layout import parse_parallel
 from pentameter.planning.links import Links
 from pentameter.planning.memory import Memory
@@ -34,7 +35,14 @@ class Estimate:
     @cached_property
     def memory(self) -> Memory:
         """The fullest process's bytes."""
-        return self.plan.memory(self.precision)
+        return self.plan.memory(self.precision, fused_dropout=self.fused_dropout)
+
+    @property
+    def fused_dropout(self) -> bool:
+        """Whether kernels are planned to drop attention's weights, and not to write them out."""
+        plan = self.plan
+        parts = (plan.config.model, plan.layout, self.precision, self.cluster.device)
+        return fuses_dropout(*parts)
 
     @cached_property
     def time(self) -> StepTime:
@@ -127,6 +135,13 @@ class Estimate:
                 f"micro-batches than {plan.n_micro_batches}, parallel.schedule='interleaved' or, "
                 "where nothing is computed again, 'zero-bubble', or a smaller parallel.pipeline "
                 "shrink it"
+            )
+        if self.fused_dropout:
+            written = plan.memory(self.precision).total_bytes - self.memory.total_bytes
+            yield (
+                f"model.attention_dropout={plan.config.model.attention_dropout} is planned to be "
+                "dropped in kernels, which no measured run has timed; a run checks them at its "
+                f"start, and warns where it writes weights out: {written / 1e9:,.1f} GB more"
             )
         if plan.config.train.offload:
             yield "train.offload: what travels between host and device is not in the time"

@@ -1,4 +1,5 @@
-"""The one answer to: can the fused step of a CPU run a configuration, and if not, why?
+"""The one answer to: can fused operations run a configuration, and if not, why? To the fused step
+of a CPU, and to the kernels of a GPU that drop attention's weights.
 
 An obstacle is a phrase that names what stands in the way, for a person to read; None says yes.
 """
@@ -10,6 +11,8 @@ from dataclasses import asdict
 
 from pentameter.config.messages import shown
 from pentameter.config.schema import Config, ModelConfig
+from pentameter.planning.architecture import head_size
+from pentameter.planning.cluster import Device
 from pentameter.planning.layout import Layout
 
 ANY = None
@@ -62,3 +65,29 @@ def fused_obstacle(config: Config, layout: Layout, built_by: str | None = None) 
             return f"parallel.{name}={value}"
     how = config.train.activation_checkpoint
     return None if how is None else f"train.activation_checkpoint={how!r}"
+
+
+MOST_KERNEL_CHANNELS = 128
+"""Channels of a head of which the kernels of `model/dropout_kernels.py` hold a tile in a GPU's
+registers and shared memory."""
+
+
+def dropout_kernel_obstacle(model: ModelConfig, layout: Layout, precision: str) -> str | None:
+    """The first setting of a run, with its value, for which attention that drops its weights writes
+    them out on a GPU; None where the kernels take it. A chip may have an obstacle of its own, which
+    a run looks for."""
+    if layout.context > 1 and not layout.exchanges_heads:
+        return f"parallel.context_mode={layout.context_mode!r}, which goes by blocks of its own"
+    size = head_size(model)
+    if size > MOST_KERNEL_CHANNELS:
+        return f"heads of {size} channels, more than {MOST_KERNEL_CHANNELS}"
+    return "train.precision='fp64'" if precision == "fp64" else None
+
+
+def fuses_dropout(model: ModelConfig, layout: Layout, precision: str, device: Device) -> bool:
+    """Whether kernels are planned to drop attention's weights on a device: on a GPU whose matrix
+    units know bf16, as all do that the kernels serve, and whose fp32 peak is known. A run checks
+    them before its first step, and warns where it writes the weights out after all."""
+    is_served = device.units > 1 and {"bf16", "fp32"} <= device.tflops.keys()
+    drops = model.attention_dropout > 0
+    return drops and is_served and dropout_kernel_obstacle(model, layout, precision) is None

@@ -10,7 +10,7 @@ from pentameter.config.choices import look_up, refuse_unknown
 from pentameter.config.schema import Config, OptimizerConfig
 from pentameter.planning.adapters import run_operations
 from pentameter.planning.architecture import ParameterSpec
-from pentameter.planning.costs import ActivationBytes, step_sizes
+from pentameter.planning.costs import ActivationBytes, StepSizes, step_sizes
 from pentameter.planning.layout import Layout
 from pentameter.planning.rules import LayoutRules
 from pentameter.planning.shares import (
@@ -67,21 +67,28 @@ class Memory(StateBytes):
 
 
 def step_memory(
-    config: Config, layout: Layout, stages: Sequence[range], precision: str | None = None
+    config: Config,
+    layout: Layout,
+    stages: Sequence[range],
+    precision: str | None = None,
+    *,
+    fused_dropout: bool = False,
 ) -> Memory:
     """The Memory of a step of a resolved configuration, of the fullest process.
 
     `precision` is that of the run where the configuration leaves it open; without it products are
-    taken to be in full precision. The first of the processes that share tensors or shards holds
-    the largest parts. Muon's work on a matrix is left out.
+    taken to be in full precision. Attention's weights that are dropped are taken to be written out,
+    unless kernels drop them, `fused_dropout`. The first of the processes that share tensors or
+    shards holds the largest parts. Muon's work on a matrix is left out.
     """
-    n_micro_batches = step_sizes(config, layout).n_micro_batches
+    sizes = step_sizes(config, layout, precision, fused_dropout=fused_dropout)
+    n_micro_batches = sizes.n_micro_batches
     few = _several_rounds(n_micro_batches, layout)
     repeats = look_up(REPEATS, layout.schedule, "parallel.schedule", "the planner's memory")
     passes = pass_order(layout, few if repeats else n_micro_batches)
     waiting = waiting_messages(layout, pass_order(layout, few))
     each = (
-        _RankMemory(config, layout, stages, place, passes[place], precision).memory(waiting[place])
+        _RankMemory(config, layout, stages, place, passes[place], sizes).memory(waiting[place])
         for place in range(layout.pipeline)
     )
     return max(each, key=lambda memory: memory.total_bytes)
@@ -170,12 +177,12 @@ class _RankMemory:
         stages: Sequence[range],
         place: int,
         passes: Sequence[Pass],
-        precision: str | None,
+        sizes: StepSizes,
     ) -> None:
         self.config = config
         self.layout = layout
         self.rules = LayoutRules(layout)
-        self.sizes = step_sizes(config, layout, precision)
+        self.sizes = sizes
         self.element_bytes = self.sizes.element_bytes
         self.product_bytes = self.sizes.product_bytes
         self.accumulates = self.sizes.n_micro_batches > 1

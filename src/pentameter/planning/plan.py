@@ -79,7 +79,8 @@ class Plan:
     """None of a module whose FLOPs could not be counted."""
     flops_convention: str
     planned_memory: Memory | StateBytes
-    """The fullest process's, in the configuration's own precision."""
+    """The fullest process's, in the configuration's own precision, dropped attention weights
+    written out: what another precision, or a GPU, makes of it says `memory`."""
     asked_micro_batch_size: int | None
 
     @property
@@ -153,14 +154,16 @@ class Plan:
             return None
         return planned_bubble(self.config, self.layout, self.stages, self.n_micro_batches)
 
-    def memory(self, precision: str | None = None) -> Memory:
+    def memory(self, precision: str | None = None, *, fused_dropout: bool = False) -> Memory:
         """Bytes that the fullest process holds; `precision` is the run's, where the configuration
-        leaves it open. Raises ConfigError for a module of somebody's own."""
+        leaves it open, and `fused_dropout` whether a GPU's kernels drop attention's weights. Raises
+        ConfigError for a module of somebody's own."""
         if not isinstance(self.planned_memory, Memory):
             raise ConfigError(f"the activations of the module of {self.built_by} are not known")
-        if precision is None:
+        if precision is None and not fused_dropout:
             return self.planned_memory
-        return step_memory(self.config, self.layout, self.stages, precision)
+        parts = (self.config, self.layout, self.stages, precision)
+        return step_memory(*parts, fused_dropout=fused_dropout)
 
     def traffic(self, rank: int = 0, precision: str | None = None) -> StepTraffic:
         """Calls and bytes that a rank sends and receives in a step, by (dimension, kind). Raises

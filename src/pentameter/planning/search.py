@@ -23,6 +23,7 @@ from pentameter.planning.cluster import Cluster
 from pentameter.planning.compute_time import ComputeTime
 from pentameter.planning.costs import ActivationBytes, StepSizes, end_weights, step_sizes
 from pentameter.planning.estimate import Estimate, best_precision
+from pentameter.planning.fused_step import fuses_dropout
 from pentameter.planning.layout import Layout, make_layout, stage_layers
 from pentameter.planning.layout_checks import (
     check_layout,
@@ -127,7 +128,9 @@ def search(
         took = step_time(*parts, cluster, precision).seconds
         if took >= min(own, limit):
             continue
-        if step_memory(*parts, precision).total_bytes > cluster.usable_bytes:
+        fused = fuses_dropout(plan.config.model, candidate.layout, precision, cluster.device)
+        memory = step_memory(*parts, precision, fused_dropout=fused)
+        if memory.total_bytes > cluster.usable_bytes:
             n_too_large += 1
             continue
         best[candidate.degrees] = took, candidate
@@ -156,9 +159,12 @@ def reasons(better: Estimate, worse: Estimate) -> list[str]:
     return [f"{gain:.3g} s less {name}" for gain, name in gains if gain > least]
 
 
-def settings_that_fit(plan: Plan, usable_bytes: float, precision: str | None) -> list[str]:
+def settings_that_fit(
+    plan: Plan, usable_bytes: float, precision: str | None, *, fused_dropout: bool = False
+) -> list[str]:
     """Changes of a Plan with which a process takes no more than `usable_bytes`, as they stand on a
-    command line: single ones first, then recomputation with the smallest micro-batch."""
+    command line: single ones first, then recomputation with the smallest micro-batch. With
+    `fused_dropout` kernels drop attention's weights."""
     ways = [[change] for change in _single_changes(plan)]
     smallest: list[Change] = [
         ("train.micro_batch_size", 1),
@@ -168,7 +174,10 @@ def settings_that_fit(plan: Plan, usable_bytes: float, precision: str | None) ->
     found = []
     for changes in ways:
         other = _changed(plan, changes)
-        if other is not None and other.memory(precision).total_bytes <= usable_bytes:
+        if other is None:
+            continue
+        memory = other.memory(precision, fused_dropout=fused_dropout)
+        if memory.total_bytes <= usable_bytes:
             found.append(_as_options(changes))
     return found
 
@@ -281,7 +290,8 @@ def _candidates(
                 check_micro_batches(layout, rows // micro, micro)
             except ConfigError:
                 continue
-            sizes = step_sizes(changed, layout, precision)
+            fused = fuses_dropout(config.model, layout, precision, cluster.device)
+            sizes = step_sizes(changed, layout, precision, fused_dropout=fused)
             if _activation_bytes(changed, layout, ActivationBytes(changed, layout, sizes)) > left:
                 continue
             stages = stage_layers(config.model.n_layers, layout.n_stages, *ends)

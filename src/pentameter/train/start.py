@@ -128,9 +128,21 @@ def _prepare(run: TrainingRun, request: Request) -> Request:
         warnings.append(
             f"nothing is sampled: the module that {run.plan.built_by} builds needs targets to run"
         )
-    run.compute = choose_compute(run.plan, world)
+    compute = run.compute = choose_compute(run.plan, world)
+    if compute.fused_dropout_obstacle is not None:
+        warnings.append(
+            f"model.attention_dropout={config.model.attention_dropout} writes attention's weights "
+            f"out, as its kernels cannot serve here: {compute.fused_dropout_obstacle}. The result "
+            "is the same, in more memory and time"
+        )
     if not request.force:
-        check_device_memory(run.plan, run.compute.device, world.local_size, run.compute.precision)
+        check_device_memory(
+            run.plan,
+            compute.device,
+            world.local_size,
+            compute.precision,
+            fused_dropout=compute.fused_dropout,
+        )
     if config.lora.rank is not None and request.init_from is None:
         warnings.append(
             f"lora.rank={config.lora.rank} trains adapters alone, here of random weights; add "
@@ -214,14 +226,22 @@ def _misfits(plan: Plan, dataset: Dataset, batches: TrainingBatches | OwnBatches
 
 
 def check_device_memory(
-    plan: Plan, device: torch.device, local_size: int, precision: str | None = None
+    plan: Plan,
+    device: torch.device,
+    local_size: int,
+    precision: str | None = None,
+    *,
+    fused_dropout: bool = False,
 ) -> None:
     """Raise ConfigError where the peak that the Plan says exceeds the memory of the device, or what
-    is offloaded that of the machine, with the nearest settings that fit."""
+    is offloaded that of the machine, with the nearest settings that fit. With `fused_dropout`
+    kernels drop attention's weights."""
     is_gpt, offload = plan.built_by is None, plan.config.train.offload
     state = plan.weights_bytes + plan.gradients_bytes + plan.optimizer_bytes
     # Of a module of somebody's own nothing more is known.
-    total = plan.memory(precision).total_bytes if is_gpt else state
+    total = state
+    if is_gpt:
+        total = plan.memory(precision, fused_dropout=fused_dropout).total_bytes
     needs = [(device, total)]
     if offload:
         needs = [(torch.device("cpu"), state), (device, max(0, total - state))]
@@ -235,7 +255,8 @@ def check_device_memory(
         if needed * n_sharing > there:
             fitting = []
             if is_gpt and not offload:
-                fitting = settings_that_fit(plan, there / n_sharing, precision)
+                usable = there / n_sharing
+                fitting = settings_that_fit(plan, usable, precision, fused_dropout=fused_dropout)
             raise ConfigError(_too_large(plan, where, needed, there, n_sharing, fitting))
 
 
@@ -284,6 +305,7 @@ def _build(run: TrainingRun) -> None:
         compiled=compute.compiled,
         world=world,
         source=supplied.source,
+        fused_dropout=compute.fused_dropout,
     )
     run.optimizer = supplied.build_optimizer(list(engine.named_parameters()), plan)
     if run.folder.initial_weights is not None:
@@ -327,7 +349,8 @@ def _describe(run: TrainingRun) -> list[str]:
         f"{plan.total_tokens:,} tokens{_epochs(plan)}",
         *_learnt(run),
         f"device  {compute.device_name} · {compute.precision} ({compute.precision_reason}) · "
-        f"{'compiled' if compute.compiled else 'eager'} ({compute.compile_reason})",
+        f"{'compiled' if compute.compiled else 'eager'} ({compute.compile_reason})"
+        f"{' · attention drops in kernels' if compute.fused_dropout else ''}",
     ]
     if plan.layout.world_size > 1:
         plural = "s" if compute.n_threads > 1 else ""

@@ -1,0 +1,408 @@
+"""Fused causal attention with keyed dropout of its weights on a GPU: three kernels in Triton.
+
+FlashAttention-2 (Dao 2023, "FlashAttention-2: faster attention with better parallelism and work
+partitioning", algorithms 1 and 2), with dropout as in FlashAttention (Dao et al. 2022, appendix
+B.4). The attention weights exist a tile at a time and are never written to memory; so is the mask,
+which every kernel computes again from the keys of the rows, with the arithmetic of `keyed.bits`.
+
+Forward, for queries q, keys k and values v of a head, K their size, ∘ element by element:
+
+    S = q·kᵀ / √K, −∞ where hidden      ℓ = log Σ exp S, over each row      P = exp(S − ℓ)
+    Z = keep / (1 − p)                  y = (P ∘ Z)·v
+
+ℓ sums all weights, the dropped ones too, so a row that drops every key is 0 and no special case.
+Backward, for the gradient g of y:
+
+    dv = (P ∘ Z)ᵀ·g      dP = (g·vᵀ) ∘ Z      D = Σ P ∘ dP = Σ g ∘ y, over each row
+    dS = P ∘ (dP − D)    dq = dS·k / √K       dk = dSᵀ·q / √K
+
+One kernel makes dq, a tile of queries at a time, another dk and dv, a tile of keys at a time, for
+all heads that share the keys. So no two programs add to the same number, and results do not depend
+on the order in which they run. Logarithms are to base 2, in which a GPU computes exponentials.
+
+Importing this imports Triton, which comes with a PyTorch that is built for GPUs. `fused_dropout.py`
+does so where a run can use it. On a CPU Triton interprets the kernels if TRITON_INTERPRET=1 is in
+the environment beforehand.
+
+Shapes: B batch, T time, H heads, G heads of keys and values, K head size, W a window.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pentameter import keyed
+from pentameter.model.dropout import AttentionDropout, keep_bound
+
+_MULTIPLIER_1, _SHIFT_1 = tl.constexpr(keyed.MULTIPLIER_1 - 2**32), tl.constexpr(keyed.SHIFT_1)
+_MULTIPLIER_2, _SHIFT_2 = tl.constexpr(keyed.MULTIPLIER_2 - 2**32), tl.constexpr(keyed.SHIFT_2)
+_MULTIPLIER_3, _SHIFT_3 = tl.constexpr(keyed.MULTIPLIER_3), tl.constexpr(keyed.SHIFT_3)
+_MASK_1 = tl.constexpr(keyed.WORD >> keyed.SHIFT_1)
+_MASK_2 = tl.constexpr(keyed.WORD >> keyed.SHIFT_2)
+_MASK_3 = tl.constexpr(keyed.WORD >> keyed.SHIFT_3)
+
+LOG2_E = math.log2(math.e)
+
+
+class Tiles(NamedTuple):
+    """The rows of a program's tile, those of the tiles it goes through, and its warps."""
+
+    own: int
+    others: int
+    warps: int
+
+
+def tiles(head_size: int, element_bytes: int, *, backward: bool) -> Tiles:
+    """Return the Tiles of a kernel: the largest for which the compiler leaves numbers in registers
+    and each kernel within 99 KiB of shared memory, which GPUs of compute capability 8.6 have.
+
+    They are a table, and not searched for by timing: the order of sums would then depend on which
+    candidate won, and a run on more than itself.
+    """
+    # A warp of AMD's GPUs is twice as wide.
+    few, many = (4, 8) if torch.version.hip is None else (4, 4)
+    if element_bytes > 2:
+        return Tiles(32, 32, many) if head_size <= 64 else Tiles(32, 16, many)
+    if head_size <= 64:
+        return Tiles(64, 64, few) if backward else Tiles(128, 64, few)
+    return Tiles(64, 32, many) if backward else Tiles(128, 32, many)
+
+
+@triton.jit
+def _bits(index, key_0, key_1):
+    """Return `keyed.bits` of int32 numbers, line by line: the same operations on words that wrap.
+    The masks make an arithmetic shift a logical one."""
+    x = index ^ key_0
+    x = x * _MULTIPLIER_1
+    x = x ^ ((x >> _SHIFT_1) & _MASK_1)
+    x = x ^ key_1
+    x = x * _MULTIPLIER_2
+    x = x ^ ((x >> _SHIFT_2) & _MASK_2)
+    x = x * _MULTIPLIER_3
+    return x ^ ((x >> _SHIFT_3) & _MASK_3)
+
+
+@triton.jit
+def _load_tile(at, rows, stride, T, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return rows of a head, (rows, COLUMNS), which begins `at`; 0 beyond T and K."""
+    column = tl.arange(0, COLUMNS)
+    inside = (rows < T)[:, None] & (column < K)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * stride + column[None, :]
+    return tl.load(at + offsets, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_tile(at, rows, stride, tile, T, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write a tile (rows, COLUMNS) where `_load_tile` would read it."""
+    column = tl.arange(0, COLUMNS)
+    inside = (rows < T)[:, None] & (column < K)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * stride + column[None, :]
+    tl.store(at + offsets, tile.to(at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _visible(queries, keys, T, window):
+    """Return where a query (…) sees a key (…): its own and those before, back to its window."""
+    return (keys <= queries) & (keys > queries - window) & (queries < T)
+
+
+@triton.jit
+def _forward_kernel(
+    q_at, k_at, v_at, y_at, logs_at, row_keys_at, positions_at,
+    q_row, q_time, q_head, k_row, k_time, k_head, v_row, v_time, v_head,
+    row_keys_row, row_keys_word,
+    T, H, n_sharing, window, first_head, context_length, bound, score_scale, keep_scale,
+    K: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write y (B, T, H, K) and the base-2 logarithms (B, H, T) of a tile of queries of a head."""
+    row, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
+    first_query = tl.program_id(0) * QUERIES
+    queries = first_query + tl.arange(0, QUERIES)
+    q = _load_tile(q_at + row * q_row + head * q_head, queries, q_time, T, K, COLUMNS)
+    k_at += row * k_row + head // n_sharing * k_head
+    v_at += row * v_row + head // n_sharing * v_head
+    key_0 = tl.load(row_keys_at + row * row_keys_row)
+    key_1 = tl.load(row_keys_at + row * row_keys_row + row_keys_word)
+    query_position = tl.load(positions_at + queries, mask=queries < T, other=0).to(tl.int32)
+    numbers = ((first_head + head) * context_length + query_position) * context_length
+
+    most = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    y = tl.zeros([QUERIES, COLUMNS], tl.float32)
+    first_key = tl.maximum(first_query - window + 1, 0) // KEYS * KEYS
+    for start in range(first_key, tl.minimum(first_query + QUERIES, T), KEYS):
+        keys = start + tl.arange(0, KEYS)
+        k = _load_tile(k_at, keys, k_time, T, K, COLUMNS)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * score_scale
+        visible = _visible(queries[:, None], keys[None, :], T, window)
+        scores = tl.where(visible, scores, float("-inf"))
+        now = tl.maximum(most, tl.max(scores, 1))
+        shift = tl.where(now == float("-inf"), 0.0, now)  # of a row that has seen no key yet
+        weights = tl.exp2(scores - shift[:, None])
+        shrink = tl.exp2(most - shift)
+        total = total * shrink + tl.sum(weights, 1)
+        key_position = tl.load(positions_at + keys, mask=keys < T, other=0).to(tl.int32)
+        keep = _bits(numbers[:, None] + key_position[None, :], key_0, key_1) >= bound
+        left = tl.where(keep, weights, 0.0)
+        v = _load_tile(v_at, keys, v_time, T, K, COLUMNS)
+        y = y * shrink[:, None]
+        y += tl.dot(left.to(v.dtype), v, input_precision=PRECISION)
+        most = now
+    total = tl.where(queries < T, total, 1.0)
+    y = y * (keep_scale / total)[:, None]
+    _store_tile(y_at + (row * T * H + head) * K, queries, H * K, y, T, K, COLUMNS)
+    logs = most + tl.log2(total)
+    tl.store(logs_at + (row * H + head) * T + queries, logs, mask=queries < T)
+
+
+@triton.jit
+def _queries_kernel(
+    q_at, k_at, v_at, y_at, g_at, logs_at, sums_at, dq_at, row_keys_at, positions_at,
+    q_row, q_time, q_head, k_row, k_time, k_head, v_row, v_time, v_head,
+    y_row, y_time, y_head, g_row, g_time, g_head, row_keys_row, row_keys_word,
+    T, H, n_sharing, window, first_head, context_length, bound, score_scale, keep_scale, scale,
+    K: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write dq (B, T, H, K) and D (B, H, T), `sums`, of a tile of queries of a head."""
+    row, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
+    first_query = tl.program_id(0) * QUERIES
+    queries = first_query + tl.arange(0, QUERIES)
+    q = _load_tile(q_at + row * q_row + head * q_head, queries, q_time, T, K, COLUMNS)
+    y = _load_tile(y_at + row * y_row + head * y_head, queries, y_time, T, K, COLUMNS)
+    g = _load_tile(g_at + row * g_row + head * g_head, queries, g_time, T, K, COLUMNS)
+    sums = tl.sum(g.to(tl.float32) * y.to(tl.float32), 1)
+    in_head = (row * H + head) * T + queries
+    tl.store(sums_at + in_head, sums, mask=queries < T)
+    logs = tl.load(logs_at + in_head, mask=queries < T, other=0.0)
+    k_at += row * k_row + head // n_sharing * k_head
+    v_at += row * v_row + head // n_sharing * v_head
+    key_0 = tl.load(row_keys_at + row * row_keys_row)
+    key_1 = tl.load(row_keys_at + row * row_keys_row + row_keys_word)
+    query_position = tl.load(positions_at + queries, mask=queries < T, other=0).to(tl.int32)
+    numbers = ((first_head + head) * context_length + query_position) * context_length
+
+    dq = tl.zeros([QUERIES, COLUMNS], tl.float32)
+    first_key = tl.maximum(first_query - window + 1, 0) // KEYS * KEYS
+    for start in range(first_key, tl.minimum(first_query + QUERIES, T), KEYS):
+        keys = start + tl.arange(0, KEYS)
+        k = _load_tile(k_at, keys, k_time, T, K, COLUMNS)
+        v = _load_tile(v_at, keys, v_time, T, K, COLUMNS)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * score_scale
+        visible = _visible(queries[:, None], keys[None, :], T, window)
+        weights = tl.exp2(tl.where(visible, scores - logs[:, None], float("-inf")))
+        key_position = tl.load(positions_at + keys, mask=keys < T, other=0).to(tl.int32)
+        keep = _bits(numbers[:, None] + key_position[None, :], key_0, key_1) >= bound
+        dp = tl.dot(g, tl.trans(v), input_precision=PRECISION) * keep_scale
+        ds = weights * (tl.where(keep, dp, 0.0) - sums[:, None])
+        dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
+    _store_tile(dq_at + (row * T * H + head) * K, queries, H * K, dq * scale, T, K, COLUMNS)
+
+
+@triton.jit
+def _keys_kernel(
+    q_at, k_at, v_at, g_at, logs_at, sums_at, dk_at, dv_at, row_keys_at, positions_at,
+    q_row, q_time, q_head, k_row, k_time, k_head, v_row, v_time, v_head,
+    g_row, g_time, g_head, row_keys_row, row_keys_word,
+    T, H, n_sharing, window, first_head, context_length, bound, score_scale, keep_scale, scale,
+    K: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write dk and dv (B, T, G, K) of a tile of keys, summed over the heads that share them.
+    Tiles lie transposed here: keys are rows, queries columns."""
+    G = H // n_sharing
+    row, kv_head = (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
+    first_key = tl.program_id(0) * KEYS
+    keys = first_key + tl.arange(0, KEYS)
+    k = _load_tile(k_at + row * k_row + kv_head * k_head, keys, k_time, T, K, COLUMNS)
+    v = _load_tile(v_at + row * v_row + kv_head * v_head, keys, v_time, T, K, COLUMNS)
+    key_0 = tl.load(row_keys_at + row * row_keys_row)
+    key_1 = tl.load(row_keys_at + row * row_keys_row + row_keys_word)
+    key_position = tl.load(positions_at + keys, mask=keys < T, other=0).to(tl.int32)
+
+    dk = tl.zeros([KEYS, COLUMNS], tl.float32)
+    dv = tl.zeros([KEYS, COLUMNS], tl.float32)
+    last = tl.minimum(first_key + KEYS - 1 + window, T)  # no query from here on sees a key of these
+    for head in range(kv_head * n_sharing, (kv_head + 1) * n_sharing):
+        for start in range(first_key // QUERIES * QUERIES, last, QUERIES):
+            queries = start + tl.arange(0, QUERIES)
+            q = _load_tile(q_at + row * q_row + head * q_head, queries, q_time, T, K, COLUMNS)
+            g = _load_tile(g_at + row * g_row + head * g_head, queries, g_time, T, K, COLUMNS)
+            in_head = (row * H + head) * T + queries
+            logs = tl.load(logs_at + in_head, mask=queries < T, other=0.0)
+            sums = tl.load(sums_at + in_head, mask=queries < T, other=0.0)
+            scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * score_scale
+            visible = _visible(queries[None, :], keys[:, None], T, window)
+            weights = tl.exp2(tl.where(visible, scores - logs[None, :], float("-inf")))
+            query_position = tl.load(positions_at + queries, mask=queries < T, other=0)
+            numbers = (first_head + head) * context_length + query_position.to(tl.int32)
+            numbers = (numbers * context_length)[None, :] + key_position[:, None]
+            keep = _bits(numbers, key_0, key_1) >= bound
+            left = tl.where(keep, weights, 0.0)
+            dv += tl.dot(left.to(g.dtype), g, input_precision=PRECISION)
+            dp = tl.dot(v, tl.trans(g), input_precision=PRECISION) * keep_scale
+            ds = weights * (tl.where(keep, dp, 0.0) - sums[None, :])
+            dk += tl.dot(ds.to(q.dtype), q, input_precision=PRECISION)
+    at = (row * T * G + kv_head) * K
+    _store_tile(dk_at + at, keys, G * K, dk * scale, T, K, COLUMNS)
+    _store_tile(dv_at + at, keys, G * K, dv * keep_scale, T, K, COLUMNS)
+
+
+def attend_dropping(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    row_keys: Tensor,
+    positions: Tensor,
+    p: float,
+    window: int,
+    first_head: int,
+    context_length: int,
+) -> tuple[Tensor, Tensor]:
+    """Return each query's mix of values (B, H, T, K), and the base-2 logarithms of the sums of its
+    weights, fp32 (B, H, T).
+
+    q is (B, H, T, K), k and v are (B, G, T, K), of one dtype: fp32, bf16 or fp16. `row_keys`, int32
+    (B, 2), `p`, `first_head` and `context_length` are those of an AttentionDropout, `positions`
+    (T,) those of queries and keys; a query sees `window` keys, its own included.
+    """
+    B, H, T, K = q.shape
+    q, k, v = map(_by_rows, (q, k, v))
+    y = q.new_empty(B, T, H, K).transpose(1, 2)
+    logs = q.new_empty(B, H, T, dtype=torch.float32)
+    if q.numel():
+        at = (q, k, v, y, logs, row_keys, positions)
+        strides = (*_strides(q, k, v), *row_keys.stride())
+        numbers = (T, H, H // k.shape[1], window, first_head, context_length, *_dropping(p, K))
+        _launch(_forward_kernel, (*at, *strides, *numbers), q, H, backward=False)
+    return y, logs
+
+
+def attend_dropping_backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    logs: Tensor,
+    row_keys: Tensor,
+    positions: Tensor,
+    p: float,
+    window: int,
+    first_head: int,
+    context_length: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, given that of y, `g` (B, H, T, K), what `attend_dropping`
+    read and what it returned."""
+    (B, H, T, K), G = q.shape, k.shape[1]
+    g, q, k, v, y = map(_by_rows, (g, q, k, v, y))
+    dq, dk, dv = (q.new_empty(B, T, n, K).transpose(1, 2) for n in (H, G, G))
+    if q.numel():
+        sums = torch.empty_like(logs)
+        numbers = (T, H, H // G, window, first_head, context_length, *_dropping(p, K), K**-0.5)
+        keys = row_keys.stride()
+        at = (q, k, v, y, g, logs, sums, dq, row_keys, positions)
+        launched = (*at, *_strides(q, k, v, y, g), *keys, *numbers)
+        _launch(_queries_kernel, launched, q, H, backward=True)
+        at = (q, k, v, g, logs, sums, dk, dv, row_keys, positions)
+        launched = (*at, *_strides(q, k, v, g), *keys, *numbers)
+        _launch(_keys_kernel, launched, q, G, backward=True)
+    return dq, dk, dv
+
+
+def _launch(
+    kernel: Any, arguments: tuple[Any, ...], q: Tensor, n_heads: int, *, backward: bool
+) -> None:
+    """Run a kernel for every tile of so many heads of the rows of q (B, H, T, K)."""
+    B, _, T, K = q.shape
+    own, others, warps = tiles(K, q.element_size(), backward=backward)
+    queries, keys = (others, own) if kernel is _keys_kernel else (own, others)
+    # A GPU of AMD's has no tf32 in Triton on most chips; its full precision is always there.
+    rounds = torch.get_float32_matmul_precision() != "highest" and torch.version.hip is None
+    with torch.cuda.device_of(q):  # Triton launches on the current device; of a CPU: nothing
+        kernel[(triton.cdiv(T, own), B * n_heads)](
+            *arguments,
+            K=K,
+            COLUMNS=max(16, triton.next_power_of_2(K)),
+            QUERIES=queries,
+            KEYS=keys,
+            PRECISION="tf32" if rounds else "ieee",
+            num_warps=warps,
+            num_stages=2,
+        )
+
+
+def _dropping(p: float, head_size: int) -> tuple[int, float, float]:
+    """Return the bound below which bits drop, the factor from products to scores in base 2, and
+    that of the weights that are left."""
+    return keep_bound(p), head_size**-0.5 * LOG2_E, 1 / (1 - p)
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """Return x with its last dimension's numbers one after another, as the kernels read them."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Return the strides of rows, time and heads of tensors (B, H, T, K), one after another."""
+    return tuple(x.stride(dimension) for x in tensors for dimension in (0, 2, 1))
+
+
+dropped_attention = torch.library.custom_op(
+    "pentameter::dropped_attention", attend_dropping, mutates_args=()
+)
+_dropped_attention_backward = torch.library.custom_op(
+    "pentameter::dropped_attention_backward", attend_dropping_backward, mutates_args=()
+)
+
+
+@dropped_attention.register_fake
+def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    B, H, T, K = q.shape
+    return q.new_empty(B, T, H, K).transpose(1, 2), q.new_empty(B, H, T, dtype=torch.float32)
+
+
+@_dropped_attention_backward.register_fake
+def _(g: Tensor, q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    (B, H, T, K), G = q.shape, k.shape[1]
+    dq, dk, dv = (q.new_empty(B, T, n, K).transpose(1, 2) for n in (H, G, G))
+    return dq, dk, dv
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.numbers = inputs[5:]
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:5])
+
+
+def _backward(ctx: Any, g: Tensor, _g_logs: Tensor) -> tuple[Tensor | None, ...]:
+    dq, dk, dv = _dropped_attention_backward(g, *ctx.saved_tensors, *ctx.numbers)
+    return dq, dk, dv, *(None,) * 6
+
+
+dropped_attention.register_autograd(_backward, setup_context=_remember)
+
+
+def attend_in_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dropout: AttentionDropout,
+    dropout_keys: Tensor,
+    positions: Tensor | None,
+    window: int | None,
+) -> Tensor:
+    """Return what `attend_explicitly` returns of as many queries as keys, up to rounding; weights
+    are dropped alike."""
+    T = q.shape[2]
+    positions = torch.arange(T, device=q.device) if positions is None else positions
+    numbers = (dropout.p, min(window or T, T), dropout.head_offset, dropout.context_length)
+    y: Tensor = dropped_attention(q, k, v, dropout_keys[:, dropout.site], positions, *numbers)[0]
+    return y

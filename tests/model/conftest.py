@@ -1,0 +1,13 @@
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def kernels() -> ModuleType:
+    """`dropout_kernels.py`: compiled where there is a GPU, else as Triton interprets it."""
+    reason = "Triton is not installed: `pip install triton` interprets its kernels on a CPU"
+    pytest.importorskip("triton", reason=reason)
+    from pentameter.model import dropout_kernels
+
+    return dropout_kernels
