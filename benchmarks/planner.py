@@ -30,10 +30,11 @@ from pentameter.config.load import load_config
 from pentameter.config.schema import Config
 from pentameter.disk.cache import data_folder
 from pentameter.errors import ConfigError
+from pentameter.planning.candidates import LayoutCandidate
 from pentameter.planning.cluster import Cluster, parse_cluster
 from pentameter.planning.estimate import Estimate, make_estimate
 from pentameter.planning.layout import Layout
-from pentameter.planning.search import Allowed, LayoutCandidate, search
+from pentameter.planning.search import Allowed, search
 from pentameter.planning.step_time import step_time
 
 ROWS = "planner/published_rows.json"

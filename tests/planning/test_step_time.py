@@ -10,8 +10,8 @@ from pentameter.planning import estimate as estimating
 from pentameter.planning.cluster import parse_cluster
 from pentameter.planning.estimate import make_estimate
 from pentameter.planning.links import Links
-from pentameter.planning.step_time import SIMULATED_ROUNDS, step_time
-from pentameter.planning.timeline import timeline
+from pentameter.planning.step_time import step_time
+from pentameter.planning.timeline import SIMULATED_ROUNDS, timeline
 from pentameter.planning.traffic import Traffic
 
 GPT = {
@@ -117,7 +117,7 @@ def test_many_rounds_of_a_pipeline_take_what_a_whole_simulation_says(schedule):
     plan = found.plan
     assert plan.n_micro_batches == 80 > (SIMULATED_ROUNDS + 2) * 4
     short = found.time
-    from pentameter.planning import step_time as module
+    from pentameter.planning import timeline as module
 
     whole = pytest.MonkeyPatch()
     whole.setattr(module, "SIMULATED_ROUNDS", 80)

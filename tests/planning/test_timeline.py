@@ -71,7 +71,7 @@ def test_the_order_is_torchs(name, p, v, m):
 def test_as_many_messages_wait_as_in_torchs_lists(name, p, v, m):
     """Torch's have idle turns in them, for which one more may be asked for ahead."""
     theirs = torchs(name, p, v, m).pipeline_order_with_comms
-    planned = waiting_messages(layout(name, p, v), pass_order(layout(name, p, v), m))
+    planned = waiting_messages(layout(name, p, v), m)
     for place, actions in theirs.items():
         waiting = most = 0
         for stage, kind, *_ in actions:
@@ -88,7 +88,7 @@ def test_as_many_messages_wait_as_in_torchs_lists(name, p, v, m):
 def test_few_messages_wait_where_a_process_has_one_stage(name):
     for p in (2, 3, 4):
         for m in (p, 4 * p):
-            assert max(waiting_messages(layout(name, p), pass_order(layout(name, p), m))) <= 2
+            assert max(waiting_messages(layout(name, p), m)) <= 2
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])

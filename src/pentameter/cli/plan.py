@@ -89,14 +89,11 @@ def run(arguments: list[str]) -> int:
         return _scale(config, cluster, known, parsed)
     found = None
     if parsed.search:
-        from pentameter.planning.search import search
+        from pentameter.planning.search import search, why_nothing_fits
 
         found = search(config, cluster, *known)
         if not found.estimates:
-            raise ConfigError(
-                f"no layout of {config.name} fits {cluster}: {found.n_timed} of the fastest were "
-                "tried; name a larger cluster, or raise train.batch_size's divisors"
-            )
+            raise ConfigError(why_nothing_fits(config, cluster, found))
         estimate = found.estimates[0]
     else:
         from pentameter.planning.estimate import make_estimate
@@ -343,8 +340,8 @@ def _why(found: Found) -> str:
         lines.append(f"The first beats the second by {slower:.1%}: {why}.")
     went = "all others are slower" if found.is_complete else "others were not timed"
     lines.append(
-        f"{found.n_candidates:,} candidates, {found.n_timed:,} timed in full, of which "
-        f"{found.n_too_large:,} do not fit; {went} ({found.seconds:.1f} s)."
+        f"{found.n_candidates:,} candidates: {found.n_too_large:,} do not fit, {found.n_timed:,} "
+        f"timed in full; {went} ({found.seconds:.1f} s)."
     )
     return "\n".join(lines)
 

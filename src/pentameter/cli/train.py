@@ -237,16 +237,13 @@ def _with_best_layout(
 ) -> Config:
     """`config` in the fastest layout that fits these processes."""
     from pentameter.machine.this_cluster import this_cluster
-    from pentameter.planning.search import search
+    from pentameter.planning.search import search, why_nothing_fits
 
     local_size = n_processes if place is None else place.local_size
     cluster, _ = this_cluster(n_processes, local_size)
     found = search(config, cluster, *vocabulary_and_epoch(config)[:2], n_best=2)
     if not found.estimates:
-        raise ConfigError(
-            f"--layout best: no layout of {config.name} fits {n_processes} processes with "
-            f"{cluster.usable_bytes / 1e9:,.1f} GB each; start more, or choose a smaller model"
-        )
+        raise ConfigError(f"--layout best: {why_nothing_fits(config, cluster, found)}")
     best = found.estimates[0]
     if say:
         print(

@@ -7,9 +7,10 @@ within ± inputs^-0.5, B at zero, so that an adapted model begins as it was.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from pentameter.config.messages import shown
 from pentameter.config.schema import Config, LoraConfig, ModelConfig
@@ -61,15 +62,30 @@ def with_adapters(
     return (*frozen, *(each for spec in adapted for each in _adapter(spec, rank)))
 
 
+class Run(tuple[Operation, ...]):
+    """The operations of a run, or of a slice of it, as they run."""
+
+    @cached_property
+    def alike_blocks(self) -> list[tuple[list[Operation], int]]:
+        """A block of each kind, and how many there are: those that differ in names alone read, make
+        and save the same bytes."""
+        found: dict[object, tuple[list[Operation], int]] = {}
+        for layer, group in itertools.groupby(self, key=lambda op: op.layer):
+            if layer is not None:
+                block = list(group)
+                key = tuple(_nameless(op, layer) for op in block)
+                first, n = found.get(key, (block, 0))
+                found[key] = first, n + 1
+        return list(found.values())
+
+
 @lru_cache(maxsize=1024)
-def run_operations(
-    model: ModelConfig, lora: LoraConfig, layers: range | None = None
-) -> tuple[Operation, ...]:
+def run_operations(model: ModelConfig, lora: LoraConfig, layers: range | None = None) -> Run:
     """The operations of a run, or of a slice of its layers as in `operations`: the model's, with
     those of an adapter ahead of the product that it adds to."""
     run = operations(model, layers)
     if lora.rank is None:
-        return run
+        return Run(run)
     adapted = set(adapted_modules(model, lora))
     # Nothing before the first adapter is trained, so backward ends there; a later stage sends the
     # gradient of what it received.
@@ -82,7 +98,26 @@ def run_operations(
         if op.name in adapted:
             found += _adapting(op, lora.rank, not constant)
         found.append(_frozen(op, index >= first, not constant))
-    return tuple(found)
+    return Run(found)
+
+
+def _nameless(op: Operation, layer: int) -> object:
+    """What an operation of a block reads, makes and saves, with names that say nothing of the
+    block's place."""
+
+    def nameless(tensor: ActivationTensor) -> object:
+        name = tensor.name.removeprefix(f"blocks.{layer}")
+        return name, tensor.shape, tensor.axes, tensor.dtype
+
+    groups = (op.reads, (op.result,), op.saves, op.saves_by_blocks)
+    return (
+        op.kind,
+        op.contracts,
+        op.reads_gradient,
+        op.gives_gradient,
+        tuple(tuple(map(nameless, group)) for group in groups),
+        tuple((spec.shape, spec.axes, spec.is_trained) for spec in op.parameters),
+    )
 
 
 def adapted_modules(model: ModelConfig, lora: LoraConfig) -> list[str]:

@@ -144,6 +144,8 @@ class ComputeTime:
         )
         self._known: dict[str, PassSeconds] = {}
         self._stages: dict[object, PassSeconds] = {}
+        self._slices: dict[range, PassSeconds] = {}
+        self._reading: dict[range, PassSeconds] = {}
 
     @property
     def key(self) -> object:
@@ -157,6 +159,11 @@ class ComputeTime:
 
     def stage(self, layers: range) -> PassSeconds:
         """The passes of a stage; stages of as many alike layers take the same time."""
+        if layers not in self._slices:
+            self._slices[layers] = self._slice(layers)
+        return self._slices[layers]
+
+    def _slice(self, layers: range) -> PassSeconds:
         kinds = kinds_of_operations(self.config.model, self.config.lora, layers)
         same = tuple((kind.key, kind.n) for kind in kinds)
         if same not in self._stages:
@@ -184,12 +191,15 @@ class ComputeTime:
 
     def reading(self, layers: range) -> PassSeconds:
         """The matrices of a stage that read the stream, beside whose gradients they may send."""
-        one_by_one = [
-            (kind.n, self.operation(kind))
-            for kind in kinds_of_operations(self.config.model, self.config.lora, layers)
-            if kind.op.kind == "product" and kind.op.reads[0].axes[0] == "time"
-        ]
-        return PassSeconds(*(sum(n * each[i] for n, each in one_by_one) for i in range(3)))
+        if layers not in self._reading:
+            one_by_one = [
+                (kind.n, self.operation(kind))
+                for kind in kinds_of_operations(self.config.model, self.config.lora, layers)
+                if kind.op.kind == "product" and kind.op.reads[0].axes[0] == "time"
+            ]
+            sums = (sum(n * each[i] for n, each in one_by_one) for i in range(3))
+            self._reading[layers] = PassSeconds(*sums)
+        return self._reading[layers]
 
     def computes_again(self, op: Operation) -> bool:
         """Whether activation checkpointing computes an operation of a block twice."""

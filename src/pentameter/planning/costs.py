@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pentameter.config.choices import look_up, refuse_unknown
 from pentameter.config.schema import Config, LoraConfig, ModelConfig
-from pentameter.planning.adapters import run_operations
+from pentameter.planning.adapters import Run, run_operations
 from pentameter.planning.architecture import (
     ActivationTensor,
     Operation,
@@ -226,7 +226,7 @@ class ActivationBytes:
         where it is on, which is for blocks."""
         ends = [op for op in run if op.layer is None]
         kept = self.of(tensor for op in ends for tensor in op.saves)
-        return kept + sum(self._kept_of_block(block) for block in _blocks(run))
+        return kept + sum(n * self._kept_of_block(block) for block, n in _alike_blocks(run))
 
     def _block(self, block: Sequence[Operation]) -> int:
         """Bytes one block keeps for backward without checkpointing: what its operations save, and
@@ -273,7 +273,7 @@ class ActivationBytes:
         if not self._has_ring:
             return 0
         most = 0
-        for block in _blocks(run):
+        for block, _ in _alike_blocks(run):
             kept = self._kept_of_block(block)
             if self.config.train.activation_checkpoint is not None:
                 kept -= self.stream
@@ -309,7 +309,10 @@ class ActivationBytes:
     def between_backward_halves(self, run: Sequence[Operation]) -> int:
         """Bytes a stage keeps once its input's gradient is there and its weights' are not: the
         gradients of the results that a block's parameters had a part in."""
-        return self.of(op.result for block in _blocks(run) for op in block if op.parameters)
+        return sum(
+            n * self.of(op.result for op in block if op.parameters)
+            for block, n in _alike_blocks(run)
+        )
 
     def recomputing(self, run: Sequence[Operation]) -> int:
         """Extra bytes while a block is computed again: what was not kept of it, and the gradients
@@ -326,7 +329,7 @@ class ActivationBytes:
                 for tensor in (*op.reads, op.result)
             )
             + 2 * self.stream
-            for block in _blocks(run)
+            for block, _ in _alike_blocks(run)
         )
 
     def loss(self, run: Sequence[Operation]) -> int:
@@ -394,8 +397,6 @@ def attention_elements(
     return n_q, n_read - n_q
 
 
-def _blocks(run: Iterable[Operation]) -> Iterator[list[Operation]]:
-    """The operations of each block."""
-    for layer, block in itertools.groupby(run, key=lambda op: op.layer):
-        if layer is not None:
-            yield list(block)
+def _alike_blocks(run: Sequence[Operation]) -> list[tuple[list[Operation], int]]:
+    """A block of each kind, and how many there are."""
+    return (run if isinstance(run, Run) else Run(run)).alike_blocks

@@ -13,7 +13,7 @@ from pentameter.planning.cluster import Cluster, parse_cluster
 from pentameter.planning.fused_step import fuses_dropout
 from pentameter.planning.layout import parse_parallel
 from pentameter.planning.links import Links
-from pentameter.planning.memory import Memory
+from pentameter.planning.memory import Memory, device_bytes
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.planning.step_time import StepTime, step_time, traffic_of_places
 from pentameter.planning.traffic import WORLD, StepTraffic
@@ -60,11 +60,7 @@ class Estimate:
     @property
     def device_bytes(self) -> int:
         """Bytes that the fullest process holds in its device."""
-        memory = self.memory
-        if not self.plan.config.train.offload:
-            return memory.total_bytes
-        state = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
-        return max(0, memory.total_bytes - state)
+        return device_bytes(self.memory, offload=self.plan.config.train.offload)
 
     @property
     def spare_bytes(self) -> float:

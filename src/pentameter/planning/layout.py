@@ -219,7 +219,16 @@ class Layout:
     ) -> Shape:
         """The shape of the part of a parameter at `places` of PARAMETER_DIMENSIONS, before ZeRO
         shards it; a dimension that is left out is at 0, which has the largest part."""
-        places = places or {}
+        if places:
+            return self._parameter_shape(shape, axes, places)
+        key = shape, tuple(axes)
+        if key not in self._largest_shapes:
+            self._largest_shapes[key] = self._parameter_shape(shape, axes, {})
+        return self._largest_shapes[key]
+
+    def _parameter_shape(
+        self, shape: Shape, axes: Sequence[Axis], places: Mapping[str, int]
+    ) -> Shape:
         if self.tensor_mode == "1d" and self.kv_copies > 1 and "kv_heads" in axes:
             return shape
         if self.tensor_mode == "1d":
@@ -228,6 +237,11 @@ class Layout:
             n if name is None else part_size(n, self.parameter_sizes[name], places.get(name, 0))
             for n, name in zip(shape, self.parameter_divisions(axes), strict=True)
         )
+
+    @cached_property
+    def _largest_shapes(self) -> dict[tuple[Shape, tuple[Axis, ...]], Shape]:
+        """`parameter_shape` without places, as far as it was asked for: layers are alike."""
+        return {}
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank along each of MESH_DIMENSIONS; ranks count them row by row."""

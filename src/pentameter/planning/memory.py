@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
+from functools import cached_property
 
-from pentameter.config.choices import look_up, refuse_unknown
+from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import Config, OptimizerConfig
-from pentameter.planning.adapters import run_operations
+from pentameter.planning.adapters import Run, run_operations
 from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.costs import ActivationBytes, StepSizes, step_sizes
 from pentameter.planning.layout import Layout
 from pentameter.planning.rules import LayoutRules
 from pentameter.planning.shares import (
     ROOT,
+    alike_places,
     gathered_elements,
     is_rounded,
     shard_elements,
     stage_tables,
     units,
 )
-from pentameter.planning.timeline import Pass, pass_order, waiting_messages
+from pentameter.planning.timeline import (
+    UnderWay,
+    passes_under_way,
+    waiting_messages,
+)
 from pentameter.planning.traffic import SUM_BUCKET_BYTES
-
-REPEATS = {
-    "gpipe": False,
-    "1f1b": True,
-    "interleaved": True,
-    "zero-bubble": True,
-    "zero-bubble-v": True,
-}
-"""`parallel.schedule` → whether its passes repeat once the pipeline is full, so that more
-micro-batches keep no more activations under way."""
 
 
 @dataclass(frozen=True)
@@ -73,25 +70,39 @@ def step_memory(
     precision: str | None = None,
     *,
     fused_dropout: bool = False,
+    known: dict[object, _RankMemory] | None = None,
 ) -> Memory:
     """The Memory of a step of a resolved configuration, of the fullest process.
 
     `precision` is that of the run where the configuration leaves it open; without it products are
     taken to be in full precision. Attention's weights that are dropped are taken to be written out,
     unless kernels drop them, `fused_dropout`. The first of the processes that share tensors or
-    shards holds the largest parts. Muon's work on a matrix is left out.
+    shards holds the largest parts. Muon's work on a matrix is left out. `known` keeps what follows
+    from parameters alone for other calls with the same model, optimizer and precision.
     """
     sizes = step_sizes(config, layout, precision, fused_dropout=fused_dropout)
     n_micro_batches = sizes.n_micro_batches
-    few = _several_rounds(n_micro_batches, layout)
-    repeats = look_up(REPEATS, layout.schedule, "parallel.schedule", "the planner's memory")
-    passes = pass_order(layout, few if repeats else n_micro_batches)
-    waiting = waiting_messages(layout, pass_order(layout, few))
-    each = (
-        _RankMemory(config, layout, stages, place, passes[place], sizes).memory(waiting[place])
-        for place in range(layout.pipeline)
-    )
-    return max(each, key=lambda memory: memory.total_bytes)
+    under_way = passes_under_way(layout, n_micro_batches)
+    waiting = waiting_messages(layout, n_micro_batches)
+    known = {} if known is None else known
+    found = []
+    for places in alike_places(layout, stages):
+        key = layout, places[0], n_micro_batches > 1
+        if key not in known:
+            known[key] = _RankMemory(config, layout, stages, places[0], sizes)
+        held = _RankActivations(config, layout, stages, places[0], sizes)
+        peaks = {(*held.peaks(under_way[each]), held.received(waiting[each])) for each in places}
+        found += [known[key].memory(*most) for most in _largest(peaks)]
+    return max(found, key=lambda memory: memory.total_bytes)
+
+
+def _largest(peaks: set[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Of some tuples those of which no other has as much of everything."""
+    return [
+        one
+        for one in peaks
+        if not any(other != one and all(map(operator.ge, other, one)) for other in peaks)
+    ]
 
 
 def state_bytes(
@@ -121,11 +132,12 @@ def state_bytes(
     return max(places, key=lambda b: b.weights_bytes + b.gradients_bytes + b.optimizer_bytes)
 
 
-def _several_rounds(n_micro_batches: int, layout: Layout) -> int:
-    """Micro-batches that fill a pipeline several times, or all of a step where they are fewer or
-    no multiple of that: more of them have no more messages under way."""
-    several = 4 * layout.pipeline
-    return n_micro_batches if n_micro_batches % several else several
+def device_bytes(memory: Memory, *, offload: bool) -> int:
+    """The bytes of a process's Memory that lie in its device."""
+    if not offload:
+        return memory.total_bytes
+    state = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+    return max(0, memory.total_bytes - state)
 
 
 def optimizer_slots(optimizer: OptimizerConfig, spec: ParameterSpec) -> int:
@@ -167,8 +179,9 @@ class _Snapshot:
     activations_bytes: float = 0.0
 
 
-class _RankMemory:
-    """The memory of the process at a place of the pipeline, first along every other dimension."""
+class _RankActivations:
+    """The activations of the process at a place of the pipeline, first along every other
+    dimension."""
 
     def __init__(
         self,
@@ -176,78 +189,97 @@ class _RankMemory:
         layout: Layout,
         stages: Sequence[range],
         place: int,
-        passes: Sequence[Pass],
         sizes: StepSizes,
     ) -> None:
-        self.config = config
+        self.costs = ActivationBytes(config, layout, sizes)
+        self.numbers = layout.stages_of(place)
+        last = layout.n_stages - 1
+        known: dict[object, tuple[int, int, int]] = {}
+        found = []
+        for number in self.numbers:
+            alike = len(stages[number]), number == 0, number == last
+            if alike not in known:
+                run = run_operations(config.model, config.lora, stages[number])
+                known[alike] = self._of_stage(run, number > 0, number < last)
+            found.append(known[alike])
+        kept, split, at_once = zip(*found, strict=True)
+        self.at_once = max(at_once)
+        self.of_passes = [*kept, *split]
+        """Bytes of the passes that an UnderWay counts. Each forward pass keeps what its stage
+        keeps, until the backward pass is done, and what is between its halves where it is split:
+        the gradients of what it received and sent among it."""
+
+    def _of_stage(self, run: Run, receives: bool, sends: bool) -> tuple[int, int, int]:
+        """Bytes that a forward pass of a stage keeps, that are kept between the halves of a
+        backward pass, and that are added to them for a while."""
+        costs, layout = self.costs, self.costs.layout
+        in_parts = receives and layout.cuts_messages(costs.config.model.context_length)
+        # What was sent, and what was received in parts; as a whole it is the first block's.
+        kept = costs.stage(run) + costs.message * (sends + in_parts)
+        split = 0
+        if layout.splits_backward:
+            split = costs.between_backward_halves(run) + costs.message * (receives + sends)
+        extra = costs.recomputing(run), costs.attending(run), costs.loss(run)
+        return kept, split, max(*extra, costs.multiplying(run))
+
+    def peaks(self, under_way: UnderWay) -> tuple[int, int]:
+        """Peak bytes, and the peak once there are gradients, after the first backward pass; with
+        what one block needs that is computed again, and what the loss needs."""
+        ever, later = under_way.peaks(self.of_passes)
+        return ever + self.at_once, later + self.at_once if later else 0
+
+    def received(self, waiting: int) -> int:
+        """Bytes of a pipeline's messages under way: those that wait, the gradient that a backward
+        pass makes to be sent, and the one sent before by each stage."""
+        n_sending = sum(number > 0 for number in self.numbers)
+        return self.costs.message * (waiting + n_sending + (n_sending > 0))
+
+
+class _RankMemory:
+    """The memory of such a process, and what of it follows from its parameters alone."""
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        stages: Sequence[range],
+        place: int,
+        sizes: StepSizes,
+    ) -> None:
+        """Of `sizes` the bytes of numbers count, and whether a step has several micro-batches."""
         self.layout = layout
         self.rules = LayoutRules(layout)
         self.sizes = sizes
-        self.element_bytes = self.sizes.element_bytes
-        self.product_bytes = self.sizes.product_bytes
-        self.accumulates = self.sizes.n_micro_batches > 1
+        self.has_tied_head = config.model.tied_head
+        self.element_bytes = sizes.element_bytes
+        self.product_bytes = sizes.product_bytes
+        self.accumulates = sizes.n_micro_batches > 1
         numbered = dict(stage_tables(config, layout, stages, place))
-        self.tables, self.numbers = list(numbered.values()), list(numbered)
+        self.tables = list(numbered.values())
         self.has_first, self.has_last = 0 in numbered, layout.n_stages - 1 in numbered
         self.specs = [spec for table in self.tables for spec in table]
         self.trained = [spec for spec in self.specs if spec.is_trained]
-        self.costs = ActivationBytes(config, layout, self.sizes)
-        self.activations_bytes, self.later_activations_bytes = self.peak_activations(
-            {number: stages[number] for number in self.numbers}, passes
+        self.activations_bytes = self.later_activations_bytes = 0
+        self.weights_bytes = self.element_bytes * sum(map(self.elements, self.specs))
+        self.optimizer_bytes = self.element_bytes * sum(
+            self.elements(spec) * optimizer_slots(config.optimizer, spec) for spec in self.trained
         )
 
-    def peak_activations(self, stages: dict[int, range], passes: Sequence[Pass]) -> tuple[int, int]:
-        """Peak bytes of activations over these passes, in order, and the peak once there are
-        gradients, after the first backward pass.
-
-        Each forward pass adds what its stage keeps, until the backward pass is done, and what is
-        between its halves where it is split: the gradients of what it received and sent among it.
-        Added is what one block needs that is computed again, and what the loss needs.
-        """
-        costs, kept, split, at_once = self.costs, {}, {}, 0
-        for number, layers in stages.items():
-            run = run_operations(self.config.model, self.config.lora, layers)
-            is_last = number == self.layout.n_stages - 1
-            received = number > 0 and self.layout.cuts_messages(self.config.model.context_length)
-            # What was sent, and what was received in parts; as a whole it is the first block's.
-            kept[number] = costs.stage(run) + costs.message * ((not is_last) + received)
-            split[number] = costs.between_backward_halves(run)
-            split[number] += costs.message * ((number > 0) + (not is_last))
-            at_once = max(at_once, costs.recomputing(run), costs.attending(run), costs.loss(run))
-            at_once = max(at_once, costs.multiplying(run))
-        held = most = later = 0
-        has_gradients = False
-        for one in passes:
-            if one.kind == "forward":
-                held += kept[one.stage]
-            elif one.kind == "backward_input":
-                held += split[one.stage]
-            else:
-                held -= kept[one.stage] + (split[one.stage] if one.kind == "backward_weight" else 0)
-                has_gradients = True
-            most = max(most, held)
-            later = max(later, held) if has_gradients else 0
-        return most + at_once, later + at_once if later else 0
-
-    def memory(self, waiting: int) -> Memory:
-        """The bytes of this process, where at most so many messages wait to be read."""
-        weights = self.element_bytes * sum(self.elements(spec) for spec in self.specs)
-        optimizer = self.element_bytes * sum(
-            self.elements(spec) * optimizer_slots(self.config.optimizer, spec)
-            for spec in self.trained
-        )
-        received = self.received_bytes(waiting)
+    def memory(self, activations: int, later_activations: int, received: int) -> Memory:
+        """The bytes of this process, at these peaks of activations and with so many bytes of
+        messages under way."""
+        self.activations_bytes, self.later_activations_bytes = activations, later_activations
         points = list(self.with_fsdp() if self.rules.data_sum == "fsdp" else self.with_copies())
-        gradients = self.gradients_bytes()
+        gradients = self.gradients_bytes
         peak = max(point.state_bytes + received + point.activations_bytes for point in points)
         return Memory(
-            weights_bytes=weights,
+            weights_bytes=self.weights_bytes,
             gradients_bytes=gradients,
-            optimizer_bytes=optimizer,
+            optimizer_bytes=self.optimizer_bytes,
             gathered_bytes=max(point.state_bytes for point in points) - gradients,
             received_bytes=received,
-            activations_bytes=self.activations_bytes,
-            total_bytes=weights + optimizer + round(peak),
+            activations_bytes=activations,
+            total_bytes=self.weights_bytes + self.optimizer_bytes + round(peak),
         )
 
     def elements(self, spec: ParameterSpec) -> int:
@@ -264,12 +296,7 @@ class _RankMemory:
         shapes = [self.layout.parameter_shape(spec.shape, spec.axes) for spec in specs]
         return sum(gathered_elements(shape, self.layout.shard) for shape in shapes)
 
-    def received_bytes(self, waiting: int) -> int:
-        """Bytes of a pipeline's messages under way: those that wait, the gradient that a backward
-        pass makes to be sent, and the one sent before by each stage."""
-        n_sending = sum(number > 0 for number in self.numbers)
-        return self.costs.message * (waiting + n_sending + (n_sending > 0))
-
+    @cached_property
     def gradients_bytes(self) -> int:
         """Bytes of gradients held from one micro-batch to the next, or to the optimizer's step."""
         whole = self.rules.keeps_whole_gradients(self.sizes.n_micro_batches)
@@ -283,7 +310,7 @@ class _RankMemory:
 
     def head_gradient_bytes(self) -> int:
         """Bytes of the gradient of the head's weight, the first of a backward pass."""
-        head = "token_embedding.weight" if self.config.model.tied_head else "head.weight"
+        head = "token_embedding.weight" if self.has_tied_head else "head.weight"
         specs = [spec for spec in self.trained if spec.name == head and self.has_last]
         return self.element_bytes * sum(self.whole_elements(spec) for spec in specs)
 
@@ -293,14 +320,14 @@ class _RankMemory:
         if not self.has_first or not self.specs[0].is_trained:
             return 0
         fresh = self.element_bytes * self.whole_elements(self.specs[0])
-        if self.config.model.tied_head and self.has_last:
+        if self.has_tied_head and self.has_last:
             return 2 * fresh  # it, and its sum with the head's
         return fresh if self.accumulates else 0
 
     def kept_head_gradient_bytes(self) -> int:
         """Bytes of a tied head's gradient, which waits for the embedding's before both are added
         to what is there."""
-        both = self.config.model.tied_head and self.has_first and self.has_last
+        both = self.has_tied_head and self.has_first and self.has_last
         return self.head_gradient_bytes() if both else 0
 
     # -- points of a step -----------------------------------------------------------------------
@@ -308,9 +335,9 @@ class _RankMemory:
     def with_copies(self) -> Iterator[_Snapshot]:
         """The points of a step without ZeRO. DDP holds buckets for all gradients from the start,
         where micro-batches add theirs up."""
-        data_sum, whole = self.rules.data_sum, self.gradients_bytes()
-        rounded = self.rounded_bytes()
-        split = self.split_gradient_bytes()
+        data_sum, whole = self.rules.data_sum, self.gradients_bytes
+        rounded = self.rounded_bytes
+        split = self.split_gradient_bytes
         in_buckets = whole if data_sum == "ddp" else 0
         added = whole if self.accumulates and not in_buckets else 0
         head = self.head_gradient_bytes()
@@ -324,10 +351,12 @@ class _RankMemory:
         if data_sum == "after_backward":
             yield _Snapshot(rounded + whole + min(whole, SUM_BUCKET_BYTES))
 
+    @cached_property
     def rounded_bytes(self) -> int:
         """Bytes of the weights that stay rounded for all micro-batches, without ZeRO."""
         return sum(map(self.rounded_bytes_of, self.tables))
 
+    @cached_property
     def split_gradient_bytes(self) -> int:
         """Bytes of the rounded gradients of a stage, all of which the second half of a split
         backward pass makes before they are added up."""
@@ -347,6 +376,7 @@ class _RankMemory:
             if is_rounded(name)
         )
 
+    @cached_property
     def units(self) -> tuple[list[_FsdpUnit], _FsdpUnit]:
         """FSDP's units in the blocks, in the order in which they run, and the root unit."""
         blocks: list[_FsdpUnit] = []
@@ -377,7 +407,7 @@ class _RankMemory:
         if self.layout.pipeline > 1:
             yield from self.with_fsdp_in_pipeline()
             return
-        blocks, root = self.units()
+        blocks, root = self.units
         every = [*blocks, root]
         adds_whole = self.adds_whole
         here = 0  # gradients of the micro-batches before
@@ -441,7 +471,7 @@ class _RankMemory:
 
     def with_fsdp_in_pipeline(self) -> Iterator[_Snapshot]:
         """The points of a pipeline's step: units stay gathered, and gradients whole, to its end."""
-        blocks, root = self.units()
+        blocks, root = self.units
         every = [*blocks, root]
         gathered = sum(unit.gathered for unit in every)
         whole = sum(unit.whole for unit in every)

@@ -8,9 +8,10 @@ from typing import Any
 
 from pentameter.config.schema import Config
 from pentameter.planning.batch_sizes import global_batch_size
+from pentameter.planning.candidates import LayoutCandidate
 from pentameter.planning.cluster import Cluster
 from pentameter.planning.estimate import Estimate
-from pentameter.planning.search import Allowed, LayoutCandidate, search
+from pentameter.planning.search import Allowed, search
 
 MOST_DEVICES = 16_384
 TIMED_OF_EACH = 25

@@ -56,3 +56,15 @@ def stage_tables(
         table = training_table(config, first_layer=layers.start, last_layer=layers.stop)
         yield number, tuple(spec for spec in table if spec.name not in held)
         held.update(spec.name for spec in table)
+
+
+def alike_places(layout: Layout, stages: Sequence[range]) -> list[list[int]]:
+    """The processes of a pipeline, those together that hold as many layers and the same ends of the
+    model in each stage."""
+    last = layout.n_stages - 1
+    found: dict[object, list[int]] = {}
+    for place in range(layout.pipeline):
+        numbers = layout.stages_of(place)
+        key = tuple((len(stages[n]), n == 0, n == last, (n - 1) in numbers) for n in numbers)
+        found.setdefault(key, []).append(place)
+    return list(found.values())

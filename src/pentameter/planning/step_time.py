@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pentameter.config.schema import Config
 from pentameter.planning.cluster import Cluster
@@ -19,8 +20,8 @@ from pentameter.planning.layout import Layout
 from pentameter.planning.links import Links
 from pentameter.planning.memory import optimizer_slots
 from pentameter.planning.rules import LayoutRules
-from pentameter.planning.shares import shard_elements, stage_tables
-from pentameter.planning.timeline import Span, bubble_fraction, timeline
+from pentameter.planning.shares import alike_places, shard_elements, stage_tables
+from pentameter.planning.timeline import PipelineTime, Span, pipeline_time
 from pentameter.planning.traffic import (
     WORLD,
     Kind,
@@ -37,9 +38,6 @@ MOVES: Mapping[Kind, int] = {"all_gather": 1, "all_to_all": 2}
 """How often a tensor-parallel message's bytes are read or written beside its sending."""
 IN_LAYERS = ("tensor", "row", "depth")
 """Dimensions of the mesh whose collectives every layer waits for."""
-SIMULATED_ROUNDS = 4
-"""Times a pipeline is filled in a simulation; each round more takes as long as the last of these,
-which neither fills nor drains it."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +55,18 @@ class StepTime:
     """The update, and the norm of the gradients."""
     hidden: dict[str, float]
     """Communication beside compute, by dimension."""
-    bubble_fraction: float
-    """Idle time ÷ busy time of the pipeline's processes, 0 without one."""
-    spans: Sequence[Sequence[Span]] = field(repr=False)
-    """The passes of the pipeline's processes: of the first rounds where there are many."""
+    pipeline: PipelineTime | None = field(default=None, repr=False)
+    """The passes of the pipeline's processes; None without one."""
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle time ÷ busy time of the pipeline's processes; 0 without one."""
+        return 0.0 if self.pipeline is None else self.bubble / (self.pipeline.length - self.bubble)
+
+    @property
+    def spans(self) -> Sequence[Sequence[Span]]:
+        """The passes of the pipeline's processes: of the first rounds where there are many."""
+        return [] if self.pipeline is None else self.pipeline.spans
 
 
 def step_time(
@@ -82,17 +88,22 @@ def traffic_of_places(
 ) -> list[StepTraffic]:
     """What the first process at each place of the pipeline sends in a step; alike places are
     counted once."""
-    known: dict[object, StepTraffic] = {}
-    found = []
-    last = layout.n_stages - 1
-    for place in range(layout.pipeline):
-        numbers = layout.stages_of(place)
-        key = tuple((len(stages[n]), n == 0, n == last, (n - 1) in numbers) for n in numbers)
-        if key not in known:
-            rank = layout.rank_of(pipeline=place)
-            known[key] = step_traffic(config, layout, stages, rank, precision)
-        found.append(known[key])
-    return found
+    found: dict[int, StepTraffic] = {}
+    for places in alike_places(layout, stages):
+        rank = layout.rank_of(pipeline=places[0])
+        found |= dict.fromkeys(places, step_traffic(config, layout, stages, rank, precision))
+    return [found[place] for place in range(layout.pipeline)]
+
+
+class _Waiting(NamedTuple):
+    """Seconds of communication of a stage's passes of a micro-batch."""
+
+    hidden: dict[str, float]
+    """Beside compute, by dimension."""
+    exposed: dict[str, float]
+    """That compute waits for."""
+    passes: PassSeconds = PassSeconds(0.0, 0.0, 0.0)
+    """The latter by pass."""
 
 
 class _Step:
@@ -121,15 +132,17 @@ class _Step:
         self.exposed: dict[str, float] = {}
         self.traffic = traffic
         self._known: dict[int, Mapping[When, StepTraffic]] = {}
+        self._waits: dict[object, _Waiting] = {}
 
     def time(self) -> StepTime:
         """The whole step."""
         computed, waiting = self._passes()
+        pipeline, bubble = None, 0.0
         if self.layout.pipeline == 1:
-            spans, length = self._alone(computed[0], waiting[0])
-            busy, bubble, fraction = self.n_micro_batches * sum(computed[0]), 0.0, 0.0
+            length = self._alone(computed[0], waiting[0])
+            busy = self.n_micro_batches * sum(computed[0])
         else:
-            spans, length, busy, bubble, fraction = self._pipeline(computed, waiting)
+            pipeline, length, busy, bubble = self._pipeline(computed, waiting)
         numbers = self.links.total(self.traffic[0], WORLD)
         optimizer = self._optimizer()
         self.exposed[WORLD] = numbers
@@ -141,8 +154,7 @@ class _Step:
             exposed=exposed,
             optimizer=optimizer,
             hidden={name: seconds for name, seconds in self.hidden.items() if seconds},
-            bubble_fraction=fraction,
-            spans=spans,
+            pipeline=pipeline,
         )
 
     # -- passes ---------------------------------------------------------------------------------
@@ -150,40 +162,49 @@ class _Step:
     def _passes(self) -> tuple[list[PassSeconds], list[PassSeconds]]:
         """Of each stage the time of its passes, and what they wait for in other processes."""
         computed = [self.compute.stage(layers) for layers in self.stages]
-        return computed, [self._waiting(number) for number in range(len(self.stages))]
+        waiting = [self._waiting(number) for number in range(len(self.stages))]
+        for each in waiting:
+            for book, part in ((self.hidden, each.hidden), (self.exposed, each.exposed)):
+                for name, seconds in part.items():
+                    self._note(book, name, seconds * self._passes_per_process)
+        return computed, [each.passes for each in waiting]
 
-    def _waiting(self, number: int) -> PassSeconds:
-        """Seconds that a stage's passes wait for tensor-parallel sums and for context's messages,
-        per micro-batch. They are dealt out by layers."""
-        place = self.layout.place_of_stage[number]
-        layers = self.stages[number]
-        each = self._passes_per_process
-        here = sum(len(self.stages[other]) for other in self.layout.stages_of(place))
-        share = len(layers) / here / self.n_micro_batches
-        forward, backward = self._tensor(layers, place, share)
-        if forward + backward:
-            self._note(self.exposed, "tensor", (forward + backward) * each)
+    def _waiting(self, number: int) -> _Waiting:
+        """What a stage's passes wait for; alike stages wait alike."""
+        place, layers = self.layout.place_of_stage[number], self.stages[number]
+        key = id(self.traffic[place]), len(layers), self.compute.stage(layers)
+        if key not in self._waits:
+            here = sum(len(self.stages[other]) for other in self.layout.stages_of(place))
+            share = len(layers) / here / self.n_micro_batches
+            self._waits[key] = self._waiting_of(layers, place, share)
+        return self._waits[key]
+
+    def _waiting_of(self, layers: range, place: int, share: float) -> _Waiting:
+        """What the passes of layers wait for, which send a share of all that a process sends in a
+        step."""
+        forward, backward, hidden = self._tensor(layers, place, share)
+        waiting = _Waiting({"tensor": hidden}, {"tensor": forward + backward})
         if self.layout.context > 1:
             context = share * self.links.total(self.traffic[place], "context")
             late = context
             if not self.layout.exchanges_heads:  # a ring's messages travel beside attention
                 late = max(0.0, context - self.compute.attention(layers))
-                self._note(self.hidden, "context", (context - late) * each)
-            self._note(self.exposed, "context", late * each)
+            waiting.hidden["context"] = context - late
+            waiting.exposed["context"] = late
             forward += late * FORWARD_SHARE
             backward += late * (1 - FORWARD_SHARE)
-        return PassSeconds(forward, backward, 0.0)
+        return waiting._replace(passes=PassSeconds(forward, backward, 0.0))
 
-    def _tensor(self, layers: range, place: int, share: float) -> tuple[float, float]:
+    def _tensor(self, layers: range, place: int, share: float) -> tuple[float, float, float]:
         """Seconds that the passes of layers, which are a share of all that a process sends, wait
-        for matrices that processes share: forward and backward."""
+        for matrices that processes share, forward and backward, and what is beside compute."""
         whole = share * self.links.total(self.traffic[place], *IN_LAYERS)
         if self.layout.tensor_mode != "1d" or not whole:
-            return FORWARD_SHARE * whole, (1 - FORWARD_SHARE) * whole
+            return FORWARD_SHARE * whole, (1 - FORWARD_SHARE) * whole, 0.0
         sent = self._matrices(place)
         seconds = {when: share * self.links.total(sent[when], "tensor") for when in sent}
         moved = {when: share * self._moving(sent[when]) for when in sent}
-        total = whole + sum(moved.values())
+        total, hidden = whole + sum(moved.values()), 0.0
         if "beside" in sent:
             # What is read is gathered beside its gradient's products, and that is summed beside
             # those of the weights.
@@ -191,10 +212,8 @@ class _Step:
             gathers = share * self._of(sent["beside"], "tensor", "all_gather")[0]
             sums = seconds["beside"] - gathers
             hidden = gathers + sums - self._late(to_input, gathers) - self._late(to_weight, sums)
-            self._note(self.hidden, "tensor", hidden * self._passes_per_process)
-            total -= hidden
         forward = seconds["forward"] + moved["forward"]
-        return forward, total - forward
+        return forward, total - hidden - forward, hidden
 
     @property
     def _passes_per_process(self) -> float:
@@ -229,25 +248,25 @@ class _Step:
 
     # -- one process, or copies and shards of one ------------------------------------------------
 
-    def _alone(self, computed: PassSeconds, waiting: PassSeconds) -> tuple[list[list[Span]], float]:
-        """The passes of all micro-batches, with what ZeRO and DDP do beside them."""
+    def _alone(self, computed: PassSeconds, waiting: PassSeconds) -> float:
+        """Seconds of the passes of all micro-batches, with what ZeRO and DDP do beside them."""
         traffic, M = self.traffic[0], self.n_micro_batches
         forward = computed.forward + waiting.forward
         backward = sum(computed[1:]) + sum(waiting[1:])
         match self.rules.data_sum:
             case "none":
-                return [], M * (forward + backward)
+                return M * (forward + backward)
             case "after_backward":
                 sums = self.links.total(traffic, "data")
                 self._note(self.exposed, "data", sums)
-                return [], M * (forward + backward) + sums
+                return M * (forward + backward) + sums
             case "ddp":
                 sums = self.links.total(traffic, "data")
                 calls = sum(each.calls for key, each in traffic.items() if key[0] == "data")
                 last = self._beside(backward, sums, calls, "data")
-                return [], M * (forward + backward) - backward + last
+                return M * (forward + backward) - backward + last
             case "fsdp":
-                return [], self._sharded(forward, backward)
+                return self._sharded(forward, backward)
 
     def _beside(self, compute: float, sent: float, calls: int, name: str) -> float:
         """Time of compute with communication beside it, of which the last call is late."""
@@ -318,9 +337,9 @@ class _Step:
 
     def _pipeline(
         self, computed: list[PassSeconds], waiting: list[PassSeconds]
-    ) -> tuple[list[list[Span]], float, float, float, float]:
-        """Spans, length with what follows the last pass, and of the mean process its compute, its
-        idle time, and idle ÷ busy time."""
+    ) -> tuple[PipelineTime, float, float, float]:
+        """The passes, the seconds with what follows the last one, and of the mean process its
+        compute and its idle time."""
         both = [
             PassSeconds(*(a + b for a, b in zip(*pair, strict=True)))
             for pair in zip(computed, waiting, strict=True)
@@ -328,41 +347,14 @@ class _Step:
         p, M = self.layout.pipeline, self.n_micro_batches
         sent = ActivationBytes(self.config, self.layout, self.sizes).message
         message = self.links.message_seconds(sent)
-        spans, length = self._simulated(both, message)
+        time = pipeline_time(self.layout, M, both, message)
         compute = M * sum(map(sum, computed)) / p
         waited = M * sum(map(sum, waiting)) / p
         tails = [self._after_passes(place) for place in range(p)]
         at_end = {name: max(tail.get(name, 0.0) for tail in tails) for name in tails[0]}
         for name, seconds in at_end.items():
             self._note(self.exposed, name, seconds)
-        bubble = length - compute - waited
-        fraction = bubble / (compute + waited)
-        if not self._is_extended:
-            fraction = bubble_fraction(spans)
-        return spans, length + sum(at_end.values()), compute, bubble, fraction
-
-    @property
-    def _rounds(self) -> int:
-        """Micro-batches that a simulation takes: some rounds and as many more as are over."""
-        p, M = self.layout.pipeline, self.n_micro_batches
-        return M if (SIMULATED_ROUNDS + 2) * p >= M else SIMULATED_ROUNDS * p + M % p
-
-    @property
-    def _is_extended(self) -> bool:
-        return self._rounds < self.n_micro_batches
-
-    def _simulated(
-        self, seconds: list[PassSeconds], message: float
-    ) -> tuple[list[list[Span]], float]:
-        """Spans and length of the schedule; where it repeats many rounds, each that is left out
-        takes what the last of the others adds."""
-        n, p = self._rounds, self.layout.pipeline
-        spans = timeline(self.layout, n, seconds, message)
-        length = _end(spans)
-        if self._is_extended:
-            fewer = _end(timeline(self.layout, n - p, seconds, message))
-            length += (self.n_micro_batches - n) / p * (length - fewer)
-        return spans, length
+        return time, time.length + sum(at_end.values()), compute, time.length - compute - waited
 
     def _after_passes(self, place: int) -> dict[str, float]:
         """Communication of a place of the pipeline before its first pass and after its last one."""
@@ -396,7 +388,3 @@ class _Step:
                     moved += e * numbers * shard_elements(shape, self.layout.shard, 0)
             most = max(most, moved / self.cluster.memory_bandwidth)
         return most
-
-
-def _end(spans: Sequence[Sequence[Span]]) -> float:
-    return max(span.end for process in spans for span in process)
