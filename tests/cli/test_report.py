@@ -27,6 +27,7 @@ def test_no_run_folder(tmp_path):
 
 
 def test_no_loss_to_plot(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(ConfigError, match="no loss to draw yet"):
         report.run([str(tmp_path), "--plot", str(tmp_path / "loss.png")])
 
@@ -38,6 +39,7 @@ def test_wrong_usage():
 
 
 def test_neither_help_nor_the_report_needs_torch(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(METRICS)
     code = (
         "import sys\n"
         "from pentameter.cli import doctor, report\n"

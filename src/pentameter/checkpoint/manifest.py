@@ -129,7 +129,9 @@ def read_manifest(folder: Path) -> Manifest:
         )
     try:
         manifest = _parse(content)
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except (
+        LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError
+    ) as error:  # fmt: skip
         raise CorruptError(f"{path} is malformed: {error!r}") from error
     # One spelling per content: equal bytes mean a true checksum and not one changed character.
     if manifest.to_bytes() != data:

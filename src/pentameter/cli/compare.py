@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from pentameter.cli.arguments import parse
+from pentameter.cli.arguments import parse, print_warnings
 from pentameter.errors import printable
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def run(arguments: list[str]) -> int:
     from pentameter.report.markup import write_page
 
     comparison = compare_runs(asked.runs)
+    print_warnings(words for run in comparison.runs for words in run.record.unread)
     page = write_page(asked.out, render_comparison(comparison))
     if asked.json:
         print(json.dumps({"page": str(page), **comparison.to_json()}, ensure_ascii=False))

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from pentameter.cli.arguments import parse
+from pentameter.cli.arguments import parse, print_warnings
 from pentameter.errors import ConfigError
 
 
@@ -28,14 +28,18 @@ class ReportArguments:
 def run(arguments: list[str]) -> int:
     """Return the exit code of `pentameter report ARGUMENTS`."""
     asked = parse(ReportArguments, arguments, verb="report")
-    from pentameter.report.page import write_report
+    from pentameter.report.markup import write_page
+    from pentameter.report.page import render_page
     from pentameter.report.plots import loss_figure, save_figure
-    from pentameter.report.reading import read_run
+    from pentameter.report.reading import check_run_folder, read_run
 
+    record = read_run(asked.run_dir)
+    check_run_folder(asked.run_dir)
+    print_warnings(record.unread)
     if asked.plot is not None:
-        figure = loss_figure(read_run(asked.run_dir))
+        figure = loss_figure(record)
         if figure is None:
             raise ConfigError(f"--plot {asked.plot}: {asked.run_dir} has no loss to draw yet")
         print(save_figure(figure, asked.plot))
-    print(write_report(asked.run_dir))
+    print(write_page(asked.run_dir / "report.html", render_page(record)))
     return 0

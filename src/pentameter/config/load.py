@@ -190,7 +190,7 @@ def _read_chain(source: str | Path) -> Tree:
             circle = [*list(labels.values())[list(labels).index(place) :], labels[place]]
             raise ConfigError(f"extends runs in a circle: {' extends '.join(circle)}")
         labels[place] = label
-        layer = _parse(text, label)
+        layer = parse_toml(text, label)
         parent = layer.pop("extends", None)
         layers.append(layer)
         if parent is None:
@@ -269,7 +269,9 @@ def _not_found(path: Path, label: str) -> str:
     return f"{said}{hint}{' ' if hint.endswith('?') else '; '}presets: {', '.join(presets)}"
 
 
-def _parse(text: bytes, label: str) -> Tree:
+def parse_toml(text: bytes, label: str) -> Tree:
+    """The top-level table of a TOML file; ConfigError, which begins with `label`, for what is none
+    or nested more than DEEPEST levels."""
     found = _TOO_DEEP.search(text)
     if found is not None:
         line = text[: found.end()].count(b"\n") + 1

@@ -39,6 +39,7 @@ _REMEDIES = {
     errno.EIO: "the disk reports an error; check it, or use another disk",
     errno.ENOENT: "it is not there (any more); was it removed or unmounted?",
     errno.ENOTDIR: "a file stands where a folder should be; use another path",
+    errno.ELOOP: "a symbolic link stands there, which could lead anywhere; remove it",
     errno.EMFILE: "too many open files; raise the limit (ulimit -n)",
 }
 
@@ -207,11 +208,13 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def read_regular(path: Path, *, max_bytes: int) -> bytes:
-    """The content of a regular file; CorruptError when it is missing, a link, or too large."""
-    with _open_regular(path) as file:
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
+def read_regular(path: Path, *, max_bytes: int, follow_links: bool = False) -> bytes:
+    """The content of a regular file of at most `max_bytes`; CorruptError where it is larger, and
+    what `open_regular` raises."""
+    with open_regular(path, follow_links=follow_links) as file:
+        is_larger = os.fstat(file.fileno()).st_size > max_bytes
+        data = b"" if is_larger else file.read(max_bytes + 1)
+    if is_larger or len(data) > max_bytes:
         raise CorruptError(f"{path} is larger than {max_bytes:,} bytes, so it is not what it says")
     return data
 
@@ -219,7 +222,7 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
 def check_file(folder: Path, record: FileRecord, *, hash_content: bool) -> None:
     """Raise CorruptError, naming the file, unless it is there with its size (and its hash)."""
     path = folder / record.name
-    with _open_regular(path) as file:
+    with open_regular(path) as file:
         n_bytes = os.fstat(file.fileno()).st_size
         if n_bytes != record.n_bytes:
             raise CorruptError(
@@ -232,11 +235,23 @@ def check_file(folder: Path, record: FileRecord, *, hash_content: bool) -> None:
         raise CorruptError(f"{path} is damaged: its sha256 is not the one in its manifest")
 
 
+class MissingFileError(CorruptError):
+    """A file that is to be read is not there."""
+
+
 @contextmanager
-def _open_regular(path: Path) -> Iterator[BufferedReader]:
+def open_regular(path: Path, *, follow_links: bool = False) -> Iterator[BufferedReader]:
+    """Open a regular file for reading: every file that others may have put there is opened here.
+
+    A pipe is not waited for and a device, which may have no end, not read. Links are followed only
+    where `follow_links` says so; a folder in the path may be one. Raises CorruptError where it is
+    no regular file or a link, MissingFileError where it is not there, StorageError where it cannot
+    be read.
+    """
     try:
         # Non-blocking, so that a pipe planted under the name cannot hang the reader.
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        no_links = 0 if follow_links else os.O_NOFOLLOW
+        fd = os.open(path, os.O_RDONLY | no_links | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise CorruptError(f"{path} is not a regular file")
@@ -245,10 +260,12 @@ def _open_regular(path: Path) -> Iterator[BufferedReader]:
         finally:
             os.close(fd)
     except OSError as error:
-        if error.errno == errno.ENOENT:
-            raise CorruptError(f"{path} is missing") from error
-        if error.errno == errno.ELOOP:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise MissingFileError(f"{path} is missing") from error
+        if error.errno == errno.ELOOP and path.is_symlink():
             raise CorruptError(f"{path} is a symbolic link, which could lead anywhere") from error
+        if error.errno == errno.ENXIO:  # what a socket answers
+            raise CorruptError(f"{path} is not a regular file") from error
         if error.errno == errno.EIO:
             raise CorruptError(f"{path} cannot be read: {error.strerror}") from error
         raise storage_error(path, "read", error) from error

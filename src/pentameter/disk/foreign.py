@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.disk.atomic import MissingFileError, read_regular
+from pentameter.errors import ConfigError, CorruptError
 
 LIMIT_BYTES = 1 << 28
 """Size above which no such file is read."""
@@ -15,17 +16,13 @@ LIMIT_BYTES = 1 << 28
 def read_text(path: Path, limit_bytes: int = LIMIT_BYTES) -> str:
     """The UTF-8 text of a file; links are followed, as Hugging Face's cache consists of them.
 
-    Raises ConfigError when it is absent, CorruptError when it is no text or too large.
+    Raises ConfigError when it is absent, CorruptError when it is no text, no regular file or too
+    large, StorageError when it cannot be read.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(limit_bytes + 1)
-    except FileNotFoundError as error:
+        data = read_regular(path, max_bytes=limit_bytes, follow_links=True)
+    except MissingFileError as error:
         raise ConfigError(f"{path} does not exist") from error
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from error
-    if len(data) > limit_bytes:
-        raise CorruptError(f"{path} is larger than {limit_bytes:,} bytes")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

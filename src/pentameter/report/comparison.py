@@ -23,14 +23,13 @@ from pentameter.report.plots import (
     page_svg,
     useful_axes,
 )
-from pentameter.report.reading import RecordedRun, read_run
+from pentameter.report.reading import RecordedRun, check_run_folder, read_run
 from pentameter.report.results import Results, RunOutcome, outcome, progress, results
 from pentameter.report.settings import Settings, settings
 from pentameter.train.log_files import strict
 
 SAME_TEXT = ("data.tokenizer", "data.order", "data.packing")
 """Keys of [data] that leave open which text is held out."""
-RUN_FILES = ("config.toml", "metrics.jsonl")
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,9 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
         raise ConfigError(
             "compare takes two runs or more, e.g. runs/a runs/b; report RUN_DIR shows one"
         )
-    places = [_checked(folder).resolve() for folder in folders]
+    for folder in folders:
+        check_run_folder(folder)
+    places = [folder.resolve() for folder in folders]
     for place, folder in zip(places, folders, strict=True):
         if places.count(place) > 1:
             raise ConfigError(f"{folder} is named twice; name each run once")
@@ -105,21 +106,6 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
     )
     differing = _differing(runs)
     return Comparison(runs, tuple(_rows(runs)), differing, _verdict(runs, differing))
-
-
-def _checked(folder: Path) -> Path:
-    """The folder, if it holds a run."""
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: there is no such folder; a run is a folder runs/NAME")
-    if any((folder / name).is_file() for name in RUN_FILES):
-        return folder
-    inside = sorted(
-        str(child)
-        for child in folder.iterdir()
-        if child.is_dir() and any((child / name).is_file() for name in RUN_FILES)
-    )
-    hint = f"; the runs in it: {', '.join(inside[:10])}" if inside else ""
-    raise ConfigError(f"{folder} holds no run: it has neither {' nor '.join(RUN_FILES)}{hint}")
 
 
 def _differing(runs: Sequence[Run]) -> dict[str, tuple[Any, ...]]:

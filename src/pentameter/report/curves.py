@@ -22,7 +22,7 @@ class Series:
     steps: tuple[int, ...] = ()
     values: tuple[float, ...] = ()
     n_non_finite: int = 0
-    """Points that are NaN or infinite, and so not among the values."""
+    """Points that are NaN, infinite or too large to be drawn, and so not among the values."""
 
     def __len__(self) -> int:
         return len(self.steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 from importlib import metadata
 from pathlib import Path
@@ -32,6 +33,22 @@ def render(template: str, **values: Any) -> str:
         version = metadata.version("pentameter")
     except metadata.PackageNotFoundError:  # run from a source tree
         version = ""
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            script=Markup(script),
+            script_hash=f"sha256-{digest}",
+            style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
+            version=version,
+            **values,
+        )
+    )
+
+
+@functools.cache
+def _environment() -> Environment:
+    """The templates and their filters, compiled once a process."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -48,13 +65,7 @@ def render(template: str, **values: Any) -> str:
         "size": wording.size,
         "whole": wording.whole,
     }
-    return environment.get_template(template).render(
-        script=Markup(script),
-        script_hash=f"sha256-{digest}",
-        style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
-        version=version,
-        **values,
-    )
+    return environment
 
 
 def _visible(value: Any) -> Any:

@@ -19,7 +19,13 @@ from pentameter.report.plots import (
     page_svg,
     small_figures,
 )
-from pentameter.report.reading import RecordedRun, Sample, as_table, read_run
+from pentameter.report.reading import (
+    RecordedRun,
+    Sample,
+    as_table,
+    check_run_folder,
+    read_run,
+)
 from pentameter.report.results import outcome, results
 from pentameter.report.settings import choices, flat, settings
 
@@ -31,8 +37,11 @@ def write_report(run_dir: Path) -> Path:
 
     Raises:
         StorageError: the folder is not there, or cannot be read or written.
+        ConfigError: it holds no run, so nothing is written into it.
     """
-    return write_page(run_dir / "report.html", render_page(read_run(run_dir)))
+    record = read_run(run_dir)
+    check_run_folder(run_dir)
+    return write_page(run_dir / "report.html", render_page(record))
 
 
 def render_page(record: RecordedRun) -> str:

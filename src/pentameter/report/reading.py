@@ -1,17 +1,25 @@
-"""A run folder as values. Reads whatever is there: half a line, half a run, nothing at all."""
+"""A run folder as values. Reads whatever is there: half a line, half a run, what others put there.
+
+Every file is a regular one of bounded size, or is not read, and no link is followed: the folder may
+come from somebody else, and its page goes to others. What is not read is told in `unread`.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import time
-import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from pentameter.errors import StorageError
+from pentameter.config.load import DEEPEST, LARGEST_FILE_BYTES, parse_toml
+from pentameter.disk.atomic import MissingFileError, open_regular, read_regular
+from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.report.curves import Series
 
 NAN = math.nan
@@ -22,6 +30,17 @@ CURVES = (
     "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "peak_memory_bytes",
     "tokens", "eta_seconds",
 )  # fmt: skip
+RUN_FILES = ("config.toml", "metrics.jsonl")
+"""Files of which a run folder has at least one."""
+METRICS_BYTES = 2**29  # well over a million lines
+JSON_BYTES = 2**24  # environment.json gains some kilobytes with every start
+SAMPLE_BYTES = 2**20
+LONGEST_LINE_BYTES = 2**20
+MOST_UNREADABLE = 100_000  # lines, beyond which metrics.jsonl is another kind of file
+EVENTS = ("start", "resume", "end", "train", "eval", "checkpoint", "skip", "rollback")
+"""Events of metrics.jsonl that are read; hooks may record others."""
+LAST_STEP = 2**31 - 1  # steps are indexed by 32-bit words
+LARGEST_DRAWN = 1e100  # the arithmetic of a plot overflows where its values come near 1e308
 BEATS_SECONDS = 60.0  # a run's lock is touched every few seconds; a dead run's is older
 
 
@@ -63,6 +82,8 @@ class RecordedRun:
     tokens: int = 0
     training_seconds: float = NAN
     unreadable_lines: int = 0
+    unread: tuple[str, ...] = ()
+    """Files that are left out, each with the reason."""
     config: dict[str, Any] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -93,9 +114,10 @@ def read_run(folder: Path) -> RecordedRun:
         StorageError: there is no such folder, or it cannot be read. A missing or damaged file
             inside it is not an error.
     """
-    if not folder.is_dir():
+    if not _is_folder(folder):
         raise StorageError(f"{folder} is not a run folder: there is no such folder")
-    events, unreadable = _read_events(folder / "metrics.jsonl")
+    files = _RunFiles(folder)
+    events, unreadable = files.events("metrics.jsonl")
     train = _latest(events, "train")
     sessions = [e for e in events if e.get("event") in ("start", "resume", "end")]
     starts = [e for e in sessions if e["event"] != "end"]
@@ -142,47 +164,160 @@ def read_run(folder: Path) -> RecordedRun:
         tokens=max((_integer(e.get("tokens")) for e in train), default=0),
         training_seconds=seconds,
         unreadable_lines=unreadable,
-        config=_read_table(folder / "config.toml", tomllib.loads),
-        plan=_read_table(folder / "plan.json", json.loads),
-        environment=_read_table(folder / "environment.json", json.loads),
-        samples=tuple(_samples(folder / "samples")),
-        log_tail=_read_text(folder / "log.txt")[-MAX_LOG_CHARACTERS:],
+        config=files.table("config.toml"),
+        plan=files.table("plan.json"),
+        environment=files.table("environment.json"),
+        samples=tuple(_samples(files)),
+        log_tail=files.tail("log.txt", MAX_LOG_CHARACTERS),
         locked=_is_beating(folder / "run.lock"),
+        unread=tuple(files.unread),
     )
 
 
-def _read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The lines that are JSON objects, and how many are not (a last line half written)."""
-    events: list[dict[str, Any]] = []
-    unreadable = 0
-    for line in _read_text(path).split("\n"):
-        if not line.strip():
-            continue
+def check_run_folder(folder: Path) -> None:
+    """Raise ConfigError, naming the runs in it if there are any, unless a folder holds a run;
+    StorageError where it cannot be read."""
+    try:
+        if _holds_run(folder):
+            return
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: there is no such folder; a run is a folder runs/NAME")
+        inside = sorted(str(child) for child in folder.iterdir() if _holds_run(child))
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be read: {error.strerror or error}") from error
+    hint = f"; the runs in it: {', '.join(inside[:10])}" if inside else ""
+    raise ConfigError(f"{folder} holds no run: it has neither {' nor '.join(RUN_FILES)}{hint}")
+
+
+def _holds_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in RUN_FILES)
+
+
+class _RunFiles:
+    """The files of a run folder, by name. One that is damaged is read as empty, and adds a line to
+    `unread`; one that is not there does not. Methods raise StorageError where one that is sound
+    cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.unread: list[str] = []
+
+    def text(self, name: str, max_bytes: int) -> str:
+        """The text of a file of at most `max_bytes`; bytes that are not UTF-8 are replaced."""
+        with self._told():
+            content = read_regular(self.folder / name, max_bytes=max_bytes)
+            return content.decode("utf-8", errors="replace")
+        return ""
+
+    def tail(self, name: str, n_characters: int) -> str:
+        """The end of a text, which may be of any length."""
+        with self._told(), open_regular(self.folder / name) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4 * n_characters))  # UTF-8's longest
+            return file.read().decode("utf-8", errors="replace")[-n_characters:]
+        return ""
+
+    def table(self, name: str) -> dict[str, Any]:
+        """The top-level table of a file of TOML or JSON."""
+        is_toml = name.endswith(".toml")
+        text = self.text(name, LARGEST_FILE_BYTES if is_toml else JSON_BYTES)
         try:
-            event = json.loads(line)
-        except ValueError:
-            event = None
-        if isinstance(event, dict):
-            events.append(event)
-        else:
-            unreadable += 1
-    return events, unreadable
+            if is_toml:
+                return as_table(_plain(parse_toml(text.encode(), name)))
+            return as_table(_plain(json.loads(text))) if text else {}
+        except ConfigError as error:
+            self.unread.append(str(error))
+        except (ValueError, RecursionError) as error:
+            self.unread.append(f"{name} is not JSON: {error}")
+        return {}
+
+    def events(self, name: str) -> tuple[list[dict[str, Any]], int]:
+        """The lines of a file that are one of EVENTS, and how many are no event (a last line half
+        written)."""
+        events: list[dict[str, Any]] = []
+        n_unreadable = 0
+        with self._told(), open_regular(self.folder / name) as file:
+            if (n_bytes := os.fstat(file.fileno()).st_size) > METRICS_BYTES:
+                raise CorruptError(
+                    f"{file.name} has {n_bytes:,} bytes, and at most {METRICS_BYTES:,} are read"
+                )
+            for line in _lines(file):
+                event = _event(line)
+                if event is None:
+                    n_unreadable += 1
+                    if n_unreadable > MOST_UNREADABLE:
+                        raise CorruptError(f"{name} has over {MOST_UNREADABLE:,} unreadable lines")
+                elif event["event"] in EVENTS:
+                    events.append(event)
+        return events, n_unreadable
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Note a CorruptError of the body instead of raising it; a missing file is none."""
+        try:
+            yield
+        except MissingFileError:
+            pass
+        except CorruptError as error:
+            self.unread.append(str(error))
+
+
+def _lines(file: BufferedReader) -> Iterator[bytes]:
+    """The lines of a file that hold anything; one that is too long in several pieces."""
+    rest = b""
+    while block := file.read(LONGEST_LINE_BYTES):
+        *lines, rest = (rest + block).split(b"\n")
+        yield from filter(bytes.strip, lines)
+        if len(rest) > LONGEST_LINE_BYTES:
+            yield rest
+            rest = b""
+    if rest.strip():
+        yield rest
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """The event in a line of metrics.jsonl; None where there is none."""
+    try:
+        event = json.loads(line.decode("utf-8", errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    if event["event"] == "train":  # of which there may be a million: only what is drawn stays
+        return {key: event[key] for key in ("event", "step", *CURVES) if key in event}
+    return as_table(_plain(event))
+
+
+def _plain(value: object, n_levels: int = DEEPEST) -> Any:
+    """`value`, of TOML or JSON, with nothing in it that a page, JSON or a float cannot hold:
+    integers beyond 64 bits are floats, dates are text, what lies deeper than `n_levels` is "…"."""
+    if isinstance(value, dict | list) and not n_levels:
+        return "…"
+    if isinstance(value, dict):
+        return {str(key): _plain(each, n_levels - 1) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each, n_levels - 1) for each in value]
+    if value is None or isinstance(value, bool | float | str):
+        return value
+    if isinstance(value, int):
+        return value if abs(value) < 2**63 else number(value)
+    return str(value)
 
 
 def _latest(events: list[dict[str, Any]], kind: str, *keys: str) -> list[dict[str, Any]]:
     """Events of a kind in the order of their steps; of a repeated step, or of one with the same
     values of `keys`, the later one."""
     latest = {
-        (_integer(event.get("step")), *(str(event.get(key)) for key in keys)): event
+        (_integer(event["step"]), *(str(event.get(key)) for key in keys)): event
         for event in events
-        if event.get("event") == kind and "step" in event
+        if event["event"] == kind and "step" in event and 0 <= _integer(event["step"]) <= LAST_STEP
     }
     return [{**event, "step": place[0]} for place, event in sorted(latest.items())]
 
 
 def _series(points: list[tuple[int, float]]) -> Series:
     """The curve of points whose steps rise."""
-    finite = [point for point in points if math.isfinite(point[1])]
+    finite = [point for point in points if abs(point[1]) <= LARGEST_DRAWN]  # NaN is not
     return Series(
         tuple(step for step, _ in finite),
         tuple(value for _, value in finite),
@@ -208,14 +343,26 @@ def _checkpoints(folder: Path, events: list[dict[str, Any]]) -> Iterator[dict[st
     """The checkpoints that were written, each with `kept`: whether its folder is still there."""
     for event in _latest(events, "checkpoint"):
         name = Path(str(event.get("path") or f"step-{event['step']:08d}")).name
-        kept = bool(name) and (folder / "checkpoints" / name).is_dir()
+        kept = name.startswith("step-") and _is_folder(folder / "checkpoints" / name)
         yield {**event, "name": name, "kept": kept}
 
 
-def _samples(folder: Path) -> Iterator[Sample]:
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long, a folder that may not be entered
+        return False
+
+
+def _samples(files: _RunFiles) -> Iterator[Sample]:
+    """The texts in samples/, in the order of their steps."""
+    folder = files.folder / "samples"
+    if folder.is_symlink():
+        files.unread.append(f"{folder} is a symbolic link, which could lead anywhere")
+        return
     for path in sorted(folder.glob("step-*.txt"), key=lambda path: (len(path.name), path.name)):
         if (step := path.stem.removeprefix("step-")).isdecimal():
-            text = _read_text(path)
+            text = files.text(f"samples/{path.name}", SAMPLE_BYTES)
             omitted = max(0, len(text) - MAX_SAMPLE_CHARACTERS)
             yield Sample(int(step), text[:MAX_SAMPLE_CHARACTERS], omitted)
 
@@ -225,24 +372,6 @@ def _is_beating(lock: Path) -> bool:
         return time.time() - lock.stat().st_mtime < BEATS_SECONDS
     except OSError:
         return False
-
-
-def _read_text(path: Path) -> str:
-    """The file's text with bytes that are not UTF-8 replaced, "" when it is not there."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return ""
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def _read_table(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """The file's top-level table, {} when it is not one. Both parsers' errors are ValueErrors."""
-    try:
-        return as_table(parse(_read_text(path)))
-    except ValueError:
-        return {}
 
 
 def as_table(value: object) -> dict[str, Any]:

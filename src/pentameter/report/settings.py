@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,14 +50,13 @@ def choices(found: Settings, rows_per_epoch: int | None) -> Choices | None:
     """
     if not found.keys() & leaves().keys():
         return None
-    presets = [load_config(name) for name in preset_names()]
     known = [path for path in found if path in leaves() and path != "name"]
 
     def n_differences(config: Config) -> int:  # from what it states
         stated = values_of(config)
         return sum(_plain(stated[path]) not in (*LEFT_OPEN, found[path]) for path in known)
 
-    preset = min(presets, key=n_differences)
+    preset = min(_presets(), key=n_differences)
     resolved = _resolved(preset, found, rows_per_epoch)
     on_its_text = _resolved(_on_text_of(preset, found), found, rows_per_epoch)
     differs = [
@@ -87,6 +87,11 @@ def choices(found: Settings, rows_per_epoch: int | None) -> Choices | None:
             if path in chosen or found[path] != implied.get(path)
         },
     )
+
+
+@functools.cache
+def _presets() -> tuple[Config, ...]:
+    return tuple(load_config(name) for name in preset_names())
 
 
 def _on_text_of(preset: Config, found: Settings) -> Config:

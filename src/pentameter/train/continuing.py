@@ -8,12 +8,12 @@ says nothing then of the steps before.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pentameter.checkpoint.manifest import MAX_JSON_BYTES, decode_json
 from pentameter.checkpoint.opening import (
     Checkpoint,
     find_checkpoint,
@@ -25,7 +25,8 @@ from pentameter.config.choices import DECAY_KEYS, look_up
 from pentameter.config.fingerprint import config_hash, diff_configs
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config, ScheduleConfig
-from pentameter.errors import ConfigError, CorruptError
+from pentameter.disk.atomic import read_regular
+from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.optim.schedule import learning_rate
 from pentameter.planning.layout import Layout
 from pentameter.planning.plan import Plan, default_cooldown
@@ -63,7 +64,8 @@ def read_identity(path: Path) -> dict[str, Any] | None:
     if not (path / "config.toml").exists():
         return None
     try:
-        record = json.loads((path / "plan.json").read_text(encoding="utf-8"))
+        plan_file = path / "plan.json"
+        record = decode_json(read_regular(plan_file, max_bytes=MAX_JSON_BYTES), plan_file)
         identity = {key: record.get(key) for key in ("run_id", "parent", "init_from")}
         if not isinstance(identity["run_id"], str):
             raise TypeError("run_id is not a text")
@@ -74,7 +76,7 @@ def read_identity(path: Path) -> dict[str, Any] | None:
             origin = identity["init_from"]
             kept = ("path", "identity", *(("base_model",) if "base_model" in origin else ()))
             identity["init_from"] = {key: str(origin[key]) for key in kept}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (CorruptError, StorageError, KeyError, TypeError, AttributeError) as error:
         raise CorruptError(
             f"{path / 'plan.json'} is missing or damaged, so the run's checkpoints cannot be "
             "recognised; continue in a new folder with --run-dir NEW --resume "

@@ -6,18 +6,21 @@ checkpoint was saved, so that a run that continues from it writes it on without 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import stat
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pentameter.disk.atomic import storage_error, storage_errors, write_atomic
+from pentameter.disk.atomic import read_regular, storage_error, storage_errors, write_atomic
 from pentameter.errors import StorageError
 
+MAX_METRICS_BYTES = 2**32  # ten million lines
 MAX_UNWRITTEN = 10_000  # lines kept for a disk that refuses them; beyond, the oldest are lost
 
 
@@ -101,16 +104,20 @@ class LogFile:
         """The descriptor of the file that `path` names now, opened anew or put back if need be."""
         if self._fd is not None:
             with suppress(FileNotFoundError):
-                if os.path.samestat(os.stat(self.path), os.fstat(self._fd)):
+                if os.path.samestat(os.lstat(self.path), os.fstat(self._fd)):
                     return self._fd
             if not self.path.exists():
                 write_atomic(self.path, os.pread(self._fd, self._size(), 0))
             os.close(self._fd)
             self._fd = self._torn_at = None
-        self._fd = os.open(
-            self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode=0o666
-        )
-        return self._fd
+        # No link, which could lead anywhere, and no pipe, which nobody may read.
+        how = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(self.path, how, mode=0o666)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "it is a pipe or a device")
+        self._fd = fd
+        return fd
 
     def _size(self) -> int:
         if self._torn_at is not None:
@@ -130,11 +137,12 @@ def rewind_metrics(
     `n_bytes` is the file's size just before the checkpoint was written, `unwritten` the lines that
     waited for the disk then. Lines after it come from steps that are about to be run again, except
     the one that says the checkpoint was saved; a kill may have prevented that line, so `checkpoint`
-    holds its values. None goes back to the start of the run.
+    holds its values. None goes back to the start of the run. Raises CorruptError where `path` is
+    no regular file, or of a size that no run writes.
     """
     if not path.exists() and not unwritten:
         return
-    raw = path.read_bytes() if path.exists() else b""
+    raw = read_regular(path, max_bytes=MAX_METRICS_BYTES) if path.exists() else b""
     kept = raw[:n_bytes]
     kept = kept[: kept.rfind(b"\n") + 1]  # a half-written last line is not an event
     rest = raw[len(kept) :]
@@ -158,10 +166,10 @@ def checkpoint_event(step: int, path: Path, n_bytes: int, seconds: float | None)
 def _find_checkpoint(lines: bytes, step: int) -> bytes | None:
     """The complete line of the `checkpoint` event of `step`; None without one."""
     for line in lines.splitlines(keepends=True):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             record = json.loads(line)
-            is_event = record.get("event") == "checkpoint" and record.get("step") == step
-            if is_event and line.endswith(b"\n"):
+            is_event = isinstance(record, dict) and record.get("event") == "checkpoint"
+            if is_event and record.get("step") == step and line.endswith(b"\n"):
                 return line
     return None
 

@@ -242,8 +242,10 @@ class Profile:
         path = run.run_dir / "profile" / f"{rank}.json.gz"
         try:
             path.parent.mkdir(exist_ok=True)
+            path.unlink(missing_ok=True)  # a link there is not followed
             if _is_on_gpu(run):
                 memory = path.with_name(f"{rank}-memory.pickle")
+                memory.unlink(missing_ok=True)
                 torch.cuda.memory._dump_snapshot(str(memory))
             recording.export_chrome_trace(str(path))
             if path.stat().st_size < LEAST_TRACE_BYTES:  # a full disk is not told otherwise

@@ -46,6 +46,9 @@ from pentameter.train.state import SavedRun, saved_state
 RESUME_WORDS = ("auto", "never", "must", "extend")
 VISIBLE_SECONDS = 30.0  # until a network file system shows what another machine has written
 RANK_LOGS = "logs"
+APPENDED_FILES = ("log.txt", "metrics.jsonl")
+"""Files that are written in place; any other is replaced as a whole, also where it is a link."""
+WRITTEN_FOLDERS = ("checkpoints", "samples", RANK_LOGS, "profile", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True)
@@ -147,9 +150,26 @@ def _holds(path: Path, run_id: str) -> bool:
     return identity is not None and identity["run_id"] == run_id
 
 
+def refuse_links(path: Path) -> None:
+    """Raise ConfigError where training would write out of the run folder `path`, through a symbolic
+    link in it, or into what is no file. The folder itself may be a link."""
+    for name in (*APPENDED_FILES, *WRITTEN_FOLDERS):
+        entry = path / name
+        if entry.is_symlink():
+            raise ConfigError(
+                f"{entry} is a symbolic link to {os.readlink(entry)}, and training writes into its "
+                "run folder alone; remove the link. To keep a run on another disk, put all of it "
+                f"there (--run-dir /disk/NAME; {path} may be a link to that folder), or mount a "
+                f"folder of that disk at {entry} (mount --bind)"
+            )
+        if name in APPENDED_FILES and entry.exists() and not entry.is_file():
+            raise ConfigError(f"{entry} is a folder, a pipe or a device, and no file; remove it")
+
+
 def _open(request: Request, plan: Plan, dataset: Dataset) -> RunFolder:
     """Open the folder in the main process: first everything that may be refused, then changes."""
     path, resume, init_from = request.run_dir, request.resume, request.init_from
+    refuse_links(path)
     given = None if resume in RESUME_WORDS else _open_given(resume, init_from)
     weights = None
     identity = read_identity(path)
@@ -255,8 +275,8 @@ def _write_identity(
     files = {"plan.json": record, "config.toml": to_toml(plan.portable_config)}
     for name, text in files.items():
         before = None
-        with suppress(OSError):
-            before = (path / name).read_bytes()
+        with suppress(CorruptError, StorageError):
+            before = read_regular(path / name, max_bytes=MAX_JSON_BYTES)
         if before == text.encode():
             continue
         try:
@@ -297,7 +317,8 @@ def _rewind(folder: RunFolder, record: SavedRun | None) -> None:
         if folder.log_path.stat().st_size > record.log_bytes:
             os.truncate(folder.log_path, record.log_bytes)
     for sample in (folder.path / "samples").glob("step-*.txt"):
-        if sample.stem[5:].isdigit() and int(sample.stem[5:]) > last_step:
-            sample.unlink()
+        if sample.stem[5:].isdecimal() and int(sample.stem[5:]) > last_step:
+            with storage_errors(sample, "remove"):
+                sample.unlink()
     if last_step < 0:  # a resumed run adds to them: they may say why it had to be resumed
         rmtree(folder.path / RANK_LOGS, ignore_errors=True)
