@@ -4,29 +4,26 @@ import pytest
 import torch
 
 from pentameter.config.schema import ModelConfig
-from pentameter.fused_cpu import amx, kernels
-from pentameter.fused_cpu.functions import (
-    AddNorm,
-    AmxAttention,
-    AmxFeedForward,
-    CausalAttention,
-)
+from pentameter.fused_cpu import native
+from pentameter.fused_cpu.amx_attention import can_attend
+from pentameter.fused_cpu.amx_feed_forward import MAX_WEIGHT, can_feed_forward, product_over_rows
+from pentameter.fused_cpu.functions import AmxAttention, AmxFeedForward, CausalAttention
 from pentameter.fused_cpu.heads import HeadShape
 from pentameter.fused_cpu.step import fused_loss_sum
 from pentameter.machine.capabilities import machine_capabilities
-from pentameter.model.dropout import drop, dropout_keys
+from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import ACTIVATIONS, build_model
 
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded():
     capabilities = machine_capabilities()
-    missing = amx.load(capabilities)
+    missing = native.load("AMX", capabilities)
     if not capabilities.cpu.amx_bf16:
         pytest.skip(str(missing))
     assert missing is None
     yield
-    amx.unload()
+    native.unload()
 
 
 def relative(x, reference):
@@ -177,7 +174,7 @@ def fed_forward(function, arguments, g, dtype=None):
 )
 def test_a_feed_forward_layer_equals_the_products(M, D, n, kind, biased):
     arguments, g = layer(M, D, n, kind, biased)
-    assert amx.can_feed_forward(arguments[0], arguments[3])
+    assert can_feed_forward(arguments[0], arguments[3])
     exact = fed_forward(plain_feed_forward, arguments, g, torch.float64)
     native = fed_forward(AmxFeedForward.apply, arguments, g)
     plain = fed_forward(plain_feed_forward, arguments, g)
@@ -238,15 +235,15 @@ def test_threads_may_change_between_forward_and_backward():
 
 def test_what_the_kernels_do_not_take_is_left_to_the_products():
     x, down = torch.randn(2, 32, 64).bfloat16(), torch.randn(64, 96)
-    assert amx.can_feed_forward(x, down)
-    assert not amx.can_feed_forward(x, down[:, :80])
-    assert not amx.can_feed_forward(x[:, :31], down)
-    assert not amx.can_feed_forward(x.float(), down)
-    assert not amx.can_feed_forward(x, down.double())
-    assert not amx.can_feed_forward(x, torch.empty(64, amx.MAX_WEIGHT // 32))
+    assert can_feed_forward(x, down)
+    assert not can_feed_forward(x, down[:, :80])
+    assert not can_feed_forward(x[:, :31], down)
+    assert not can_feed_forward(x.float(), down)
+    assert not can_feed_forward(x, down.double())
+    assert not can_feed_forward(x, torch.empty(64, MAX_WEIGHT // 32))
     config = ModelConfig(vocab_size=13, n_heads=2, d_model=64)
-    assert amx.can_attend(config, torch.float32, torch.bfloat16)
-    assert not amx.can_attend(config, torch.float64, torch.bfloat16)
+    assert can_attend(config, torch.float32, torch.bfloat16)
+    assert not can_attend(config, torch.float64, torch.bfloat16)
 
 
 @pytest.mark.parametrize("shape", [(64, 32, 96), (576, 64, 32)])
@@ -254,40 +251,8 @@ def test_a_product_over_rows(shape):
     M, a, b = shape
     left, right = torch.randn(M, a).bfloat16(), torch.randn(M, b).bfloat16()
     exact = left.double().t() @ right.double()
-    assert relative(amx.product_over_rows(left, right), exact) < 1e-6
-    assert relative(amx.product_over_rows(left, right, transposed=True), exact.t()) < 1e-6
-
-
-def plain_add_norm(x, y, bias, keys, p, kind):
-    """The end of a sub-layer in y's dtype, by PyTorch's operations."""
-    y = y.to(x.dtype) if bias is None else y.to(x.dtype) + bias
-    index = torch.arange(x[0].numel(), dtype=torch.int32).view(x.shape[1:])
-    x = x + (drop(y, keys, index, p) if p else y)
-    centred = x - x.mean(-1, keepdim=True) if kind.centred else x
-    return x, centred * torch.rsqrt((centred**2).mean(-1, keepdim=True) + kind.eps)
-
-
-@pytest.mark.parametrize(
-    ("centred", "biased", "p"), [(True, True, 0.3), (False, False, 0.0), (False, True, 0.1)]
-)
-def test_the_end_of_a_sub_layer_equals_the_formula(centred, biased, p):
-    generator = torch.Generator().manual_seed(5)
-    x, y, g, g_norm = (torch.randn(3, 50, 48, generator=generator) for _ in range(4))
-    bias = torch.randn(48, generator=generator) if biased else None
-    keys = torch.randint(-(2**31), 2**31, (3, 2), generator=generator).int()
-    kind = kernels.NormKind(centred, 1e-5)
-    assert amx.can_add_norm(x, y.bfloat16())
-    answers = []
-    for function, dtype in ((AddNorm.apply, torch.float32), (plain_add_norm, torch.float64)):
-        low = dtype if dtype is torch.float64 else torch.bfloat16
-        leaves = [x.to(dtype), y.bfloat16().to(low), None if bias is None else bias.to(dtype)]
-        leaves = [leaf if leaf is None else leaf.clone().requires_grad_() for leaf in leaves]
-        results = function(*leaves, keys, p, kind)
-        torch.autograd.backward(results, (g.to(dtype), g_norm.bfloat16().to(low)))
-        answers.append([*results, *(leaf.grad for leaf in leaves if leaf is not None)])
-    for native, exact in zip(*answers, strict=True):
-        rounding = 1e-6 if native.dtype is torch.float32 else 4e-3
-        assert relative(native.detach(), exact.detach()) < rounding
+    assert relative(product_over_rows(left, right), exact) < 1e-6
+    assert relative(product_over_rows(left, right, transposed=True), exact.t()) < 1e-6
 
 
 VARIANTS = {
@@ -327,9 +292,9 @@ def test_a_bf16_step_is_near_the_exact_one(variant):
 
     exact_loss, exact = gradients(torch.float64, torch.float64)
     loss, native = gradients(torch.float32, torch.bfloat16)
-    amx.unload()
+    native.unload()
     _, plain = gradients(torch.float32, torch.bfloat16)
-    assert amx.load(machine_capabilities()) is None
+    assert native.load("AMX", machine_capabilities()) is None
     assert loss == pytest.approx(exact_loss, rel=2e-3)
     assert not torch.equal(native, plain)  # or the kernels were not used
     assert relative(native, exact) < 1.2 * relative(plain, exact) < 0.05

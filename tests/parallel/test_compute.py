@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pentameter.config.schema import Config
-from pentameter.fused_cpu import amx
+from pentameter.fused_cpu import native
 from pentameter.machine.capabilities import Capabilities, GpuCapabilities, machine_capabilities
 from pentameter.parallel import assemble as assembling
 from pentameter.parallel import compute
@@ -15,9 +15,9 @@ from pentameter.planning.plan import make_plan
 from pentameter.processes.world import World
 
 
-def plan(*, checkpoint=None, **model):
+def plan(*, checkpoint=None, precision="bf16", **model):
     base = {"vocab_size": 11, "context_length": 8, "n_layers": 1, "n_heads": 1, "d_model": 32}
-    train = {"steps": 2, "batch_size": 2, "device": "cpu", "precision": "bf16"}
+    train = {"steps": 2, "batch_size": 2, "device": "cpu", "precision": precision}
     return make_plan(
         Config.model_validate(
             {
@@ -34,15 +34,29 @@ def a_machine_with_amx(monkeypatch):
     monkeypatch.setattr(compute, "tune_allocator", lambda **options: False)
     monkeypatch.setattr(compute, "choose_compile", lambda *_, **__: (True, "asked for"))
     monkeypatch.setattr(compute, "product_ceiling", lambda *_: 1e12)
-    monkeypatch.setattr(amx, "load", lambda _: None)
-    monkeypatch.setattr(amx, "_loaded", [object()])
+    monkeypatch.setattr(native, "load", lambda name, _: None)
+    monkeypatch.setattr(native, "_loaded", {"vector": object(), "AMX": object()})
 
 
-def test_amx_kernels_serve_the_fused_step(a_machine_with_amx):
-    chosen = choose_compute(plan())
-    assert chosen.amx_kernels
-    assert chosen.compile_reason == "asked for; with AMX kernels"
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [("bf16", ("vector", "AMX")), ("fp32", ("vector",)), ("fp64", ())],
+)
+def test_the_kernels_of_a_precision_serve_the_fused_step(a_machine_with_amx, precision, expected):
+    chosen = choose_compute(plan(precision=precision))
+    assert chosen.native_kernels == expected
+    assert chosen.environment()["native_kernels"] == list(expected)
+    with_kernels = f"; with {' and '.join(expected)} kernels" if expected else ""
+    assert chosen.compile_reason == f"asked for{with_kernels}"
     assert fused_obstacle(plan().config, plan().layout) is None
+
+
+def test_what_a_machine_lacks_is_said(a_machine_with_amx, monkeypatch):
+    lacks = {"vector": None, "AMX": "the CPU has no AMX"}
+    monkeypatch.setattr(native, "load", lambda name, _: lacks[name])
+    chosen = choose_compute(plan())
+    assert chosen.native_kernels == ("vector",)
+    assert chosen.compile_reason == "asked for; with vector kernels; the CPU has no AMX"
 
 
 class TwoMachines(World):
@@ -58,14 +72,14 @@ class TwoMachines(World):
     def all_gather(self, value):
         if isinstance(value, tuple):
             return [value, (False, "no compiler there") if self.lacks_compiler else value]
-        return [value, "no AMX there"]
+        return [value, value | {"AMX": "no AMX there"}]
 
 
 @pytest.mark.parametrize("lacks_compiler", [True, False])
 def test_what_one_machine_cannot_do_none_does(a_machine_with_amx, lacks_compiler):
     chosen = choose_compute(plan(), TwoMachines(lacks_compiler))
-    assert not chosen.amx_kernels
-    stays = amx.serves(torch.float32, torch.bfloat16)
+    assert chosen.native_kernels == (() if lacks_compiler else ("vector",))
+    stays = native.serves("AMX", torch.float32, torch.bfloat16)
     assert stays is lacks_compiler  # unloaded, or never asked
     assert chosen.compiled is not lacks_compiler
     assert ("no compiler there" if lacks_compiler else "no AMX there") in chosen.compile_reason
@@ -78,16 +92,16 @@ def test_what_one_machine_cannot_do_none_does(a_machine_with_amx, lacks_compiler
         ({"checkpoint": "full"}, "does not know train.activation_checkpoint='full'"),
     ],
 )
-def test_amx_kernels_are_not_claimed_where_they_do_not_serve(a_machine_with_amx, settings, reason):
+def test_kernels_are_not_claimed_where_they_do_not_serve(a_machine_with_amx, settings, reason):
     chosen = choose_compute(plan(**settings))
-    assert not chosen.amx_kernels
+    assert chosen.native_kernels == ()
     assert reason in chosen.compile_reason
-    assert chosen.environment()["amx_kernels"] is False
+    assert chosen.environment()["native_kernels"] == []
 
 
 def test_amx_kernels_serve_what_their_attention_does_not_take(a_machine_with_amx):
     chosen = choose_compute(plan(n_heads=2))
-    assert chosen.amx_kernels
+    assert "AMX" in chosen.native_kernels
     assert "not for attention: the AMX kernels want heads of a multiple" in chosen.compile_reason
 
 
@@ -151,6 +165,16 @@ def test_an_engine_drops_in_kernels_where_it_is_told_to(monkeypatch):
     assert told == []
     engine = assemble(dropping, torch.device("cpu"), "fp32", compiled=False, fused_dropout=True)
     assert told == engine.models
+
+
+def test_widths_that_the_vector_kernels_do_not_take_are_named(a_machine_with_amx):
+    chosen = choose_compute(plan(d_model=20, precision="fp32"))
+    assert chosen.native_kernels == ("vector",)  # for the activations, of 80 channels
+    assert "multiples of 16, not model.d_model=20" in chosen.compile_reason
+    assert "d_ff" not in chosen.compile_reason
+    chosen = choose_compute(plan(d_model=20, d_ff=24, precision="fp32"))
+    assert chosen.native_kernels == ()
+    assert "not model.d_model=20, model.d_ff=24" in chosen.compile_reason
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,18 @@
 """Activations of feed-forward layers, and their gradients, in one pass over memory each.
 
-The native feed-forward layer (`cpp/feed_forward.cpp`) has no formula of its own: it reads a table
-of these.
+In bf16 the native kernels (`cpp/activation.h`) have no formulas of their own: they read a table of
+these.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pentameter.fused_cpu import amx
 from pentameter.fused_cpu.kernels import plus_bias, precise
 from pentameter.model.compiled import kernel
 
@@ -74,6 +74,14 @@ ACTIVATIONS = {
 """`model.activation` → the function that acts on the layer's inner width, or on its gate."""
 
 
+class Curve(NamedTuple):
+    """An activation's table: coefficients (4, PIECES) of cubic polynomials, the constant ones
+    first, and the number of them for each unit of |x|."""
+
+    pieces: Tensor
+    per_unit: float
+
+
 PIECES = 32
 RANGE = {"gelu": 5.0, "gelu_tanh": 5.0, "swiglu": 16.0, "geglu": 5.0, "relu": 1.0}
 """Activation → the largest |x| that its table holds. Beyond it the function is 0 or x, to less than
@@ -81,7 +89,7 @@ bf16 tells apart."""
 
 
 @functools.cache
-def curve(kind: str) -> amx.Curve | None:
+def curve(kind: str) -> Curve | None:
     """The table of an activation f(x) = x · s(x) with s(-x) = 1 - s(x), for the native kernels;
     None for ReLU², which is not of this form.
 
@@ -100,7 +108,7 @@ def curve(kind: str) -> amx.Curve | None:
     step = last - first
     cubic = rise + last_rise - 2 * step
     pieces = torch.stack([first, rise, step - rise - cubic, cubic]).float()
-    return amx.Curve(pieces, 1 / width)
+    return Curve(pieces, 1 / width)
 
 
 @kernel

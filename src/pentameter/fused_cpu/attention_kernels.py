@@ -151,7 +151,7 @@ def softmax_forward(
     if p == 0:
         return e, e, inverse
     keep = _attention_keep(keys, e.shape, first, stride, p)
-    return e, torch.where(keep, precise(e) * (1 / (1 - p)), 0.0).to(dtype), inverse
+    return e, (precise(e) * (1 / (1 - p)) * keep).to(dtype), inverse
 
 
 @kernel
@@ -175,8 +175,8 @@ def softmax_backward(
     dropped = None
     if p > 0:
         keep = _attention_keep(keys, e.shape, first, stride, p)
-        g = torch.where(keep, g * (1 / (1 - p)), 0.0)
-        dropped = torch.where(keep, weights * (1 / (1 - p)), 0.0).to(e.dtype)
+        g = g * (1 / (1 - p)) * keep
+        dropped = (weights * (1 / (1 - p)) * keep).to(e.dtype)
     return (weights * (g - delta) * (inverse * scale)).to(e.dtype), dropped
 
 

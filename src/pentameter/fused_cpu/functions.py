@@ -18,8 +18,14 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from pentameter.fused_cpu import amx, attention_kernels, kernels
-from pentameter.fused_cpu.activations import activate, activation_gradients, curve
+from pentameter.fused_cpu import (
+    activations,
+    amx_attention,
+    amx_feed_forward,
+    attention_kernels,
+    kernels,
+    vector_kernels,
+)
 from pentameter.fused_cpu.heads import HeadShape, heads_of, rotation_of
 
 QUERY_BLOCKS = 2  # more save products but add calls: 2 was fastest at 256 tokens
@@ -91,9 +97,10 @@ class AddNorm(Function):
         kind: kernels.NormKind,
     ) -> tuple[Tensor, Tensor]:
         """Both (B, T, D): the stream in its own dtype, the norm in y's."""
-        ctx.p, ctx.kind, ctx.native = p, kind, amx.can_add_norm(x, y)
+        ctx.p, ctx.kind, ctx.native = p, kind, vector_kernels.can_add_norm(x, y)
         if ctx.native:
-            x, normed, mean, scale = amx.add_norm(amx.SubLayerEnd(bias, keys, p, *kind), x, y)
+            how = vector_kernels.SubLayerEnd(bias, keys, p, *kind)
+            x, normed, mean, scale = vector_kernels.add_norm(how, x, y)
         else:
             x, normed, mean, scale = kernels.add_norm_forward(x, y, bias, keys, p, kind)
         ctx.save_for_backward(x, mean, scale, bias, keys)
@@ -105,8 +112,8 @@ class AddNorm(Function):
     def backward(ctx: Any, g: Tensor | None, g_norm: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, scale, bias, keys = ctx.saved_tensors
         if ctx.native:
-            how = amx.SubLayerEnd(bias, keys, ctx.p, *ctx.kind)
-            g_x, g_y, g_bias = amx.add_norm_backward(how, g, g_norm, x, mean, scale)
+            how = vector_kernels.SubLayerEnd(bias, keys, ctx.p, *ctx.kind)
+            g_x, g_y, g_bias = vector_kernels.add_norm_backward(how, g, g_norm, x, mean, scale)
         else:
             g_x, g_y = kernels.add_norm_backward(g, g_norm, x, mean, scale, keys, ctx.p, ctx.kind)
             g_bias = None if bias is None else kernels.sum_rows(g_y)
@@ -136,21 +143,36 @@ class FeedForward(Function):
         h = x @ low_up.t()
         ctx.save_for_backward(x, h, low_up, low_down, bias, scale, down, *up)
         ctx.kind = kind
-        return activate(h, bias, kind, len(up) > 1) @ low_down.t()
+        return _activate(h, bias, kind, len(up) > 1) @ low_down.t()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, h, low_up, low_down, bias, scale, down, *up = ctx.saved_tensors
-        g_h, wide = activation_gradients(g @ low_down, h, bias, ctx.kind, len(up) > 1)
+        g_h, wide, g_bias = _activation_gradients(g @ low_down, h, bias, ctx.kind, len(up) > 1)
         g_up, g_scale = kernels.unfold(_weight_gradient(g_h, x), tuple(up), scale)
         (g_down,), _ = kernels.unfold(_weight_gradient(g, wide), (down,), None)
-        g_bias = None if bias is None else kernels.sum_rows(g_h)
         return g_h @ low_up, g_scale, g_bias, g_down, None, *g_up
 
 
+def _activate(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
+    native = vector_kernels.can_activate(h, bias, gated)
+    activate = vector_kernels.activate if native else activations.activate
+    return activate(h, bias, kind, gated)
+
+
+def _activation_gradients(
+    g: Tensor, h: Tensor, bias: Tensor | None, kind: str, gated: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of h, what `_activate` gives again, and the gradient of the bias."""
+    if vector_kernels.can_activate(h, bias, gated):
+        return vector_kernels.activation_gradients(g, h, bias, kind, gated)
+    g_h, y = activations.activation_gradients(g, h, bias, kind, gated)
+    return g_h, y, None if bias is None else kernels.sum_rows(g_h)
+
+
 class AmxFeedForward(Function):
-    """The same as `FeedForward`, for bf16 on a CPU with AMX and sizes that `amx` takes."""
+    """The same as `FeedForward`, for bf16 on a CPU with AMX and the sizes that its kernels take."""
 
     @staticmethod
     def forward(
@@ -164,13 +186,13 @@ class AmxFeedForward(Function):
     ) -> Tensor:
         """(B, T, D), without the bias of `down`. `up` are the weights (gate, up), or up alone."""
         n_factors = len(up)
-        layer = amx.FeedForwardLayer(
+        layer = amx_feed_forward.FeedForwardLayer(
             _interleave(kernels.fold(up, scale, x.dtype), n_factors),
             None if bias is None else _interleave(bias, n_factors),
             kernels.fold((down,), None, x.dtype),
-            curve(kind),
+            activations.curve(kind),
         )
-        y, kept = amx.feed_forward(layer, x)
+        y, kept = amx_feed_forward.feed_forward(layer, x)
         ctx.save_for_backward(x, kept, layer.up, layer.bias, layer.down, scale, *up)
         ctx.curve = layer.curve
         return y
@@ -179,11 +201,14 @@ class AmxFeedForward(Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, kept, low_up, bias, low_down, scale, *up = ctx.saved_tensors
-        layer, g = amx.FeedForwardLayer(low_up, bias, low_down, ctx.curve), g.contiguous()
-        g_x, g_h, y, g_bias = amx.feed_forward_backward(layer, g, kept)
-        joined = amx.product_over_rows(x.flatten(0, -2), g_h, transposed=True)
+        layer, g = (
+            amx_feed_forward.FeedForwardLayer(low_up, bias, low_down, ctx.curve),
+            g.contiguous(),
+        )
+        g_x, g_h, y, g_bias = amx_feed_forward.feed_forward_backward(layer, g, kept)
+        joined = amx_feed_forward.product_over_rows(x.flatten(0, -2), g_h, transposed=True)
         g_up, g_scale = kernels.unfold(_separate(joined, len(up)), tuple(up), scale)
-        g_down = amx.product_over_rows(g.flatten(0, -2), y)
+        g_down = amx_feed_forward.product_over_rows(g.flatten(0, -2), y)
         if g_bias is not None:
             g_bias = _separate(g_bias, len(up))
         return g_x, g_scale, g_bias, g_down, None, *g_up
@@ -208,8 +233,8 @@ def _weight_gradient(g: Tensor, x: Tensor) -> Tensor:
     g, x = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
     g_is_wider = g.shape[1] > x.shape[1]
     left, right = (x, g) if g_is_wider else (g, x)
-    if amx.can_multiply_over_rows(left, right):
-        return amx.product_over_rows(left, right, transposed=g_is_wider)
+    if amx_feed_forward.can_multiply_over_rows(left, right):
+        return amx_feed_forward.product_over_rows(left, right, transposed=g_is_wider)
     product = kernels.transpose(left) @ right
     return product.t() if g_is_wider else product
 
@@ -309,7 +334,7 @@ class AmxAttention(Function):
     ) -> Tensor:
         """(B, T, H·K)."""
         heads = heads_of(shape, projected, *others)
-        y, logs = amx.attention_forward(heads, keys, shape.context_length, shape.p)
+        y, logs = amx_attention.attention_forward(heads, keys, shape.context_length, shape.p)
         ctx.save_for_backward(y, logs, keys, projected, *others)
         ctx.shape = shape
         return y
@@ -320,7 +345,7 @@ class AmxAttention(Function):
         y, logs, keys, *made = ctx.saved_tensors
         shape, (projected, bias, q_norm, k_norm, *_) = ctx.shape, made
         g_projected = torch.empty_like(projected)
-        g_norms = amx.attention_backward(
+        g_norms = amx_attention.attention_backward(
             shape.parts(g_projected),
             g.contiguous(),
             y,

@@ -44,7 +44,7 @@ def _dropped(x: Tensor, keys: Tensor, p: float) -> Tensor:
     time = torch.arange(T, dtype=torch.int32)
     channel = torch.arange(D, dtype=torch.int32)
     keep = keep_mask(keys, time[:, None] * D + channel, p)
-    return torch.where(keep, x * (1 / (1 - p)), 0.0)
+    return x * (1 / (1 - p)) * keep  # as the plain model: what is not finite stays so
 
 
 dropout = kernel(_dropped)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pentameter.config.schema import ModelConfig
 from pentameter.errors import ConfigError
-from pentameter.fused_cpu import amx
+from pentameter.fused_cpu import amx_attention, amx_feed_forward
 from pentameter.fused_cpu.functions import (
     AddNorm,
     AmxAttention,
@@ -73,7 +73,7 @@ def fused_loss_sum(
 
     blocks = [block for block in model.blocks.values() if isinstance(block, Block)]
     kind = NormKind(CENTRED[config.norm], config.norm_eps)
-    native = amx.can_attend(config, x.dtype, dtype)
+    native = amx_attention.can_attend(config, x.dtype, dtype)
     attend = (AmxAttention if native else CausalAttention).apply
     shape = _head_shape(config, dropping)
     h = Norm.apply(x, kind, dtype)
@@ -130,7 +130,7 @@ def _heads(h: Tensor, norm: nn.Module, attention: Attention) -> tuple[Tensor | N
 def _fed_forward(h: Tensor, norm: nn.Module, mlp: MLP, activation: str) -> Tensor:
     """The output (B, T, D) of the feed-forward layer, without its bias, for h normalised."""
     layers = [mlp.up] if mlp.gate is None else [mlp.gate, mlp.up]
-    native = amx.can_feed_forward(h, mlp.down.weight)
+    native = amx_feed_forward.can_feed_forward(h, mlp.down.weight)
     return (AmxFeedForward if native else FeedForward).apply(
         h,
         norm.get_parameter("weight"),

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from pentameter.fused_cpu import amx
+from pentameter.fused_cpu import native
+from pentameter.fused_cpu.amx_attention import attention_obstacle
 from pentameter.machine.capabilities import Capabilities, machine_capabilities
 from pentameter.machine.choices import (
     choose_compile,
@@ -41,8 +42,8 @@ class Compute:
     compiled: bool
     compile_reason: str
     ceiling_flops: float
-    amx_kernels: bool
-    """Whether the step uses the kernels of `fused_cpu/amx.py`, which round differently."""
+    native_kernels: tuple[native.Name, ...]
+    """The libraries of `fused_cpu/native.py` that the step uses, which round differently."""
     n_threads: int
     """Of each process, for arithmetic on the CPU."""
     fused_dropout: bool = False
@@ -63,7 +64,7 @@ class Compute:
             **environment(self.device),
             "precision": self.precision,
             "compiled": self.compiled,
-            "amx_kernels": self.amx_kernels,
+            "native_kernels": list(self.native_kernels),
             "fused_attention_dropout": self.fused_dropout,
             "n_threads": self.n_threads,
             "ceiling_flops": self.ceiling_flops,
@@ -91,14 +92,15 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
     compiled, compile_reason = world.on_main(compilation)
     if compiled:
         compiled, compile_reason = min(world.all_gather(compilation()))
-    amx_kernels, fused_dropout, obstacle = False, False, None
+    native_kernels: tuple[native.Name, ...] = ()
+    fused_dropout, obstacle = False, None
     if device.type == "cuda" and plan.built_by is None and plan.config.model.attention_dropout:
         obstacle = _dropout_obstacle(plan, device, precision, capabilities, world)
         fused_dropout = obstacle is None
     if device.type == "cpu":
         tune_allocator(sparing=plan.layout.zero > 0)
         if compiled:
-            how, amx_kernels = _choose_kernels(plan, precision, capabilities, world)
+            how, native_kernels = _choose_kernels(plan, precision, capabilities, world)
             compile_reason += how
     name = device_name(device, capabilities)
     ceiling = peak_flops(name, precision) or product_ceiling(device, arithmetic(precision).products)
@@ -110,7 +112,7 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
         compiled,
         compile_reason,
         ceiling,
-        amx_kernels,
+        native_kernels,
         torch.get_num_threads(),
         fused_dropout,
         obstacle,
@@ -140,21 +142,32 @@ def _choose_compile(
 
 def _choose_kernels(
     plan: Plan, precision: str, capabilities: Capabilities, world: World
-) -> tuple[str, bool]:
-    """How a compiled step is computed on a CPU, a phrase for the reason of compiling, and whether
-    the AMX kernels serve it. Collective: they serve all processes of `world` or none."""
+) -> tuple[str, tuple[native.Name, ...]]:
+    """How a compiled step is computed on a CPU, a phrase for the reason of compiling, and the
+    native kernels that serve it. Collective: they serve all processes of `world` or none."""
     obstacle = fused_obstacle(plan.config, plan.layout, plan.built_by)
     if obstacle is not None:
-        return f"; the plain model as a whole, as the fused step does not know {obstacle}", False
-    if precision != "bf16":
-        return "", False
-    missing = amx.load(capabilities)
-    missing_anywhere = next((each for each in world.all_gather(missing) if each is not None), None)
-    if missing_anywhere is not None:
-        amx.unload()  # they round differently from what the others compute with
-        return f"; {missing_anywhere}", False
-    obstacle = amx.attention_obstacle(plan.config.model)
-    return f"; with AMX kernels{f', but not for attention: {obstacle}' if obstacle else ''}", True
+        return f"; the plain model as a whole, as the fused step does not know {obstacle}", ()
+    products, model = arithmetic(precision).products, plan.config.model
+    odd = native.odd_widths(model)
+    wanted = [name for name, dtypes in native.DTYPES.items() if products in dtypes]
+    if len(odd) == 2 and "vector" in wanted:
+        wanted.remove("vector")
+    missing = {name: native.load(name, capabilities) for name in wanted}
+    everywhere = world.all_gather(missing)
+    for name in wanted:
+        reasons = [each[name] for each in everywhere if each[name] is not None]
+        if reasons:
+            native.unload(name)  # it rounds differently from what the others compute with
+            missing[name] = reasons[0]
+    served = tuple(name for name in wanted if missing[name] is None)
+    how = f"; with {' and '.join(served)} kernels" if served else ""
+    obstacle = attention_obstacle(model) if "AMX" in served else None
+    how += f", but not for attention: {obstacle}" if obstacle else ""
+    how += "".join(f"; {reason}" for reason in missing.values() if reason is not None)
+    if odd and products in native.DTYPES["vector"]:
+        how += f"; the vector kernels want multiples of {native.CHANNELS}, not {', '.join(odd)}"
+    return how, served
 
 
 def _dropout_obstacle(

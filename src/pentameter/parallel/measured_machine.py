@@ -28,7 +28,7 @@ from pentameter.data.batches.step import Batch
 from pentameter.disk.atomic import make_folder, write_atomic
 from pentameter.disk.cache import cache_folder
 from pentameter.errors import ConfigError
-from pentameter.fused_cpu import amx
+from pentameter.fused_cpu import native
 from pentameter.fused_cpu.functions import (
     AmxAttention,
     AmxFeedForward,
@@ -197,10 +197,12 @@ def _fused_shares(precision: str, peak: float, capabilities: Capabilities) -> Pr
     """The same of the fused step: in a feed-forward layer with its activation function, and in its
     attention."""
     dtype = DTYPES[precision]
-    native = precision == "bf16" and amx.load(capabilities) is None
+    for name in native.DTYPES:
+        native.load(name, capabilities)
+    tiles = native.serves("AMX", torch.float32, dtype)
     m, D, d_ff = FEED_FORWARD
     scale, up, down = torch.ones(D), torch.randn(d_ff, D) * D**-0.5, torch.randn(D, d_ff) * D**-0.5
-    layer = AmxFeedForward if native else FeedForward
+    layer = AmxFeedForward if tiles else FeedForward
 
     def feed_forward(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
         y: Tensor = layer.apply(x, scale, None, down, "gelu", up)
@@ -208,7 +210,7 @@ def _fused_shares(precision: str, peak: float, capabilities: Capabilities) -> Pr
 
     B, H, T, K = ATTENTION
     shape, keys = HeadShape(H, H, K, 1e-5, T, 0.0), torch.zeros(B, 2, dtype=torch.int32)
-    attention = AmxAttention if native else CausalAttention
+    attention = AmxAttention if tiles else CausalAttention
 
     def attend(projected: Tensor) -> Tensor:
         y: Tensor = attention.apply(shape, keys, projected, *5 * (None,))

@@ -1,62 +1,114 @@
-// Activations of a feed-forward layer and their slopes, 16 numbers at once.
-//
-// All but ReLU² are f(x) = x · s(x) with s(-x) = 1 - s(x): s is Φ for GELU, the logistic function for
-// SiLU, a step for ReLU. So f(x) = x / 2 + |x| · u(|x|) with u = s - 1/2, which the host gives as a
-// table of cubic polynomials; a register of lanes looks its coefficients up without memory.
+// Activations of a feed-forward layer and their slopes, a vector of numbers at once.
 
 #pragma once
 
 #include "vectors.h"
 
-constexpr int PIECES = 32;  // as many as activations.py makes
-
 struct Value {
-    __m512 y, slope;
+    Floats y, slope;
 };
 
-// From a table `pieces` (4, PIECES) of u's coefficients, the constant ones first, for pieces that are
-// 1 / `per_unit` wide.
+constexpr int PIECES = 32;  // as many as activations.py makes
+
+// Where results are rounded to bf16. All activations but ReLU² are f(x) = x · s(x) with
+// s(-x) = 1 - s(x): s is Φ for GELU, the logistic function for SiLU, a step for ReLU. So
+// f(x) = x / 2 + |x| · u(|x|) with u = s - 1/2, which the host gives as a table of cubic polynomials:
+// `pieces` (4, PIECES) are u's coefficients, the constant ones first, for pieces that are
+// 1 / `per_unit` wide. AVX-512 looks them up without memory, in two registers a coefficient.
 class Smooth {
   public:
-    Smooth(const float* pieces, float per_unit) : per_unit_(_mm512_set1_ps(per_unit)) {
-        for (int i = 0; i < 4; i++) {
-            low_[i] = _mm512_loadu_ps(pieces + PIECES * i);
-            high_[i] = _mm512_loadu_ps(pieces + PIECES * i + 16);
-        }
+    Smooth(const float* pieces, float per_unit) : per_unit_(per_unit) {
+        std::memcpy(pieces_, pieces, sizeof pieces_);
     }
 
-    Value operator()(__m512 x) const {
-        const __m512 size = _mm512_abs_ps(x);
-        // Beyond the table its last point; a number that is none stays one, as the second argument.
-        const __m512 at =
-            _mm512_min_ps(_mm512_set1_ps(31.999998f), _mm512_mul_ps(size, per_unit_));
-        const __m512i piece = _mm512_cvttps_epi32(at);
-        const __m512 t = _mm512_sub_ps(at, _mm512_cvtepi32_ps(piece));
-        __m512 c[4];
-        for (int i = 0; i < 4; i++) c[i] = _mm512_permutex2var_ps(low_[i], piece, high_[i]);
-        const __m512 u = _mm512_fmadd_ps(
-            _mm512_fmadd_ps(_mm512_fmadd_ps(c[3], t, c[2]), t, c[1]), t, c[0]);
+    Value operator()(Floats x) const {
+        const Floats size = size_of(x), place = size * per_unit_;
+        // Beyond the table its last point; a number that is none stays one.
+        const Floats at = place > 31.999998f ? all(31.999998f) : place;
+        const Ints piece = __builtin_convertvector(at, Ints);
+        const Floats t = at - __builtin_convertvector(piece, Floats);
+        Floats c[4];
+        for (int i = 0; i < 4; i++) c[i] = look_up(pieces_[i], piece);
+        const Floats u = ((c[3] * t + c[2]) * t + c[1]) * t + c[0];
         // f'(x) = s(x) + x · s'(x), whose part beyond 1/2 has the sign of x; at 0 ReLU's is 0.
-        const __m512 twice = _mm512_add_ps(c[2], c[2]);
-        const __m512 thrice = _mm512_add_ps(_mm512_add_ps(c[3], c[3]), c[3]);
-        const __m512 du = _mm512_fmadd_ps(_mm512_fmadd_ps(thrice, t, twice), t, c[1]);
-        const __m512 beyond = _mm512_fmadd_ps(at, du, u), half = _mm512_set1_ps(0.5f);
-        const __mmask16 below = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LE_OQ);
-        const __m512 slope = _mm512_mask_sub_ps(_mm512_add_ps(half, beyond), below, half, beyond);
-        return {_mm512_fmadd_ps(size, u, _mm512_mul_ps(x, half)), slope};
+        const Floats du = (3.0f * c[3] * t + 2.0f * c[2]) * t + c[1], beyond = at * du + u;
+        return {size * u + 0.5f * x, x <= 0.0f ? 0.5f - beyond : 0.5f + beyond};
     }
 
   private:
-    const __m512 per_unit_;
-    __m512 low_[4], high_[4];
+    static Floats look_up(const float* table, Ints piece) {
+#if VECTOR_BYTES == 64 && defined(__GNUC__) && !defined(__clang__)
+        return __builtin_shuffle(load(table), load(table + 16), piece);
+#else
+        Floats x;
+        for (int i = 0; i < LANES; i++) x[i] = table[piece[i] & (PIECES - 1)];
+        return x;
+#endif
+    }
+
+    const float per_unit_;
+    alignas(64) float pieces_[4][PIECES];
 };
 
 struct SquaredRelu {
     SquaredRelu(const float*, float) {}
 
-    Value operator()(__m512 x) const {
-        // A number that is none stays one: the second of two arguments is returned.
-        const __m512 positive = _mm512_max_ps(_mm512_setzero_ps(), x);
-        return {_mm512_mul_ps(positive, positive), _mm512_add_ps(positive, positive)};
+    Value operator()(Floats x) const {
+        const Floats positive = x <= 0.0f ? Floats{} : x;  // a number that is none stays one
+        return {positive * positive, positive + positive};
+    }
+};
+
+// The others where results stay in fp32, by their formulas.
+
+struct Relu {
+    Relu(const float*, float) {}
+
+    Value operator()(Floats x) const {
+        return {x <= 0.0f ? Floats{} : x, x > 0.0f ? all(1.0f) : Floats{}};
+    }
+};
+
+inline Floats logistic(Floats x) { return 1.0f / (1.0f + exponential(-x)); }
+
+struct Silu {
+    Silu(const float*, float) {}
+
+    Value operator()(Floats x) const {
+        const Floats share = logistic(x), y = x * share;
+        return {y, share + y * (1.0f - share)};
+    }
+};
+
+// With Φ by the error function, a rational approximation to 3e-7 (Eigen's, of Maclaurin's form).
+struct Gelu {
+    Gelu(const float*, float) {}
+
+    Value operator()(Floats x) const {
+        const Floats z = x * 0.70710678f, square = z * z;
+        Floats above = all(-2.72614225801306e-10f), below = all(-1.45660718464996e-05f);
+        for (float c : {2.77068142495902e-08f, -2.10102402082508e-06f, -5.69250639462346e-05f,
+                        -7.34990630326855e-04f, -2.95459980854025e-03f, -1.60960333262415e-02f})
+            above = above * square + c;
+        for (float c : {-2.13374055278905e-04f, -1.68282697438203e-03f, -7.37332916720468e-03f,
+                        -1.42647390514189e-02f})
+            below = below * square + c;
+        Floats share = 0.5f + 0.5f * (z * above / below);
+        share = x > 5.6f ? all(1.0f) : share;  // to 1e-8, where the approximation ends
+        share = x < -5.6f ? Floats{} : share;
+        const Floats density = 0.39894228f * exponential(-0.5f * x * x);
+        return {x * share, share + x * density};
+    }
+};
+
+// Hendrycks & Gimpel 2016, the form GPT-2 uses; (1 + tanh(v)) / 2 is the logistic function of 2 v.
+struct GeluTanh {
+    GeluTanh(const float*, float) {}
+
+    Value operator()(Floats x) const {
+        const Floats square = x * x;
+        const Floats share = logistic(1.59576912f * x * (1.0f + 0.044715f * square));
+        const Floats inner = 1.59576912f * (1.0f + 0.134145f * square), y = x * share;
+        return {y, share + y * (1.0f - share) * inner};
     }
 };

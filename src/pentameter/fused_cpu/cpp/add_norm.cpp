@@ -7,14 +7,14 @@
 
 #include "dropout.h"
 
-// What the host passes; `_AddNorm` of amx.py has the same fields. There are M rows of D channels, a
-// multiple of 16, T of them for each row of the batch; `keys` (M / T, 2) are those of dropout. `bias`
-// (D) may be null, and its gradient is summed over `rows` rows at a time. A norm that is not `centred`
-// subtracts no mean.
+// What the host passes; `_AddNorm` of vector_kernels.py has the same fields. There are M rows of D
+// channels, a multiple of 16, T of them for each row of the batch; `keys` (M / T, 2) are those of
+// dropout. `bias` (D) may be null, and its gradient is summed over `rows` rows at a time. A norm that
+// is not `centred` subtracts no mean. y and the normed rows are in bf16 if they are `low`, else in fp32.
 struct AddNorm {
     const float* bias;
     const int32_t* keys;
-    int64_t M, T, D, centred, rows;
+    int64_t M, T, D, centred, rows, low;
     int32_t bound;
     float dropout_scale, eps;
 
@@ -26,69 +26,83 @@ struct AddNorm {
 
 namespace {
 
-// Elements `channel` … `channel` + 15 of a row after dropout.
-inline __m512 dropped(__m512 x, const AddNorm& job, const Dropout& dropout, int64_t row,
-                      int64_t channel) {
-    if (dropout.scale == 0) return x;
-    const int32_t first = int32_t(row % job.T * job.D + channel);
-    const __mmask16 keep = dropout.keep(_mm512_add_epi32(LANES, _mm512_set1_epi32(first)));
-    return _mm512_maskz_mul_ps(keep, x, _mm512_set1_ps(dropout.scale));
+// The elements from number `element` of a batch row on, after dropout.
+inline Floats dropped(Floats x, const Dropout& dropout, int64_t element) {
+    return dropout.scale == 0 ? x : x * dropout.factor(lane_numbers() + int32_t(element));
 }
 
-float mean_of(__m512 sum, int64_t D) { return _mm512_reduce_add_ps(sum) / float(D); }
+// Below, the job is a copy: what is written to memory cannot change it, and nothing of it is computed
+// again for each vector.
 
-void forward_row(const AddNorm& job, int64_t row, float* out, bf16* normed, float* mean_out,
-                 float* scale_out, const float* x, const bf16* y) {
+template <class Y>
+void forward_row(const AddNorm job, int64_t row, float* out, Y* normed, float* mean_out,
+                 float* scale_out, const float* x, const Y* y) {
     const Dropout dropout = job.dropout(row);
-    __m512 sum = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
-    for (int64_t c = 0; c < job.D; c += 16) {
-        __m512 added = to_float(load16(y + c));
-        if (job.bias) added = _mm512_add_ps(added, _mm512_loadu_ps(job.bias + c));
-        added = dropped(added, job, dropout, row, c);
-        const __m512 total = _mm512_add_ps(_mm512_loadu_ps(x + c), added);
-        _mm512_storeu_ps(out + c, total);
-        sum = _mm512_add_ps(sum, total);
+    const int64_t first = row % job.T * job.D;
+    Floats sum{}, squares{};
+    for (int64_t c = 0; c < job.D; c += LANES) {
+        Floats added = load(y + c);
+        if (job.bias) added += load(job.bias + c);
+        const Floats total = load(x + c) + dropped(added, dropout, first + c);
+        store(out + c, total);
+        sum += total;
     }
-    const float mean = job.centred ? mean_of(sum, job.D) : 0.0f;
-    const __m512 means = _mm512_set1_ps(mean);
-    for (int64_t c = 0; c < job.D; c += 16) {
-        const __m512 centred = _mm512_sub_ps(_mm512_loadu_ps(out + c), means);
-        squares = _mm512_fmadd_ps(centred, centred, squares);
+    const float mean = job.centred ? sum_of(sum) / float(job.D) : 0.0f;
+    for (int64_t c = 0; c < job.D; c += LANES) {
+        const Floats centred = load(out + c) - mean;
+        squares += centred * centred;
     }
-    const float scale = 1 / std::sqrt(mean_of(squares, job.D) + job.eps);
-    for (int64_t c = 0; c < job.D; c += 16) {
-        const __m512 centred = _mm512_sub_ps(_mm512_loadu_ps(out + c), means);
-        store16(normed + c, to_bf16(_mm512_mul_ps(centred, _mm512_set1_ps(scale))));
-    }
+    const float scale = 1 / std::sqrt(sum_of(squares) / float(job.D) + job.eps);
+    for (int64_t c = 0; c < job.D; c += LANES) store(normed + c, (load(out + c) - mean) * scale);
     mean_out[row] = mean;
     scale_out[row] = scale;
 }
 
 // Adds y's gradient to `g_bias`.
-void backward_row(const AddNorm& job, int64_t row, float* g_x, bf16* g_y, float* g_bias,
-                  const float* g, const bf16* g_norm, const float* x, float row_mean,
-                  float row_scale) {
+template <class Y>
+void backward_row(const AddNorm job, int64_t row, float* g_x, Y* g_y, float* g_bias, const float* g,
+                  const Y* g_norm, const float* x, float row_mean, float row_scale) {
     const Dropout dropout = job.dropout(row);
-    const __m512 means = _mm512_set1_ps(row_mean), scale = _mm512_set1_ps(row_scale);
-    const auto normalised = [&](int64_t c) {
-        return _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(x + c), means), scale);
-    };
-    __m512 sum = _mm512_setzero_ps(), products = _mm512_setzero_ps();
-    for (int64_t c = 0; c < job.D; c += 16) {
-        const __m512 incoming = to_float(load16(g_norm + c));
-        sum = _mm512_add_ps(sum, incoming);
-        products = _mm512_fmadd_ps(incoming, normalised(c), products);
+    const int64_t first = row % job.T * job.D;
+    const auto normalised = [&](int64_t c) { return (load(x + c) - row_mean) * row_scale; };
+    Floats sum{}, products{};
+    for (int64_t c = 0; c < job.D; c += LANES) {
+        const Floats incoming = load(g_norm + c);
+        sum += incoming;
+        products += incoming * normalised(c);
     }
-    const __m512 mean = _mm512_set1_ps(job.centred ? mean_of(sum, job.D) : 0.0f);
-    const __m512 along = _mm512_set1_ps(mean_of(products, job.D));
-    for (int64_t c = 0; c < job.D; c += 16) {
-        const __m512 rest = _mm512_sub_ps(to_float(load16(g_norm + c)), mean);
-        __m512 total = _mm512_mul_ps(scale, _mm512_fnmadd_ps(normalised(c), along, rest));
-        if (g) total = _mm512_add_ps(total, _mm512_loadu_ps(g + c));
-        _mm512_storeu_ps(g_x + c, total);
-        const __m512 added = dropped(total, job, dropout, row, c);
-        store16(g_y + c, to_bf16(added));
-        _mm512_storeu_ps(g_bias + c, _mm512_add_ps(_mm512_loadu_ps(g_bias + c), added));
+    const float mean = job.centred ? sum_of(sum) / float(job.D) : 0.0f;
+    const float along = sum_of(products) / float(job.D);
+    for (int64_t c = 0; c < job.D; c += LANES) {
+        Floats total = (load(g_norm + c) - mean - normalised(c) * along) * row_scale;
+        if (g) total += load(g + c);
+        store(g_x + c, total);
+        const Floats added = dropped(total, dropout, first + c);
+        store(g_y + c, added);
+        store(g_bias + c, load(g_bias + c) + added);
+    }
+}
+
+template <class Y>
+void forward(const AddNorm& job, float* out, Y* normed, float* mean, float* scale, const float* x,
+             const Y* y) {
+    const int64_t D = job.D;
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < job.M; row++)
+        forward_row(job, row, out + row * D, normed + row * D, mean, scale, x + row * D, y + row * D);
+}
+
+template <class Y>
+void backward(const AddNorm& job, float* g_x, Y* g_y, float* g_bias, const float* g, const Y* g_norm,
+              const float* out, const float* mean, const float* scale) {
+    const int64_t D = job.D;
+#pragma omp parallel for schedule(static)
+    for (int64_t first = 0; first < job.M; first += job.rows) {
+        float* sums = g_bias + first / job.rows * D;
+        std::fill(sums, sums + D, 0.0f);
+        for (int64_t row = first; row < std::min(first + job.rows, job.M); row++)
+            backward_row(job, row, g_x + row * D, g_y + row * D, sums, g ? g + row * D : nullptr,
+                         g_norm + row * D, out + row * D, mean[row], scale[row]);
     }
 }
 
@@ -97,28 +111,22 @@ void backward_row(const AddNorm& job, int64_t row, float* g_x, bf16* g_y, float*
 extern "C" {
 
 // out (M, D) in fp32, its norm, and what each row's is computed with, from x in fp32 and y.
-void pentameter_add_norm(const AddNorm* job, float* out, bf16* normed, float* mean, float* scale,
-                         const float* x, const bf16* y) {
-    const int64_t D = job->D;
-#pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < job->M; row++)
-        forward_row(*job, row, out + row * D, normed + row * D, mean, scale, x + row * D,
-                    y + row * D);
+void pentameter_add_norm(const AddNorm* job, float* out, void* normed, float* mean, float* scale,
+                         const float* x, const void* y) {
+    if (job->low)
+        forward(*job, out, (bf16*)normed, mean, scale, x, (const bf16*)y);
+    else
+        forward(*job, out, (float*)normed, mean, scale, x, (const float*)y);
 }
 
 // The gradients of x and y and, of every `rows` rows, of the bias: `g_bias` (⌈M / rows⌉, D); from that
 // of out, which may be null, that of its norm, and out.
-void pentameter_add_norm_backward(const AddNorm* job, float* g_x, bf16* g_y, float* g_bias,
-                                  const float* g, const bf16* g_norm, const float* out,
+void pentameter_add_norm_backward(const AddNorm* job, float* g_x, void* g_y, float* g_bias,
+                                  const float* g, const void* g_norm, const float* out,
                                   const float* mean, const float* scale) {
-    const int64_t D = job->D;
-#pragma omp parallel for schedule(static)
-    for (int64_t first = 0; first < job->M; first += job->rows) {
-        float* sums = g_bias + first / job->rows * D;
-        std::fill(sums, sums + D, 0.0f);
-        for (int64_t row = first; row < std::min(first + job->rows, job->M); row++)
-            backward_row(*job, row, g_x + row * D, g_y + row * D, sums, g ? g + row * D : nullptr,
-                         g_norm + row * D, out + row * D, mean[row], scale[row]);
-    }
+    if (job->low)
+        backward(*job, g_x, (bf16*)g_y, g_bias, g, (const bf16*)g_norm, out, mean, scale);
+    else
+        backward(*job, g_x, (float*)g_y, g_bias, g, (const float*)g_norm, out, mean, scale);
 }
 }

@@ -48,9 +48,8 @@ float softmax_row(bf16* weights, const float* scores, int query, int n_keys, flo
         __m512 e = _mm512_maskz_mov_ps(seen(query, k), power_of_two(x));
         total = _mm512_add_ps(total, e);
         if (dropout.scale != 0) {
-            const __mmask16 mask =
-                dropout.keep(_mm512_add_epi32(LANES, _mm512_set1_epi32(index + k)));
-            e = _mm512_maskz_mul_ps(mask, e, _mm512_set1_ps(dropout.scale));
+            const __m512i element = _mm512_add_epi32(LANE_NUMBERS, _mm512_set1_epi32(index + k));
+            e = _mm512_mul_ps(e, dropout.factor((Ints)element));
         }
         store16(weights + k, to_bf16(e));
     }
@@ -67,7 +66,7 @@ void score_gradients(bf16* weights, bf16* g_scores, int32_t* g_paired, int width
                      const float* gp, const float* logs, const float* delta, float scale,
                      bool diagonal, const WeightsDropout& dropout, int32_t index) {
     const __m512 scale2 = _mm512_set1_ps(float(M_LOG2E) * scale);
-    const __m512i lanes = _mm512_mullo_epi32(LANES, _mm512_set1_epi32(dropout.stride));
+    const __m512i lanes = _mm512_mullo_epi32(LANE_NUMBERS, _mm512_set1_epi32(dropout.stride));
     for (int j = 0; j < BLOCK; j += 16) {
         const __m512 log = _mm512_loadu_ps(logs + j), mean = _mm512_loadu_ps(delta + j);
         const __m512i elements =
@@ -81,8 +80,7 @@ void score_gradients(bf16* weights, bf16* g_scores, int32_t* g_paired, int width
             __m512 dropped = w;
             if (dropout.scale != 0) {
                 const __m512i element = _mm512_add_epi32(elements, _mm512_set1_epi32(i));
-                const __m512 factor =
-                    _mm512_maskz_mov_ps(dropout.keep(element), _mm512_set1_ps(dropout.scale));
+                const __m512 factor = dropout.factor((Ints)element);
                 dropped = _mm512_mul_ps(w, factor);
                 g = _mm512_mul_ps(g, factor);
             }

@@ -9,18 +9,16 @@ struct Dropout {
     float scale;  // 1 / (1 - p), or 0 for no dropout
     int32_t bound, key0, key1;
 
-    __m512i bits(__m512i index) const {
-        const auto mix = [](__m512i x, int shift) {
-            return _mm512_xor_si512(x, _mm512_srl_epi32(x, _mm_cvtsi32_si128(shift)));
-        };
-        __m512i x = _mm512_xor_si512(index, _mm512_set1_epi32(key0));
-        x = _mm512_mullo_epi32(x, _mm512_set1_epi32(int32_t(0xED5AD4BBu)));
-        x = _mm512_xor_si512(mix(x, 11), _mm512_set1_epi32(key1));
-        x = mix(_mm512_mullo_epi32(x, _mm512_set1_epi32(int32_t(0xAC4C1B51u))), 15);
-        return mix(_mm512_mullo_epi32(x, _mm512_set1_epi32(0x31848BAB)), 14);
+    Ints bits(Ints index) const {
+        Words x = ((Words)index ^ uint32_t(key0)) * 0xED5AD4BBu;
+        x = (x ^ (x >> 11) ^ uint32_t(key1)) * 0xAC4C1B51u;
+        x = (x ^ (x >> 15)) * 0x31848BABu;
+        return (Ints)(x ^ (x >> 14));
     }
 
-    __mmask16 keep(__m512i index) const {
-        return _mm512_cmpge_epi32_mask(bits(index), _mm512_set1_epi32(bound));
+    // What elements are multiplied by: `scale` where they stay, else 0. So what is not finite stays so
+    // where it is dropped, as in the plain model.
+    Floats factor(Ints index) const {
+        return (Floats)((bits(index) >= bound) & (Ints)all(scale));
     }
 };

@@ -13,7 +13,7 @@
 #include "activation.h"
 #include "tiles.h"
 
-// What the host passes; `_FeedForward` of amx.py has the same fields. x is (M, D); `up` (N, D) and
+// What the host passes; `_FeedForward` of amx_feed_forward.py has the same fields. x is (M, D); `up` (N, D) and
 // `down` (D, n), where n is N or, if a gate acts, N / 2; `bias` (N) may be null. `pieces` and
 // `per_unit` are those of `Smooth`; ReLU² where `pieces` is null. A thread takes `rows` rows at a time; a
 // weight's gradient reads `chunk`, a multiple of these. All sizes are multiples of 32.

@@ -30,7 +30,7 @@ struct Part {
     int64_t at(int64_t row_number, int h) const { return row_number * row + h * head; }
 };
 
-// What the host passes; `Job` of amx.py has the same fields. There are B rows of the batch, H heads,
+// What the host passes; `_Job` of amx_attention.py has the same fields. There are B rows of the batch, H heads,
 // and G of keys and values, each for H / G heads one after another. Channels i and i + half of a head
 // turn by angles with these cosines and sines (T, half). `keys` (B, 2) are those of dropout.
 struct Job {

@@ -8,11 +8,10 @@
 
 #pragma once
 
-#include <cstdint>
 #include <cstdlib>
 #include <new>
 
-#include "vectors.h"
+#include "avx512.h"
 
 constexpr int BLOCK = 32;
 constexpr int TILE = 256;  // words of 32 bits

@@ -1,42 +1,93 @@
-// Vectors of 16 fp32 or 32 bf16.
+// Vectors of fp32 as wide as the CPU's registers, by the extensions that GCC and Clang share: one source
+// for AVX2, AVX-512 and what else these compile for. Numbers in memory are fp32 or bf16.
 
 #pragma once
 
-#include <immintrin.h>
-
 #include <cstdint>
-#include <initializer_list>
+#include <cstring>
+
+#ifndef VECTOR_BYTES  // a test names other widths than the CPU's own
+#if defined(__AVX512F__)
+#define VECTOR_BYTES 64
+#elif defined(__AVX2__)
+#define VECTOR_BYTES 32
+#else
+#define VECTOR_BYTES 16
+#endif
+#endif
+
+#if VECTOR_BYTES == 64 && defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 using bf16 = uint16_t;
+constexpr int LANES = VECTOR_BYTES / 4;
+typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t Ints __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint16_t Halves __attribute__((vector_size(VECTOR_BYTES / 2)));
 
-const __m512i LANES = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-
-// 2^x for x ≤ 0 or a little above; the error is below 3e-6 of the result, bf16 rounds by 4e-3.
-inline __m512 power_of_two(__m512 x) {
-    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 part = _mm512_sub_ps(x, whole);
-    __m512 y = _mm512_set1_ps(1.3333558e-3f);  // Taylor: ln(2)^n / n!
-    for (float c : {9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
-        y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(c));
-    return _mm512_scalef_ps(y, whole);
+inline Floats load(const float* from) {
+    Floats x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
 }
 
-inline __m256i to_bf16(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
-
-inline __m512 to_float(__m256i x) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+inline Floats load(const bf16* from) {
+    Halves x;
+    std::memcpy(&x, from, sizeof x);
+#if VECTOR_BYTES == 64 && defined(__AVX512F__)  // one instruction, which GCC 12 does not find
+    return (Floats)((Words)_mm512_cvtepu16_epi32((__m256i)x) << 16);
+#else
+    return (Floats)(__builtin_convertvector(x, Words) << 16);
+#endif
 }
 
-inline __m512i pair(__m256i even, __m256i odd) {
-    return _mm512_or_si512(_mm512_cvtepu16_epi32(even),
-                           _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
+inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+
+// Rounded to the nearest, halves to even.
+inline void store(bf16* to, Floats x) {
+#if VECTOR_BYTES == 64 && defined(__AVX512BF16__)
+    const auto rounded = _mm512_cvtneps_pbh((__m512)x);
+#else
+    const Words word = (Words)x, nan = (word >> 16) | 0x40;
+    const Words near = (word + 0x7fff + ((word >> 16) & 1)) >> 16;
+    const Halves rounded = __builtin_convertvector(x == x ? near : nan, Halves);
+#endif
+    std::memcpy(to, &rounded, sizeof rounded);
 }
 
-inline __m256i load16(const bf16* x) { return _mm256_loadu_si256((const __m256i*)x); }
+inline Floats all(float x) { return x - Floats{}; }
 
-inline void store16(bf16* x, __m256i values) { _mm256_storeu_si256((__m256i*)x, values); }
+// 0, 1, 2, …
+inline Ints lane_numbers() {
+    Ints x;
+    for (int i = 0; i < LANES; i++) x[i] = i;
+    return x;
+}
 
-// Two vectors rounded to 32 elements, the first 16 from `low`.
-inline __m512i round32(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
+inline float sum_of(Floats x) {
+    float lanes[LANES];
+    std::memcpy(lanes, &x, sizeof x);
+    for (int n = LANES / 2; n > 0; n /= 2)
+        for (int i = 0; i < n; i++) lanes[i] += lanes[i + n];
+    return lanes[0];
+}
 
-inline void store32(bf16* x, __m512 low, __m512 high) { _mm512_storeu_si512(x, round32(low, high)); }
+inline Floats size_of(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
+
+// e^x, to 2e-7 of the result; 0 below -87 and infinite above 88. Cephes' expf.
+inline Floats exponential(Floats x) {
+    constexpr float lowest = -87.0f, highest = 88.0f;
+    constexpr float rounding = 12582912.0f;  // 1.5 · 2^23: an integer is in the last bits of the sum
+    const Floats shifted = x * 1.44269504f + rounding, whole = shifted - rounding;
+    const Floats r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+    Floats y = all(1.9875691500e-4f);
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                    5.0000001201e-1f})
+        y = y * r + c;
+    y = y * (r * r) + (r + 1.0f);
+    y *= (Floats)(((Ints)shifted << 23) + 0x3f800000);
+    y = x < lowest ? Floats{} : y;  // a number that is none stays one
+    return x > highest ? all(__builtin_inff()) : y;
+}

@@ -1,0 +1,116 @@
+"""Causal attention of bf16 on a CPU with AMX, by `cpp/attention.cpp`."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from pentameter.config.schema import ModelConfig
+from pentameter.fused_cpu.heads import Heads
+from pentameter.fused_cpu.native import address, library, serves
+from pentameter.model.dropout import keep_bound
+from pentameter.planning.architecture import head_size
+
+MAX_HEAD = 256
+"""Channels of a head that the kernels hold a row of."""
+
+
+def attention_obstacle(config: ModelConfig) -> str | None:
+    """What keeps the kernels from computing an architecture's attention; None where they can."""
+    size = head_size(config)
+    if size % 32 or size > MAX_HEAD:
+        return f"the AMX kernels want heads of a multiple of 32 up to {MAX_HEAD}, not {size}"
+    if config.qk_norm == "width":
+        return "the AMX kernels norm queries and keys head by head, not all heads together"
+    return None
+
+
+def can_attend(config: ModelConfig, parameters: torch.dtype, dtype: torch.dtype) -> bool:
+    """True if the kernels are loaded and take an architecture's attention in this dtype, its
+    biases and norms in that of the parameters."""
+    return serves("AMX", parameters, dtype) and attention_obstacle(config) is None
+
+
+class _Part(ctypes.Structure):
+    """`Part` of cpp/heads.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("data", "bias", "norm")),
+        *((name, ctypes.c_int64) for name in ("row", "head", "turns")),
+    )
+
+
+class _Job(ctypes.Structure):
+    """`Job` of cpp/heads.h."""
+
+    _fields_ = (
+        *((name, _Part) for name in ("q", "k", "v")),
+        *((name, ctypes.c_void_p) for name in ("cosine", "sine", "keys")),
+        *((name, ctypes.c_int64) for name in ("B", "T", "H", "G", "K", "half", "stride")),
+        ("bound", ctypes.c_int32),
+        *((name, ctypes.c_float) for name in ("dropout_scale", "norm_eps")),
+    )
+
+
+def attention_forward(heads: Heads, keys: Tensor, stride: int, p: float) -> tuple[Tensor, Tensor]:
+    """y (B, T, H·K) and the logarithms of each row's sum of weights; dropout with probability p,
+    its elements numbered by `stride`, the model's context length."""
+    B, T, H, K = heads.q.data.shape
+    y = heads.q.data.new_empty(B, T, H * K)
+    logs = torch.empty(B, H, -(-T // 32) * 32, dtype=torch.float32)
+    job = _job(heads, keys, stride, p)
+    library("AMX").pentameter_attention_forward(ctypes.byref(job), address(y), address(logs))
+    return y, logs
+
+
+def attention_backward(
+    to: tuple[Tensor, Tensor, Tensor],
+    g: Tensor,
+    y: Tensor,
+    logs: Tensor,
+    heads: Heads,
+    keys: Tensor,
+    stride: int,
+    p: float,
+) -> tuple[Tensor, Tensor]:
+    """Write the gradients of queries, keys and values to `to`, which lie as their data do, given
+    that of y, `g` (B, T, H·K); return those of the norms' weights of queries and keys, (K,)."""
+    B, _, H, K = heads.q.data.shape
+    norms = [g.new_zeros(B * n, K, dtype=torch.float32) for n in (H, heads.k.data.shape[2])]
+    addresses = [address(x) for x in (*to, *norms)]
+    job = _job(heads, keys, stride, p)
+    library("AMX").pentameter_attention_backward(
+        ctypes.byref(job), (ctypes.c_void_p * 5)(*addresses), address(g), address(y), address(logs)
+    )
+    return norms[0].sum(0), norms[1].sum(0)
+
+
+def _job(heads: Heads, keys: Tensor, stride: int, p: float) -> _Job:
+    B, T, H, K = heads.q.data.shape
+    rotation = heads.rotation
+    turns = rotation is not None or heads.q.norm is not None
+    parts = [
+        _Part(
+            *map(address, (part.data, part.bias, part.norm)),
+            part.data.stride(1 if T > 1 else 0),  # views of one row lie at any stride
+            part.data.stride(2),
+            turns and part is not heads.v,
+        )
+        for part in (heads.q, heads.k, heads.v)
+    ]
+    angles = (None, None) if rotation is None else rotation
+    sizes = (B, T, H, heads.k.data.shape[2], K)
+    half = 0 if rotation is None else rotation.cosine.shape[1]
+    scale = 1 / (1 - p) if p else 0.0
+    return _Job(
+        *parts,
+        *map(address, (*angles, keys)),
+        *sizes,
+        half,
+        stride,
+        keep_bound(p),
+        scale,
+        heads.eps,
+    )

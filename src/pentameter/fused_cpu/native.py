@@ -1,0 +1,140 @@
+"""Kernels in C++, built at run time: which there are, and what keeps one from being used.
+
+The files in `cpp/` say how they work. Where a library is not loaded, the step uses PyTorch's
+matmuls and kernels that `torch.compile` builds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pentameter.config.schema import ModelConfig
+from pentameter.disk.cache import cache_folder
+from pentameter.machine.capabilities import Capabilities, CpuCapabilities, find_compiler
+from pentameter.planning.architecture import feed_forward_width
+
+Name = Literal["vector", "AMX"]
+
+FILES: dict[Name, tuple[str, ...]] = {
+    "vector": ("add_norm.cpp", "activation.cpp"),
+    "AMX": ("attention.cpp", "feed_forward.cpp", "weight_gradient.cpp"),
+}
+"""Library → the files in `cpp/` to compile: what needs vectors only, what needs matrix tiles."""
+DTYPES: dict[Name, tuple[torch.dtype, ...]] = {
+    "vector": (torch.float32, torch.bfloat16),
+    "AMX": (torch.bfloat16,),
+}
+"""Library → the dtypes of matmuls that it serves, where parameters are in fp32."""
+CHANNELS = 16
+"""The channels that the vector kernels take are a multiple of this: a register of AVX-512."""
+FOLDER = Path(__file__).with_name("cpp")
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-Wno-psabi")
+BUILD_SECONDS = 120  # it takes some
+
+_loaded: dict[Name, ctypes.CDLL] = {}
+
+
+def load(name: Name, capabilities: Capabilities) -> str | None:
+    """Load a library, built into the cache at the first call; the reason where that fails.
+
+    Its absence costs time, never a run, so nothing is raised.
+    """
+    machine = machine_flags(name, capabilities.cpu)
+    if machine is None:
+        lacks = "AMX" if name == "AMX" else "neither AVX2 nor AVX-512"
+        return f"the CPU has {'no ' if name == 'AMX' else ''}{lacks}"
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return f"the {name} kernels are for Linux on x86-64"
+    try:
+        library = ctypes.CDLL(str(build(name, machine)))
+        works = name != "AMX" or library.pentameter_amx_works() == 1
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"the {name} kernels cannot be built: {error}"
+    if not works:
+        return "the system does not let this process use AMX"
+    _loaded[name] = library
+    return None
+
+
+def odd_widths(config: ModelConfig) -> list[str]:
+    """The widths of an architecture that the vector kernels do not take, as settings: of `d_model`,
+    that of the ends of sub-layers, and `d_ff`, that of activations."""
+    widths = {"d_model": config.d_model, "d_ff": feed_forward_width(config)}
+    return [f"model.{name}={width}" for name, width in widths.items() if width % CHANNELS]
+
+
+def machine_flags(name: Name, cpu: CpuCapabilities) -> tuple[str, ...] | None:
+    """The compiler's flags for a library on this CPU; None where it lacks the instructions."""
+    if name == "AMX":
+        return ("-march=sapphirerapids",) if cpu.amx_bf16 else None
+    match cpu.vector:
+        case "AVX512":
+            return ("-march=x86-64-v4", *(("-mavx512bf16",) if cpu.avx512_bf16 else ()))
+        case "AVX2":
+            return ("-march=x86-64-v3",)
+        case _:
+            return None
+
+
+def build(name: Name, machine: Sequence[str]) -> Path:
+    """The library's path; its name is the hash of sources and flags, so that none is out of date.
+
+    Raises:
+        OSError: the cache cannot be written, or the compiler fails.
+        subprocess.SubprocessError: the compiler takes more than BUILD_SECONDS.
+    """
+    headers = sorted(FOLDER.glob("*.h"))
+    sources, flags = [FOLDER / file for file in FILES[name]], (*FLAGS, *machine)
+    content = b"".join(path.read_bytes() for path in (*sources, *headers))
+    number = hashlib.sha256(content + " ".join(flags).encode()).hexdigest()[:16]
+    library = cache_folder() / "native" / f"{name.lower()}-{number}.so"
+    if library.exists():
+        return library
+    compiler = find_compiler(torch.device("cpu"))
+    if not compiler.works or compiler.command is None:
+        raise OSError(compiler.reason)
+    library.parent.mkdir(parents=True, exist_ok=True)
+    # Several processes may build at once: each writes its own file and puts it in place.
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        fresh = Path(folder) / library.name
+        command = [compiler.command, *flags, *map(str, sources), "-o", str(fresh)]
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False
+        )
+        if result.returncode != 0:
+            raise OSError(next(iter(result.stderr.splitlines()), f"exit {result.returncode}"))
+        os.replace(fresh, library)
+    return library
+
+
+def unload(*names: Name) -> None:
+    """Use these libraries, or all where none is named, no more."""
+    for name in names or tuple(_loaded):
+        _loaded.pop(name, None)
+
+
+def serves(name: Name, parameters: torch.dtype, products: torch.dtype) -> bool:
+    """True if a library is in use and takes parameters and matmuls of these dtypes."""
+    return name in _loaded and parameters is torch.float32 and products in DTYPES[name]
+
+
+def library(name: Name) -> ctypes.CDLL:
+    """A library in use."""
+    return _loaded[name]
+
+
+def address(x: Tensor | None) -> ctypes.c_void_p:
+    """Where the numbers of a tensor begin, null where there is none."""
+    return ctypes.c_void_p(None if x is None else x.data_ptr())

@@ -1,0 +1,87 @@
+"""Building the native kernels: never a reason for a run to fail."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pentameter.fused_cpu import native
+from pentameter.machine.capabilities import machine_capabilities
+
+CPUS = {
+    "AMX": {"amx_bf16": True, "avx512_bf16": True, "vector": "AVX512"},
+    "AVX-512 BF16": {"amx_bf16": False, "avx512_bf16": True, "vector": "AVX512"},
+    "AVX2": {"amx_bf16": False, "avx512_bf16": False, "vector": "AVX2"},
+    "old": {"amx_bf16": False, "avx512_bf16": False, "vector": "DEFAULT"},
+}
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Capabilities of a machine said to have a CPU, with an empty cache; nothing stays loaded."""
+    monkeypatch.setattr("pentameter.fused_cpu.native.sys.platform", "linux")
+    monkeypatch.setattr("pentameter.fused_cpu.native.platform.machine", lambda: "x86_64")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    capabilities = machine_capabilities()
+    yield lambda cpu: replace(capabilities, cpu=replace(capabilities.cpu, **CPUS[cpu]))
+    native.unload()
+
+
+@pytest.mark.parametrize(
+    ("name", "cpu", "reason"),
+    [
+        ("AMX", "AVX-512 BF16", "the CPU has no AMX"),
+        ("AMX", "AVX2", "the CPU has no AMX"),
+        ("vector", "old", "the CPU has neither AVX2 nor AVX-512"),
+    ],
+)
+def test_a_cpu_without_the_instructions_builds_nothing(machine, tmp_path, name, cpu, reason):
+    assert native.load(name, machine(cpu)) == reason
+    assert not (tmp_path / "cache").exists()
+
+
+def test_another_system_builds_nothing(machine, monkeypatch):
+    monkeypatch.setattr("pentameter.fused_cpu.native.platform.machine", lambda: "arm64")
+    assert native.load("AMX", machine("AMX")) == "the AMX kernels are for Linux on x86-64"
+    assert native.load("vector", machine("AVX2")) == "the vector kernels are for Linux on x86-64"
+
+
+@pytest.mark.parametrize("name", native.FILES)
+def test_a_missing_compiler_is_a_reason(machine, monkeypatch, name):
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    reason = str(native.load(name, machine("AMX")))
+    assert f"the {name} kernels cannot be built: no C++ compiler found" in reason
+
+
+def test_an_unwritable_cache_is_a_reason(machine, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert "the vector kernels cannot be built" in str(native.load("vector", machine("AVX2")))
+
+
+@pytest.mark.parametrize("name", native.FILES)
+def test_a_library_is_built_once(machine, monkeypatch, tmp_path, name):
+    if native.machine_flags(name, machine_capabilities().cpu) is None:
+        pytest.skip("the CPU has not the instructions")
+    assert native.load(name, machine_capabilities()) is None
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    assert native.load(name, machine_capabilities()) is None
+    (library,) = (tmp_path / "cache/pentameter/native").iterdir()
+    assert (library.suffix, library.name.split("-")[0]) == (".so", name.lower())
+
+
+@pytest.mark.parametrize(
+    ("name", "cpu"), [("vector", "AVX2"), ("vector", "AVX-512 BF16"), ("AMX", "AMX")]
+)
+def test_every_cpus_library_can_be_built_anywhere(machine, name, cpu):
+    """What this CPU cannot run it can compile, so that no edit breaks it unseen."""
+    assert native.build(name, native.machine_flags(name, machine(cpu).cpu)).is_file()
+
+
+def test_a_library_serves_its_dtypes(monkeypatch):
+    monkeypatch.setattr(native, "_loaded", {"vector": object()})
+    assert native.serves("vector", torch.float32, torch.float32)
+    assert native.serves("vector", torch.float32, torch.bfloat16)
+    assert not native.serves("vector", torch.float64, torch.float64)
+    assert not native.serves("vector", torch.float32, torch.float16)
+    assert not native.serves("AMX", torch.float32, torch.bfloat16)
