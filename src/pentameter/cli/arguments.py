@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import tyro
 
@@ -63,11 +63,11 @@ def parse_arguments(
     return parse(kind, own, verb=verb), overrides
 
 
-def options_of(kind: type) -> list[str]:
+def options_of(kind: type[Any]) -> list[str]:
     """The names of the options that `kind`, a dataclass, describes, with hyphens and no dashes."""
     names = []
     for name, hint in get_type_hints(kind, include_extras=True).items():
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             names += [f"{name}.{option}" for option in options_of(hint)]
         elif tyro.conf.Positional not in getattr(hint, "__metadata__", ()):
             names.append(name.replace("_", "-"))
@@ -81,7 +81,7 @@ def check_options(arguments: Sequence[str], options: Sequence[str], *, verb: str
         typed = argument.partition("=")[0].replace("_", "-")
         if not re.match("--?[A-Za-z]", typed) or typed == "-h" or typed.lstrip("-") in options:
             continue
-        near = _begun(typed, options) or [nearest(typed.lstrip("-"), options)]
+        near = _begun(typed, options) or [nearest(typed.lstrip("-"), options) or ""]
         meant = either(f"--{name}" for name in near if name)
         raise ConfigError(
             f"{printable(typed)} is no option of `pentameter {verb}`; "

@@ -157,9 +157,12 @@ def reasons(better: Estimate, worse: Estimate) -> list[str]:
     return [f"{gain:.3g} s less {name}" for gain, name in gains if gain > least]
 
 
-def settings_that_fit(plan: Plan, usable_bytes: float, precision: str | None) -> list[str]:
+def settings_that_fit(
+    plan: Plan, usable_bytes: float, precision: str | None, *, fused_dropout: bool = False
+) -> list[str]:
     """Changes of a Plan with which a process takes no more than `usable_bytes`, as they stand on a
-    command line: single ones first, then recomputation with the smallest micro-batch."""
+    command line: single ones first, then recomputation with the smallest micro-batch. With
+    `fused_dropout` kernels drop attention's weights."""
     ways = [[change] for change in _single_changes(plan)]
     smallest: list[Change] = [
         ("train.micro_batch_size", 1),
@@ -169,7 +172,10 @@ def settings_that_fit(plan: Plan, usable_bytes: float, precision: str | None) ->
     found = []
     for changes in ways:
         other = _changed(plan, changes)
-        if other is not None and other.memory(precision).total_bytes <= usable_bytes:
+        if other is None:
+            continue
+        memory = other.memory(precision, fused_dropout=fused_dropout)
+        if memory.total_bytes <= usable_bytes:
             found.append(_as_options(changes))
     return found
 
