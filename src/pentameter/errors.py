@@ -110,7 +110,7 @@ class CorruptError(PentameterError):
 
 
 class TrainingFailedError(PentameterError):
-    """Training gave up: the loss is not finite, or a worker hangs."""
+    """Training gave up: the loss is not finite, a worker hangs, or copies of a weight differ."""
 
     exit_code = 70
 

@@ -181,7 +181,7 @@ def files_to_write(groups: Groups, world: World) -> dict[str, tuple[str, TensorF
     where the processes do not hold all of a tensor between them, TypeError for a tensor that
     cannot be saved; what one process raises, all raise.
     """
-    held = world.agreed(lambda: _held(groups))
+    held = world.agreed(lambda: held_regions(groups))
     writer_of = _writers(world.all_gather(list(held)))
 
     def plan() -> dict[str, tuple[str, TensorFile]]:
@@ -203,8 +203,10 @@ def files_to_write(groups: Groups, world: World) -> dict[str, tuple[str, TensorF
     return world.agreed(plan)
 
 
-def _held(groups: Groups) -> dict[Region, torch.Tensor | LazyTensor]:
-    """The regions in this process, and their elements."""
+def held_regions(groups: Groups) -> dict[Region, torch.Tensor | LazyTensor]:
+    """The regions in this process, and their elements. Several processes that hold the same region
+    have copies of it. Raises ValueError for a tensor of which this process's region is not known.
+    """
     held: dict[Region, torch.Tensor | LazyTensor] = {}
     for group, tensors in groups.items():
         for name, tensor in tensors.items():

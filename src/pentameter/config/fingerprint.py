@@ -24,6 +24,7 @@ NOT_THE_TRAINING = {
     "train.eval_interval": "evaluation reads, it changes nothing",
     "train.eval_train_tokens": "evaluation reads, it changes nothing",
     "train.patience": "where the run ends",
+    "train.check_copies": "comparing reads, it changes nothing",
     "data.evaluations": "evaluation reads, it changes nothing",
     "train.sample_interval": "samples are drawn with their own keys",
     "train.sample_tokens": "as above",

@@ -276,6 +276,10 @@ class TrainConfig(Section):
     log shows the loss beside validation's."""
     patience: Positive | None = None
     """Stop after this many evaluations in a row without a new best."""
+    check_copies: Positive | None = None
+    """Steps between comparisons of the weights that several processes hold copies of; every
+    checkpoint compares them too. A difference ends the run with exit code 70, naming rank and
+    tensor."""
     sample_interval: Positive | Literal["auto"] | None = None
     """Steps between text samples; `auto` is as for eval_interval."""
     sample_tokens: Positive = 256

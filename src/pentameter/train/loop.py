@@ -165,6 +165,7 @@ class Trainer(TrainingRun):
 
     def _loop(self) -> RunEnd:
         while True:
+            self._checkpoints.check_copies_if_due()
             self._evaluate_if_due()
             self._sample_if_due()
             reason = self._stop_reason()

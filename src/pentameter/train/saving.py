@@ -3,16 +3,19 @@
 1. Nothing non-finite is saved. Every process looks at its part of the weights and the optimizer's
    state first; where one finds NaN or an infinity, all raise TrainingFailedError and nothing is
    written or removed.
-2. While updates are being skipped (`TrainState.consecutive_skips` > 0) nothing is saved, except a
+2. Nothing is saved while processes hold different copies of a tensor, of which a checkpoint would
+   mix several. They are compared first (and every `train.check_copies` steps); all processes raise
+   TrainingFailedError where copies differ.
+3. While updates are being skipped (`TrainState.consecutive_skips` > 0) nothing is saved, except a
    new best model and the end of a complete run. A save that fell due is made after the next
    update. A signal then ends the run without a save: the same command goes on from the last
    checkpoint and makes the steps since again. The overflows by which fp16 finds its loss scale are
    not counted, so they hold up no save.
-3. A checkpoint is *proved* once something computed from its weights was finite: the loss and
+4. A checkpoint is *proved* once something computed from its weights was finite: the loss and
    gradient norm of the next step, or the loss of an evaluation. Between a checkpoint and the next
    update the weights stay as they are, so that update proves it. The newest proved checkpoint is
    never removed.
-4. A run that gives up removes its own checkpoints after the last proved one: from their weights
+5. A run that gives up removes its own checkpoints after the last proved one: from their weights
    nothing finite was computed, so the same command would give up again. Without a proved one all
    stay.
 """
@@ -25,6 +28,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from pentameter.checkpoint.copies import differing_copies
+from pentameter.checkpoint.safetensors_writer import Groups
 from pentameter.checkpoint.state_dicts import model_state, optimizer_state
 from pentameter.checkpoint.store import Saved
 from pentameter.config.choices import ENDS_RUN, look_up
@@ -89,6 +94,13 @@ class RunCheckpoints:
         self.prune()
         return CheckpointMetrics(saved.step, saved.path, saved.n_bytes, saved.seconds, again)
 
+    def check_copies_if_due(self) -> None:
+        """Raise TrainingFailedError where processes hold different copies, if it is time to look
+        (`train.check_copies`)."""
+        state, interval = self.run.state, self.run.config.train.check_copies
+        if interval is not None and state.step % interval == 0:
+            self._refuse_different_copies("goes no further")
+
     def prove(self) -> None:
         """Note that something computed from the newest checkpoint's weights was finite."""
         if self.last_step and self.run.state.proved_step != self.last_step:
@@ -128,6 +140,25 @@ class RunCheckpoints:
             f"{store.folder.parent}` shows what happened"
         )
 
+    def _refuse_different_copies(self, consequence: str) -> None:
+        """Raise TrainingFailedError where processes hold different copies of a tensor."""
+        run, engine = self.run, self.run.engine
+        if run.world.size == 1:
+            return
+        model_state(engine.models)  # shards what FSDP left gathered
+        held = dict(engine.named_parameters())  # no buffers: a batch norm's are each process's own
+        groups: Groups = {
+            "model": held,
+            "optimizer": optimizer_state(run.optimizer, held.items()),
+        }
+        wrong = differing_copies(groups, run.world)
+        if wrong is not None:
+            raise TrainingFailedError(
+                f"step {run.state.step} {consequence}: {wrong}, and they should be equal copies. "
+                "Faulty memory does this, or a hook that changes the weights of one process; "
+                f"{self}"
+            )
+
     def _save(self) -> Saved:
         run, engine, world = self.run, self.run.engine, self.run.world
         world.progress.note("saving", run.state.step)
@@ -142,6 +173,7 @@ class RunCheckpoints:
         wrong = first_non_finite(tensors, world)
         if wrong is not None:
             self.give_up(f"step {run.state.step} is not saved: {wrong} is not finite")
+        self._refuse_different_copies("is not saved")
         return run.folder.store.save(
             run.state.step,
             tensors,
