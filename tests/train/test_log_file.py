@@ -9,6 +9,7 @@ from contextlib import suppress
 import pytest
 from tiny_runs import events, fit
 
+from pentameter.errors import StorageError
 from pentameter.train.log_files import LogFile
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -189,7 +190,8 @@ def small_disk(tmp_path):
     ):
         pytest.skip("no permission to mount a disk")
     yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    if folder.is_mount():
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def test_a_disk_that_fills_up_and_is_freed(small_disk, tmp_path):
@@ -212,3 +214,29 @@ def test_a_disk_that_fills_up_and_is_freed(small_disk, tmp_path):
     assert [e["loss"] for e in events(run, "train")] == [e["loss"] for e in events(whole, "train")]
     assert [e["step"] for e in events(run, "checkpoint")] == [40]
     assert (run / "log.txt").read_text().count("warning: cannot write") >= 2
+
+
+@pytest.mark.parametrize("name", [".", "run"])
+def test_a_disk_that_is_unmounted_ends_the_run(small_disk, name):
+    """The run folder is the mount point, or lies below it: the bare mount point gets nothing."""
+
+    class Unmount:
+        def on_step(self, trainer, metrics):
+            if metrics.step == 6:
+                subprocess.run(["umount", "-l", str(small_disk)], check=True)
+
+    sections = {"train": {"sample_interval": 7, "sample_tokens": 4}}
+    with pytest.raises(StorageError, match=r"cannot write to .*was its disk unmounted"):
+        fit(small_disk / name, sections=sections, hooks=[Unmount()])
+    assert list(small_disk.iterdir()) == []
+
+
+def test_a_run_folder_that_is_removed_ends_the_run(tmp_path):
+    class Remove:
+        def on_step(self, trainer, metrics):
+            if metrics.step == 6:
+                shutil.rmtree(tmp_path / "run")
+
+    with pytest.raises(StorageError, match="the folder that this run has opened, which is not"):
+        fit(tmp_path / "run", hooks=[Remove()])
+    assert not (tmp_path / "run").exists()

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from dataclasses import replace
 
 import pytest
 from tiny_runs import fit
@@ -41,7 +42,9 @@ def test_a_folder_that_another_machine_does_not_see_is_refused_at_once(tmp_path,
         with pytest.raises(ConfigError, match=r"--run-dir .*rank 1 on .*all machines share"):
             open_run_folder(request, None, None)
     (tmp_path / "plan.json").write_text('{"run_id": "this-run"}')
-    assert open_run_folder(request, None, None) is world.folder
+    opened = open_run_folder(request, None, None)
+    assert replace(opened, opened=None) == world.folder
+    opened.check_there()
 
 
 def test_a_stop_that_arrives_from_another_process_has_its_signals_name():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,7 @@ from pentameter.train.hooks import (
     TrainingRun,
     is_logged,
 )
-from pentameter.train.log_files import LogFile
+from pentameter.train.log_files import LogFile, any_folder
 from pentameter.wording import duration, size
 
 REFRESH_SECONDS = 0.1
@@ -73,11 +73,12 @@ class Console:
         if self._log is not None:
             self._log.close()
 
-    def open_log(self, path: Path) -> None:
-        """Write all that has been said, and all that will be, into the file `path`."""
+    def open_log(self, path: Path, check_folder: Callable[[], None] = any_folder) -> None:
+        """Write all that has been said, and all that will be, into the file `path`, which is put
+        back unless `check_folder` raises StorageError."""
         with suppress(OSError):  # LogFile says so, once
             path.parent.mkdir(exist_ok=True)
-        self._log = LogFile(path, self.say)
+        self._log = LogFile(path, self.say, check_folder)
         for line in self._pending:
             self._to_log(line)
         self._pending.clear()

@@ -24,16 +24,27 @@ MAX_METRICS_BYTES = 2**32  # ten million lines
 MAX_UNWRITTEN = 10_000  # lines kept for a disk that refuses them; beyond, the oldest are lost
 
 
+def any_folder() -> None:
+    """Take the folder of a log for the right one, whichever it is."""
+
+
 class LogFile:
     """Appends lines to `path`, which is created with the first one.
 
     A failing write (a full disk, a folder that is gone) calls `warn` with one line, once; what
     could not be written is kept, and written in order as soon as it can be. No line is ever left
-    half-written before another one. A file that somebody removes is put back.
+    half-written before another one. A file that somebody removes is put back, unless `check_folder`
+    raises StorageError because the folder is not that of the run any more.
     """
 
-    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        warn: Callable[[str], None],
+        check_folder: Callable[[], None] = any_folder,
+    ) -> None:
         self.path = path
+        self._check_folder = check_folder
         self.unwritten: deque[bytes] = deque(maxlen=MAX_UNWRITTEN)
         """Lines that are not in the file yet."""
         self._warn = warn
@@ -106,6 +117,7 @@ class LogFile:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.lstat(self.path), os.fstat(self._fd)):
                     return self._fd
+            self._check_folder()
             if not self.path.exists():
                 write_atomic(self.path, os.pread(self._fd, self._size(), 0))
             os.close(self._fd)

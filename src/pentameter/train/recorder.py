@@ -27,7 +27,7 @@ class Recorder:
 
     def __init__(self, run: TrainingRun) -> None:
         self._is_main = run.world.is_main
-        self._log = LogFile(run.folder.metrics_path, run.console.say)
+        self._log = LogFile(run.folder.metrics_path, run.console.say, run.folder.check_there)
         self._trackers = open_trackers(run)
 
     def write(self, event: str, **values: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -63,6 +64,22 @@ class RunFolder:
     """The weights of another model, for a run that begins with them and has no checkpoint yet."""
     base_model: str | None = None
     """The Hugging Face model that the run's weights began as."""
+    opened: tuple[int, int] | None = None
+    """Device and inode of the folder, as this process sees it."""
+
+    def check_there(self) -> None:
+        """Raise StorageError unless `path` still leads to this run's folder: where its disk was
+        unmounted, an empty mount point has its name, and would be written to."""
+        with suppress(OSError):
+            if _device_and_inode(self.path) == self.opened:
+                return
+        if not _holds(self.path, self.run_id):  # which it may, mounted a second time
+            reason = "it is not the folder that this run has opened, which is not there any more"
+            error = FileNotFoundError(errno.ENOENT, f"{reason}; was its disk unmounted?")
+            raise StorageError(
+                f"cannot write to {self.path}: {error.strerror} Bring it back, and the same "
+                "command continues"
+            ) from error
 
     def log_path_of(self, rank: int) -> Path:
         """The log of the process `rank`: log.txt of the main one, else logs/rank-00001.txt."""
@@ -80,6 +97,7 @@ class RunFolder:
 
     def write_sample(self, step: int, text: str) -> None:
         """Write the text sampled at `step` into samples/. Raises StorageError."""
+        self.check_there()
         path = self.path / "samples" / f"{step_folder_name(step)}.txt"
         make_folder(path.parent)
         write_atomic(path, text.encode("utf-8"))
@@ -120,6 +138,7 @@ def open_run_folder(request: Request, plan: Plan, dataset: Dataset) -> RunFolder
 
     folder, is_begun_from_weights = request.world.on_main(open_it)
     _check_shared(folder, request.world)
+    folder = replace(folder, opened=_device_and_inode(folder.path))
     if not is_begun_from_weights:
         return folder
     assert request.init_from is not None  # where they came from
@@ -140,6 +159,11 @@ def _check_shared(folder: RunFolder, world: World) -> None:
             f"{', '.join(without)}: every process writes its part of a checkpoint, so choose a "
             "folder on a file system that all machines share"
         )
+
+
+def _device_and_inode(path: Path) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
 
 
 def _holds(path: Path, run_id: str) -> bool:

@@ -162,6 +162,7 @@ class RunCheckpoints:
     def _save(self) -> Saved:
         run, engine, world = self.run, self.run.engine, self.run.world
         world.progress.note("saving", run.state.step)
+        world.agreed(run.folder.check_there)
         # First, as it shards what FSDP left gathered: the parameters below are the optimizer's.
         model = model_state(engine.models)
         named = dict(engine.named_parameters())

@@ -71,7 +71,7 @@ def start_run(
     world.on_main(lock)  # once all that needs no folder is known
     folder = run.folder = open_run_folder(request, run.plan, run.dataset)
     _build(run)
-    console.open_log(folder.log_path_of(world.rank))
+    console.open_log(folder.log_path_of(world.rank), folder.check_there)
     recorder = Recorder(run)
     stack.callback(recorder.close)
     checkpoints = RunCheckpoints(run, lambda: {**recorder.sync(), "log_bytes": console.sync()})
