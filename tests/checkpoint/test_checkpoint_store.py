@@ -9,6 +9,7 @@ import torch
 
 from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.checkpoint.store import CheckpointStore
+from pentameter.disk.atomic import temporary_name
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 
@@ -276,3 +277,25 @@ def test_a_renamed_copy_of_a_checkpoint_opens(store, save, tmp_path):
     assert open_checkpoint(tmp_path / "best").step == 5
     with pytest.raises(ConfigError, match=r"not a folder"):
         open_checkpoint(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["moved", "dangling"])
+def test_a_link_in_the_place_of_a_checkpoint_gives_way_and_leaves_nothing(
+    store, save, tmp_path, is_there
+):
+    saved = save(store, 5)
+    elsewhere, files = tmp_path / "elsewhere", sorted(os.listdir(saved.path))
+    saved.path.rename(elsewhere)
+    saved.path.symlink_to(elsewhere if is_there else tmp_path / "gone")
+    save(store, 5)
+    assert names(store) == ["step-00000005"]
+    assert not saved.path.is_symlink()
+    assert sorted(os.listdir(elsewhere)) == files  # which are not ours to remove
+
+
+def test_a_dangling_link_of_a_removal_goes_at_the_next_start(store, save, tmp_path):
+    saved = save(store, 5)
+    left = saved.path.with_name(temporary_name(saved.path.name))
+    left.symlink_to(tmp_path / "gone")
+    assert store.clean() == [left.name]
+    assert names(store) == ["step-00000005"]

@@ -174,7 +174,7 @@ class CheckpointStore:
         target = self.folder / step_folder_name(manifest.step)
         aside = None
         with storage_errors(target, "commit"):
-            if target.is_dir():
+            if os.path.lexists(target):  # a link, too, whose folder may be elsewhere or gone
                 valid = self._is_valid(target)
                 # A valid one stays findable under its second name until the new one stands.
                 aside = target.with_name(
@@ -221,12 +221,7 @@ class CheckpointStore:
         for name in names:
             if not is_temporary(name) or not is_step_folder(name.rsplit(".tmp-", 1)[0]):
                 continue
-            path = self.folder / name
-            if path.is_dir() and not path.is_symlink():
-                remove_tree(path)
-            else:  # no save makes one, and none may follow a link
-                with storage_errors(path, "remove"):
-                    os.unlink(path)
+            remove_tree(self.folder / name)
             removed.append(name)
         for candidate in list_checkpoints(self.folder):
             if not candidate.replaced:

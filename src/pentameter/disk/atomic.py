@@ -203,9 +203,13 @@ def refuse_existing(folder: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder and what is in it, without following links; one already gone is fine."""
+    """Remove a folder and what is in it, or a link or a file alone, without following links; one
+    already gone is fine."""
     with storage_errors(path, "remove"), suppress(FileNotFoundError):
-        shutil.rmtree(path)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
 
 
 def read_regular(path: Path, *, max_bytes: int, follow_links: bool = False) -> bytes:
