@@ -214,3 +214,13 @@ def test_two_machines_say_where_they_stand_and_every_process_keeps_a_log(tmp_pat
     assert "model   " in log
     assert log.splitlines()[-1].startswith("ended at step 4: completed")
     assert not stale.exists()
+
+
+@pytest.mark.parametrize(
+    ("size", "who"), [(1, "another process"), (2, "another rank, or another run,")]
+)
+def test_who_prepares_the_data_is_one_of_the_ranks_perhaps(capsys, size, who):
+    with Console(World(0, size)) as console:
+        for _ in range(2):
+            console.progress("awaiting", 0, 0)
+    assert capsys.readouterr().out == f"{who} prepares the same data; waiting for it\n"

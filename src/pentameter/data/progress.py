@@ -12,6 +12,7 @@ Progress = Callable[[str, int, int], None]
 READING, TRAINING, ENCODING = "reading", "training", "encoding"
 IMPORTING, VERIFYING = "importing", "verifying"
 AWAITING = "awaiting"  # another process prepares the same
+AWAITING_A_RANK = "awaiting a rank"  # which may be of the same run
 
 LINE_SECONDS = 10.0
 """Time between two lines: calm enough for a log, often enough for who waits."""
@@ -21,7 +22,9 @@ _WORDS = {
     IMPORTING: "importing the tokens",
     VERIFYING: "verifying the tokens",
     AWAITING: "another process prepares the same data; waiting for it",
+    AWAITING_A_RANK: "another rank, or another run, prepares the same data; waiting for it",
 }
+_WAITS = (AWAITING, AWAITING_A_RANK)
 
 
 def pass_in_words(name: str) -> str:
@@ -50,9 +53,9 @@ class ProgressLines:
         now = self._clock()
         if name != self._pass:
             self._pass, self._began, self._first_bytes = name, now, done
-            if name == AWAITING:  # nothing follows until the other process has ended
+            if name in _WAITS:  # nothing follows until the other process has ended
                 self._say(pass_in_words(name))
-        if now - self._last_line < LINE_SECONDS or name == AWAITING:
+        if now - self._last_line < LINE_SECONDS or name in _WAITS:
             return
         self._last_line = now
         parts = [f"{pass_in_words(name)}: {min(done, total) / max(total, 1):.0%}"]

@@ -22,7 +22,12 @@ from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.text import Text
 
-from pentameter.data.progress import ProgressLines, pass_in_words
+from pentameter.data.progress import (
+    AWAITING,
+    AWAITING_A_RANK,
+    ProgressLines,
+    pass_in_words,
+)
 from pentameter.evaluate.split import EvalMetrics
 from pentameter.processes.failure import EXPECTED
 from pentameter.processes.world import World
@@ -119,6 +124,8 @@ class Console:
     def progress(self, what: str, done: int, total: int) -> None:
         """Show how far the preparation of data is: pass, bytes done, bytes in all; on the live
         line, or without a terminal in a line now and then."""
+        if what == AWAITING and self._world.size > 1:
+            what = AWAITING_A_RANK  # every rank prepares the data, and one of them comes first
         if self._live is None:
             self._progress_lines(what, done, total)
             return
