@@ -3,6 +3,7 @@
 import importlib.machinery
 import json
 import math
+import shutil
 import sys
 import types
 
@@ -279,3 +280,15 @@ def test_a_folder_named_wandb_is_no_package(tmp_path, monkeypatch):
 def test_trackers_are_no_part_of_the_training():
     tracked = config(log__tensorboard=True, log__wandb="a", log__trackio="b")
     assert config_hash(tracked) == config_hash(config())
+
+
+def test_tensorboard_without_its_folder_is_a_warning_and_no_traceback(tmp_path, capfd):
+    class Remove:
+        def on_step(self, run, step):
+            if step.step == 5:
+                shutil.rmtree(tmp_path / "run" / "tensorboard")
+
+    assert fit(tmp_path / "run", Remove(), log__tensorboard=True).reason == "completed"
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert log.count("tensorboard is not there any more; the run goes on without it") == 1
+    assert "Traceback" not in capfd.readouterr().err

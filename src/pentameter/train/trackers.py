@@ -36,6 +36,7 @@ class TensorBoardTracker:
         from torch.utils.tensorboard import SummaryWriter
 
         is_new = first_step == 0 or not folder.exists()
+        self._folder = folder
         # what an earlier start wrote from `first_step` on is hidden: those steps are made again
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
         if is_new:
@@ -43,6 +44,7 @@ class TensorBoardTracker:
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Add a point to each curve, named "group/name", measured after `step` optimizer steps."""
+        self._check_folder()
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         # what a checkpoint follows is on disk before it: a killed run does not make it again
@@ -50,12 +52,19 @@ class TensorBoardTracker:
 
     def text(self, name: str, text: str, step: int) -> None:
         """Show a text as a block of code: TensorBoard would read it as Markdown."""
+        self._check_folder()
         block = "".join(f"    {line}\n" for line in text.split("\n"))
         self._writer.add_text(name, block, step)
 
     def finish(self, *, failed: bool) -> None:
         """Write and close the file."""
+        self._check_folder()
         self._writer.close()
+
+    def _check_folder(self) -> None:
+        """Raise FileNotFoundError where the folder is gone: its thread would print a traceback."""
+        if not self._folder.is_dir():
+            raise FileNotFoundError(f"{self._folder} is not there any more")
 
 
 class ProjectTracker:
