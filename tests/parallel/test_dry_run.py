@@ -39,6 +39,9 @@ print(json.dumps([traced.differing, traced.gradients, traced.activations,
         ("data=2,tensor=2,pipeline=4,zero=1", 15, {}),
         ("data=4,zero=3,tensor=4", 6, {"train.activation_checkpoint": "full"}),
         ("pipeline=4,schedule=interleaved,virtual_stages=2", 1, {}),
+        ("data=2,zero=1,tensor=4,tensor_mode=2d,pipeline=2", 15, {}),
+        ("tensor=8,tensor_mode=2.5d,context=2,context_mode=all-to-all,pipeline=2", 27, {}),
+        ("tensor=8,tensor_mode=3d,pipeline=2", 14, {"train.activation_checkpoint": "full"}),
     ],
 )
 def test_a_rank_holds_the_planned_bytes(layout, rank, more):

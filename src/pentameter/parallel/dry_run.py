@@ -85,17 +85,12 @@ def trace_rank(plan: Plan, rank: int, precision: str) -> TracedRank:
     """Build a rank's part of the model on no memory, in a group of the layout's full size whose
     other processes are not there, run one micro-batch through it, and compare with the Plan.
 
-    Raises ConfigError for a rank that the layout does not have, and for layouts whose passes cannot
-    be made alone: tensor modes of several dimensions and rings.
+    Raises ConfigError for a rank that the layout does not have.
     """
     layout = plan.layout
     if not 0 <= rank < layout.world_size:
         raise ConfigError(
             f"--dry-run-rank {rank} is not in 0 … {layout.world_size - 1} of the layout {layout}"
-        )
-    if layout.tensor_mode != "1d":
-        raise ConfigError(
-            f"--dry-run-rank builds no parallel.tensor_mode={layout.tensor_mode!r}; use 1d"
         )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
@@ -175,9 +170,10 @@ def _step(module: StageModule, plan: Plan, number: int) -> int:
             head.register_forward_pre_hook(note, prepend=True)
         x = tokens
         if number > 0:
-            shape = (shape[0], layout.local_shape((shape[1],), ("time",))[0])
+            stream = (config.model.context_length, config.model.d_model)
+            local = layout.local_shape(stream, ("time", "embed"))
             dtype = arithmetic(module.precision).weights
-            x = torch.zeros((*shape, config.model.d_model), dtype=dtype, requires_grad=True)
+            x = torch.zeros((shape[0], *local), dtype=dtype, requires_grad=True)
         with micro_batch(module, plan.rules, is_last=True):
             y = module(x, tokens, keys)
             if head is None:
