@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from pentameter.data.batches.step import IGNORED
 from pentameter.model.dropout import StreamDropout
 from pentameter.parallel import (
+    assemble,
     context_parallel,
     data_parallel,
     divided_norm,
@@ -213,6 +215,59 @@ def nothing_finite() -> None:
         return norm(self)
 
     engine.Engine.gradient_norm = poison
+
+
+# -- small gradients ----------------------------------------------------------------------------
+
+
+def _spoil_smallest(spoil) -> None:
+    """Change the smallest gradient, once it is complete."""
+    forward_backward = engine.Engine.forward_backward
+
+    def and_spoil(self, batch, step):
+        loss = forward_backward(self, batch, step)
+        own = (gradients.local(parameter.grad) for parameter in self.parameters())
+        spoil(min(own, key=lambda gradient: float(gradient.abs().max())))
+        return loss
+
+    engine.Engine.forward_backward = and_spoil
+
+
+def smallest_doubled() -> None:
+    """Two processes of an all-reduce that must count one."""
+    _spoil_smallest(lambda gradient: gradient.mul_(2))
+
+
+def smallest_dropped() -> None:
+    """A gradient that never arrives."""
+    _spoil_smallest(lambda gradient: gradient.zero_())
+
+
+def smallest_off_by_a_thousandth() -> None:
+    """As where one row of a thousand is left out."""
+    _spoil_smallest(lambda gradient: gradient.mul_(0.999))
+
+
+def smallest_not_summed() -> None:
+    """One tensor is left out of a sum that is made when the backward pass is over."""
+    add_up = gradients.add_up
+
+    def of_the_others(tensors, group):
+        largest = sorted(tensors, key=lambda tensor: float(tensor.abs().max()), reverse=True)
+        add_up(largest[:-1], group)
+
+    gradients.add_up = of_the_others
+
+
+def faint_not_summed() -> None:
+    """DDP does not know of the parameter `faint` of somebody's own module."""
+    with_copies = data_parallel.with_copies
+
+    def without_it(module, mesh, **options):
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["model.faint"])
+        return with_copies(module, mesh, **options)
+
+    assemble.with_copies = without_it
 
 
 # -- grids of processes -------------------------------------------------------------------------

@@ -10,7 +10,10 @@ import pytest
 from pentameter.config.load import load_config
 from pentameter.errors import ConfigError
 from pentameter.parallel.own_model import OwnModel
-from pentameter.verify.proof import verify_model
+from pentameter.verify.cases import chosen_cases
+from pentameter.verify.compare import verify_layouts
+from pentameter.verify.proof import sent, verify_model
+from pentameter.verify.shrink import shrink
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = {
@@ -23,7 +26,7 @@ SMALL = {
 
 
 @pytest.fixture(scope="module")
-def example():
+def example(workers):  # which outlive it, and what it changes of the search path
     with pytest.MonkeyPatch.context() as patch:
         for folder in (EXAMPLES, Path(__file__).parent):
             patch.syspath_prepend(str(folder))
@@ -69,6 +72,39 @@ def test_experts_without_tokens_are_updated_alike(example):
     model = OwnModel(Mixture, blocks="blocks.*")
     outcomes = proved(model, "data=1,micro_batches=4;data=2;data=2,activation_checkpoint=full")
     assert [each.problem for each in outcomes] == [None] * 3
+
+
+def compared(build, layouts, workers, **options):
+    """As `verify_model` compares, in processes that are there."""
+    source, config = OwnModel(build), load_config("grammar", SMALL)
+    cases = chosen_cases(config, layouts)
+    small = shrink(config, cases, keeps_model=True)
+    options |= {"model": sent(source), "outline_of": source.outline}
+    return list(verify_layouts(small, cases, workers, **options))
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_difference(example, workers):
+    from own_modules import SeparateProjections
+
+    layouts = "data=1,micro_batches=4;data=2;data=2,zero=3"
+    outcomes = compared(SeparateProjections, layouts, workers, n_steps=2)
+    assert [each.problem for each in outcomes] == [None] * 3
+    assert max(each.gradient_error for each in outcomes) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["smallest_doubled", "smallest_dropped", "smallest_off_by_a_thousandth", "faint_not_summed"],
+)
+def test_a_fault_in_a_faint_gradient_is_found(fault, example, workers):
+    from own_modules import Faint
+
+    fault = f"planted_faults:{fault}"
+    (right,) = compared(Faint, "data=2", workers, n_steps=1)
+    (wrong,) = compared(Faint, "data=2", workers, n_steps=1, prepare=fault)
+    assert right.passed
+    assert wrong.failure is None, wrong.worker_traceback
+    assert wrong.first.subject == "gradient of faint"
 
 
 def test_what_no_other_process_could_import_is_refused(example):

@@ -107,6 +107,28 @@ def test_what_cannot_be_compared_is_a_difference(spoil, said, kind, plan, true):
     assert said in str(found)
 
 
+def with_gradient(numbers, name, tensor):
+    return replace(numbers, gradients={**numbers.gradients, name: tensor})
+
+
+def test_rounding_of_a_gradient_that_cancels_is_no_difference(plan, true):
+    zero = true.gradients[EMBEDDING] * 0
+    true = with_gradient(true, EMBEDDING, zero + 3e-17)
+    numbers = [with_gradient(each, EMBEDDING, zero - 5e-17) for each in ranks(plan, true)]
+    assert not beyond(plan, true, numbers)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-8])
+@pytest.mark.parametrize("factor", [2.0, 0.0, 0.999])
+def test_a_fault_in_a_small_gradient_is_a_difference(size, factor, plan, true):
+    small = true.gradients[EMBEDDING] * size
+    true = with_gradient(true, EMBEDDING, small)
+    first, last = (with_gradient(each, EMBEDDING, small) for each in ranks(plan, true))
+    assert not beyond(plan, true, [first, last])
+    (found,) = beyond(plan, true, [first, with_gradient(last, EMBEDDING, small * factor)])
+    assert (found.subject, found.rank) == (f"gradient of {EMBEDDING}", 1)
+
+
 @pytest.mark.parametrize(
     ("value", "true", "error"),
     [
@@ -120,3 +142,10 @@ def test_what_cannot_be_compared_is_a_difference(spoil, said, kind, plan, true):
 )
 def test_relative_error(value, true, error):
     assert relative_error(value, true) == error
+
+
+def test_relative_error_with_a_floor():
+    assert relative_error(3.0, 1.0, 0.5) == 2.0  # the true value is more
+    assert relative_error(3.0, 1.0, 4.0) == 0.5
+    assert relative_error(np.array([0.5]), np.array([0.0]), 4.0) == 0.125
+    assert relative_error(math.nan, 1.0, 4.0) == math.inf

@@ -28,6 +28,16 @@ TOLERANCE = 1e-10
 """Largest relative difference. Layouts add up in other orders, which in float64 costs some 1e-15;
 the smallest fault costs some 1e-3. It is not for widening."""
 
+GRADIENT_FLOOR = 1e-2
+"""Smallest divisor of a gradient's error, as a fraction of the step's largest gradient.
+
+Some gradients are 0 but for rounding, a key projection's bias among them: what it adds to the
+scores of a query changes no probability. Their summands are as large as those of other gradients
+and cancel, to some 1e-16 of the largest gradient, so that an error relative to their own values
+means nothing. With the floor, up to TOLERANCE · GRADIENT_FLOOR = 1e-12 of the largest gradient
+counts as rounding. A gradient of 1e-8 of the largest that is wrong by a thousandth is off by 1e-9
+still."""
+
 TIMEOUT_SECONDS = 120.0
 """Time for all steps of a case, which take a few seconds."""
 
@@ -62,8 +72,9 @@ class Difference:
     step: int
     rank: int
     error: float
-    """Largest absolute difference ÷ largest absolute true value; infinite where there is no
-    comparing: something not finite, missing, or of another shape."""
+    """Largest absolute difference ÷ largest absolute true value, of a gradient ÷ at least
+    GRADIENT_FLOOR of the step's largest gradient; infinite where there is no comparing: something
+    not finite, missing, or of another shape."""
     remark: str = ""
 
     @property
@@ -239,7 +250,10 @@ def differences(
         here = [numbers[step] for numbers in ranks]
         yield from _scalars("loss", step, [n.loss for n in (true, *here)])
         gradients = [n.gradients for n in here]
-        yield from _tensors("gradient", step, true.gradients, gradients, names[::-1], trained)
+        floor = GRADIENT_FLOOR * max(map(_largest_value, true.gradients.values()), default=0.0)
+        yield from _tensors(
+            "gradient", step, true.gradients, gradients, names[::-1], trained, floor=floor
+        )
         yield from _scalars("gradient norm", step, [n.gradient_norm for n in (true, *here)])
         weights = [n.weights for n in here]
         yield from _tensors("weight", step, true.weights, weights, names, expected)
@@ -267,6 +281,8 @@ def _tensors(
     ranks: Sequence[Mapping[str, Float64]],
     names: Sequence[str],
     expected: Sequence[set[str]],
+    *,
+    floor: float = 0.0,
 ) -> Iterator[Difference]:
     for name in names:
         for rank, tensors in enumerate(ranks):
@@ -279,18 +295,21 @@ def _tensors(
                 remark = "is missing"
             elif tensors[name].shape != true[name].shape:
                 remark = f"has shape {tensors[name].shape}, not {true[name].shape}"
-            error = math.inf if remark else relative_error(tensors[name], true[name])
+            error = math.inf if remark else relative_error(tensors[name], true[name], floor)
             yield Difference(kind, name, step, rank, error, remark)
     for rank, tensors in enumerate(ranks):
         for name in sorted(set(tensors) - set(names)):
             yield Difference(kind, name, step, rank, math.inf, "should not be there")
 
 
-def relative_error(value: Float64 | float, true: Float64 | float) -> float:
-    """Largest absolute difference ÷ largest absolute true value (1 where that is 0); infinite
-    where either holds something that is not finite."""
+def relative_error(value: Float64 | float, true: Float64 | float, floor: float = 0.0) -> float:
+    """Largest absolute difference ÷ largest absolute true value, or ÷ `floor` where that is more
+    (÷ 1 where both are 0); infinite where either holds something that is not finite."""
     value, true = np.asarray(value), np.asarray(true)
     if not (np.isfinite(value).all() and np.isfinite(true).all()):
         return math.inf
-    difference = float(np.abs(value - true).max(initial=0.0))
-    return difference / (float(np.abs(true).max(initial=0.0)) or 1.0)
+    return _largest_value(value - true) / (max(_largest_value(true), floor) or 1.0)
+
+
+def _largest_value(array: Float64) -> float:
+    return float(np.abs(array).max(initial=0.0))
