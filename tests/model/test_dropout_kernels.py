@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from pentameter.config.schema import ModelConfig
 from pentameter.keyed import bits
@@ -200,6 +201,22 @@ def test_a_model_learns_the_same_and_computes_again_what_it_should(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert launched.count(kernels._forward_kernel) == n_forward
     assert launched.count(kernels._keys_kernel) == launched.count(kernels._queries_kernel) == 2
+
+
+def test_what_is_kept_is_what_the_plan_counts(kernels) -> None:
+    """Beside queries, keys, values and the result: a sum in fp32 of each row of weights."""
+    case = Case(T=20)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        case.computed(kernels.attend_in_kernel, torch.float32)
+    heads = case.B * case.H * case.T
+    keys, positions = case.keys().nbytes, case.positions().nbytes
+    assert sum(kept.values()) == 4 * (4 * heads * case.K) + 4 * heads + keys + positions
 
 
 def test_the_operation_is_one_that_pytorch_knows_how_to_trace(kernels) -> None:
