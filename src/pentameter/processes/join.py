@@ -293,8 +293,15 @@ def _answer_of(ask: Callable[[], T], deadline: float) -> T:
         except BaseException as error:
             answer.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
-    return answer.result(max(ANSWER_SECONDS, deadline - time.monotonic()))
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        return answer.result(max(ANSWER_SECONDS, deadline - time.monotonic()))
+    except TimeoutError:
+        raise
+    except BaseException:  # a signal: Python may end now, and abort where a thread comes out of C++
+        thread.join(ANSWER_SECONDS)
+        raise
 
 
 def _address(store: Store) -> str:
