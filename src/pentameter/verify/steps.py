@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import pkgutil
 import traceback
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ from pentameter.parallel.gpt_source import GPTSource
 from pentameter.parallel.local_parts import local_part
 from pentameter.parallel.model_source import ModelSource
 from pentameter.parallel.muon import ShardedMuon
-from pentameter.planning.architecture import Init
+from pentameter.planning.adapters import adapter_factor, is_of_adapter
+from pentameter.planning.architecture import Init, ParameterSpec
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.failure import LostProcessError
 from pentameter.processes.join import joined_world
@@ -67,8 +69,7 @@ def compute_steps(
     """Train on made-up batches from made-up weights. Collective over the world."""
     plan = make_plan(config, world_size=world.size, outline_of=source.outline)
     # A bias that starts at zero would hide that it is added twice.
-    noise = Init("normal", INIT_STD)
-    noisy = replace(plan, table=tuple(replace(spec, init=noise) for spec in plan.table))
+    noisy = replace(plan, table=tuple(replace(s, init=_noise(s, config)) for s in plan.table))
     engine = assemble(
         noisy, torch.device("cpu"), "fp64", compiled=False, world=world, source=source
     )
@@ -109,6 +110,20 @@ def made_up_batch(plan: Plan, step: int) -> Batch:
 
 def _rows_of(batch: Batch, rows: np.ndarray) -> Batch:
     return Batch(batch.inputs[rows], batch.targets[rows], batch.rows[rows])
+
+
+def _noise(spec: ParameterSpec, config: Config) -> Init:
+    """Initial values of a parameter of the built-in model.
+
+    An adapter's two matrices are as large as lets what they add to a weight, factor · B A, have the
+    weight's own deviation. With INIT_STD for them, too, attention's scores saturate, and each layer
+    multiplies the rounding of those below it (docs/decisions.md).
+    """
+    if not is_of_adapter(spec):
+        return Init("normal", INIT_STD)
+    assert config.lora.rank is not None
+    n_added = math.sqrt(config.lora.rank)
+    return Init("normal", math.sqrt(INIT_STD / adapter_factor(config.lora) / n_added))
 
 
 def _add_ones(engine: Engine, plan: Plan) -> None:
