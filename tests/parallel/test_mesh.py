@@ -46,8 +46,9 @@ def test_what_cannot_be_shared_is_refused_with_a_remedy():
 
 def test_no_dimension_waits_longer_than_the_world(processes):
     seconds = processes.run(4, wait_for_a_late_one)
-    assert 0.5 < seconds[0] < 5
-    assert seconds[2] < 5
+    # The world's timeout is 1 s, PyTorch's own half an hour; a busy machine adds seconds.
+    assert 0.5 < seconds[0] < 60
+    assert seconds[2] < 60
 
 
 def wait_for_a_late_one(world):
