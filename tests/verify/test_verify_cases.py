@@ -44,6 +44,13 @@ def test_all_has_every_layout_that_must_be_equal():
         "data=2,zero=3,context=2",
         "tensor=2,sequence=true,context=2",
         "pipeline=2,schedule=zero-bubble,context=2",
+        "tensor=4,pipeline=2,tensor_mode=2d",
+        "tensor=4,pipeline=2,tensor_mode=2d,tied_head=false",
+        "tensor=4,pipeline=2,schedule=zero-bubble,tensor_mode=2d",
+        "data=2,tensor=4,pipeline=2,tensor_mode=2d",
+        "data=2,zero=1,tensor=4,pipeline=2,tensor_mode=2d",
+        "tensor=8,pipeline=2,tensor_mode=2.5d,tensor_depth=2",
+        "tensor=8,pipeline=2,tensor_mode=3d",
     }
     assert len(written) >= 50
 

@@ -18,7 +18,7 @@ COMPOSED = (
 DIVIDED = (
     "context=2;context=2,context_mode=all-to-all;data=2,zero=3,context=2;"
     "tensor=2,sequence=1,context=2;pipeline=2,context=2;tensor=4,tensor_mode=2d;"
-    "tensor=8,tensor_mode=2.5d;tensor=8,tensor_mode=3d"
+    "tensor=8,tensor_mode=2.5d;tensor=8,tensor_mode=3d;tensor=4,tensor_mode=2d,pipeline=2"
 )
 
 
