@@ -1,6 +1,7 @@
 """Locks between processes, on `flock`: the kernel drops it with the process, however that ends.
 
-`building` makes a folder while others wait. `RunLock` (run.lock) refuses them and names the owner,
+`building` makes a folder while others wait. `scratch_folder` is one that goes with its process, or
+with the next one that makes any. `RunLock` (run.lock) refuses others and names the owner,
 so that one process at a time owns a run folder: there the file's record says who holds it, and
 decides where `flock` does not reach: another machine on a shared disk, or a file system without
 locks. Ages are never compared with a clock: a newcomer watches whether the owner's beat still
@@ -15,6 +16,7 @@ import json
 import os
 import shutil
 import socket
+import tempfile
 import threading
 import time
 import uuid
@@ -34,6 +36,7 @@ from pentameter.disk.atomic import (
 from pentameter.errors import RunFolderInUseError
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
+_SCRATCH, _IN_USE = "pentameter-", "in-use.lock"  # a scratch folder's name begins so; its lock
 _RECORD_BYTES = 4096  # one write, one page: a reader sees the old beat or the new one
 
 
@@ -254,6 +257,47 @@ def building(target: Path, waiting: Callable[[], None] | None = None) -> Iterato
             shutil.rmtree(folder, ignore_errors=True)
             if fd is not None:
                 _give_back(fd, lock)
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A private temporary folder, removed on leaving; first those are that killed processes left.
+
+    A file in it is locked for as long as this process lives, so one whose lock can be had is
+    nobody's any more. Where the file system has no locks, what a killed process left stays.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*/{_IN_USE}"):
+        _remove_if_left(left)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_SCRATCH))
+        try:
+            fd = os.open(folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            continue  # see below
+        with suppress(OSError):
+            _write_record(fd, current_owner(), 0)
+        if _flock(fd) is not False and _is_same_file(fd, folder / _IN_USE):
+            break
+        os.close(fd)  # another process took it for one that was left, before it was locked
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(fd)
+
+
+def _remove_if_left(path: Path) -> None:
+    """Remove the scratch folder of the file `path` if its owner is certainly gone."""
+    with suppress(OSError):
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            record = _read_record(fd)
+            if record is None or os.fstat(fd).st_uid != os.getuid() or not _flock(fd):
+                return
+            if _is_free(record[0], current_owner(), locked=True):
+                shutil.rmtree(path.parent, ignore_errors=True)
+        finally:
+            os.close(fd)
 
 
 def _wait_for(path: Path, waiting: Callable[[], None] | None) -> int | None:

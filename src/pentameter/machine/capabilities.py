@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from pentameter.disk.lock import scratch_folder
 from pentameter.errors import ConfigError
 from pentameter.machine.cores import host_memory_bytes, usable_cores
 
@@ -171,15 +171,15 @@ def _first_found(variable: str, names: tuple[str, ...]) -> str | None:
 def _try_building(command: str) -> Compiler:
     include = sysconfig.get_path("include")
     openmp = sys.platform == "linux"
-    with tempfile.TemporaryDirectory(prefix="pentameter-") as folder:
-        source = Path(folder, "probe.cpp")
+    with scratch_folder() as folder:
+        source = folder / "probe.cpp"
         source.write_text(_PROBE % ("#include <omp.h>" if openmp else ""), encoding="utf-8")
         flags = ["-shared", "-fPIC", f"-I{include}", *(["-fopenmp"] if openmp else [])]
         if sys.platform == "darwin":
             flags += ["-undefined", "dynamic_lookup"]
         try:
             result = subprocess.run(
-                [command, *flags, str(source), "-o", str(Path(folder, "probe.so"))],
+                [command, *flags, str(source), "-o", str(folder / "probe.so")],
                 capture_output=True,
                 text=True,
                 errors="replace",

@@ -8,7 +8,6 @@ full of what the others left.
 from __future__ import annotations
 
 import datetime
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -27,6 +26,7 @@ from pentameter.config.section import Section
 from pentameter.data.batches.step import Batch
 from pentameter.disk.atomic import make_folder, write_atomic
 from pentameter.disk.cache import cache_folder
+from pentameter.disk.lock import scratch_folder
 from pentameter.errors import ConfigError
 from pentameter.fused_cpu import native
 from pentameter.fused_cpu.functions import (
@@ -317,9 +317,9 @@ def _passes_of_step_seconds(plan: Plan) -> float:
 def _measured_link() -> tuple[float, float]:
     """Bytes per second, and seconds of a small message, between two processes of the machine: those
     of a ring, from all-reduces."""
-    with tempfile.TemporaryDirectory(prefix="pentameter-") as folder:
-        mp.spawn(_all_reduce, args=(folder,), nprocs=2)
-        large, small = map(float, Path(folder, "seconds").read_text().split())
+    with scratch_folder() as folder:
+        mp.spawn(_all_reduce, args=(str(folder),), nprocs=2)
+        large, small = map(float, (folder / "seconds").read_text().split())
     return (MESSAGE_BYTES - SMALL_MESSAGE_BYTES) / max(1e-9, large - small), small
 
 

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 
+from pentameter.disk.lock import scratch_folder
 from pentameter.errors import InterruptedRunError, StorageError, TrainingFailedError
 from pentameter.machine.child import Child, exit_reason
 from pentameter.machine.cores import chosen_threads, usable_cores
@@ -55,8 +55,7 @@ def run_local(
     one that was killed. Call it in the main thread.
     """
     with ExitStack() as stack:
-        folder = tempfile.TemporaryDirectory(prefix="pentameter-", ignore_cleanup_errors=True)
-        workers = _Workers(Path(stack.enter_context(folder)), grace_seconds)
+        workers = _Workers(stack.enter_context(scratch_folder()), grace_seconds)
         handlers = dict.fromkeys(minded_stop_signals(), workers.on_signal)
         for number, handler in {**handlers, signal.SIGTSTP: workers.on_suspend}.items():
             stack.callback(signal.signal, number, signal.signal(number, handler))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from pentameter.config.schema import Config
+from pentameter.disk.lock import scratch_folder
 from pentameter.errors import TrainingFailedError
 from pentameter.machine.child import ChildEndedError, Forked, ForkServer, exit_reason
 from pentameter.processes.local_launch import worker_environment
@@ -77,10 +76,7 @@ class Workers:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:  # undone now where the fork server cannot be started
-            folder = tempfile.TemporaryDirectory(
-                prefix="pentameter-verify-", ignore_cleanup_errors=True
-            )
-            self._folder = Path(stack.enter_context(folder))
+            self._folder = stack.enter_context(scratch_folder())
             self._errors_path = self._folder / "stderr"
             errors = stack.enter_context(self._errors_path.open("ab"))
             self.server = ForkServer(

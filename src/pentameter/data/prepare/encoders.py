@@ -12,9 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from queue import SimpleQueue
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +20,7 @@ import numpy.typing as npt
 
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.setting import load_tokenizer
+from pentameter.disk.lock import scratch_folder
 from pentameter.errors import StorageError
 from pentameter.machine.child import ChildEndedError, PythonChild
 from pentameter.machine.cores import usable_cores
@@ -113,7 +112,7 @@ def _ask(idle: SimpleQueue[PythonChild], texts: Sequence[str]) -> list[npt.NDArr
 def _started(tokenizer: Tokenizer, n_processes: int) -> Iterator[list[PythonChild]]:
     """Processes in which `encoder` answers; they end with the body."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="pentameter-")))
+        folder = stack.enter_context(scratch_folder())
         tokenizer.save(folder / "tokenizer.json")
         children: list[PythonChild] = []
         try:
