@@ -1,6 +1,18 @@
-"""`python -m pentameter` is the same as `pentameter`."""
+"""The command `pentameter`, which is `python -m pentameter`."""
 
-from pentameter.cli.main import main
+import sys
+
+
+def main() -> int:
+    """Run one verb; the process's exit code."""
+    if sys.argv[1:2] == ["train"]:
+        from pentameter.processes.stop_signals import stop_at_once
+
+        stop_at_once()  # before seconds of imports: a scheduler may change its mind at once
+    from pentameter.cli.main import main as run_command
+
+    return run_command()
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -21,7 +21,8 @@ from pentameter.processes.failure import failure_ends_process
 from pentameter.processes.join import joined_world
 from pentameter.processes.local_launch import run_local
 from pentameter.processes.place import find_place
-from pentameter.processes.worker import STOP_SIGNALS, watch_launcher
+from pentameter.processes.stop_signals import STOP_SIGNALS
+from pentameter.processes.worker import watch_launcher
 from pentameter.train.signals import StopSignals
 
 progress.LEAST_TIMEOUT_SECONDS = float(os.environ.get("TEST_TIMEOUT_SECONDS", "30"))

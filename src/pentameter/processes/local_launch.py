@@ -31,7 +31,7 @@ from pentameter.processes.failure import (
 )
 from pentameter.processes.place import LAUNCH_FOLDER
 from pentameter.processes.progress import Watchdog, culprits, is_stopped, stacks
-from pentameter.processes.worker import minded_stop_signals
+from pentameter.processes.stop_signals import minded_stop_signals
 
 GRACE_SECONDS = 4.0
 """Time for the others to end by themselves after a failure, and again after SIGTERM."""
@@ -229,12 +229,12 @@ class _Workers:
             return [report]
         if code == 0:
             return []
-        if self._received and (interrupted or -code in self._received):
-            name = self._received[0].name
-            message = f"stopped by {name} before the first step; the same command starts again"
-            return [Failure(rank, stopped, message, now)]
         if len(self._received) > 1 and (code == stopped or self._ended_by_us):
             message = "stopped at once by a second signal; the same command continues"
+            return [Failure(rank, stopped, message, now)]
+        if self._received and (interrupted or code == stopped or -code in self._received):
+            name = self._received[0].name
+            message = f"stopped by {name} before the first step; the same command starts again"
             return [Failure(rank, stopped, message, now)]
         if code < 0 and self._ended_by_us:
             return []

@@ -1,4 +1,4 @@
-"""A worker and what started it: the signals that stop it, and its end when its parent is gone."""
+"""A worker and what started it: its stacks when asked for, and its end when its parent is gone."""
 
 from __future__ import annotations
 
@@ -13,18 +13,10 @@ from pentameter.machine.child import LIFELINE, end_with_parent
 from pentameter.processes.place import LAUNCH_FOLDER
 from pentameter.processes.progress import write_stacks_when_asked
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-"""Signals that ask a run to stop: from a person, a scheduler, a terminal that closes."""
-
 ORPHAN_SECONDS = 25
 """Time that a worker whose torchrun agent is gone has to save and leave."""
 
 _PARENT_POLL_SECONDS = 1.0
-
-
-def minded_stop_signals() -> list[signal.Signals]:
-    """STOP_SIGNALS without those that this process was started to ignore, as `nohup` does."""
-    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def watch_launcher() -> None:

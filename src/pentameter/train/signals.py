@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any, Self
 
 from pentameter.errors import InterruptedRunError
-from pentameter.processes.worker import minded_stop_signals
+from pentameter.processes.stop_signals import minded_stop_signals
 from pentameter.processes.world import World
 
 _HAS_WORD, _SIGNALS_FROM = 1, 2  # what processes tell each other: nothing, a word, a signal
