@@ -40,6 +40,7 @@ from pentameter.parallel.assemble import assemble
 from pentameter.parallel.gpt_source import call_gpt
 from pentameter.parallel.pipeline import SCHEDULES
 from pentameter.parallel.stage_module import StageModule
+from pentameter.planning.cluster import multiplied_in
 from pentameter.planning.costs import BYTES
 from pentameter.planning.fused_step import architecture_obstacle, fused_obstacle
 from pentameter.planning.layout import make_layout
@@ -328,7 +329,10 @@ PATHS: dict[str, dict[str, Any]] = {
         "engine": lambda c: choose_precision(c.train.precision, CPU),
         "assemble": assembled,
     },
-    "train.matmul_precision": {"assemble": assembled},
+    "train.matmul_precision": {
+        "assemble": assembled,
+        "peak": lambda c: multiplied_in("fp32", c.train.matmul_precision),
+    },
     "train.activation_checkpoint": {"plan": make_plan, "assemble": assembled},
     "train.compile": {"engine": lambda c: choose_compile(c.train.compile, CPU, total_flops=1.0)},
     "train.eval_interval": {"plan": make_plan},

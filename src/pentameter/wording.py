@@ -40,21 +40,24 @@ def flops(per_second: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """3,723 as "1 h 2 min": two units at most."""
+    """3,723 as "1 h 2 min": two units at most, of seconds to years of 365 days."""
     if not math.isfinite(seconds) or seconds < 0:
         return "–"
     if seconds < 10:
         return f"{seconds:.2g} s"
-    whole, minutes, hours = round(seconds), round(seconds / 60), round(seconds / 3600)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 600:
-        return f"{whole // 60} min {whole % 60} s"
+    whole, minutes, hours, days = (round(seconds / unit) for unit in (1, 60, 3600, 86_400))
     if minutes < 60:
-        return f"{minutes} min"
-    return (
-        f"{minutes // 60} h {minutes % 60} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"
-    )
+        short = f"{minutes} min" if whole >= 600 else f"{whole // 60} min {whole % 60} s"
+        return f"{whole} s" if whole < 60 else short
+    if hours < 24:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return _two_units(hours, 24, "d", "h") if days < 365 else _two_units(days, 365, "y", "d")
+
+
+def _two_units(n: int, size: int, large: str, small: str) -> str:
+    """`n` small units as large ones of a size, and what is left over, if anything is."""
+    whole, rest = divmod(n, size)
+    return f"{whole:,} {large} {rest} {small}" if rest else f"{whole:,} {large}"
 
 
 def fixed(value: float, digits: int = 4) -> str:

@@ -79,6 +79,17 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, monkeypatch, capsy
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_on_a_terminal_is_in_words(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main(["train", "grammar", *TINY, "--dry-run"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("grammar: ")
+    assert "parameters, data=1, micro-batch 4 × 1" in said[0]
+    assert len(said) == 4
+    assert main(["train", "grammar", *TINY, "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 6
+
+
 def test_a_layout_is_applied_before_the_configuration_is_checked(capsys):
     offloaded = ["train", "grammar", *TINY, "--train.offload=true", "--dry-run", "--nproc=2"]
     assert main([*offloaded, "--layout", "data=2,zero=3"]) == 0

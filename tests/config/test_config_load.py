@@ -472,3 +472,13 @@ def test_a_familiar_value_is_told_ours():
         load_config("quickstart", ["--train.device", "gpu"])
     with pytest.raises(ConfigError, match="did you mean bf16"):
         load_config("quickstart", ["--train.precision", "bfloat16"])
+
+
+def test_a_v_of_stages_has_two_a_process_unasked():
+    asked = {"parallel.pipeline": 2, "parallel.schedule": "zero-bubble-v"}
+    config = load_config("shakespeare-char", asked)
+    assert config.parallel.virtual_stages == 2
+    plain = load_config("shakespeare-char", {"parallel.pipeline": 2})
+    assert load_config(plain, asked).parallel.virtual_stages == 2  # its 1 is the default
+    with pytest.raises(ConfigError, match="has two stages a process"):
+        load_config("shakespeare-char", {**asked, "parallel.virtual_stages": 3})

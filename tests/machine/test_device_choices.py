@@ -16,6 +16,7 @@ from pentameter.machine.capabilities import (
     CpuCapabilities,
     GpuCapabilities,
     find_compiler,
+    gpu_name,
     machine_capabilities,
 )
 from pentameter.machine.choices import (
@@ -98,6 +99,7 @@ def test_auto_precision(here, device, expected, why):
         (V100, CUDA, "tf32", "fp64, fp32, fp16"),
         (P100, CUDA, "bf16", "fp64, fp32, fp16"),
         (amd("gfx90a"), CUDA, "tf32", "fp64, fp32, bf16, fp16"),
+        (amd("gfx950"), CUDA, "tf32", "fp64, fp32, bf16, fp16"),
         (machine(mps=True), MPS, "fp64", "fp32, bf16, fp16"),
     ],
 )
@@ -307,3 +309,8 @@ def test_git_state(tmp_path):
     assert state["dirty"] is False
     (tmp_path / "file").write_text("2")
     assert git_state(tmp_path)["dirty"] is True
+
+
+def test_a_name_that_says_nothing_comes_with_the_chip():
+    assert gpu_name("AMD Radeon Graphics", "gfx90a") == "AMD Radeon Graphics (gfx90a)"
+    assert gpu_name("Tesla T4", "sm_75") == "Tesla T4"

@@ -335,8 +335,9 @@ def test_a_compiled_step_is_the_eager_one(runs, tiny, tiny_alone, size, changes)
             ["parallel.schedule='zero-bubble-v' holds the embedding and the tied head"],
         ),
         (
-            ["--nproc", "2", "--parallel.pipeline", "2", "--parallel.schedule", "zero-bubble-v"],
-            ["'zero-bubble-v' has two stages a process", "virtual_stages to 2 instead of 1"],
+            ["--nproc", "2", "--parallel.pipeline", "2", "--parallel.schedule", "zero-bubble-v",
+             "--parallel.virtual-stages", "3"],
+            ["'zero-bubble-v' has two stages a process", "virtual_stages to 2 instead of 3"],
         ),
     ],
 )  # fmt: skip

@@ -2,13 +2,16 @@
 
 import pytest
 
+from pentameter.config.load import load_config
 from pentameter.errors import ConfigError
+from pentameter.machine.peaks import peak_flops
 from pentameter.planning.cluster import (
     device_of_driver,
     group_shape,
     known_devices,
     parse_cluster,
 )
+from pentameter.planning.estimate import best_precision, make_estimate
 
 MINE = """
 [calibrations.mine]
@@ -54,7 +57,12 @@ def test_every_device_says_where_its_figures_are_from():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a100:8x4", r"'a100' is not known; did you mean a100-80gb\? Known: .*h100-80gb"),
+        (
+            "a100:8x4",
+            r"'a100' is not known; did you mean a100-40gb or a100-80gb\? Known: .*h100-80gb",
+        ),
+        ("h100:8x8", r"did you mean h100-pcie or h100-80gb\?"),
+        ("h20o", r"did you mean h200\?"),
         ("h200:0x2", "DEVICE:GPUSxNODES"),
         ("h200:8y2", "DEVICE:GPUSxNODES"),
         ("l4:1", "only the peak of l4 is known"),
@@ -90,9 +98,84 @@ def test_drivers_names_find_their_device():
         ("NVIDIA H100 PCIe", "h100-pcie"),
         ("NVIDIA H200", "h200"),
         ("AMD Instinct MI300X", "mi300x"),
+        ("AMD Radeon Graphics (gfx90a)", "mi210"),
+        ("Tesla V100-SXM2-16GB", "v100"),
+        ("Tesla V100-SXM2-32GB", "v100-32gb"),
+        ("Tesla V100-PCIE-16GB", "v100-pcie"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA GeForce GTX 1080 Ti", "gtx-1080-ti"),
+        ("NVIDIA GeForce RTX 2070", "rtx-2070"),
+        ("NVIDIA GeForce RTX 3050", "rtx-3050"),
     ):
         assert device_of_driver(name) == known_devices()[key]
     assert device_of_driver("Voodoo 2") is None
+    assert device_of_driver("AMD Radeon Graphics (gfx1103)") is None  # a laptop's
+
+
+OLDER = ["v100", "v100-32gb", "v100-pcie", "t4", "rtx-2070", "gtx-1080-ti"]
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_older_cards_have_neither_bf16_nor_tf32(name):
+    """Volta's and Turing's matrix units take fp16, Pascal has none: there nothing is faster."""
+    cluster = parse_cluster(name)
+    with pytest.raises(ConfigError, match=rf"{name} has no products in bf16.*fp16, fp32"):
+        cluster.peak_flops("bf16")
+    best = best_precision(load_config("gpt2-124m"), cluster)
+    assert best == ("fp32" if name == "gtx-1080-ti" else "fp16")
+    assert cluster.peak_flops("fp32", "high") == cluster.peak_flops("fp32")
+
+
+@pytest.mark.parametrize(
+    ("precision", "matmul_precision", "teraflops"),
+    [
+        ("fp32", None, 19.5),
+        ("fp32", "highest", 19.5),
+        ("fp32", "high", 156),
+        ("fp32", "medium", 156),
+        ("tf32", None, 156),
+        ("tf32", "highest", 19.5),
+        ("bf16", "high", 312),
+        ("fp64", "medium", 19.5),
+    ],
+)
+def test_the_peak_is_that_of_what_is_multiplied(precision, matmul_precision, teraflops):
+    assert peak_flops("NVIDIA A100-SXM4-80GB", precision, matmul_precision) == teraflops * 1e12
+    values = {"train.precision": precision, "train.matmul_precision": matmul_precision}
+    estimate = make_estimate(load_config("gpt2-124m", values), parse_cluster("a100-80gb"))
+    flops = estimate.plan.flops_per_token * estimate.tokens_per_second
+    assert estimate.mfu == pytest.approx(flops / (teraflops * 1e12))
+    same = load_config("gpt2-124m", {"train.precision": "tf32"})
+    if teraflops == 156:
+        time = make_estimate(same, parse_cluster("a100-80gb")).time
+        assert estimate.time.seconds == pytest.approx(time.seconds)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("memory_bytes = true", r"memory_bytes=true: .*valid number"),
+        ("memory_bytes = 5e-324", r"memory_bytes=5e-324: .*greater"),
+        (f"memory_bytes = {'9' * 400}", r"memory_bytes=9{50,}…: .*valid number"),
+        ("memory_bytes = 1e400", r"memory_bytes=inf"),
+        ("memory_bytes = nan", r"memory_bytes=nan"),
+        ("link_bytes_per_second = 5e-324", r"link_bytes_per_second=5e-324: .*greater"),
+        ("tflops = { bf16 = true }", r"tflops\.bf16=true"),
+        ("tflops = { bf16 = -1 }", r"tflops\.bf16=-1"),
+        ("units = true", r"units=true"),
+        ('memory_bytes_per_second = "fast"', r"memory_bytes_per_second='fast'"),
+    ],
+)
+def test_numbers_that_no_device_has(tmp_path, line, said):
+    key = line.partition(" ")[0]
+    file = tmp_path / "mine.toml"
+    kept = [each for each in MINE.splitlines() if not each.startswith(f"{key} ")]
+    file.write_text("\n".join([*kept, line]))
+    with pytest.raises(ConfigError, match=rf"mine\.toml: devices\.my-gpu\.{said}.*planner\.md"):
+        parse_cluster(f"{file}:2x1")
+    file.write_text(MINE.replace("product_share = 0.5", "product_share = true"))
+    with pytest.raises(ConfigError, match=r"calibration\.product_share=true"):
+        parse_cluster(f"{file}:2x1")
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,15 @@ from torch.distributed.pipelining import (
 )
 
 from pentameter.config.load import load_config
+from pentameter.errors import ConfigError
 from pentameter.planning.costs import PassSeconds
 from pentameter.planning.layout import Layout
 from pentameter.planning.plan import make_plan
 from pentameter.planning.timeline import (
     bubble_fraction,
     pass_order,
+    passes_under_way,
+    pipeline_time,
     timeline,
     waiting_messages,
 )
@@ -159,3 +162,51 @@ def test_messages_of_a_process_wait_for_one_another():
     spans = timeline(layout("gpipe", 2), 4, [PassSeconds(1.0, 1.0, 1.0)] * 2, 3.0)
     starts = [span.start for span in spans[1] if span.done.kind == "forward"]
     assert starts == [4.0, 7.0, 10.0, 13.0]
+
+
+def test_a_pipeline_that_is_too_deep_is_refused_before_it_is_simulated():
+    deep = {"model.vocab_size": 64, "model.n_layers": 10_000, "train.batch_size": 40_000}
+    config = load_config("shakespeare-char", {**deep, "parallel.pipeline": 10_000})
+    with pytest.raises(ConfigError, match=r"of 10000 stages.*parallel\.pipeline=256"):
+        make_plan(config, world_size=10_000)
+
+
+def test_many_micro_batches_are_not_simulated_one_by_one():
+    seconds = [PassSeconds(1.0, 1.0, 1.0)] * 4
+    long = pipeline_time(layout("1f1b", 4), 1_000_001, seconds)
+    assert long.n_simulated < 30
+    assert long.length == pytest.approx(3 * (1_000_001 + 3))
+    (every,) = {each.ever.tolist()[0][0] for each in passes_under_way(layout("gpipe", 4), 10**9)}
+    assert every == 10**9
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zero-bubble", "zero-bubble-v"])
+def test_rounds_of_another_length_are_simulated_whole(name):
+    """63 micro-batches of 8 processes go in rounds of nine."""
+    where, seconds = layout(name, 8, 2), [PassSeconds(1.0, 1.0, 1.0)] * 16
+    spans = timeline(where, 63, seconds)
+    assert pipeline_time(where, 63, seconds).length == pytest.approx(
+        max(span.end for process in spans for span in process), rel=0.01
+    )
+
+
+@pytest.mark.parametrize(("name", "p", "v", "m"), CASES)
+def test_what_is_under_way_is_counted_as_the_passes_go(name, p, v, m):
+    where = layout(name, p, v)
+    sizes = [3, 5, 7, 2, 4, 6][: 2 * v]
+    for place, passes in enumerate(pass_order(where, m)):
+        own = where.stages_of(place)
+        held = ever = later = 0
+        for one in passes:
+            index = own.index(one.stage)
+            if one.kind == "forward":
+                held += sizes[index]
+            elif one.kind == "backward_input":
+                held += sizes[v + index]
+            else:
+                held -= sizes[index] + (sizes[v + index] if one.kind == "backward_weight" else 0)
+            ever = max(ever, held)
+            has_gradients = later or one.kind in ("backward", "backward_weight")
+            later = max(later, held, 1) if has_gradients else 0
+        found = passes_under_way(where, m)[place].peaks(sizes)
+        assert (found[0], max(found[1], 1)) == (ever, later)

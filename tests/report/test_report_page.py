@@ -146,7 +146,9 @@ def test_counts(value, text):
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.41, "0.41 s"), (59.6, "1 min 0 s"), (61, "1 min 1 s"), (3599, "1 h 0 min"),
-     (3723, "1 h 2 min"), (90_000, "1 d 1 h"), (float("nan"), "–"), (-1, "–")],
+     (3723, "1 h 2 min"), (90_000, "1 d 1 h"), (86_400 * 33, "33 d"),
+     (86_400 * 3281, "8 y 361 d"), (86_400 * 730, "2 y"), (1e12, "31,709 y 289 d"),
+     (float("nan"), "–"), (-1, "–")],
 )  # fmt: skip
 def test_durations(seconds, text):
     assert wording.duration(seconds) == text

@@ -150,13 +150,7 @@ def _without_cluster(
     if parsed.json:
         print(json.dumps(shown))
         return 0
-    from pentameter.wording import size, whole
-
-    print(
-        f"{config.name}: {whole(plan.n_parameters)} parameters, {plan.layout}\n"
-        f"memory  {size(plan.memory().total_bytes)} in the fullest process\n"
-        f"run     {whole(plan.steps)} steps × {whole(plan.tokens_per_step)} tokens\n{hint}"
-    )
+    print(f"{plan.in_words()}\n{hint}")
     return 0
 
 

@@ -68,7 +68,9 @@ class TrainArguments:
     profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
     """Record what these steps spend their time and memory on, into the run folder's profile/."""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Print the Plan and train nothing."""
+    """Print the Plan and train nothing: in words on a terminal, else as JSON."""
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    """With --dry-run: one JSON object on a terminal, too."""
     print_config: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the configuration as TOML and train nothing."""
 
@@ -105,7 +107,7 @@ def run(arguments: list[str]) -> int:
         if is_main and parsed.print_config:
             print(to_toml(config), end="")
         elif is_main:
-            print(json.dumps(_plan(config, parsed.init_from, n_processes, place), indent=2))
+            _print_plan(config, parsed, n_processes, place)
         return 0
     # Before data is read, processes meet, or N of them say the same.
     if place is None:
@@ -339,13 +341,13 @@ def vocabulary_and_epoch(
     return dataset.vocab_size, rows_per_epoch, []
 
 
-def _plan(
-    config: Config, init_from: Path | None, n_processes: int | None, place: Place | None
-) -> dict[str, object]:
-    """The Plan as JSON."""
+def _print_plan(
+    config: Config, parsed: TrainArguments, n_processes: int | None, place: Place | None
+) -> None:
+    """Print the Plan: in words for people, as JSON for programs."""
     from pentameter.planning.plan import make_plan
 
-    vocab_size, rows_per_epoch, unknown = vocabulary_and_epoch(config, init_from)
+    vocab_size, rows_per_epoch, unknown = vocabulary_and_epoch(config, parsed.init_from)
     plan = make_plan(
         config,
         vocab_size,
@@ -353,7 +355,11 @@ def _plan(
         world_size=n_processes,
         local_size=n_processes if place is None else place.local_size,
     )
-    return {**plan.to_json(), **dict.fromkeys(unknown)}
+    if sys.stdout.isatty() and not parsed.json:
+        print(plan.in_words())
+        print("--json prints everything; `pentameter plan` says how long it takes")
+    else:
+        print(json.dumps({**plan.to_json(), **dict.fromkeys(unknown)}, indent=2))
 
 
 def _prompt_options(trainer: Trainer) -> str:

@@ -7,7 +7,7 @@ loader (`config/load.py`) turns a failed check into one sentence with the dotted
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     Field,
@@ -238,6 +238,9 @@ class ScheduleConfig(Section):
     """Steps between two decays of `step`; when absent those of an epoch, rounded up."""
 
 
+MatmulPrecision = Literal["highest", "high", "medium"]
+
+
 class TrainConfig(Section):
     """The loop. "Step" always means an optimizer step."""
 
@@ -256,7 +259,7 @@ class TrainConfig(Section):
     precision: Literal["auto", "fp64", "fp32", "tf32", "bf16", "fp16"] = "auto"
     """Arithmetic of the matrix products; weights and optimizer stay fp32 (fp64 for fp64).
     `auto` takes what the machine does well; `doctor` says which, and why."""
-    matmul_precision: Literal["highest", "high", "medium"] | None = None
+    matmul_precision: MatmulPrecision | None = None
     """How exactly a GPU multiplies what stays fp32: `high` is TF32, `medium` may be bf16. When
     absent, `high` for precision tf32, else `highest`."""
     activation_checkpoint: Literal["selective", "full"] | None = None
@@ -360,14 +363,23 @@ class ParallelConfig(Section):
     gradients of weights (Qi et al. 2023); `zero-bubble-v` does so with two stages a process, which
     run through the processes and back."""
     virtual_stages: Positive = 1
-    """Stages that each process of an `interleaved` or `zero-bubble` pipeline holds; two of a
-    `zero-bubble-v` one."""
+    """Stages that each process of an `interleaved` or `zero-bubble` pipeline holds; a
+    `zero-bubble-v` one has two, which need not be said."""
     partition: Literal["uniform", "weighted"] = "uniform"
     """How layers are dealt out to stages: evenly, or so that stages take the same time, counting
     the embedding and the head as the work they are."""
     timeout_seconds: Annotated[float, Field(strict=True, ge=1, le=2_592_000)] = 600.0
     """Longest wait for another process; then the run ends with exit code 70 and names the rank that
     did not answer. A first step may compile for minutes in one of them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_a_v(cls, values: Any) -> Any:
+        """A V has two stages a process, also where the default of one is written out."""
+        is_v = isinstance(values, dict) and values.get("schedule") == "zero-bubble-v"
+        if is_v and values.get("virtual_stages", 1) == 1:
+            return {**values, "virtual_stages": 2}
+        return values
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -19,6 +19,9 @@ from pentameter.disk.lock import scratch_folder
 from pentameter.errors import ConfigError
 from pentameter.machine.cores import host_memory_bytes, usable_cores
 
+NAMES_OF_ANY = ("AMD Radeon Graphics",)
+"""Names that drivers give to different chips: an MI210's is one."""
+
 
 @dataclass(frozen=True)
 class CpuCapabilities:
@@ -91,7 +94,8 @@ def machine_capabilities() -> Capabilities:
             if torch.version.hip:
                 # "gfx942:sramecc+:xnack-": what follows the colon are modes, not the chip
                 architecture = str(getattr(properties, "gcnArchName", "gfx")).split(":")[0]
-            gpus.append(GpuCapabilities(properties.name, architecture, properties.total_memory))
+            name = gpu_name(properties.name, architecture)
+            gpus.append(GpuCapabilities(name, architecture, properties.total_memory))
     runtime = None
     if torch.version.hip:
         runtime = f"rocm {torch.version.hip}"
@@ -112,6 +116,11 @@ def machine_capabilities() -> Capabilities:
         vector=torch.backends.cpu.get_cpu_capability(),
     )
     return Capabilities(cpu, tuple(gpus), runtime, torch.backends.mps.is_available())
+
+
+def gpu_name(name: str, architecture: str) -> str:
+    """What a driver calls a GPU, with its chip where the name is that of all of AMD's."""
+    return f"{name} ({architecture})" if name in NAMES_OF_ANY else name
 
 
 def memory_bytes(device: torch.device) -> int | None:

@@ -19,7 +19,8 @@ from pentameter.machine.capabilities import (
 )
 from pentameter.machine.peaks import peak_flops
 
-# AMD chips whose matrix units take bf16; MI300's (gfx942) and MI350's (gfx950) also take tf32.
+# AMD chips whose matrix units take bf16; MI300's (gfx942) also take tf32, which MI350's (gfx950)
+# have no units for.
 _ROCM_BF16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 _ROCM_TF32 = ("gfx94",)
 
@@ -91,13 +92,19 @@ def choose_precision(
             f"possible: {', '.join(supported)}, auto"
         )
     note = ""
-    if device.type == "cpu" and (
-        setting == "fp16" or (setting == "bf16" and not capabilities.cpu.fast_bf16)
-    ):
+    if emulates(setting, device, capabilities):
         note = "; this CPU emulates it, slower than fp32"
     elif setting == "fp16" and best == "fp32" and device.type == "cuda":
         note = f"; {reason}: it halves activations, and need not be faster than fp32"
     return setting, f"asked for{note}"
+
+
+def emulates(precision: str, device: torch.device, capabilities: Capabilities) -> bool:
+    """Whether a device multiplies a precision in fp32, widening what it reads: a CPU fp16, and bf16
+    where it has no hardware for it. Then fp32's peak is the one that products can reach."""
+    if device.type != "cpu":
+        return False
+    return precision == "fp16" or (precision == "bf16" and not capabilities.cpu.fast_bf16)
 
 
 def _gpu_precisions(gpu: GpuCapabilities) -> tuple[tuple[str, ...], str, str]:

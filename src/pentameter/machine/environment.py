@@ -60,7 +60,7 @@ def versions(names: tuple[str, ...]) -> dict[str, str | None]:
 def device_name(device: torch.device, capabilities: Capabilities) -> str:
     """The name of a device's product, as its driver or the kernel says it."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return capabilities.gpu(device).name
     return f"{capabilities.cpu.name}{' (MPS)' if device.type == 'mps' else ''}"
 
 

@@ -7,6 +7,7 @@ import time
 
 import torch
 
+from pentameter.config.schema import MatmulPrecision
 from pentameter.errors import ConfigError
 from pentameter.planning.cluster import device_of_driver
 
@@ -15,16 +16,19 @@ _CPU_SIZES = (256, 512, 1024, 2048, 4096)
 _GPU_SIZES = (2048, 4096, 8192)
 
 
-def peak_flops(device_name: str, precision: str) -> float | None:
+def peak_flops(
+    device_name: str, precision: str, matmul_precision: MatmulPrecision | None = None
+) -> float | None:
     """The published dense peak in FLOP/s of a device that its driver calls `device_name` ("NVIDIA
-    A100-SXM4-80GB") in a precision of the matrix products; None where none is known.
+    A100-SXM4-80GB") in the products of `train.precision` and `train.matmul_precision`; None where
+    none is known.
 
     A CPU has no figure worth the name, because clocks fall under wide vectors: there MFU is
     counted against the measured product (`product_ceiling`). The same goes for
     a device or a precision that the table lacks.
     """
     device = device_of_driver(device_name)
-    return None if device is None else device.peak_flops(precision)
+    return None if device is None else device.peak_flops(precision, matmul_precision)
 
 
 def product_ceiling(device: torch.device | str, dtype: torch.dtype, seconds: float = 0.3) -> float:

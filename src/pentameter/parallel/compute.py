@@ -17,6 +17,7 @@ from pentameter.machine.choices import (
     choose_compile,
     choose_device,
     choose_precision,
+    emulates,
     tune_allocator,
 )
 from pentameter.machine.environment import device_name, environment
@@ -103,7 +104,11 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
             how, native_kernels = _choose_kernels(plan, precision, capabilities, world)
             compile_reason += how
     name = device_name(device, capabilities)
-    ceiling = peak_flops(name, precision) or product_ceiling(device, arithmetic(precision).products)
+    if device.type != "cpu":  # what a GPU multiplies in is measured, too, where it is not known
+        set_matmul_precision(train.matmul_precision, precision)
+    multiplied = "fp32" if emulates(precision, device, capabilities) else precision
+    ceiling = peak_flops(name, precision, train.matmul_precision)
+    ceiling = ceiling or product_ceiling(device, arithmetic(multiplied).products)
     return Compute(
         device,
         name,

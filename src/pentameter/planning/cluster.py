@@ -17,8 +17,11 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from pentameter.config.section import Factor, Positive, PositiveFloat, Section, Switch
-from pentameter.errors import ConfigError, listed, nearest, printable
+from pentameter.config.choices import refuse_unknown
+from pentameter.config.messages import shown
+from pentameter.config.schema import MatmulPrecision
+from pentameter.config.section import Positive, Section, Switch
+from pentameter.errors import ConfigError, either, listed, nearest, printable
 
 CONTEXT_BYTES = 1.5e9
 """Bytes of a GPU that are no run's: the driver's context, libraries, communication buffers. An
@@ -27,23 +30,45 @@ A100 and an H100 show 0.5 GB of context; NCCL's buffers and cuBLAS's take the re
 MEASURED_FILE = "machine.toml"
 """The file in the cache folder that `doctor --measure` writes of this machine."""
 
-Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# A number, and no bool. The ranges are wide enough for any machine, and so narrow that no time or
+# price leaves the floats.
+Teraflops = Annotated[float, Field(strict=True, ge=1e-6, le=1e6)]
+Bytes = Annotated[float, Field(strict=True, ge=1e6, le=1e16)]
+BytesPerSecond = Annotated[float, Field(strict=True, ge=1e3, le=1e16)]
+Seconds = Annotated[float, Field(strict=True, ge=0, le=10)]
+Share = Annotated[float, Field(strict=True, ge=1e-4, le=1)]
+Ratio = Annotated[float, Field(strict=True, ge=1e-2, le=1e3)]
+
+
+def multiplied_in(precision: str, matmul_precision: MatmulPrecision | None = None) -> str:
+    """The arithmetic of a GPU's matrix products, a key of `Device.tflops`: `train.precision`, where
+    `train.matmul_precision` does not say otherwise of numbers of 32 bits. `medium` may be bf16 by
+    its name, and is TF32 in torch (`torch.set_float32_matmul_precision`, CUDA and ROCm)."""
+    if precision not in ("fp32", "tf32") or matmul_precision is None:
+        return precision
+    match matmul_precision:
+        case "highest":
+            return "fp32"
+        case "high" | "medium":
+            return "tf32"
+        case unknown:
+            refuse_unknown(unknown, "train.matmul_precision", "the planner's peaks")
 
 
 class ProductShares(Section):
     """The shares of a device's peak that matrix products reach."""
 
-    product_share: Factor
+    product_share: Share
     """In a product that fills the device."""
-    attention_share: Factor
+    attention_share: Share
     """In fused attention over a long context, forward."""
-    attention_backward: PositiveFloat = 2.5
+    attention_backward: Ratio = 2.5
     """Time of fused attention's backward pass ÷ that of its forward pass: five products against
     two, as fast (Dao et al. 2022, "FlashAttention", algorithm 4)."""
-    step_share: PositiveFloat = 1.0
+    step_share: Ratio = 1.0
     """The speed of everything that a step's passes compute ÷ its speed by itself, where the other
     shares are of operations by themselves, whose numbers caches still hold."""
-    kernel_seconds: PositiveFloat = 5e-6
+    kernel_seconds: Seconds = 5e-6
     """Time that an operation takes however small it is."""
 
 
@@ -57,24 +82,24 @@ class Calibration(ProductShares):
     fused: dict[str, ProductShares] = Field(default_factory=dict)
     """`train.precision` → the shares in the fused step of a CPU, whose feed-forward layers count
     activation functions among their products."""
-    memory_share: Factor
+    memory_share: Share
     """Of the memory's bandwidth, in operations on single elements and in the optimizer."""
-    link_share: Factor
+    link_share: Share
     """Of the links' bandwidth within a node, in collectives of large tensors."""
-    network_share: Factor
+    network_share: Share
     """Of the network's bandwidth between nodes, likewise."""
-    interference_share: Factor = 0.3
+    interference_share: Share = 0.3
     """Of communication beside compute, the time that it costs all the same: its kernels take some
     of the processors, and both read memory."""
-    exponential_seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    exponential_seconds: Seconds = 0.0
     """Time of an exponential, or what takes as long, of one number; 0 where moving it takes longer,
     as on a GPU."""
-    fresh_bytes_per_second: Number | None = None
+    fresh_bytes_per_second: BytesPerSecond | None = None
     """Writing to memory that the system has just given to the process, page by page, which a run
     under ZeRO on a CPU does again and again; None where an allocator keeps memory, as a GPU's."""
-    hop_seconds: PositiveFloat = 5e-6
+    hop_seconds: Seconds = 5e-6
     """Time of the smallest message from one device to another of its node."""
-    network_hop_seconds: PositiveFloat = 15e-6
+    network_hop_seconds: Seconds = 15e-6
     """The same between nodes."""
 
     def products(self, precision: str, *, fused: bool = False) -> ProductShares:
@@ -104,15 +129,15 @@ class Device(Section):
     """What it is called, in words."""
     driver_names: str = ""
     """A pattern of the names that its driver gives it."""
-    tflops: dict[str, Number]
+    tflops: dict[str, Teraflops]
     """`train.precision` → peak of the matrix products, in TFLOP/s."""
     units: Positive = 1
     """Processors that work on a tile of a product each; 1 where products are not cut so."""
-    memory_bytes: Number | None = None
-    memory_bytes_per_second: Number | None = None
-    link_bytes_per_second: Number | None = None
+    memory_bytes: Bytes | None = None
+    memory_bytes_per_second: BytesPerSecond | None = None
+    link_bytes_per_second: BytesPerSecond | None = None
     """From a device to others of its node, one way."""
-    network_bytes_per_second: Number | None = None
+    network_bytes_per_second: BytesPerSecond | None = None
     """From a device to other nodes, one way: its share of what the node has."""
     shared: Switch = False
     """Whether the processes of a node share these figures, as on a CPU."""
@@ -133,9 +158,16 @@ class Device(Section):
             self.link_bytes_per_second,
         )
 
-    def peak_flops(self, precision: str) -> float | None:
-        """Products per second in a precision, FLOP/s; None where it is not known."""
-        teraflops = self.tflops.get(precision)
+    def peak_flops(
+        self, precision: str, matmul_precision: MatmulPrecision | None = None
+    ) -> float | None:
+        """FLOP/s of the products of `train.precision` and `train.matmul_precision`; None where the
+        figure is not known. A GPU without TF32 multiplies in fp32 where TF32 is allowed, and so
+        does a CPU."""
+        key = multiplied_in(precision, matmul_precision)
+        if key == "tf32" and (self.shared or (precision == "fp32" and key not in self.tflops)):
+            key = "fp32"
+        teraflops = self.tflops.get(key)
         return None if teraflops is None else teraflops * 1e12
 
 
@@ -172,12 +204,14 @@ class Cluster(Section):
         share = self.device.calibration.memory_share
         return self.device.memory_bytes_per_second * share / self.sharing
 
-    def peak_flops(self, precision: str) -> float:
-        """FLOP/s of a process's device in a precision. Raises ConfigError where it has none."""
-        peak = self.device.peak_flops(precision)
+    def peak_flops(self, precision: str, matmul_precision: MatmulPrecision | None = None) -> float:
+        """FLOP/s of a process's device, as `Device.peak_flops`. Raises ConfigError where it has
+        none."""
+        peak = self.device.peak_flops(precision, matmul_precision)
         if peak is None:
             raise ConfigError(
-                f"train.precision={precision} is not known of {self.device_key}; known: "
+                f"train.precision={precision}: {self.device_key} has no products in "
+                f"{multiplied_in(precision, matmul_precision)}, or none that are known; known: "
                 f"{listed(self.device.tflops)}"
             )
         return peak / self.sharing
@@ -279,10 +313,12 @@ def _device(key: str) -> Device:
     devices = known_devices()
     if key.lower() not in devices:
         names = [name for name, device in devices.items() if device.can_be_planned]
-        near = nearest(key.lower(), names)
+        longer = [name for name in names if name.startswith(f"{key.lower()}-")]
+        near = longer or [each for each in (nearest(key.lower(), names),) if each]
+        hint = f"; did you mean {either(near)}?" if near else "."
         raise ConfigError(
-            f"device {key!r} is not known{f'; did you mean {near}?' if near else '.'} Known: "
-            f"{listed(names)}, or a TOML file of your own (docs/planner.md)"
+            f"device {key!r} is not known{hint} Known: {listed(names)}, or a TOML file of your own "
+            "(docs/planner.md)"
         )
     return devices[key.lower()]
 
@@ -318,24 +354,16 @@ def _devices(text: str, label: str, calibrations: Mapping[str, Any]) -> Mapping[
             fitted = {"calibration": calibrations[named], "calibration_key": named}
             values = {**values, **fitted}  # noqa: PLW2901
         try:
-            found[name] = Device.model_validate(_with_floats(values))
+            found[name] = Device.model_validate(values)
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise ConfigError(f"{label}: devices.{name}.{place}: {first['msg']}") from None
+            place = ".".join(("devices", name, *map(str, first["loc"])))
+            value = "" if first["type"] == "missing" else f"={shown(first['input'])}"
+            raise ConfigError(
+                f"{label}: {printable(place)}{value}: {first['msg']}; docs/planner.md has a device "
+                "as it is written, with units"
+            ) from None
     return found
-
-
-def _with_floats(values: Any) -> Any:
-    """TOML's numbers as the schema's: 900 is a float where one is asked for."""
-    if not isinstance(values, dict):
-        return values
-    return {
-        key: float(value)
-        if isinstance(value, int) and not isinstance(value, bool) and key != "units"
-        else _with_floats(value)
-        for key, value in values.items()
-    }
 
 
 def group_shape(stride: int, size: int, node_size: int) -> tuple[int, int]:

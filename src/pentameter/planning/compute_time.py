@@ -136,7 +136,7 @@ class ComputeTime:
         """Whether activation functions are computed within the products beside them, and dropout of
         attention's weights within attention."""
         self.shares = calibration.products(precision, fused=is_fused)
-        self.peak = cluster.peak_flops(precision)
+        self.peak = cluster.peak_flops(precision, config.train.matmul_precision)
         how = config.train.activation_checkpoint
         self.checkpoint = how
         self.recomputes_products = look_up(

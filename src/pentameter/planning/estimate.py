@@ -80,8 +80,10 @@ class Estimate:
     @property
     def mfu(self) -> float:
         """FLOPs of the model ÷ the peak of the devices that the layout uses."""
-        peak = self.plan.layout.world_size * self.cluster.peak_flops(self.precision)
-        return self.plan.least_flops_per_token * self.tokens_per_second / peak
+        matmul_precision = self.plan.config.train.matmul_precision
+        peak = self.cluster.peak_flops(self.precision, matmul_precision)
+        flops = self.plan.least_flops_per_token * self.tokens_per_second
+        return flops / (self.plan.layout.world_size * peak)
 
     @property
     def run_seconds(self) -> float | None:

@@ -11,6 +11,10 @@ from pentameter.errors import ConfigError, either, listed
 from pentameter.planning.architecture import even_sizes, n_kv_heads, padded_vocab_size
 from pentameter.planning.layout import Layout, part_size
 
+MOST_PASSES = 1 << 16
+"""Forward passes that fill a pipeline, at most: its processes × stages. Planning simulates some
+eight times as many, a few hundred thousand a second."""
+
 
 def check_layout(layout: Layout, model: ModelConfig, local_size: int | None = None) -> None:
     """Raise ConfigError unless a model can be cut so, naming the values that are possible.
@@ -80,6 +84,14 @@ def check_places(layout: Layout, model: ModelConfig, local_size: int | None) -> 
             f"parallel.pipeline={layout.pipeline}{each if layout.virtual_stages > 1 else ''} makes "
             f"{layout.n_stages} stages of model.n_layers={model.n_layers} layers; at most "
             f"{model.n_layers} are possible"
+        )
+    if layout.pipeline * layout.n_stages > MOST_PASSES:
+        raise ConfigError(
+            f"parallel.pipeline={layout.pipeline} of {layout.n_stages} stages is too deep to plan: "
+            "a step's passes are simulated one by one, and filling the pipeline takes "
+            f"{layout.pipeline:,} × {layout.n_stages:,} of them; at most {MOST_PASSES:,} are "
+            f"simulated, such as those of parallel.pipeline={math.isqrt(MOST_PASSES)} with a stage "
+            "each"
         )
 
 

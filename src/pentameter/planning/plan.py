@@ -38,6 +38,7 @@ from pentameter.planning.outline import (
 from pentameter.planning.rules import LayoutRules
 from pentameter.planning.timeline import planned_bubble
 from pentameter.planning.traffic import StepTraffic, busiest, by_dimension, step_traffic
+from pentameter.wording import size, whole
 
 UNKNOWN_EPOCH = 1 << 40
 """Rows that stand in for an epoch that nobody could count."""
@@ -171,6 +172,17 @@ class Plan:
         if self.built_by is not None:
             raise ConfigError(f"the messages of the module of {self.built_by} are not known")
         return step_traffic(self.config, self.layout, self.stages, rank, precision)
+
+    def in_words(self) -> str:
+        """The model and its layout, the memory and the length of the run, a line each."""
+        steps, memory = self.steps if self.has_known_length else None, ""
+        if isinstance(self.planned_memory, Memory):
+            memory = f"memory  {size(self.planned_memory.total_bytes)} in the fullest process\n"
+        return (
+            f"{self.config.name}: {self.n_parameters:,} parameters, {self.layout}, micro-batch "
+            f"{self.micro_batch_size} × {self.n_micro_batches}\n{memory}"
+            f"run     {whole(steps)} steps × {whole(self.tokens_per_step)} tokens"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The Plan as `train --dry-run` prints it and a run folder's plan.json holds it; null is

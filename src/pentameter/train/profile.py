@@ -96,6 +96,8 @@ class PlannedPace:
             return
         cluster, is_known = this_cluster(run.world.size, run.world.local_size)
         is_known = is_known and run.plan.built_by is None  # else operations are not known
+        products = run.compute.precision, run.plan.config.train.matmul_precision
+        is_known = is_known and cluster.device.peak_flops(*products) is not None
         if is_known and run.compute.device.type == ("cpu" if cluster.device.shared else "cuda"):
             self._planned = Estimate(run.plan, cluster, run.compute.precision).time
 
