@@ -123,21 +123,24 @@ OWN_MODEL = [
 ]
 
 
-def run_own_model(folder: Path, name: str, n_processes: int, *arguments: str) -> list[float]:
-    """The training losses of a run of the example, the validation losses behind them."""
+def run_own_model(
+    folder: Path, name: str, n_processes: int, *arguments: str, example: str = "own_model.py"
+) -> list[float]:
+    """The training losses of a run of an example, then those of what it holds out."""
     start = [sys.executable]
     if n_processes > 1:
         start += ["-m", "torch.distributed.run", f"--nproc-per-node={n_processes}"]
         start += ["--standalone"]
     done = subprocess.run(
-        [*start, EXAMPLES / "own_model.py", *OWN_MODEL, "--name", name, *arguments],
+        [*start, EXAMPLES / example, *OWN_MODEL, "--name", name, *arguments],
         cwd=folder, capture_output=True, text=True, check=False, timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
-    return [e["loss"] for kind in ("train", "eval") for e in events if e["event"] == kind]
+    kinds = ("train", "eval", "held_out")
+    return [e["loss"] for kind in kinds for e in events if e["event"] == kind]
 
 
 def test_one_s_own_model_trains(tmp_path, monkeypatch):
@@ -160,3 +163,42 @@ def test_one_s_own_model_has_one_curve_on_every_layout_and_goes_on_on_another(
     assert run_own_model(tmp_path, "zero-3", 2, "--parallel.pipeline=2") == pytest.approx(
         alone, rel=2e-6
     )
+
+
+IMAGES = ["--model.context-length=16", "--train.steps=40", "--train.batch-size=16"]
+
+
+def verify_images(folder: Path, layouts: str) -> list[str]:
+    """What the example says of each layout; it ends with 0 where all are equal."""
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "vision_transformer.py", "verify", layouts],
+        cwd=folder, capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_vision_transformer_is_the_same_on_four_processes(tmp_path):
+    (said,) = verify_images(tmp_path, "tensor=2,sequence=1,pipeline=2")
+    assert said.startswith("equal  tensor 2 (sequence) × pipeline 2 (1f1b): ")
+
+
+@pytest.mark.slow
+def test_the_vision_transformer_is_the_same_on_eight_processes(tmp_path):
+    layouts = "data=2,zero=3,tensor=2,pipeline=2;data=2,zero=2,pipeline=2,schedule=zero-bubble"
+    said = verify_images(tmp_path, layouts)
+    assert said[0].startswith("equal  data 2 (ZeRO 3) × tensor 2 × pipeline 2 (1f1b): ")
+    assert said[1].startswith("equal  ")
+
+
+@pytest.mark.slow
+def test_the_vision_transformer_has_one_curve_on_every_layout(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    example = "vision_transformer.py"
+    alone = run_own_model(tmp_path, "alone", 1, *IMAGES, example=example)
+    assert len(alone) == 40 + 1
+    assert alone[39] < alone[0] - 0.05
+    for layout in (["zero=3"], ["tensor=2", "sequence=true"], ["pipeline=2"]):
+        arguments = [*IMAGES, *(f"--parallel.{each}" for each in layout)]
+        curve = run_own_model(tmp_path, layout[0], 2, *arguments, example=example)
+        assert curve == pytest.approx(alone, rel=1e-4), layout

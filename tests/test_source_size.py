@@ -23,7 +23,6 @@ FEW_LINES = 60
 ALONE = {
     "data/tokenizers/word.py": "each kind of tokenizer has a file, and a test, of its name",
     "train/signals.py": "what a signal does to a run is looked for by that name, not in the loop",
-    "parallel/adapters.py": "what is put on the plain model from outside has a file each",
     "parallel/product_3d.py": "each method of tensor parallelism has a file, as summa.py",
     "parallel/recomputed_attention.py": "importing it imports PyTorch's compiler",
 }

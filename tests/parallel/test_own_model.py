@@ -15,6 +15,7 @@ from pentameter.errors import ConfigError
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.gpt_source import GPTSource
 from pentameter.parallel.own_model import OwnModel, model_source
+from pentameter.parallel.shared_parameters import give_memory, share_within
 from pentameter.planning.plan import make_plan
 
 CPU = torch.device("cpu")
@@ -161,8 +162,9 @@ def test_the_plan_divides_bytes_as_styles_and_shards_do():
     [
         ({"parallel": {"tensor": 2}}, "give pm.OwnModel a `tensor_table`"),
         ({"parallel": {"pipeline": 2}}, "give pm.OwnModel a `slice`"),
-        ({"parallel": {"context": 2}}, "known of the built-in model alone"),
-        ({"parallel": {"tensor": 4, "tensor_mode": "2d"}}, "'2d' divides the built-in model alone"),
+        ({"parallel": {"context": 2}}, "mixes its positions"),
+        ({"parallel": {"tensor": 4, "tensor_mode": "2d"}}, "'2d' splits activations by row"),
+        ({"lora": {"rank": 2}}, "give pm.OwnModel `blocks`"),
         ({"parallel": {"partition": "weighted"}}, "use 'uniform'"),
         ({"train": {"activation_checkpoint": "full"}}, "give pm.OwnModel `blocks`"),
         ({"optimizer": {"name": "muon"}}, "names none; give pm.OwnModel `blocks`"),
@@ -198,6 +200,145 @@ def test_what_cannot_be_is_refused(source, said):
     settings = {} if source.slice is None else {"pipeline": 2}
     with pytest.raises(ConfigError, match=said):
         planned(source, config(micro_batch_size=None, parallel=settings))
+
+
+class Patterned(nn.Module):
+    """A slice of layers with a head that is not theirs, and a buffer that has values."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.embedding = nn.Embedding(V, D)  # in every slice: one parameter
+        self.blocks = nn.ModuleDict({str(n): nn.Linear(D, D) for n in layers})
+        self.gain = nn.ParameterDict({str(n): nn.Parameter(torch.empty(D)) for n in layers})
+        self.register_buffer("pattern", torch.arange(D) % 2 == 0)
+
+    def forward(self, x):
+        x = self.embedding(x) if x.dtype == torch.int64 else x
+        for name, block in self.blocks.items():
+            x = x + block(x) * self.pattern * self.gain[name]
+        return x
+
+
+def init_patterned(config, path, module):
+    assert all(child.is_meta for own in module.children() for child in own.parameters())
+    if path == "gain":
+        for parameter in module.parameters():
+            nn.init.normal_(parameter)
+    else:
+        module.reset_parameters()
+
+
+def only_without_memory(config):
+    """The whole module, which nobody may give memory to."""
+    if not torch.empty(1).is_meta:
+        raise AssertionError("the whole module was built with values")
+    return Patterned(range(2))
+
+
+BY_SLICE = OwnModel(
+    only_without_memory,
+    slice=lambda config, layers: Patterned(layers),
+    init_weights=init_patterned,
+)
+
+
+def values_of(source, settings):
+    """Name → initial value, of every slice, all of whose copies must agree."""
+    plan = planned(source, settings)
+    found = {}
+    for number, layers in enumerate(plan.stages):
+        model = source.build_slice(plan.config, layers, torch.float32)
+        give_memory(model, CPU)
+        source.initialize({number: model}, plan)
+        for name, value in model.state_dict().items():
+            assert torch.equal(found.setdefault(name, value), value)
+    return found
+
+
+def test_a_slice_is_initialised_without_the_others():
+    state = torch.get_rng_state()
+    parts = values_of(BY_SLICE, config(parallel={"pipeline": 2}, micro_batch_size=3))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert {name for name in parts if "blocks" in name} == {
+        f"blocks.{n}.{kind}" for n in range(2) for kind in ("weight", "bias")
+    }
+    assert parts["pattern"].tolist() == [True, False, True, False]
+    whole = values_of(
+        OwnModel(lambda config: Patterned(range(2)), init_weights=init_patterned), config()
+    )
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    assert not torch.equal(whole["blocks.0.weight"], whole["blocks.1.weight"])
+    other = values_of(BY_SLICE, config(parallel={"pipeline": 2}, micro_batch_size=3, seed=4))
+    assert not torch.equal(other["gain.0"], whole["gain.0"])
+    assert not torch.equal(whole["gain.0"], whole["gain.1"])
+
+
+def test_slices_of_one_process_share_a_parameter_under_all_its_names():
+    first, last = Words(), Words()
+    share_within([first, last], ["embedding.weight"])
+    assert last.embedding.weight is last.head.weight is first.embedding.weight
+    assert last.blocks[0].weight is not first.blocks[0].weight
+
+
+def test_a_parameter_that_nobody_sets_is_named():
+    source = OwnModel(
+        lambda config: Patterned(range(2)), init_weights=lambda config, path, module: None
+    )
+    with pytest.raises(ConfigError, match=r"left embedding.weight \(11, 4\) without values"):
+        values_of(source, config())
+
+
+class Measured(nn.Module):
+    """A loss of several inputs and targets."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(3, 2)])
+
+    def forward(self, inputs, targets):
+        x, (weight,) = inputs["x"], inputs["more"]
+        return ((self.blocks[0](x) - targets["y"]).square().sum(1) * weight).sum()
+
+
+MEASURED = OwnModel(
+    lambda config: Measured(), blocks="blocks.*", count_targets=lambda targets: len(targets["y"])
+)
+
+
+def measured_batch(n_rows=6):
+    random = np.random.default_rng(2)
+    inputs = {"x": random.normal(size=(n_rows, 3)).astype(np.float32)}
+    inputs["more"] = (random.random(n_rows),)
+    return Batch(inputs, {"y": random.normal(size=(n_rows, 2))}, np.arange(n_rows), count=n_rows)
+
+
+def test_inputs_and_targets_have_any_structure():
+    whole = engine_of(MEASURED)
+    expected = whole.forward_backward(measured_batch(), 0)
+    assert expected.n_targets == 6
+    parts = engine_of(MEASURED, micro_batch_size=2)
+    assert parts.forward_backward(measured_batch(), 0).mean == pytest.approx(expected.mean)
+    for (name, p), q in zip(whole.named_parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-13, atol=1e-15), name
+    assert whole.evaluate(measured_batch()).mean == pytest.approx(expected.mean)
+    assert len({measured_batch().hash(), measured_batch(5).hash()}) == 2
+
+
+def test_adapters_alone_are_trained():
+    settings = {"lora": {"rank": 2, "targets": ["0"]}}
+    plan = planned(SOURCE, config(**settings))
+    assert plan.n_trained == 2 * 2 * D
+    assert plan.flops_per_token == 4 * (V * D + 2 * D * D) + 6 * 4 * D
+    plain, adapted = engine_of(SOURCE), engine_of(SOURCE, **settings)
+    tokens = torch.from_numpy(batch().inputs)
+    assert torch.equal(adapted.model(tokens), plain.model(tokens))
+    _, gradients = step_of(adapted)
+    assert {name for name, each in gradients.items() if each is not None} == {
+        "blocks.0.lora_a", "blocks.0.lora_b",
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="'2', which is no linear layer"):
+        planned(SOURCE, config(lora={"rank": 1, "targets": ["2"]}))
 
 
 def test_a_module_is_no_function_that_builds_one():
@@ -298,6 +439,14 @@ def test_it_gives_logits_without_the_future():
     text = batch().inputs[:2, :5]
     expected = engine.model(torch.from_numpy(text))[:, -1]
     np.testing.assert_allclose(engine.next_logits(text), expected.detach().numpy(), rtol=1e-12)
+
+
+@pytest.mark.slow
+def test_compiled_code_takes_any_structure():
+    plan = planned(MEASURED, config(micro_batch_size=2))
+    compiled = assemble(plan, CPU, "fp64", compiled=True, source=MEASURED)
+    expected = engine_of(MEASURED).forward_backward(measured_batch(), 0)
+    assert compiled.forward_backward(measured_batch(), 0).mean == pytest.approx(expected.mean)
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """The Plan: accumulation, resolution, refusals with the nearest possible values."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +10,7 @@ from pentameter.config.load import load_config
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
 from pentameter.planning.layout import Layout, stage_layers
+from pentameter.planning.outline import check_tied_copies, tied_parameters
 from pentameter.planning.plan import make_plan
 
 
@@ -149,3 +152,15 @@ def test_stage_layers_partition_evenly(n_layers, n_stages):
 def test_one_process_is_the_default_layout():
     assert Layout().world_size == 1
     assert Layout(data=2, tensor=2, pipeline=2).world_size == 8
+
+
+def test_a_parameter_of_several_stages_is_owned_by_the_first():
+    names = [frozenset(each) for each in ("ab", "bc", "cd", "de")]  # stages 0, 2 lie on one process
+    layout = Layout(pipeline=2, schedule="interleaved", virtual_stages=2)
+    tied = tied_parameters(layout, names)
+    assert tied == {"b": (0, 1), "c": (1, 0), "d": (0, 1)}
+    check_tied_copies(replace(layout, data=2, zero=3), tied, names)
+    both = [frozenset(each) for each in ("ab", "c", "bd", "e")]
+    assert tied_parameters(layout, both) == {"b": (0,)}
+    with pytest.raises(ConfigError, match="two copies of b on one of them"):
+        check_tied_copies(replace(layout, data=2, zero=3), tied_parameters(layout, both), both)

@@ -130,6 +130,23 @@ def test_a_trained_module_is_loaded_with_its_function(tmp_path):
         load_model(tmp_path)
 
 
+def test_adapters_of_a_module_are_merged_when_it_is_loaded(tmp_path):
+    source = pm.OwnModel(build, blocks="blocks.*")
+    settings = config(lora={"rank": 2}, train={"sample_interval": None})
+    trainer = Trainer(settings, run_dir=tmp_path, quiet=True, model=source)
+    trainer.fit()
+    assert trainer.plan.n_parameters == sum(
+        p.numel() for p in Words(trainer.config.model).parameters()
+    )
+    trained = trainer.engine.model.eval()
+    assert trained.blocks[0].lora_b.any()
+    loaded = load_model(tmp_path / "checkpoints" / "step-00000012", model=source).model
+    assert not torch.equal(loaded.blocks[0].weight, trained.blocks[0].weight)
+    tokens = torch.arange(T)[None] % 5
+    # One matrix, or two products: fp32 in another order.
+    torch.testing.assert_close(loaded(tokens), trained(tokens), rtol=0, atol=1e-5)
+
+
 def test_without_logits_nothing_is_sampled(tmp_path):
     fit(tmp_path, model=build_with_loss)
     assert "nothing is sampled" in (tmp_path / "log.txt").read_text()
@@ -185,6 +202,50 @@ def test_what_is_no_batch_is_refused(made, said):
     own = OwnBatches(made, config(), vocab_size=9)
     with pytest.raises(ConfigError, match=said):
         own.batch(0, np.arange(3))
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (({"x": np.zeros((3, 4))}, np.zeros(2, int)), r"targets of shape \(2,\); .* the 3 rows"),
+        (([np.zeros((1, 3))], np.zeros(3, int)), r"inputs\[0\] of shape \(1, 3\)"),
+        (({"x": np.zeros(3)}, np.zeros(3)), "give pm.OwnModel a `count_targets`"),
+        (({"x": torch.zeros(3, dtype=torch.bfloat16)}, np.zeros(3, int)), "no array on the CPU"),
+        ((np.array(["a", "b", "c"]), np.zeros(3, int)), "inputs of <U1"),
+    ],
+)
+def test_what_no_model_takes_is_refused(made, said):
+    source = pm.OwnModel(build)
+    own = OwnBatches(lambda step, rows: made, config(), vocab_size=9, source=source)
+    with pytest.raises(ConfigError, match=said):
+        own.batch(0, np.arange(3))
+
+
+class Pictures(nn.Module):
+    """Two classes of images of 4 × 4."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, images):
+        return self.head(images.flatten(1))
+
+
+def pictures(step, rows):
+    labels = (np.asarray(rows) + step) % 2
+    return {"tensor": labels[:, None, None] + np.zeros((4, 4), np.float32)}["tensor"], labels
+
+
+def test_images_are_trained_on_and_no_text_is_evaluated(tmp_path):
+    fit(tmp_path, model=Pictures, batches=pictures)
+    found = losses(tmp_path)
+    assert found[0] == pytest.approx(np.log(2), abs=0.5)
+    assert found[-1] < found[0] - 0.05
+    assert events(tmp_path, "train")[-1]["tokens"] == 12 * 4  # labels
+    assert events(tmp_path, "eval") == []
+    assert not list((tmp_path / "samples").glob("*"))
+    assert "something else than tokens" in (tmp_path / "log.txt").read_text()
 
 
 def test_what_is_no_optimizer_of_the_groups_is_refused(tmp_path):

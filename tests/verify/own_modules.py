@@ -1,9 +1,14 @@
 """Modules of somebody's own, in a file that the processes of verify can import."""
 
+from collections import namedtuple
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from own_model import StateSpaceModel  # of examples/
 from torch import nn
+
+from pentameter.parallel.own_model import OwnModel
 
 
 class Experts(nn.Module):
@@ -40,6 +45,91 @@ class Mixture(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class Layer(nn.Module):
+    """Adds to each position what a masked mean of the sequence says."""
+
+    def __init__(self, d_model):
+        super().__init__()
+        self.up, self.down = nn.Linear(d_model, 8), nn.Linear(8, d_model)
+
+    def forward(self, x, mask):
+        count = mask.sum(1, keepdim=True).clamp(min=1)
+        mean = (x * mask[..., None]).sum(1, keepdim=True) / count[..., None]
+        return x + self.down(torch.tanh(self.up(x + mean)))
+
+
+class Labelled(nn.Module):
+    """Names and measures a sequence, of which a mask says how long it is. The layers 1 and 2 share
+    a matrix; every slice reads the mask; a table is a buffer."""
+
+    def __init__(self, model, layers):
+        super().__init__()
+        D = model.d_model
+        if layers.start == 0:
+            self.embedding = nn.Embedding(model.vocab_size, D)
+        if not {1, 2}.isdisjoint(layers):
+            self.shared = nn.Linear(D, D)
+        self.blocks = nn.ModuleDict({str(n): Layer(D) for n in layers})
+        self.register_buffer("table", torch.linspace(0.5, 1.5, D), persistent=False)
+        self.scale = nn.ParameterDict({str(n): nn.Parameter(torch.ones(D)) for n in layers})
+        self.n_layers = model.n_layers
+        if layers.stop == model.n_layers:
+            self.head = nn.Linear(D, 4)
+
+    def forward(self, x, targets=None, *, inputs=None):
+        if hasattr(self, "embedding"):
+            inputs, x = x, self.embedding(x["tokens"])
+        for name, block in self.blocks.items():
+            x = block(x * self.scale[name] * self.table, inputs["mask"])
+            if name in ("1", "2"):
+                x = x + self.shared(x)
+        if not hasattr(self, "head"):
+            return x
+        y = self.head(x).mean(1)
+        error = (y[:, 3] - targets.value) ** 2 * inputs["nested"][0]
+        return error.sum() + F.cross_entropy(y[:, :3], targets.label, reduction="sum")
+
+
+Answers = namedtuple("Answers", ["label", "value"])
+
+
+def labelled(config):
+    return Labelled(config.model, range(config.model.n_layers))
+
+
+def labelled_slice(config, layers):
+    return Labelled(config.model, layers)
+
+
+def labelled_batches(step, rows):
+    numbers = [np.random.default_rng((step, row)) for row in rows]
+    length = np.array([random.integers(1, 8) for random in numbers])
+    inputs = {
+        "tokens": np.stack([random.integers(0, 16, 8) for random in numbers]),
+        "mask": torch.from_numpy(np.arange(8) < length[:, None]),
+        "nested": [np.array([random.random() for random in numbers], dtype=np.float32)],
+    }
+    return inputs, Answers(length % 3, torch.from_numpy(length / 8))
+
+
+def labelled_count(targets):
+    return len(targets.label)
+
+
+def labelled_weights(config, path, module):
+    for _, parameter in module.named_parameters(recurse=False):
+        nn.init.normal_(parameter, std=0.3)
+
+
+LABELLED = OwnModel(
+    labelled,
+    slice=labelled_slice,
+    blocks="blocks.*",
+    init_weights=labelled_weights,
+    count_targets=labelled_count,
+)
 
 
 class Skipping(StateSpaceModel):

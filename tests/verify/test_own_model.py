@@ -37,8 +37,9 @@ def example(workers):  # which outlive it, and what it changes of the search pat
             sys.modules.pop(name, None)
 
 
-def proved(model, layouts):
-    return verify_model(load_config("grammar", SMALL), model=model, layouts=layouts, steps=2)
+def proved(model, layouts, batches=None, **changes):
+    config = load_config("grammar", {**SMALL, **changes})
+    return verify_model(config, model=model, batches=batches, layouts=layouts, steps=2)
 
 
 def test_the_example_computes_the_same_on_every_kind_of_layout(example):
@@ -105,6 +106,40 @@ def test_a_fault_in_a_faint_gradient_is_found(fault, example, workers):
     assert right.passed
     assert wrong.failure is None, wrong.worker_traceback
     assert wrong.first.subject == "gradient of faint"
+
+
+FOUR_LAYERS = {"model.n_layers": 4, "model.vocab_size": 16}
+LABELLED_LAYOUTS = ("data=2,zero=3", "pipeline=4", "data=2,zero=2,pipeline=2")
+
+
+def test_batches_of_any_structure_and_parameters_of_any_two_stages(example):
+    from own_modules import LABELLED, labelled_batches
+
+    layouts = ";".join(LABELLED_LAYOUTS)
+    outcomes = proved(LABELLED, layouts, labelled_batches, **FOUR_LAYERS)
+    assert [each.problem for each in outcomes] == [None] * len(LABELLED_LAYOUTS)
+    assert max(each.gradient_error for each in outcomes) < 1e-12
+
+
+@pytest.mark.slow
+def test_every_schedule_takes_them(example):
+    from own_modules import LABELLED, labelled_batches
+
+    layouts = (
+        "data=1,micro_batches=4;pipeline=2,schedule=interleaved,virtual_stages=2;"
+        "data=2;pipeline=2,schedule=gpipe;pipeline=2,schedule=zero-bubble;"
+        "pipeline=2,schedule=zero-bubble,virtual_stages=2;"
+        "data=2,pipeline=2,schedule=zero-bubble-v,virtual_stages=2"
+    )
+    outcomes = proved(LABELLED, layouts, labelled_batches, **FOUR_LAYERS)
+    assert [each.problem for each in outcomes] == [None] * 7
+
+
+def test_adapters_of_a_custom_model_learn_the_same(example):
+    layouts = "data=2,zero=3;tensor=2,sequence=1,pipeline=2"
+    outcomes = proved(example.MODEL, layouts, **{"lora.rank": 2})
+    assert [each.problem for each in outcomes] == [None] * 2
+    assert max(each.gradient_error for each in outcomes) < 1e-12
 
 
 def test_what_no_other_process_could_import_is_refused(example):

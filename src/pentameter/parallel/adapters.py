@@ -9,6 +9,7 @@ Shapes: r rank; of a layer n inputs and m outputs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -18,14 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
-from pentameter.model.gpt import GPT
 from pentameter.parallel.tensor_parallel import own_part
-from pentameter.planning.adapters import A, B, adapted_modules, adapter_factor
+from pentameter.planning.adapters import A, B, adapter_factor
 from pentameter.planning.plan import Plan
 
 
-def add_adapters(model: GPT, plan: Plan) -> None:
-    """Freeze a slice of the model and adapt its layers as the plan says, in place.
+def add_adapters(model: nn.Module, paths: Iterable[str], plan: Plan) -> None:
+    """Freeze a slice of the model and adapt those of the linear layers at `paths` that it has, as
+    the plan says, in place.
 
     For after its matrices are cut and before its state is shared out; the adapters are on the
     weights' device and meant to be initialised or loaded afterwards.
@@ -33,11 +34,11 @@ def add_adapters(model: GPT, plan: Plan) -> None:
     model.requires_grad_(False)
     lora = plan.config.lora
     assert lora.rank is not None
-    for path in adapted_modules(plan.config.model, lora):
-        layer = int(path.split(".")[1])
-        if not model.first_layer <= layer < model.last_layer:
+    modules = dict(model.named_modules())
+    for path in paths:
+        module = modules.get(path)
+        if module is None:
             continue
-        module = model.get_submodule(path)
         weight = module.weight
         assert isinstance(weight, Tensor)
         m, n = weight.shape
@@ -63,7 +64,9 @@ def _cut(whole: Tensor, weight: DTensor, placement: Placement) -> DTensor:
 
 def _adapted(factor: float, module: nn.Module, inputs: tuple[Any, ...], result: Tensor) -> Tensor:
     """The layer's result (…, m) with what its adapter adds, of inputs (…, n)."""
-    a, b = module.lora_a, module.lora_b
+    x, a, b = inputs[0], module.lora_a, module.lora_b
     assert isinstance(a, Tensor)
     assert isinstance(b, Tensor)
-    return result + factor * F.linear(F.linear(inputs[0], own_part(a)), own_part(b))
+    if not isinstance(x, DTensor):  # PyTorch's styles pass DTensors, ours local ones
+        a, b = own_part(a), own_part(b)
+    return result + factor * F.linear(F.linear(x, a), b)

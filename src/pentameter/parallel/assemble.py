@@ -18,7 +18,7 @@ from pentameter.parallel.mesh import build_mesh, name_of
 from pentameter.parallel.model_source import ModelSource
 from pentameter.parallel.precision import set_matmul_precision
 from pentameter.parallel.recomputation import recompute_activations
-from pentameter.parallel.shared_parameters import give_memory, share_parameter
+from pentameter.parallel.shared_parameters import give_memory, share_within
 from pentameter.parallel.stage_messages import Parts
 from pentameter.parallel.stage_module import StageModule, slice_module
 from pentameter.planning.fused_step import fused_obstacle
@@ -69,11 +69,8 @@ def assemble(
             units = source.gathered_units(module.model)
             share_state(module, units, mesh, rules, offload=train.offload)
         give_memory(module, torch.device("cpu") if train.offload else device)
-    source.initialize(models, plan)
-    if layout.turns_back:  # both ends of the V are here, where a first stage is
-        for name in plan.tied_names if 0 in modules else ():
-            # One weight, whose gradients add up by themselves.
-            share_parameter(name, models[0], models[-1])
+    source.initialize({number: module.model for number, module in modules.items()}, plan)
+    share_within(models, plan.tied)
     if mesh is not None and layout.cuts_messages(plan.config.model.context_length):
         group = mesh["tensor"].get_group()
         parts = Parts(group.rank(), group.size(), name_of(group))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -15,11 +16,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Parameter
 
 from pentameter.data.batches.step import IGNORED, Batch
+from pentameter.data.batches.tree import Tree, leaves, map_leaves
 from pentameter.errors import ConfigError
 from pentameter.parallel import gradients
 from pentameter.parallel.data_parallel import micro_batch
 from pentameter.parallel.model_source import ModelSource
 from pentameter.parallel.pipeline import Pipeline
+from pentameter.parallel.precision import arithmetic
 from pentameter.parallel.rounded_weights import rounded_weights
 from pentameter.parallel.shared_parameters import TiedCopies
 from pentameter.parallel.stage_module import StageModule
@@ -78,8 +81,7 @@ class Engine:
         if mesh is not None and plan.layout.pipeline > 1:
             collect = self._rounded.collect
             self._pipeline = Pipeline(wrapped, stage_modules[0], plan, mesh, collect)
-            if not plan.layout.turns_back:
-                self._tied = TiedCopies(plan, mesh, world, dict(self._named))
+            self._tied = TiedCopies(plan, mesh, world, dict(self._named))
         places = plan.layout.coordinates(world.rank)
         self._places = places
         self._pieces = plan.layout.positions(places["context"], plan.config.model.context_length)
@@ -170,27 +172,30 @@ class Engine:
         self._train(True)
         n_targets = self._over_rows(batch.n_targets)
         factor = loss_scale / max(1, n_targets)
-        tokens, targets = self._to_device(batch)
+        inputs, targets = self._to_device(batch)
         keys = self._keys(step, batch.rows)
         with self._rounded:
             if self._pipeline is not None:
-                total = self._pipeline.train(tokens, targets, keys, factor)
+                n_parts = len(batch.rows) // self.plan.micro_batch_size
+                total = self._pipeline.train(inputs, targets, keys, factor, n_parts)
             else:
-                total = self._accumulate(tokens, targets, keys, factor)
+                total = self._accumulate(inputs, targets, keys, factor)
         self._settle()
         return LossSum(self._loss_over_world(total), n_targets)
 
     def _accumulate(
-        self, tokens: Tensor, targets: Tensor, keys: Tensor | None, factor: float
+        self, inputs: Tree, targets: Tree, keys: Tensor | None, factor: float
     ) -> Tensor:
         """Run forward and backward of one micro-batch after another; the summed loss, ()."""
         (module,) = self._wrapped.values()
         losses = []
-        for rows in micro_batches(len(tokens), self.plan.micro_batch_size):
-            is_last = rows.stop >= len(tokens)
+        n_rows = len(leaves(inputs)[0])
+        for rows in micro_batches(n_rows, self.plan.micro_batch_size):
+            is_last = rows.stop >= n_rows
             with micro_batch(module, self.plan.rules, is_last=is_last):
+                x, y = (map_leaves(itemgetter(rows), each) for each in (inputs, targets))
                 own_keys = None if keys is None else keys[rows]
-                loss = module(tokens[rows], targets[rows], own_keys)
+                loss = module(x, y, own_keys)
                 (loss.sum() * factor).backward()
             losses.append(loss.detach())
         return torch.cat(losses).sum()
@@ -246,29 +251,48 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> LossSum:
-        """The loss of a whole batch, which processes share out, without dropout."""
+        """The loss of a whole batch, which processes share out, without dropout.
+
+        Raises ConfigError where they cannot: rows are missing, and targets that are no integers
+        cannot say that they do not count.
+        """
         self._train(False)
         own = self._own_rows(batch)
-        tokens, targets = self._to_device(own)
+        inputs, targets = self._to_device(own)
         if self._pipeline is not None:
-            total = self._pipeline.evaluate(tokens, targets, self._n_evaluated)
+            total = self._pipeline.evaluate(inputs, targets, self._n_evaluated)
         else:
             (stage_module,) = self.stage_modules
-            total = stage_module(tokens, targets).sum()
+            total = stage_module(inputs, targets).sum()
         self._give_up_gathered()
         return LossSum(self._loss_over_world(total), batch.n_targets)
 
     def _own_rows(self, batch: Batch) -> Batch:
         """This process's rows of an evaluation batch: as many as every other's, the missing ones
-        filled up with rows that count nothing."""
+        filled up with copies of the first row that count nothing."""
         n_parts = self.plan.layout.n_row_parts
         n_rows = -(-len(batch.rows) // (n_parts * self._n_evaluated)) * self._n_evaluated
         first = self.plan.layout.data_index(self.world.rank) * n_rows
-        inputs, targets = (
-            _filled(array[first : first + n_rows], n_rows, value)
-            for array, value in ((batch.inputs, 0), (batch.targets, IGNORED))
-        )
-        return Batch(inputs, targets, np.arange(first, first + n_rows, dtype=np.int64))
+        rows = np.arange(first, first + n_rows, dtype=np.int64)
+        is_missing = rows >= len(batch.rows)
+        taken = np.where(is_missing, 0, rows)
+        every = n_parts * n_rows
+        if every > len(batch.rows) and any(
+            array.dtype.kind not in "iu" for array in leaves(batch.targets)
+        ):
+            raise ConfigError(
+                f"an evaluation of {len(batch.rows)} rows over {n_parts * self._n_evaluated} parts "
+                f"takes rows that do not count, and only integer targets can be {IGNORED}; "
+                f"evaluate a multiple, {every} rows"
+            )
+
+        def targets_of(array: np.ndarray) -> np.ndarray:
+            own: np.ndarray = array[taken]
+            own[is_missing] = IGNORED
+            return own
+
+        inputs = map_leaves(itemgetter(taken), batch.inputs)
+        return Batch(inputs, map_leaves(targets_of, batch.targets), rows)
 
     @torch.no_grad()
     def next_logits(self, text: np.ndarray) -> np.ndarray:
@@ -342,15 +366,22 @@ class Engine:
         dist.all_reduce(total)
         return float(total.item())
 
-    def _to_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Tokens and targets (B, T) of this process's positions, on the device."""
-        return self._of_own_time(batch.inputs), self._of_own_time(batch.targets)
+    def _to_device(self, batch: Batch) -> tuple[Tree, Tree]:
+        """Inputs and targets of this process's positions, on the device."""
+        inputs, targets = (
+            map_leaves(self._of_own_time, each) for each in (batch.inputs, batch.targets)
+        )
+        return inputs, targets
 
     def _of_own_time(self, array: np.ndarray) -> Tensor:
-        """Of an array (B, T) the positions that this process computes, on the device."""
+        """The positions of an array (B, T) that this process computes, on the device; all of an
+        array (B, …) where no sequence is split. Floats get the dtype of the weights."""
         if self.plan.layout.context > 1:
             array = np.concatenate([array[:, each.start : each.stop] for each in self._pieces], 1)
-        return self._copied(torch.from_numpy(array))
+        tensor = torch.from_numpy(array)
+        if tensor.is_floating_point():
+            tensor = tensor.to(arithmetic(self.precision).weights)
+        return self._copied(tensor)
 
     def _keys(self, step: int, rows: np.ndarray) -> Tensor | None:
         keys = self.source.row_keys(self.plan, step, rows, self._attention_rows[: len(rows)])
@@ -373,9 +404,3 @@ def micro_batches(n_rows: int, micro_batch_size: int) -> Iterator[slice]:
 
 def _local_gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
     return [gradients.local(p.grad) for p in parameters if p.grad is not None]
-
-
-def _filled(array: np.ndarray, n_rows: int, value: int) -> np.ndarray:
-    """`array` (B, T) with rows of `value` at its end, (n_rows, T)."""
-    missing = np.full((n_rows - len(array), array.shape[1]), value, dtype=array.dtype)
-    return np.concatenate((array, missing))

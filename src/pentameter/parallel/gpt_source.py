@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,15 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from pentameter.config.schema import Config
 from pentameter.model.dropout import attention_weights_site, dropout_keys
 from pentameter.model.gpt import GPT
-from pentameter.model.initial import fill
 from pentameter.model.loss import compiled_row_loss
 from pentameter.parallel.adapters import add_adapters
 from pentameter.parallel.context_parallel import share_context
-from pentameter.parallel.local_parts import local_part
+from pentameter.parallel.initial_values import fill_part
 from pentameter.parallel.mesh import group_along
 from pentameter.parallel.model_source import Call, ModelSource
 from pentameter.parallel.tensor_grid import Grid, share_grid
 from pentameter.parallel.tensor_parallel import share_matrices
+from pentameter.planning.adapters import adapted_modules
 from pentameter.planning.outline import ModelOutline, outline_of_gpt
 from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
@@ -57,20 +57,18 @@ class GPTSource(ModelSource):
             elif mesh is not None and layout.tensor > 1:
                 share_matrices(model, mesh["tensor"], plan)
             if plan.config.lora.rank is not None:
-                add_adapters(model, plan)
+                paths = adapted_modules(plan.config.model, plan.config.lora)
+                add_adapters(model, paths, plan)
             if divides_time is not None:
                 share_context(model, divides_time, layout)
 
-    def initialize(self, models: Sequence[nn.Module], plan: Plan) -> None:
+    def initialize(self, models: Mapping[int, nn.Module], plan: Plan) -> None:
         """Draw every parameter from the seed, its name and its elements' numbers. A rank draws the
         values of its own shards and no others."""
         specs = {spec.name: spec for spec in plan.table}
-        for model in models:
+        for model in models.values():
             for name, parameter in model.named_parameters():
-                own, offset = local_part(parameter)
-                sides = zip(offset, own.shape, strict=True)
-                region = tuple((start, start + size) for start, size in sides)
-                fill(specs[name], own, region, plan.config.seed)
+                fill_part(specs[name], parameter, plan.config.seed)
 
     def recomputed_blocks(self, model: nn.Module) -> list[nn.Module]:
         """The blocks."""

@@ -7,7 +7,7 @@ The built-in GPT comes through it (`gpt_source.py`), and so does a module of som
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -15,14 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pentameter.config.schema import Config
+from pentameter.data.batches.tree import Tree
 from pentameter.planning.outline import ModelOutline
 from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
 
-Call = Callable[[nn.Module, Tensor, Tensor | None, Tensor | None], Tensor]
+Call = Callable[[nn.Module, Tree, Tree | None, Tensor | None], Tensor]
 """`call(slice, x, targets, keys)`: the last slice's summed loss of `targets` (B, T), 0-dim, or its
-logits (B, T, V) where there are none; another slice's residual stream. x is tokens, int64 (B, T),
-for the first slice, else the stream; `keys` are those of `ModelSource.row_keys`."""
+logits (B, T, V) where there are none; another slice's residual stream. x is the batch's inputs, of
+the GPT int64 (B, T), for the first slice, else the stream, or (stream, inputs) for a slice that
+`ModelSource.reads_inputs`; `keys` are those of `ModelSource.row_keys`."""
 
 
 class ModelSource(ABC):
@@ -33,6 +35,8 @@ class ModelSource(ABC):
     micro-batch; a keyed model never does."""
     may_leave_unused = False
     """Whether a parameter may have no part in a micro-batch's loss."""
+    takes_any_batch = False
+    """Whether inputs and targets may be any structure of tensors (B, …), not tokens alone."""
 
     @abstractmethod
     def outline(self, config: Config) -> ModelOutline:
@@ -58,9 +62,9 @@ class ModelSource(ABC):
         yet. Collective over the world."""
 
     @abstractmethod
-    def initialize(self, models: Sequence[nn.Module], plan: Plan) -> None:
-        """Set every parameter and buffer of this process's part of the slices, in place, to the
-        initial value of the whole model: the same on every layout."""
+    def initialize(self, models: Mapping[int, nn.Module], plan: Plan) -> None:
+        """Set every parameter and buffer of this process's part of the slices, by the number of
+        their stage, in place, to the initial value of the whole model: the same on every layout."""
 
     @abstractmethod
     def recomputed_blocks(self, model: nn.Module) -> list[nn.Module]:
@@ -78,6 +82,15 @@ class ModelSource(ABC):
     ) -> Tensor | None:
         """The randomness of a step's rows (B,), numbers in the global batch: (B, …), on the CPU;
         None where nothing is random. `attended` are the rows whose attention is computed here."""
+
+    def reads_inputs(self, model: nn.Module) -> bool:
+        """Whether a slice that is not the first takes the batch's inputs beside the stream."""
+        return False
+
+    def n_targets(self, targets: Tree) -> int | None:
+        """The number of targets (arrays) that count in the loss, where the model has a rule of its
+        own; None where they are those that are not -1."""
+        return None
 
     def prepare_compiled(self, model: nn.Module) -> None:
         """Change what suits compiled code in a slice that `torch.compile` is about to take."""

@@ -5,7 +5,7 @@ Shapes: B rows of a micro-batch, T time (this rank's part of it), D d_model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.pipelining import (
 )
 
 from pentameter.config.choices import TAKES_SEVERAL_STAGES, look_up
+from pentameter.data.batches.tree import Tree, leaves
 from pentameter.parallel.bounded_stage import SCHEDULES_LET_GO, BoundedStage, SendingStage
 from pentameter.parallel.precision import arithmetic
 from pentameter.parallel.stage_module import StageModule
@@ -71,45 +72,51 @@ class Pipeline:
         if plan.layout.zero:
             self._logits_dtype = arithmetic(module.precision).autocast or self._stream_dtype
         self._holds_first = 0 in modules
-        self._schedules: dict[tuple[str, str, int, int], tuple[Any, list[BoundedStage]]] = {}
+        self._reads_inputs = any(
+            isinstance(each, StageModule) and each.reads_inputs for each in modules.values()
+        )
+        self._schedules: dict[tuple[object, ...], tuple[Any, list[BoundedStage]]] = {}
         self._factor = 1.0
         self._losses: list[Tensor] = []
 
-    def train(self, tokens: Tensor, targets: Tensor, keys: Tensor | None, factor: float) -> Tensor:
+    def train(
+        self, inputs: Tree, targets: Tree, keys: Tensor | None, factor: float, n_micro_batches: int
+    ) -> Tensor:
         """The summed loss, () (zero where the last stage is elsewhere); the gradients of it times
-        `factor` are added to the parameters'. The micro-batches are the Plan's."""
+        `factor` are added to the parameters'. Rows are divided into equal micro-batches."""
         self._factor = factor
-        n_micro_batches = len(tokens) // self._plan.micro_batch_size
         schedule, stages = self._schedule(
-            "train", self._plan.layout.schedule, self._plan.micro_batch_size, n_micro_batches
+            "train", self._plan.layout.schedule, inputs, n_micro_batches
         )
-        self._run(schedule.step, tokens, targets, keys)
+        self._run(schedule.step, inputs, targets, keys)
         return self._collected(stages)
 
-    def evaluate(self, tokens: Tensor, targets: Tensor, n_micro_batches: int) -> Tensor:
+    def evaluate(self, inputs: Tree, targets: Tree, n_micro_batches: int) -> Tensor:
         """The summed loss, (), without gradients; rows are divided into equal micro-batches."""
-        schedule, stages = self._schedule(
-            "evaluate", self._forward_only, len(tokens) // n_micro_batches, n_micro_batches
-        )
-        self._run(schedule.eval, tokens, targets, None)
+        schedule, stages = self._schedule("evaluate", self._forward_only, inputs, n_micro_batches)
+        self._run(schedule.eval, inputs, targets, None)
         return self._collected(stages)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Logits (B, T, V) of one micro-batch; None where the last stage is elsewhere."""
-        schedule, stages = self._schedule("logits", self._forward_only, len(tokens), 1)
-        inputs = (tokens,) if self._holds_first else ()
-        result: Tensor | None = schedule.step(*inputs)
+        schedule, stages = self._schedule("logits", self._forward_only, tokens, 1)
+        arguments = (tokens,) if self._holds_first else ()
+        context = {"inputs": tokens} if self._reads_inputs else {}
+        result: Tensor | None = schedule.step(*arguments, **context)
         _end(stages)
         return result
 
     def _run(
-        self, run: Callable[..., Any], tokens: Tensor, targets: Tensor, keys: Tensor | None
+        self, run: Callable[..., Any], inputs: Tree, targets: Tree, keys: Tensor | None
     ) -> None:
-        inputs = (tokens,) if self._holds_first else ()
-        context = (
-            {"targets": targets} if keys is None else {"targets": targets, "dropout_keys": keys}
-        )
-        run(*inputs, target=targets, **context)
+        arguments = (inputs,) if self._holds_first else ()
+        context = {"targets": targets}
+        if keys is not None:
+            context["dropout_keys"] = keys
+        if self._reads_inputs:
+            context["inputs"] = inputs
+        # PyTorch asks for a tensor, which `_loss` has no use for.
+        run(*arguments, target=leaves(targets)[0], **context)
 
     def _loss(self, loss: Tensor, _targets: Tensor) -> Tensor:
         self._losses.append(loss.detach())
@@ -127,17 +134,25 @@ class Pipeline:
         return name if _takes_several_stages(name) else "gpipe"
 
     def _schedule(
-        self, use: Use, name: str, micro_batch_size: int, n_micro_batches: int
+        self, use: Use, name: str, inputs: Tree, n_micro_batches: int
     ) -> tuple[Any, list[BoundedStage]]:
-        """PyTorch's schedule for a use and a shape, made at its first call, and its stages.
+        """PyTorch's schedule for a use and inputs' shapes, made at its first call, and its stages.
 
         Shapes are fixed for a schedule's life, and so is whether what is received has a gradient,
         which the first step settles. Schedules hold no parameters.
         """
-        key = (use, name, micro_batch_size, n_micro_batches)
+        # Sizes of one micro-batch; rows come first.
+        given = [
+            torch.empty(
+                (len(each) // n_micro_batches, *each.shape[1:]), dtype=each.dtype, device="meta"
+            )
+            for each in leaves(inputs)
+        ]
+        shapes = tuple((each.shape, each.dtype) for each in given)
+        key = (use, name, n_micro_batches, shapes)
         if key not in self._schedules:
             stages = [
-                self._stage(use, name, number, module, micro_batch_size)
+                self._stage(use, name, number, module, given)
                 for number, module in self._modules.items()
             ]
             schedule = SCHEDULES[name](
@@ -150,13 +165,14 @@ class Pipeline:
         return self._schedules[key]
 
     def _stage(
-        self, use: Use, schedule: str, number: int, module: nn.Module, micro_batch_size: int
+        self, use: Use, schedule: str, number: int, module: nn.Module, given: Sequence[Tensor]
     ) -> BoundedStage:
+        """A stage of a schedule; `given` are the first one's inputs, without memory."""
         plan, layout = self._plan, self._plan.layout
+        micro_batch_size = len(given[0])
         (T,) = layout.local_shape((plan.config.model.context_length,), ("context",))
         has_loss = use != "logits"
         on_meta: dict[str, Any] = {"device": "meta"}
-        tokens = torch.empty(micro_batch_size, T, dtype=torch.int64, **on_meta)
         stream = torch.empty(
             micro_batch_size,
             *layout.local_shape(
@@ -177,7 +193,7 @@ class Pipeline:
             number,
             layout.n_stages,
             self._device,
-            input_args=tokens if number == 0 else stream,
+            input_args=tuple(given) if number == 0 else stream,
             output_args=end if number == layout.n_stages - 1 else stream,
             group=self._group,
             take_gradients=self._take_gradients,

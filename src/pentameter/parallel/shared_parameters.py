@@ -1,5 +1,5 @@
 """Parameters that a module has under several names, kept one through changes that would part them;
-and those that two pipeline stages have a copy of.
+and those that several pipeline stages have a copy of.
 
 PyTorch gives each name a tensor of its own where a module leaves `meta`, or where styles of tensor
 parallelism replace parameters one by one.
@@ -7,7 +7,7 @@ parallelism replace parameters one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -57,13 +57,25 @@ def give_memory(module: nn.Module, device: torch.device) -> None:
     share_again(module, shared)
 
 
-def share_parameter(name: str, source: nn.Module, target: nn.Module) -> None:
-    """Let `target` have the parameter `name` of `source` instead of its own."""
-    _set(target, name, source.get_parameter(name))
+def share_within(models: Sequence[nn.Module], names: Iterable[str]) -> None:
+    """Make one parameter of those of each of these names that several slices of this process have:
+    their gradients then add up by themselves."""
+    for name in names:
+        found: Parameter | None = None
+        for model in models:
+            if name not in dict(model.named_parameters()):
+                continue
+            if found is None:
+                found = model.get_parameter(name)
+                continue
+            aliases = next((each for each in shared_names(model) if name in each), [name])
+            for alias in aliases:
+                _set(model, alias, found)
 
 
 class TiedCopies:
-    """Parameters that the first stage shares with the last: an embedding, and the tied head's copy.
+    """Parameters that stages in different processes share: an embedding, say, and the tied head's
+    copy.
 
     Made by every process of the world at the same time. `copies` are those that this process holds
     as copies only.
@@ -72,29 +84,28 @@ class TiedCopies:
     def __init__(
         self, plan: Plan, mesh: DeviceMesh, world: World, named: Mapping[str, Parameter]
     ) -> None:
-        self._held: list[Parameter] = []
-        self.copies: frozenset[str] = frozenset()
-        self._group: dist.ProcessGroup | None = None
-        if not plan.tied_names:
-            return
-        last = plan.layout.pipeline - 1
-        places = plan.layout.coordinates(world.rank)
-        if places["pipeline"] not in (0, last):
-            return
-        self._held = [named[name] for name in sorted(plan.tied_names)]
-        self.copies = plan.tied_names if places["pipeline"] == last else frozenset()
-        if last == 1:
-            self._group = mesh["pipeline"].get_group()
-        else:
-            ends = (plan.layout.rank_of(**{**places, "pipeline": end}) for end in (0, last))
-            self._group = make_group(ends, world)
+        layout = plan.layout
+        coordinates = layout.coordinates(world.rank)
+        here = coordinates["pipeline"]
+        shared = {name: at for name, at in plan.tied.items() if here in at and len(at) > 1}
+        self.copies = frozenset(name for name, at in shared.items() if at[0] != here)
+        self._held: list[tuple[dist.ProcessGroup, list[Parameter]]] = []
+        # In one order everywhere, so that no two processes wait for each other.
+        for holders in sorted({tuple(sorted(at)) for at in shared.values()}):
+            if len(holders) == layout.pipeline:
+                group = mesh["pipeline"].get_group()
+            else:
+                ranks = (layout.rank_of(**{**coordinates, "pipeline": each}) for each in holders)
+                group = make_group(ranks, world)
+            names = sorted(name for name, at in shared.items() if tuple(sorted(at)) == holders)
+            self._held.append((group, [named[name] for name in names]))
 
     def add_up(self) -> None:
-        """Give both copies the sum of their gradients."""
-        held = [gradients.local(each.grad) for each in self._held if each.grad is not None]
-        if held:
-            assert self._group is not None  # whoever holds a copy is in a pair
-            gradients.add_up(held, self._group)
+        """Give all copies of a parameter the sum of their gradients."""
+        for group, held in self._held:
+            found = [gradients.local(each.grad) for each in held if each.grad is not None]
+            if found:
+                gradients.add_up(found, group)
 
 
 def _set(module: nn.Module, name: str, parameter: Parameter) -> None:

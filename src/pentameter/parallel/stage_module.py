@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from pentameter.data.batches.tree import Tree
 from pentameter.fused_cpu.step import fused_loss_sum
 from pentameter.model.compiled import with_own_code
 from pentameter.model.gpt import GPT
@@ -27,7 +28,7 @@ class StageModule(nn.Module):
     `model` is the slice, whose parameters keep the names of the table, and `call` runs it. In
     training it runs as `run_compiled` or `run_fused` asked, in evaluation fused or plainly. With a
     `generator_offset` PyTorch's generator is seeded for each micro-batch, by the key of its first
-    row and that offset.
+    row and that offset. A slice that `reads_inputs` is called with (x, the batch's inputs).
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class StageModule(nn.Module):
         precision: str,
         *,
         generator_offset: int | None = None,
+        reads_inputs: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -45,6 +47,7 @@ class StageModule(nn.Module):
         self.precision = precision
         self._call = call
         self._generator_offset = generator_offset
+        self.reads_inputs = reads_inputs
         self._train: Callable[..., Tensor] = self._plain
         self._evaluate: Callable[..., Tensor] = self._plain
         self._received: Parts | None = None
@@ -54,7 +57,11 @@ class StageModule(nn.Module):
         returned: gradients are added to `.grad`, which stays."""
 
     def forward(
-        self, x: Tensor, targets: Tensor | None = None, dropout_keys: Tensor | None = None
+        self,
+        x: Tree,
+        targets: Tree | None = None,
+        dropout_keys: Tensor | None = None,
+        inputs: Tree | None = None,
     ) -> Tensor:
         """What the slice returns of a Call's arguments: the last layers the summed loss (1,) of
         `targets`, or logits where there are none; other layers the residual stream.
@@ -70,6 +77,8 @@ class StageModule(nn.Module):
             torch.manual_seed(int(dropout_keys[0]) + self._generator_offset)
         if self._received is not None:
             x = Message.apply(x, self._received, False)
+        if self.reads_inputs:
+            x = (x, inputs)
         with self.autocast() if rounds else contextlib.nullcontext():
             y = run(x, targets, dropout_keys)
         if self._sent is not None:
@@ -117,7 +126,7 @@ class StageModule(nn.Module):
         dtype = arithmetic(self.precision).autocast or next(self.model.parameters()).dtype
         self._train = self._evaluate = partial(_fused, self.model, dtype)
 
-    def _plain(self, x: Tensor, targets: Tensor | None, dropout_keys: Tensor | None) -> Tensor:
+    def _plain(self, x: Tree, targets: Tree | None, dropout_keys: Tensor | None) -> Tensor:
         return self._call(self.model, x, targets, dropout_keys)
 
 
@@ -133,6 +142,7 @@ def slice_module(
         device,
         precision,
         generator_offset=number if source.draws_from_generator else None,
+        reads_inputs=number > 0 and source.reads_inputs(model),
     )
 
 

@@ -128,6 +128,12 @@ def adapted_modules(model: ModelConfig, lora: LoraConfig) -> list[str]:
         for spec in parameter_table(model)
         if spec.is_block_matrix and spec.name.endswith(".weight")
     ]
+    return targeted(linear, lora)
+
+
+def targeted(linear: Sequence[str], lora: LoraConfig) -> list[str]:
+    """Those of the paths of linear layers whose last name is a target; all where there is none.
+    Raises ConfigError for a target that is none of them."""
     kinds = list(dict.fromkeys(path.rpartition(".")[2] for path in linear))
     for target in lora.targets:
         if target not in kinds:

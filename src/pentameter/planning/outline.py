@@ -7,12 +7,14 @@ and what it says of itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
-from pentameter.planning.adapters import training_table
+from pentameter.planning.adapters import check_adapters, training_table
 from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.costs import CONVENTION, flops_per_token
 from pentameter.planning.layout import Layout
@@ -46,24 +48,21 @@ class ModelOutline:
         return CONVENTION if self.built_by is None else OWN_CONVENTION
 
     def names_of_stages(self, stages: Sequence[range]) -> tuple[frozenset[str], ...]:
-        """Names of the parameters that each pipeline stage has.
-
-        Raises ConfigError for a parameter that no stage has, or two that are not the first and the
-        last: only these can hold copies, whose gradients are summed.
-        """
+        """Names of the parameters that each pipeline stage has. Raises ConfigError for a parameter
+        that no stage has, and for a stage that trains nothing."""
         names = tuple(map(self.names_of, stages))
         if missing := {spec.name for spec in self.table}.difference(*names):
             raise ConfigError(
                 f"{min(missing)} is a parameter of the whole module and of no slice of its layers"
             )
-        for number, here in enumerate(names):
-            for other in range(number + 1, len(names)):
-                both = here & names[other]
-                if both and (number, other) != (0, len(names) - 1):
-                    raise ConfigError(
-                        f"{min(both)} is a parameter of layers {_shown(stages[number])} and of "
-                        f"{_shown(stages[other])}; only the first and the last slice may share one"
-                    )
+        trained = {spec.name for spec in self.table if spec.is_trained}
+        for layers, here in zip(stages, names, strict=True):
+            if not here & trained:
+                raise ConfigError(
+                    f"the stage of layers {layers.start}–{layers.stop - 1} has nothing to train, "
+                    "as no layer of it is adapted; lower parallel.pipeline, or see lora.targets "
+                    "and the `blocks` of pm.OwnModel"
+                )
         return names
 
 
@@ -82,20 +81,18 @@ def check_own_layout(layout: Layout, config: Config, outline: ModelOutline) -> N
     """Raise ConfigError unless a module of somebody's own can be divided so, naming what would have
     to be said of it."""
     whose = f"the module that {outline.built_by} builds"
-    if config.lora.rank is not None:
-        raise ConfigError(
-            f"lora.rank={config.lora.rank} adapts the linear layers of the built-in model, and not "
-            f"{whose}; leave [lora] out"
-        )
+    check_adapters(config.lora, layout)
     if layout.context > 1:
         raise ConfigError(
-            f"parallel.context={layout.context} divides the time that attention sees, which is "
-            f"known of the built-in model alone, and not of {whose}; set it to 1"
+            f"parallel.context={layout.context} splits each sequence, and {whose} mixes its "
+            "positions (by attention, say) in code that would have to ask other processes for "
+            "theirs; set it to 1, or use parallel.sequence, which splits it between the layers"
         )
     if layout.tensor_mode != "1d":
         raise ConfigError(
-            f"parallel.tensor_mode='{layout.tensor_mode}' divides the built-in model alone, and "
-            f"not {whose}; use '1d'"
+            f"parallel.tensor_mode='{layout.tensor_mode}' splits activations by row and width, so "
+            f"that each operation between two matmuls of {whose}, a norm or a softmax, would have "
+            "to be a distributed one; use '1d'"
         )
     if layout.tensor > 1 and "tensor" not in outline.divided_by:
         raise ConfigError(
@@ -130,16 +127,32 @@ def check_own_layout(layout: Layout, config: Config, outline: ModelOutline) -> N
         )
 
 
-def check_tied_copies(layout: Layout, names: Sequence[frozenset[str]]) -> None:
-    """Raise ConfigError for a V whose ends, one process, share a parameter that ZeRO shards."""
-    both = names[0] & names[-1] if len(names) > 1 else frozenset()
-    if layout.turns_back and layout.zero and both:
-        raise ConfigError(
-            f"parallel.schedule='{layout.schedule}' holds both copies of {min(both)} on one "
-            f"process, where parallel.zero={layout.zero} would share it out twice; set "
-            "parallel.zero to 0, or use 'zero-bubble'"
+def tied_parameters(
+    layout: Layout, stage_names: Sequence[frozenset[str]]
+) -> dict[str, tuple[int, ...]]:
+    """The parameters that several stages have, sorted, with the coordinates along `pipeline` of the
+    processes that hold them, each once, in the order of the stages."""
+    count = Counter(chain.from_iterable(stage_names))
+    return {
+        name: tuple(
+            dict.fromkeys(
+                layout.place_of_stage[stage] for stage, own in enumerate(stage_names) if name in own
+            )
         )
+        for name in sorted(count)
+        if count[name] > 1
+    }
 
 
-def _shown(layers: range) -> str:
-    return f"{layers.start}–{layers.stop - 1}"
+def check_tied_copies(
+    layout: Layout, tied: Mapping[str, tuple[int, ...]], stage_names: Sequence[frozenset[str]]
+) -> None:
+    """Raise ConfigError where two stages of one process share a parameter that ZeRO shards."""
+    for name, holders in tied.items() if layout.zero else ():
+        if len(holders) < sum(name in own for own in stage_names):
+            raise ConfigError(
+                f"parallel.schedule='{layout.schedule}' with {layout.virtual_stages} stages a "
+                f"process holds two copies of {name} on one of them, where parallel.zero="
+                f"{layout.zero} would shard it twice; set parallel.zero to 0, or use another "
+                "schedule"
+            )

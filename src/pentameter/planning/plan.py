@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pentameter.config.choices import DECAY_KEYS, MOMENTUM, look_up, refuse_unknown
 from pentameter.config.schema import Config, ModelConfig, OptimizerConfig, ScheduleConfig
 from pentameter.errors import ConfigError
-from pentameter.planning.adapters import check_adapters
+from pentameter.planning.adapters import check_adapters, is_of_adapter
 from pentameter.planning.architecture import (
     ParameterSpec,
     embedding_dropout,
@@ -34,6 +34,7 @@ from pentameter.planning.outline import (
     check_own_layout,
     check_tied_copies,
     outline_of_gpt,
+    tied_parameters,
 )
 from pentameter.planning.rules import LayoutRules
 from pentameter.planning.timeline import planned_bubble
@@ -134,11 +135,10 @@ class Plan:
         return LayoutRules(self.layout)
 
     @property
-    def tied_names(self) -> frozenset[str]:
-        """Parameters of which both ends of a pipeline hold a copy."""
-        if len(self.stage_names) == 1:
-            return frozenset()
-        return self.stage_names[0] & self.stage_names[-1]
+    def tied(self) -> dict[str, tuple[int, ...]]:
+        """The parameters that several stages have, and the coordinates along `pipeline` that hold
+        them, in the order of the stages: the first owns it, others have a copy."""
+        return tied_parameters(self.layout, self.stage_names)
 
     @property
     def least_flops_per_token(self) -> int:
@@ -261,7 +261,7 @@ def make_plan(
     if is_gpt:
         planned_memory: Memory | StateBytes = step_memory(config, layout, stages)
     else:
-        check_tied_copies(layout, stage_names)
+        check_tied_copies(layout, tied_parameters(layout, stage_names), stage_names)
         tables = [[spec for spec in outline.table if spec.name in own] for own in stage_names]
         planned_memory = state_bytes(config, layout, tables)
     return Plan(
@@ -291,7 +291,7 @@ def make_plan(
 def _parameter_counts(model: ModelConfig, outline: ModelOutline) -> tuple[int, int]:
     """Parameters of a model, adapters' left out: without rows that pad the vocabulary, and with."""
     if outline.built_by is not None:
-        n = sum(spec.n_elements for spec in outline.table)
+        n = sum(spec.n_elements for spec in outline.table if not is_of_adapter(spec))
         return n, n
     n_padded = sum(spec.n_elements for spec in parameter_table(model))
     return n_padded - padding_elements(model), n_padded

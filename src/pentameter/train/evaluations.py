@@ -58,10 +58,12 @@ def evaluate_test(run: TrainingRun, should_stop: Callable[[], bool]) -> EvalMetr
     """The metrics of the test split, by the weights of the best checkpoint where one is kept, else
     by the last ones, which are the engine's afterwards in either case.
 
-    None where nothing is held out for it, evaluation is switched off, or it was stopped.
+    None where nothing is held out for it, evaluation is switched off, the batches are no tokens, or
+    it was stopped.
     """
     split, state = run.dataset.split(TEST), run.state
-    if split.n_tokens < 2 or run.config.train.eval_interval is None:
+    is_off = run.config.train.eval_interval is None or not run.batches.are_tokens
+    if split.n_tokens < 2 or is_off:
         return None
     run.world.progress.note("testing", state.step)
     last = best = None

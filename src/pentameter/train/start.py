@@ -109,7 +109,7 @@ def _prepare(run: TrainingRun, request: Request) -> Request:
         request = replace(request, config=config)
         run.batches = training_batches(config, train)
     else:
-        run.batches = OwnBatches(supplied.batches, config, run.dataset.vocab_size)
+        run.batches = OwnBatches(supplied.batches, config, run.dataset.vocab_size, supplied.source)
     plan_of = partial(
         make_plan,
         vocab_size=run.dataset.vocab_size,
@@ -120,14 +120,7 @@ def _prepare(run: TrainingRun, request: Request) -> Request:
     )
     run.plan = plan_run(request, plan_of)
     run.config = run.plan.config
-    run.evaluations = splits_to_evaluate(
-        run.config, run.dataset, verify=world.local_rank == 0, progress=run.console.progress
-    )
-    run.prompt = _prompt(config.train.sample_prompt, run.dataset, warnings)
-    if config.train.sample_interval is not None and not run.plan.gives_logits:
-        warnings.append(
-            f"nothing is sampled: the module that {run.plan.built_by} builds needs targets to run"
-        )
+    _prepare_evaluations(run, warnings)
     compute = run.compute = choose_compute(run.plan, world)
     if compute.fused_dropout_obstacle is not None:
         warnings.append(
@@ -150,6 +143,34 @@ def _prepare(run: TrainingRun, request: Request) -> Request:
         )
     run.console.warn(warnings + _misfits(run.plan, run.dataset, run.batches))
     return request
+
+
+def _prepare_evaluations(run: TrainingRun, warnings: list[str]) -> None:
+    """Fill in what a run is evaluated on and what its samples continue, with `warnings` of what is
+    left out. Raises ConfigError for a patience without evaluations."""
+    train = run.config.train
+    run.evaluations = {}
+    if run.batches.are_tokens:
+        run.evaluations = splits_to_evaluate(
+            run.config, run.dataset, verify=run.world.local_rank == 0, progress=run.console.progress
+        )
+    else:
+        run.plan = replace(run.plan, gives_logits=False)
+        if train.patience is not None:
+            raise ConfigError(
+                f"train.patience={train.patience} counts evaluations on the text of [data], and "
+                "batches= gives something else than tokens; leave patience out"
+            )
+        warnings.append(
+            "batches= gives something else than tokens, so nothing is evaluated or sampled on the "
+            "text of [data]; a hook may call trainer.engine.evaluate"
+        )
+    run.prompt = _prompt(train.sample_prompt, run.dataset, warnings)
+    samples = train.sample_interval is not None and run.batches.are_tokens
+    if samples and not run.plan.gives_logits:
+        warnings.append(
+            f"nothing is sampled: the module that {run.plan.built_by} builds needs targets to run"
+        )
 
 
 def _prompt(text: str, dataset: Dataset, warnings: list[str]) -> Prompt:
@@ -187,7 +208,7 @@ def _misfits(plan: Plan, dataset: Dataset, batches: TrainingBatches | OwnBatches
             f"{batches.filled_share:.0%}, the rest is padding, which costs as much; "
             "data.packing=true fills them with one document after another"
         )
-    evaluates = config.train.eval_interval is not None
+    evaluates = config.train.eval_interval is not None and batches.are_tokens
     asked = config.data.validation_fraction > 0 or config.data.validation_path is not None
     if evaluates and asked and val.n_tokens < 2:
         advice = (

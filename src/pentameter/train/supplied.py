@@ -13,6 +13,7 @@ import torch
 from pentameter.checkpoint.opening import STATE_NAME, Checkpoint
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import IGNORED, Batch, Int64
+from pentameter.data.batches.tree import Tree, map_leaves, named_leaves
 from pentameter.errors import ConfigError
 from pentameter.optim.build import AnyOptimizer, build_optimizer, parameter_groups
 from pentameter.parallel.gpt_source import GPTSource
@@ -22,9 +23,10 @@ from pentameter.planning.batch_sizes import global_batch_size
 from pentameter.planning.plan import Plan
 
 BatchFunction = Callable[[int, Int64], Sequence[Any]]
-"""`batches(step, rows)`: inputs and targets (len(rows), context_length) of a step's rows, whose
-numbers in the global batch, int64, are `rows`; arrays or tensors of token ids, targets of -1 do not
-count. Pure: the same arguments give the same tokens, in any process and at any time."""
+"""`batches(step, rows)`: inputs and targets of a step's rows, whose numbers in the global batch,
+int64, are `rows`. For the built-in model token ids (len(rows), context_length), of which targets of
+-1 do not count; for a custom model arrays or tensors (len(rows), …), alone or in dicts, lists and
+tuples. Pure: the same arguments give the same batch, in any process and at any time."""
 OptimizerFunction = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """`optimizer(groups)`: an optimizer of parameter groups, each with its `weight_decay`. The learning
 rate is set before every step."""
@@ -91,8 +93,15 @@ class OwnBatches:
     rows_per_epoch: None = None
     """Unknown, so a run counts in steps."""
 
-    def __init__(self, function: BatchFunction, config: Config, vocab_size: int) -> None:
+    def __init__(
+        self,
+        function: BatchFunction,
+        config: Config,
+        vocab_size: int,
+        source: ModelSource | None = None,
+    ) -> None:
         self._function = function
+        self._source = source or GPTSource()
         self._n_rows = global_batch_size(config)
         self._context_length = config.model.context_length
         self._vocab_size = config.model.vocab_size or vocab_size
@@ -109,14 +118,45 @@ class OwnBatches:
                 f"batches({step}, rows) is to return (inputs, targets), and returned "
                 f"{type(made).__name__}"
             )
-        inputs = self._checked(made[0], "inputs", 0, step, len(rows))
-        targets = self._checked(made[1], "targets", IGNORED, step, len(rows))
-        return Batch(inputs, targets, rows)
+        whose = f"batches({step}, rows) gave "
+        if not self._source.takes_any_batch or self._are_token_ids(made, len(rows)):
+            inputs = self._token_ids(made[0], f"{whose}inputs", 0, len(rows))
+            targets = self._token_ids(made[1], f"{whose}targets", IGNORED, len(rows))
+        else:
+            inputs, targets = (
+                _arrays(each, f"{whose}{name}", len(rows))
+                for each, name in zip(made, ("inputs", "targets"), strict=True)
+            )
+        count = self._source.n_targets(targets)
+        if count is None and (
+            not isinstance(targets, np.ndarray) or targets.dtype.kind not in "iu"
+        ):
+            raise ConfigError(
+                f"{whose}targets that are not one array of integers, so it is not known how many "
+                "count; give pm.OwnModel a `count_targets`"
+            )
+        return Batch(inputs, targets, rows, count)
 
-    def _checked(self, made: Any, name: str, least: int, step: int, n_rows: int) -> Int64:
+    @property
+    def are_tokens(self) -> bool:
+        """Whether these are token ids, so that the model can also be run on text: as the first row
+        of the first step is."""
+        batch = self.batch(0, np.zeros(1, dtype=np.int64))
+        return self._are_token_ids((batch.inputs, batch.targets), 1)
+
+    def _are_token_ids(self, made: Sequence[Any], n_rows: int) -> bool:
+        """Whether inputs and targets are each one array of integers (B, context_length)."""
+        shape = (n_rows, self._context_length)
+        return all(
+            not isinstance(each, dict | list | tuple)
+            and np.shape(each) == shape
+            and np.asarray(each).dtype.kind in "iu"
+            for each in made
+        )
+
+    def _token_ids(self, made: Any, whose: str, least: int, n_rows: int) -> Int64:
         ids = np.asarray(made)
         shape = (n_rows, self._context_length)
-        whose = f"batches({step}, rows) gave {name}"
         if ids.dtype.kind not in "iu" or ids.shape != shape:
             raise ConfigError(
                 f"{whose} of {ids.dtype} and shape {ids.shape}; they are to be whole numbers of "
@@ -128,6 +168,28 @@ class OwnBatches:
                 f"{self._vocab_size - 1} (model.vocab_size={self._vocab_size})"
             )
         return ids.astype(np.int64)
+
+
+def _arrays(made: Tree, name: str, n_rows: int) -> Tree:
+    """The arrays of a structure of arrays and tensors, in that structure. Raises ConfigError for
+    one without a row for each that was asked for, and for what is no array of numbers."""
+    for path, leaf in named_leaves(made, name):
+        shape = tuple(np.shape(leaf))
+        if shape[:1] != (n_rows,):
+            raise ConfigError(
+                f"{path} of shape {shape}; its first dimension is to be the {n_rows} rows asked for"
+            )
+
+    def array(leaf: Any) -> Any:
+        try:
+            found = np.asarray(leaf)
+        except (TypeError, RuntimeError) as error:  # bfloat16, or on a GPU
+            raise ConfigError(f"{name} that is no array on the CPU: {error}") from error
+        if found.dtype.kind not in "biuf":
+            raise ConfigError(f"{name} of {found.dtype}; give numbers or booleans")
+        return found
+
+    return map_leaves(array, made)
 
 
 def _name(function: object) -> str:

@@ -22,6 +22,7 @@ from pentameter.parallel.gpt_source import GPTSource
 from pentameter.parallel.model_source import ModelSource
 from pentameter.parallel.own_model import Build, model_source
 from pentameter.planning.plan import make_plan
+from pentameter.train.supplied import BatchFunction
 from pentameter.verify.cases import Case, chosen_cases
 from pentameter.verify.compare import Outcome, verify_layouts
 from pentameter.verify.shrink import case_config, shrink
@@ -32,12 +33,14 @@ def verify_model(
     config: Config,
     *,
     model: Build | ModelSource | None = None,
+    batches: BatchFunction | None = None,
     layouts: str = "all",
     steps: int = 3,
 ) -> list[Outcome]:
     """Compare `layouts` with one process in float64: every loss, gradient and weight of some steps.
 
-    `model` and `config` are those of `Trainer`, `layouts` those of the command line. The built-in
+    `model`, `batches` and `config` are those of `Trainer`, `layouts` those of the command line;
+    without `batches` the steps are on random tokens. The built-in
     model is made small. Of a module of one's own nothing is known that could be changed, so
     `[model]` stays, without its dropout: give a small one. `all` are then the layouts that it can
     have. A script that calls this does so below `if __name__ == "__main__":`, as processes that it
@@ -48,6 +51,11 @@ def verify_model(
     """
     source = model_source(model)
     is_gpt = isinstance(source, GPTSource)
+    if is_gpt and batches is not None:
+        raise ConfigError(
+            "batches= goes with a custom model; the built-in one is made small, with a vocabulary "
+            "of its own, and verified on random tokens"
+        )
     if not is_gpt:
         config = config.model_copy(update={"parallel": ParallelConfig()})
     cases = chosen_cases(config, layouts)
@@ -58,7 +66,7 @@ def verify_model(
     if problem is not None and (is_gpt or layouts != "all"):
         raise problem
     with Workers() as workers:
-        sent_model = None if is_gpt else sent(source)
+        sent_model = None if is_gpt else sent(source, batches)
         return list(
             verify_layouts(
                 small,
@@ -96,23 +104,24 @@ SCRIPT_NAME = "__mp_main__"
 
 @dataclass(frozen=True)
 class SentModel:
-    """A model source in a form that another process of this machine can take up."""
+    """A model source, and a function of batches, in a form that another process of this machine can
+    take up."""
 
     pickled: bytes
     script: str | None
     """The file that was started, where the source's functions may be defined."""
     search_path: tuple[str, ...]
 
-    def received(self) -> ModelSource:
-        """The source, in the process that it was sent to."""
+    def received(self) -> tuple[ModelSource, BatchFunction | None]:
+        """The source and the batches, in the process that they were sent to."""
         return _received(self)
 
 
-def sent(source: ModelSource) -> SentModel:
+def sent(source: ModelSource, batches: BatchFunction | None = None) -> SentModel:
     """The form of a source that can be sent. Raises ConfigError where its functions have no name by
     which another process could find them."""
     try:
-        pickled = pickle.dumps(source)
+        pickled = pickle.dumps((source, batches))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"verify starts processes that import the model by name, and cannot: {error}; define "
@@ -130,10 +139,11 @@ def sent(source: ModelSource) -> SentModel:
 
 
 @functools.cache
-def _received(model: SentModel) -> ModelSource:
+def _received(model: SentModel) -> tuple[ModelSource, BatchFunction | None]:
     sys.path += [entry for entry in model.search_path if entry not in sys.path]
+    found: tuple[ModelSource, BatchFunction | None]
     if model.script is None:
-        found: ModelSource = pickle.loads(model.pickled)
+        found = pickle.loads(model.pickled)
         return found
     script = ModuleType(SCRIPT_NAME)
     script.__dict__.update(runpy.run_path(model.script, run_name=SCRIPT_NAME))

@@ -6,8 +6,9 @@ import gc
 import math
 import pkgutil
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import IGNORED, Batch
+from pentameter.data.batches.tree import leaves
 from pentameter.keyed import bits, make_key
 from pentameter.model.initial import fill
 from pentameter.optim.build import build_optimizer
@@ -32,6 +34,7 @@ from pentameter.processes.failure import LostProcessError
 from pentameter.processes.join import joined_world
 from pentameter.processes.place import Place
 from pentameter.processes.world import World
+from pentameter.train.supplied import BatchFunction, OwnBatches
 from pentameter.train.update import update_weights
 from pentameter.verify.compare import Float64, StepNumbers
 from pentameter.verify.workers import Failed, Job
@@ -56,17 +59,21 @@ def answer(job: Job) -> list[StepNumbers] | Failed:
         with joined_world(
             "cpu", place, always_group=has_group, timeout_seconds=job.timeout_seconds
         ) as world:
-            source = GPTSource() if job.model is None else job.model.received()
-            return list(compute_steps(job.config, job.n_steps, world, source))
+            source, batches = (GPTSource(), None) if job.model is None else job.model.received()
+            return list(compute_steps(job.config, job.n_steps, world, source, batches))
     except BaseException as error:
         last = traceback.format_exception_only(error)[-1].strip()
         return Failed(last, traceback.format_exc(), isinstance(error, LostProcessError))
 
 
 def compute_steps(
-    config: Config, n_steps: int, world: World, source: ModelSource
+    config: Config,
+    n_steps: int,
+    world: World,
+    source: ModelSource,
+    batches: BatchFunction | None = None,
 ) -> Iterator[StepNumbers]:
-    """Train on made-up batches from made-up weights. Collective over the world."""
+    """Train on made-up batches, or a user's, from made-up weights. Collective over the world."""
     plan = make_plan(config, world_size=world.size, outline_of=source.outline)
     # A bias that starts at zero would hide that it is added twice.
     noisy = replace(plan, table=tuple(replace(s, init=_noise(s, config)) for s in plan.table))
@@ -79,17 +86,23 @@ def compute_steps(
         _add_noise(engine, plan)
     rules = config.optimizer
     optimizer = build_optimizer(engine.named_parameters(), plan.table, rules, ShardedMuon)
+    # A number of rows that neither data-parallel processes nor micro-batches divide.
+    some = np.arange(plan.batch_size // 2 + 1)
+    batch_of: Callable[[int, np.ndarray], Batch] = partial(_made_up_rows, plan)
+    if batches is not None:
+        own = OwnBatches(batches, plan.config, plan.vocab_size_padded, source)
+        batch_of = own.batch
+        if any(array.dtype.kind not in "iu" for array in leaves(batch_of(0, some).targets)):
+            some = np.arange(plan.batch_size)  # the rows that would be missing could not say so
     for step in range(n_steps):
-        batch = made_up_batch(plan, step)
-        loss = engine.forward_backward(_rows_of(batch, engine.rows), step)
+        loss = engine.forward_backward(batch_of(step, engine.rows), step)
         gradients = {
             name: _whole(p.grad) for name, p in engine.named_parameters() if p.grad is not None
         }
         norm = update_weights(engine, optimizer, loss, rules.learning_rate, 1.0, rules.clip_norm)
         weights = {name: _whole(p) for name, p in engine.named_parameters()}
-        # A number of rows that neither data-parallel processes nor micro-batches divide.
-        some = _rows_of(batch, np.arange(plan.batch_size // 2 + 1))
-        yield StepNumbers(loss.mean, gradients, norm, weights, engine.evaluate(some).mean)
+        evaluated = engine.evaluate(batch_of(step, some))
+        yield StepNumbers(loss.mean, gradients, norm, weights, evaluated.mean)
 
 
 def made_up_batch(plan: Plan, step: int) -> Batch:
@@ -108,7 +121,8 @@ def made_up_batch(plan: Plan, step: int) -> Batch:
     return Batch(tokens[:, :-1].copy(), targets, np.arange(B, dtype=np.int64))
 
 
-def _rows_of(batch: Batch, rows: np.ndarray) -> Batch:
+def _made_up_rows(plan: Plan, step: int, rows: np.ndarray) -> Batch:
+    batch = made_up_batch(plan, step)
     return Batch(batch.inputs[rows], batch.targets[rows], batch.rows[rows])
 
 

@@ -21,6 +21,7 @@ from pentameter.config.choices import ROWS_ARE_DOCUMENTS, look_up
 from pentameter.config.schema import Config
 from pentameter.data.batches.blend import ROWS_AT_ONCE, Blend
 from pentameter.data.batches.orders import ORDERS, DocumentRows, PackedDocuments, Row
+from pentameter.data.batches.tree import Tree, leaves
 from pentameter.data.shards.dataset import TokenSplit
 from pentameter.errors import ConfigError
 from pentameter.planning.batch_sizes import global_batch_size
@@ -31,26 +32,30 @@ IGNORED = -1  # as a target: not counted in the loss
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of input tokens and, as targets, the token that follows each."""
+    """Rows of inputs and targets: tokens and the token that follows each, or what a user's
+    function gives a custom model, in any structure of arrays (B, …)."""
 
-    inputs: Int64
+    inputs: Tree
     """(B, T) token ids."""
-    targets: Int64
+    targets: Tree
     """(B, T): the token after each input; -1 where nothing is to be predicted."""
     rows: Int64
     """(B,) number of each row in the whole global batch (or evaluation pass)."""
+    count: int | None = None
+    """Number of targets that count, where that is not to be told from -1."""
 
     @property
     def n_targets(self) -> int:
         """Number of targets that count in the loss."""
-        return int((self.targets != IGNORED).sum())
+        return int((self.targets != IGNORED).sum()) if self.count is None else self.count
 
     def hash(self) -> str:
-        """sha256, in hex, of all three arrays."""
+        """sha256, in hex, of all arrays."""
         digest = hashlib.sha256()
-        for array in (self.inputs, self.targets, self.rows):
+        for array in (*leaves(self.inputs), *leaves(self.targets), self.rows):
             digest.update(repr(array.shape).encode())
-            digest.update(np.ascontiguousarray(array, dtype="<i8").data)
+            little = array.dtype.newbyteorder("<") if array.dtype.kind == "f" else "<i8"
+            digest.update(np.ascontiguousarray(array, dtype=little).data)
         return digest.hexdigest()
 
 
@@ -91,6 +96,8 @@ class TrainingBatches:
     of several parts is read as a blend of them by `weights`, which are as many. Raises ConfigError
     when a split is too short or the order unknown.
     """
+
+    are_tokens = True
 
     def __init__(
         self,

@@ -1,0 +1,37 @@
+"""The structure of a batch: arrays or tensors in nested dicts, lists, tuples and named tuples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Tree = Any
+"""An array or tensor (B, …), or a dict, list, tuple or named tuple of trees."""
+
+
+def map_leaves(function: Callable[..., Any], tree: Tree) -> Tree:
+    """A tree of the same structure with `function(leaf)` in the place of each leaf."""
+    if isinstance(tree, dict):
+        return {key: map_leaves(function, value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_leaves(function, each) for each in tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(map_leaves(function, each) for each in tree)
+    return function(tree)
+
+
+def named_leaves(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:
+    """(name, leaf) of each leaf in order; `name` is the tree's own: `inputs`, `inputs['mask']`."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from named_leaves(value, f"{name}[{key!r}]")
+    elif isinstance(tree, list | tuple):
+        for index, value in enumerate(tree):
+            yield from named_leaves(value, f"{name}[{index}]")
+    else:
+        yield name, tree
+
+
+def leaves(tree: Tree) -> list[Any]:
+    """The leaves in order."""
+    return [leaf for _, leaf in named_leaves(tree, "")]
