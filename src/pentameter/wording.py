@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+
+COUNTS = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}
+BYTES = {"EB": 1e18, "PB": 1e15, "TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
+RATES = {"E": 1e18, "P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
+HUGE = 1e9
+"""A number from which on digits before the point say nothing: it is written as 2.688e+43."""
 
 
 def whole(value: int | None) -> str:
@@ -14,29 +21,42 @@ def count(value: float) -> str:
     """10,788,929 as "10.8M"; "–" for what is no number."""
     if not math.isfinite(value):
         return "–"
-    for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        # 999,950 would round to 1000.0k
-        if abs(value) >= unit * 0.99995:
-            scaled = value / unit
-            return (
-                f"{scaled:.{0 if abs(scaled) >= 100 else 1 if abs(scaled) >= 10 else 2}f}{letter}"
-            )
-    return f"{value:g}" if value == int(value) else f"{value:.3g}"
+    scaled, letter = _scaled(value, COUNTS)
+    if not letter:
+        return f"{value:zg}" if value == int(value) else f"{value:.3g}"
+    n_digits = 0 if abs(scaled) >= 99.95 else 1 if abs(scaled) >= 9.995 else 2
+    return f"{scaled:,.{n_digits}f}{letter}" if abs(scaled) < HUGE else f"{scaled:.3g}{letter}"
 
 
 def size(n_bytes: float) -> str:
     """1,500,000 as "1.5 MB"."""
     if not math.isfinite(n_bytes):
         return "–"
-    for unit, letter in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if n_bytes >= unit:
-            return f"{n_bytes / unit:.3g} {letter}"
-    return f"{n_bytes:.0f} B"
+    scaled, unit = _scaled(n_bytes, BYTES)
+    return f"{_three_digits(scaled)} {unit}" if unit else f"{n_bytes:z.0f} B"
 
 
 def flops(per_second: float) -> str:
-    """2.2e12 as "2.2 TFLOP/s"."""
-    return f"{per_second / 1e12:.3g} TFLOP/s" if math.isfinite(per_second) else "–"
+    """2.2e12 as "2.2 TFLOP/s", 2.8e9 as "2.8 GFLOP/s"; "–" for what is no number."""
+    if not math.isfinite(per_second):
+        return "–"
+    scaled, unit = _scaled(per_second, RATES)
+    return f"{_three_digits(scaled)} {unit}FLOP/s"
+
+
+def _scaled(value: float, units: Mapping[str, float]) -> tuple[float, str]:
+    """`value` in the largest unit of which it is at least one as people read it, with three digits,
+    and the unit; as it is, and "", where it is less than one of any."""
+    for unit, size_of_one in units.items():
+        if abs(value) >= 0.9995 * size_of_one:
+            return value / size_of_one, unit
+    return value, ""
+
+
+def _three_digits(value: float) -> str:
+    """2.5, 999 and 12,345: at most three digits after which nothing is left out but decimals."""
+    whole_only = 999.5 <= abs(value) < HUGE
+    return f"{value:,.0f}" if whole_only else f"{value:z.3g}"
 
 
 def duration(seconds: float) -> str:
@@ -62,12 +82,14 @@ def _two_units(n: int, size: int, large: str, small: str) -> str:
 
 def fixed(value: float, digits: int = 4) -> str:
     """`value` with so many decimals; "–" for what is no number."""
-    return f"{value:,.{digits}f}" if math.isfinite(value) else "–"
+    if not math.isfinite(value):
+        return "–"
+    return f"{value:z,.{digits}f}" if abs(value) < HUGE else f"{value:.3e}"
 
 
 def percent(value: float) -> str:
     """0.4213 as "42.1 %"."""
-    return f"{100 * value:.1f} %" if math.isfinite(value) else "–"
+    return f"{fixed(100 * value, 1)} %" if math.isfinite(100 * value) else "–"
 
 
 def scalar(value: object) -> str:
