@@ -6,6 +6,7 @@ import torch
 from pentameter.config.schema import Config
 from pentameter.fused_cpu import native
 from pentameter.machine.capabilities import Capabilities, GpuCapabilities, machine_capabilities
+from pentameter.machine.ceilings import Ceiling
 from pentameter.parallel import assemble as assembling
 from pentameter.parallel import compute
 from pentameter.parallel.assemble import assemble
@@ -33,7 +34,7 @@ def plan(*, checkpoint=None, precision="bf16", **model):
 def a_machine_with_amx(monkeypatch):
     monkeypatch.setattr(compute, "tune_allocator", lambda **options: False)
     monkeypatch.setattr(compute, "choose_compile", lambda *_, **__: (True, "asked for"))
-    monkeypatch.setattr(compute, "product_ceiling", lambda *_: 1e12)
+    monkeypatch.setattr(compute, "ceiling", lambda *_: Ceiling(1e12))
     monkeypatch.setattr(native, "load", lambda name, _: None)
     monkeypatch.setattr(native, "_loaded", {"vector": object(), "AMX": object()})
 

@@ -15,6 +15,7 @@ import torch
 from pentameter.cli.main import main
 from pentameter.config.load import load_config
 from pentameter.errors import ConfigError
+from pentameter.machine.ceilings import Ceiling
 from pentameter.planning.cluster import parse_cluster
 from pentameter.planning.plan import make_plan
 from pentameter.planning.step_time import StepTime
@@ -23,6 +24,7 @@ from pentameter.train.loop import Trainer
 from pentameter.train.profile import (
     PlannedPace,
     Profile,
+    Stopwatch,
     longest_operations,
     parse_window,
     slow_step,
@@ -48,6 +50,42 @@ def fit(run: Path, *hooks: object, **overrides: object) -> str:
     config = load_config(load_config(TINY[0], TINY[1:]), overrides)
     Trainer(config, run_dir=run, hooks=hooks, quiet=True).fit()
     return (run / "log.txt").read_text()
+
+
+def mfu_of_steps(monkeypatch, seconds, ceiling_flops, again):
+    """The utilisation of steps of a TFLOP that take so many seconds, under a measured ceiling;
+    `again` are those that measuring once more gives."""
+    clock = iter([each for took in seconds for each in (0.0, took)])
+    monkeypatch.setattr(profile.time, "perf_counter", lambda: next(clock))
+    plan = SimpleNamespace(
+        tokens_per_step=1000, flops_per_token=1e9, layout=SimpleNamespace(world_size=2)
+    )
+    measure = None if again is None else lambda: Ceiling(again.pop(0))
+    watch = Stopwatch(plan, SimpleNamespace(ceiling_flops=ceiling_flops, measure_again=measure))
+    found = []
+    for _ in seconds:
+        with watch:
+            pass
+        found.append(watch.mfu)
+    return found
+
+
+def test_no_step_is_faster_than_the_measured_ceiling(monkeypatch):
+    # 0.5 TFLOP/s on two devices, whose ceiling was measured while the machine was busy
+    again = [1e12]
+    assert mfu_of_steps(monkeypatch, [8, 2, 2, 2], 0.1e12, again) == [0.625, 0.25, 0.25, 0.25]
+    assert again == []
+
+
+def test_a_ceiling_is_measured_again_a_few_times_only(monkeypatch):
+    again = [1e9] * profile.MOST_MEASUREMENTS  # as low each time
+    found = mfu_of_steps(monkeypatch, [9, 8, 7, 6, 5, 4, 8], 1e9, again)
+    assert found == [1, 1, 1, 1, 1, 1, 0.5]
+    assert again == []
+
+
+def test_a_published_peak_stays(monkeypatch):
+    assert mfu_of_steps(monkeypatch, [4], 0.1e12, None) == [1.25]
 
 
 def spans(trace: Path) -> tuple[list[str], set[str]]:

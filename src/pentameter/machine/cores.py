@@ -23,7 +23,8 @@ Collect = Callable[[Any], list[Any]]
 
 _LOOK = "--dry-run shows what each process would hold, and starts none"
 
-_BUSY_CORES = 0.5  # below it is the noise of a machine that does nothing else
+BUSY_CORES = 0.5
+"""Cores that other programs keep busy; fewer are the noise of a machine that does nothing else."""
 
 
 def usable_cores() -> frozenset[int]:
@@ -139,7 +140,7 @@ class OtherPrograms:
     def warning(self, collect: Collect) -> str | None:
         """A line for a person where others keep this machine busy, else None. Collective."""
         cores, n = self.cores(collect), len(self._cores)
-        if cores < _BUSY_CORES or _has_quota():
+        if cores < BUSY_CORES or _has_quota():
             return None
         return (
             f"other programs keep {min(cores, n):.1f} of this machine's {n} cores busy; steps will "

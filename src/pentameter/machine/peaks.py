@@ -44,6 +44,12 @@ def product_ceiling(device: torch.device | str, dtype: torch.dtype, seconds: flo
 
 @functools.cache
 def _measured(device: str, dtype: torch.dtype, seconds: float) -> float:
+    return measure_product(device, dtype, seconds)
+
+
+def measure_product(device: torch.device | str, dtype: torch.dtype, seconds: float = 0.3) -> float:
+    """As `product_ceiling`, measured anew at every call."""
+    device = str(device)
     best = 0.0
     sizes = _CPU_SIZES if torch.device(device).type == "cpu" else _GPU_SIZES
     deadline = time.perf_counter() + seconds

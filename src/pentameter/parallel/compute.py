@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from pentameter.fused_cpu import native
 from pentameter.fused_cpu.amx_attention import attention_obstacle
 from pentameter.machine.capabilities import Capabilities, machine_capabilities
+from pentameter.machine.ceilings import Ceiling, ceiling
 from pentameter.machine.choices import (
     choose_compile,
     choose_device,
@@ -21,7 +23,7 @@ from pentameter.machine.choices import (
     tune_allocator,
 )
 from pentameter.machine.environment import device_name, environment
-from pentameter.machine.peaks import peak_flops, product_ceiling
+from pentameter.machine.peaks import peak_flops
 from pentameter.model.fused_dropout import chip_obstacle, kernel_obstacle
 from pentameter.parallel.precision import arithmetic, set_matmul_precision
 from pentameter.planning.fused_step import dropout_kernel_obstacle, fused_obstacle
@@ -34,7 +36,7 @@ from pentameter.processes.world import World
 @dataclass(frozen=True)
 class Compute:
     """The choices of one run. `ceiling_flops` is what MFU is a share of: the published dense peak
-    of a GPU, else the matrix product measured on this machine."""
+    of a GPU, else the best matrix product ever measured on this machine."""
 
     device: torch.device
     device_name: str
@@ -51,6 +53,11 @@ class Compute:
     """Whether a GPU drops attention's weights in kernels, and does not write them out."""
     fused_dropout_obstacle: str | None = None
     """Why a GPU that is to drop them writes them out."""
+    measured: Ceiling | None = None
+    """The measured ceiling; None where a peak is published."""
+    measure_again: Callable[[], Ceiling] | None = None
+    """Measure it once more, in this process alone, and keep the best; None where a peak is
+    published."""
 
     def peak_memory_bytes(self) -> int:
         """The most memory the run has held so far: the GPU's, or the process's on a CPU."""
@@ -107,8 +114,14 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
     if device.type != "cpu":  # what a GPU multiplies in is measured, too, where it is not known
         set_matmul_precision(train.matmul_precision, precision)
     multiplied = "fp32" if emulates(precision, device, capabilities) else precision
-    ceiling = peak_flops(name, precision, train.matmul_precision)
-    ceiling = ceiling or product_ceiling(device, arithmetic(multiplied).products)
+    peak = peak_flops(name, precision, train.matmul_precision)
+    measured = measure_again = None
+    if peak is None:
+        measure_again = partial(
+            ceiling, name, device, arithmetic(multiplied).products, world.local_size
+        )
+        measured = measure_again(world.all_gather)
+        peak = measured.flops
     return Compute(
         device,
         name,
@@ -116,11 +129,13 @@ def choose_compute(plan: Plan, world: World | None = None) -> Compute:
         precision_reason,
         compiled,
         compile_reason,
-        ceiling,
+        peak,
         native_kernels,
         torch.get_num_threads(),
         fused_dropout,
         obstacle,
+        measured,
+        measure_again,
     )
 
 

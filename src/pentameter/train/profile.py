@@ -31,6 +31,9 @@ from pentameter.train.hooks import RunEnd, SkippedStep, StepMetrics, TrainingRun
 WINDOW_STEPS = 20
 """Latest steps whose median tells how long the remaining ones will take."""
 
+MOST_MEASUREMENTS = 3
+"""Times that the ceiling is measured again in a run; each takes 0.3 s."""
+
 SLOW = 1.3
 """Times the planned step from which on one is said to be slow."""
 SETTLING_STEPS, COMPARED_STEPS = 5, 20
@@ -49,6 +52,9 @@ class Stopwatch:
         self._tokens_per_step = plan.tokens_per_step
         self._flops_per_token = plan.flops_per_token
         self._ceiling_flops = compute.ceiling_flops * plan.layout.world_size
+        self._world_size = plan.layout.world_size
+        self._measure_again = compute.measure_again
+        self._n_measured = 0
         self._recent: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._n_steps = 0
         self._start = 0.0
@@ -60,6 +66,7 @@ class Stopwatch:
 
     def __exit__(self, *exception: object) -> None:
         self.step_seconds = time.perf_counter() - self._start
+        self._raise_ceiling()
         self._n_steps += 1
         if self._n_steps == 2:
             self._recent.clear()  # the first step compiled, and says nothing about the rest
@@ -71,8 +78,20 @@ class Stopwatch:
         ceiling of all devices; None if that is unknown."""
         if self._flops_per_token is None or not self._ceiling_flops:
             return None
-        flops = self._tokens_per_step * self._flops_per_token
-        return flops / self.step_seconds / self._ceiling_flops
+        return self._achieved_flops() / self._ceiling_flops
+
+    def _achieved_flops(self) -> float:
+        return self._tokens_per_step * (self._flops_per_token or 0) / self.step_seconds
+
+    def _raise_ceiling(self) -> None:
+        """Measure the ceiling again where the latest step was faster: the machine was busy when it
+        was measured. It is at least the step's speed then."""
+        if self._measure_again is None or self._achieved_flops() <= self._ceiling_flops:
+            return
+        if self._n_measured < MOST_MEASUREMENTS:
+            self._n_measured += 1
+            self._ceiling_flops = self._measure_again().flops * self._world_size
+        self._ceiling_flops = max(self._ceiling_flops, self._achieved_flops())
 
     def eta_seconds(self, steps_left: int) -> float:
         """Seconds that `steps_left` steps will take at the median pace of the latest ones."""

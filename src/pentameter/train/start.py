@@ -128,6 +128,10 @@ def _prepare(run: TrainingRun, request: Request) -> Request:
             f"out, as its kernels cannot serve here: {compute.fused_dropout_obstacle}. The result "
             "is the same, in more memory and time"
         )
+    measured = compute.measured
+    busy = world.broadcast(None if measured is None else measured.warning())  # each has its own
+    if busy is not None:
+        warnings.append(busy)
     if not request.force:
         check_device_memory(
             run.plan,
