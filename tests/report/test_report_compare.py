@@ -1,4 +1,5 @@
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -64,6 +65,51 @@ def test_what_runs_came_to(pair):
     assert found.verdict == (
         f"a has the lowest validation loss: {first:.4f}, {second - first:.4f} below b."
     )
+
+
+def scores(folder, *losses, precision="bf16", layouts=("data=1",)):
+    """Write the metrics of a run with these validation losses, started once on each layout."""
+    events = [
+        {"event": "resume" if i else "start", "step": i, "layout": layout, "precision": precision}
+        for i, layout in enumerate(layouts)
+    ]
+    for step, loss in enumerate(losses, 1):
+        events.append(
+            {"event": "eval", "step": step, "split": "val", "loss": loss,
+             "perplexity": math.exp(loss), "bits_per_byte": loss / math.log(2)}
+        )  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return folder
+
+
+def test_rounding_crowns_no_winner(tmp_path):
+    a, b = scores(tmp_path / "a", 1.4697), scores(tmp_path / "b", 1.4711)
+    found = compare_runs([a, b])
+    for title in ("best validation loss", "final validation loss", "perplexity", "bits per byte"):
+        assert rows(found)[title][1] == set(), title
+    assert found.verdict == (
+        "a and b are equal in validation loss, as far as bf16 tells: 1.4697 and 1.4711."
+    )
+    scores(b, 1.4711, precision="fp32"), scores(a, 1.4697, precision="fp32")
+    found = compare_runs([a, b])
+    assert rows(found)["perplexity"][1] == {0}
+    assert found.verdict == "a has the lowest validation loss: 1.4697, 0.0014 below b."
+    scores(a, 1.4697), scores(b, 1.4711)  # both are better than a third one, by more than rounding
+    found = compare_runs([a, b, scores(tmp_path / "c", 1.6)])
+    assert rows(found)["best validation loss"][1] == {0, 1}
+
+
+def test_cells_that_read_the_same_have_no_best(tmp_path):
+    a = scores(tmp_path / "a", 2.00001, precision="fp32")
+    b = scores(tmp_path / "b", 2.00004, precision="fp32")
+    assert rows(compare_runs([a, b]))["best validation loss"] == (("2.0000", "2.0000"), set())
+
+
+def test_each_layout_of_a_run_is_said(tmp_path):
+    a = scores(tmp_path / "a", 2.0, layouts=("data=2,zero=3", "data=2,zero=3", "data=1"))
+    b = scores(tmp_path / "b", 2.5, layouts=("data=1",))
+    assert rows(compare_runs([a, b]))["layout"][0] == ("data=2,zero=3 → data=1", "data=1")
 
 
 def test_only_settings_that_differ_are_listed_and_those_of_the_training_first(pair):

@@ -126,6 +126,13 @@ def _differing(runs: Sequence[Run]) -> dict[str, tuple[Any, ...]]:
     return dict(sorted(differing.items(), key=lambda item: item[0] in NOT_THE_TRAINING))
 
 
+ROUNDOFF = {
+    "fp64": 2.0**-53, "fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-9,
+}  # fmt: skip
+"""Largest relative error of rounding to a precision. Where two losses differ by less, the order of
+sums decides, as on another layout."""
+LOSS_FIGURES = ("best_loss", "final_loss", "perplexity", "bits_per_byte", "train_loss")
+
 FIGURES: tuple[tuple[str, str, Callable[[Any], str], Callable[..., float] | None], ...] = (
     ("outcome", "outcome.label", str, None),
     ("best validation loss", "results.best_loss", wording.fixed, min),
@@ -149,17 +156,48 @@ FIGURES: tuple[tuple[str, str, Callable[[Any], str], Callable[..., float] | None
 
 
 def _rows(runs: Sequence[Run]) -> Iterator[Row]:
-    """The lines of the table that hold something for any run; the best are marked, unless all are
-    the same."""
+    """The lines of the table that hold something for any run; the best are marked, unless nothing
+    tells them from the rest."""
     for title, place, shown, choose in FIGURES:
         values = [attrgetter(place)(run) for run in runs]
         cells = tuple(map(shown, values))
-        finite = [value for value in values if choose and math.isfinite(value)]
-        best: frozenset[int] = frozenset()
-        if choose and len(set(finite)) > 1:
-            best = frozenset(i for i, value in enumerate(values) if value == choose(finite))
+        best = frozenset() if choose is None else _best(runs, place, values, cells, choose)
         if set(cells) != {"–"}:
             yield Row(title, cells, best)
+
+
+def _best(
+    runs: Sequence[Run],
+    place: str,
+    values: Sequence[float],
+    cells: Sequence[str],
+    choose: Callable[..., Any],
+) -> frozenset[int]:
+    """The runs whose value is the best, or as good as its precision resolves; none where that holds
+    of all, or where all read the same."""
+    finite = [index for index, value in enumerate(values) if math.isfinite(value)]
+    if not finite:
+        return frozenset()
+    first: int = choose(finite, key=values.__getitem__)
+    key = place.removeprefix("results.")
+    best = frozenset(
+        index
+        for index in finite
+        if values[index] == values[first]
+        or (key in LOSS_FIGURES and not _resolved(key, runs[index], runs[first]))
+    )
+    is_told = len(best) < len(finite) and len({cells[index] for index in finite}) > 1
+    return best if is_told else frozenset()
+
+
+def _resolved(key: str, one: Run, other: Run) -> bool:
+    """True if a loss of two runs differs by more than the rounding of what they computed with."""
+    a, b = (getattr(run.results, key) for run in (one, other))
+    if key == "perplexity":  # whose logarithm is the loss
+        a, b = (math.log(value) if value > 0 else value for value in (a, b))
+    words = {word for run in (one, other) for word in run.results.precision.split()}
+    roundoff = max((ROUNDOFF[word] for word in words & ROUNDOFF.keys()), default=ROUNDOFF["fp32"])
+    return bool(abs(a - b) > roundoff * max(abs(a), abs(b)))
 
 
 def _verdict(runs: Sequence[Run], differing: dict[str, Any]) -> str:
@@ -174,21 +212,26 @@ def _verdict(runs: Sequence[Run], differing: dict[str, Any]) -> str:
         )
     other_tokens = {"data.tokenizer", "model.vocab_size"} & differing.keys()
     what = "bits per byte" if other_tokens else "validation loss"
+    key = "bits_per_byte" if other_tokens else "best_loss"
     ranked = sorted(
-        (value, run.label)
-        for run in runs
-        if math.isfinite(
-            value := run.results.bits_per_byte if other_tokens else run.results.best_loss
-        )
+        (run for run in runs if math.isfinite(getattr(run.results, key))),
+        key=lambda run: (getattr(run.results, key), run.label),
     )
     if len(ranked) < 2:
         return ""
-    (first, best), (second, next_best) = ranked[:2]
+    best, next_best = ranked[:2]
+    first, second = (getattr(run.results, key) for run in (best, next_best))
     why = ", which compare where tokens differ" if other_tokens else ""
     if first == second:
-        return f"{best} and {next_best} are equal in {what}{why}: {first:.4f}."
+        return f"{best.label} and {next_best.label} are equal in {what}{why}: {first:.4f}."
+    if not _resolved(key, best, next_best):
+        return (
+            f"{best.label} and {next_best.label} are equal in {what}{why}, as far as "
+            f"{best.results.precision or 'their precision'} tells: {first:.4f} and {second:.4f}."
+        )
     return (
-        f"{best} has the lowest {what}{why}: {first:.4f}, {second - first:.4f} below {next_best}."
+        f"{best.label} has the lowest {what}{why}: {first:.4f}, {second - first:.4f} below "
+        f"{next_best.label}."
     )
 
 

@@ -70,6 +70,9 @@ class RecordedRun:
 
     folder: Path
     start: dict[str, Any] = field(default_factory=dict)
+    """Values of its latest start."""
+    starts: tuple[dict[str, Any], ...] = ()
+    """Each start and resume, in order."""
     train: dict[str, Series] = field(default_factory=dict)
     """Curve by name: those of CURVES, and elapsed_seconds, the time spent in steps. One without
     values is empty or absent."""
@@ -146,6 +149,7 @@ def read_run(folder: Path) -> RecordedRun:
     return RecordedRun(
         folder=folder,
         start=start,
+        starts=tuple(starts),
         train={
             key: _series([(e["step"], number(e[key])) for e in train if key in e]) for key in CURVES
         }

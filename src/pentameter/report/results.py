@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
@@ -41,6 +42,7 @@ class Results:
     peak_memory_bytes: float
     parameters: int | None
     layout: str
+    """Of each start in turn, where a resume changed it; so for the next two."""
     precision: str
     device: str
 
@@ -67,10 +69,16 @@ def results(record: RecordedRun) -> Results:
         mfu=_median(record, "mfu"),
         peak_memory_bytes=max(memory, default=NAN),
         parameters=parameters if isinstance(parameters, int) else None,
-        layout=str(record.start.get("layout") or ""),
-        precision=str(record.start.get("precision") or ""),
-        device=str(record.start.get("device") or ""),
+        layout=_in_turn(record, "layout"),
+        precision=_in_turn(record, "precision"),
+        device=_in_turn(record, "device"),
     )
+
+
+def _in_turn(record: RecordedRun, key: str) -> str:
+    """A value of each start of a run, which a resume may have changed: "data=2,zero=3 → data=1"."""
+    values = [str(start[key]) for start in record.starts if start.get(key)]
+    return " → ".join(value for value, _ in itertools.groupby(values))
 
 
 def planned_steps(record: RecordedRun) -> int | None:
