@@ -1,4 +1,5 @@
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -23,7 +24,20 @@ def test_json_shape(facts):
     assert facts["precision"] in ("fp32", "bf16", "fp16")
     assert facts["versions"]["numpy"]
     assert facts["disk_free_bytes"] > 0
-    assert set(facts["extras"]) == {"tensorboard", "wandb", "trackio", "serve", "hub"}
+    assert set(facts["extras"]) == {"tensorboard", "wandb", "trackio", "zstd"}
+
+
+def test_the_extras_are_those_of_the_package_and_each_is_imported():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(doctor.EXTRAS) == declared["optional-dependencies"].keys() - {"test", "dev"}
+    sources = "".join(
+        path.read_text(encoding="utf-8")
+        for path in (ROOT / "src").rglob("*.py")
+        if path.name != "doctor.py"
+    )
+    for module in doctor.EXTRAS.values():
+        quoted = re.escape(f'"{module}"')
+        assert re.search(rf"import_module\({quoted}|name = .*{quoted}|from \S*{module}", sources)
 
 
 def test_the_verb(facts, monkeypatch, capsys):

@@ -1,6 +1,8 @@
 """Which checkpoints a run writes, keeps and removes when its numbers go wrong."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.errors import InterruptedRunError, TrainingFailedError
 from pentameter.parallel.engine import Engine, LossSum
 from pentameter.processes.world import World
+from pentameter.train import loop
 from pentameter.train.saving import RunCheckpoints, first_non_finite
 from pentameter.train.state import TrainState
 
@@ -185,6 +188,43 @@ def test_fp16_saves_while_its_loss_scale_falls(tmp_path, nan_losses):
     assert [e["step"] for e in events(run, "checkpoint")] == list(range(1, 13))
     assert trainer.state.proved_step == 11
     assert trainer.state.loss_scale.scale == 2.0**11
+
+
+@pytest.mark.parametrize(
+    ("step", "advice"),
+    [(0, "No update has been made, so the learning rate is not the reason: look at the initial "
+         "weights (model.init_std=0.02) and at the data; `pentameter report"),
+     (4, "lower optimizer.learning_rate=0.01 or look at the data; `pentameter report")],
+)  # fmt: skip
+def test_the_learning_rate_is_blamed_only_after_an_update(tmp_path, monkeypatch, step, advice):
+    real = loop.evaluate_all
+
+    def broken(run, should_stop):
+        found = real(run, should_stop)
+        return {"val": replace(found["val"], loss=math.nan)} if run.state.step == step else found
+
+    monkeypatch.setattr(loop, "evaluate_all", broken)
+    with pytest.raises(TrainingFailedError) as failed:
+        fit(tmp_path / "run")
+    assert f"the validation loss is nan at step {step}" in str(failed.value)
+    assert advice in str(failed.value)
+    assert ("learning_rate=" in str(failed.value)) == (step > 0)
+
+
+def test_a_lower_precision_is_a_reason_too(tmp_path):
+    weights = SimpleNamespace(path=Path("a/model"))
+    run = SimpleNamespace(
+        state=TrainState(step=4, consecutive_skips=4),
+        folder=SimpleNamespace(initial_weights=weights),
+        compute=SimpleNamespace(precision="bf16"),
+    )
+    assert (
+        RunCheckpoints(run, dict)
+        ._advice()
+        .endswith(
+            "look at the weights of a/model and at the data, or try train.precision=fp32, not bf16"
+        )
+    )
 
 
 def test_what_a_kill_before_pruning_left_is_removed_at_the_next_start(tmp_path, monkeypatch):

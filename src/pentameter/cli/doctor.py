@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -24,8 +25,7 @@ EXTRAS = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "trackio": "trackio",
-    "serve": "fastapi",
-    "hub": "huggingface_hub",
+    "zstd": "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd",
 }
 
 TESTED_TORCH = ("2.13.0", "2.14.1")
@@ -110,10 +110,17 @@ def examine() -> dict[str, Any]:
         "devices": around["devices"],
         "versions": around["versions"],
         "platform": around["platform"],
-        "extras": {extra: find_spec(module) is not None for extra, module in EXTRAS.items()},
+        "extras": {extra: _is_there(module) for extra, module in EXTRAS.items()},
         "data": _data_folders(),
         "disk_free_bytes": shutil.disk_usage(Path.cwd()).free,
     }
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package around it
+        return False
 
 
 def _is_tested(version: str) -> bool:

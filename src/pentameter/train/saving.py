@@ -135,9 +135,29 @@ class RunCheckpoints:
                     why += f"; step {self.last_step} is removed, nothing finite came of its weights"
                     self.last_step = proved
         raise TrainingFailedError(
-            f"{why}; {self}. Where that ends here again, lower optimizer.learning_rate="
-            f"{self.run.config.optimizer.learning_rate} or look at the data; `pentameter report "
-            f"{store.folder.parent}` shows what happened"
+            f"{why}; {self}. {self._advice()}; `pentameter report {store.folder.parent}` shows "
+            "what happened"
+        )
+
+    def _advice(self) -> str:
+        """What to change where a loss is not finite: the learning rate only where it has acted."""
+        run = self.run
+        if run.state.step > run.state.consecutive_skips:  # some update was made
+            return (
+                "Where that ends here again, lower optimizer.learning_rate="
+                f"{run.config.optimizer.learning_rate} or look at the data"
+            )
+        weights, precision = run.folder.initial_weights, run.compute.precision
+        if weights is not None:
+            begun = f"the weights of {weights.path}"
+        elif run.plan.built_by is not None:
+            begun = f"the values with which {run.plan.built_by} begins"
+        else:
+            begun = f"the initial weights (model.init_std={run.config.model.init_std})"
+        wider = "" if precision == "fp32" else f", or try train.precision=fp32, not {precision}"
+        return (
+            "No update has been made, so the learning rate is not the reason: look at "
+            f"{begun} and at the data{wider}"
         )
 
     def _refuse_different_copies(self, consequence: str) -> None:
