@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from pentameter.evaluate.split import EvalMetrics
 from pentameter.processes.world import World
 from pentameter.train.console import Console
 from pentameter.train.hooks import EpochMetrics, StepMetrics
+from pentameter.train.state import TrainState
 
 TINY = [
     "grammar", "--data.grammar.n-characters=3000", "--model.n-layers=1", "--model.d-model=16",
@@ -93,6 +95,57 @@ def test_a_step_line_says_how_far_the_run_is(trainer, capsys, step, eta_seconds,
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("step    1/2000 ·   0% │ loss")  # it may have compiled
     assert second.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.1, "640 tok/s │"), (0.5, "640 tok/s │"), (1.734, "640 tok/s · 1.73 s/step │"),
+     (9.996, "· 10.0 s/step │"), (12.34, "· 12.3 s/step │"), (1234.4, "· 1,234 s/step │")],
+)  # fmt: skip
+def test_a_long_step_says_how_long(trainer, capsys, seconds, said):
+    with Console() as console:
+        console.on_step(trainer, replace(metrics(10), step_seconds=seconds))
+    assert said in capsys.readouterr().out
+
+
+def test_perplexity_stands_in_the_line_of_a_preset_whose_source_says_it(trainer, capsys):
+    assert not trainer.config.log.perplexity
+    trainer.config = load_config("wikitext2-small")
+    with Console() as console:
+        console.on_step(trainer, metrics(10))
+    assert "│ loss 2.5000 │ perplexity 12.18 │ lr" in capsys.readouterr().out
+
+
+class Terminal:
+    """A live line; what it shows."""
+
+    def __init__(self):
+        self.shown = []
+
+    def update(self, text, refresh):
+        self.shown.append(str(text))
+
+    def stop(self):
+        pass
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_live_line_says_what_is_waited_for(trainer, compiled):
+    trainer.compute.compiled = compiled
+    trainer.evaluations = {"val": None}
+    trainer.state = TrainState()
+    word = " compiles" if compiled else ""
+    with Console() as console:
+        console._live = live = Terminal()
+        console.progress("reading", 13, 100)
+        console.clear()  # as the data is there
+        console.on_start(trainer)
+        console.on_eval(trainer, evaluated("val", 2.0))
+        assert live.shown[0].endswith("· 13%")
+        assert live.shown[1:] == ["", f"the first evaluation{word}", f"step 1{word}"]
+        trainer.state = TrainState(step=300, last_eval_step=300)  # resumed
+        console.on_start(trainer)
+        assert live.shown[-1] == f"step 301{word}"
 
 
 def test_epochs_shorter_than_the_log_interval_are_not_said(trainer, capsys):

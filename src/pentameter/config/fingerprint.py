@@ -34,6 +34,7 @@ NOT_THE_TRAINING = {
     "checkpoint.keep_best": "as above",
     "checkpoint.on_error": "as above",
     "log.interval": "logging reads, it changes nothing",
+    "log.perplexity": "as above",
     "log.tensorboard": "as above",
     "log.wandb": "as above",
     "log.trackio": "as above",

@@ -445,6 +445,8 @@ class LogConfig(Section):
 
     interval: Positive = 10
     """Steps between log lines."""
+    perplexity: Switch = False
+    """Say the perplexity in the lines of steps, too, as evaluations and epochs do."""
     tensorboard: Switch = False
     """Write the same metrics, samples and the configuration as TensorBoard event files, into
     RUN_DIR/tensorboard."""

@@ -28,10 +28,10 @@ from pentameter.data.progress import (
     ProgressLines,
     pass_in_words,
 )
-from pentameter.evaluate.split import EvalMetrics
+from pentameter.evaluate.split import EvalMetrics, perplexity
 from pentameter.processes.failure import EXPECTED
 from pentameter.processes.world import World
-from pentameter.train.evaluations import TRAIN, VALIDATION
+from pentameter.train.evaluations import TRAIN, VALIDATION, begins_with_evaluation
 from pentameter.train.hooks import (
     CheckpointMetrics,
     EpochMetrics,
@@ -45,6 +45,8 @@ from pentameter.train.log_files import LogFile, any_folder
 from pentameter.wording import duration, size
 
 REFRESH_SECONDS = 0.1
+SLOW_STEP_SECONDS = 0.5
+"""Steps that take longer say how long, beside the tokens per second."""
 
 
 class Console:
@@ -117,9 +119,17 @@ class Console:
     def status(self, text: str) -> None:
         """Replace the live line, where there is a terminal."""
         now = time.monotonic()
-        if self._live is not None and now - self._last_refresh >= REFRESH_SECONDS:
-            self._last_refresh = now
+        if now - self._last_refresh >= REFRESH_SECONDS:
+            self._show(text, now)
+
+    def _show(self, text: str, now: float) -> None:
+        self._last_refresh = now
+        if self._live is not None:
             self._live.update(Text(text, style="bold"), refresh=True)
+
+    def clear(self) -> None:
+        """Empty the live line: what it said is over, and what follows may take long."""
+        self._show("", 0.0)
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Show how far the preparation of data is: pass, bytes done, bytes in all; on the live
@@ -133,8 +143,11 @@ class Console:
         self.status(f"{pass_in_words(what)} · {size(done)} of {size(total)}{share}")
 
     def on_start(self, run: TrainingRun) -> None:
-        """Say which process this is; the main one has introduced the run."""
+        """Say which process this is; the main one has introduced the run. The live line says what
+        is waited for until the first step has one."""
         world = self._world
+        if self._live is not None:
+            self._await(run, evaluates=begins_with_evaluation(run))
         if not world.is_main:
             first = world.rank - world.local_rank
             self.say(
@@ -144,10 +157,20 @@ class Console:
                 of_machine=True,
             )
 
+    def _await(self, run: TrainingRun, *, evaluates: bool) -> None:
+        """Show what comes first in this start, and may compile for a minute."""
+        what = "the first evaluation" if evaluates else f"step {run.state.step + 1}"
+        self._show(f"{what} compiles" if run.compute.compiled else what, 0.0)
+
     def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
         """Print a line for a step that is to be logged, and the live line for every step."""
         self._n_steps += 1
-        line = _step_line(step, run.plan.steps, is_first=self._n_steps == 1)
+        line = _step_line(
+            step,
+            run.plan.steps,
+            is_first=self._n_steps == 1,
+            with_perplexity=run.config.log.perplexity,
+        )
         if is_logged(step.step, run.config):
             self.say(line, of_machine=True)
         self.status(line)
@@ -172,6 +195,8 @@ class Console:
     def on_eval(self, run: TrainingRun, metrics: EvalMetrics) -> None:
         """Print a split's figures, and whether they are the best yet. The loss of the training
         split stands beside validation's: one line tells whether the model overfits."""
+        if self._n_steps == 0 and self._live is not None:
+            self._await(run, evaluates=False)
         if metrics.split == VALIDATION and TRAIN in run.evaluations:
             self._validation = metrics  # the training split's come next
             return
@@ -214,17 +239,29 @@ def _shown(text: str) -> str:
     )
 
 
-def _step_line(step: StepMetrics, total_steps: int, *, is_first: bool) -> str:
+def _step_line(
+    step: StepMetrics, total_steps: int, *, is_first: bool, with_perplexity: bool
+) -> str:
     """The line of a step. The first step of a start (`is_first`) may have compiled: it says nothing
     about the time left."""
+    loss = f"loss {step.loss:.4f}"
+    if with_perplexity:
+        loss += f" │ perplexity {perplexity(step.loss):.4g}"
+    took = f" · {_step_seconds(step.step_seconds)}" if step.step_seconds > SLOW_STEP_SECONDS else ""
     mfu = "" if step.mfu is None else f" │ mfu {100 * step.mfu:.0f}%"
     left = "" if is_first else f" · {_rough_duration(step.eta_seconds):>6} left"
     return (
         f"step {step.step:>{len(str(total_steps))}}/{total_steps} · "
-        f"{100 * step.step // total_steps:>3}%{left} │ loss {step.loss:.4f} │ lr "
+        f"{100 * step.step // total_steps:>3}%{left} │ {loss} │ lr "
         f"{step.learning_rate:.2e} │ norm {step.grad_norm:.2f} │ "
-        f"{step.tokens_per_second:,.0f} tok/s{mfu} │ {size(step.peak_memory_bytes)}"
+        f"{step.tokens_per_second:,.0f} tok/s{took}{mfu} │ {size(step.peak_memory_bytes)}"
     )
+
+
+def _step_seconds(seconds: float) -> str:
+    """The time of a step: 1.73 s/step, 12.3 s/step, 1,234 s/step."""
+    n_decimals = 2 if seconds < 9.995 else 1 if seconds < 99.95 else 0
+    return f"{seconds:,.{n_decimals}f} s/step"
 
 
 def _rough_duration(seconds: float) -> str:

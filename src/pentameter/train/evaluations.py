@@ -43,6 +43,13 @@ def splits_to_evaluate(
     return splits
 
 
+def begins_with_evaluation(run: TrainingRun) -> bool:
+    """True if a start of the run evaluates before its first step, which then compiles first."""
+    state, interval = run.state, run.config.train.eval_interval
+    assert interval != "epoch"  # the plan resolved it
+    return bool(run.evaluations) and state.is_due(interval, state.last_eval_step, run.plan.steps)
+
+
 def evaluate_all(run: TrainingRun, should_stop: Callable[[], bool]) -> dict[str, EvalMetrics]:
     """The metrics of all of them by name; none of any where it was stopped on the way."""
     found = {}

@@ -32,7 +32,7 @@ from pentameter.planning.cluster import CONTEXT_BYTES
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.planning.search import settings_that_fit
 from pentameter.train.continuing import Request, plan_run, saved_layout
-from pentameter.train.evaluations import splits_to_evaluate
+from pentameter.train.evaluations import begins_with_evaluation, splits_to_evaluate
 from pentameter.train.hooks import TrainingRun
 from pentameter.train.recorder import Recorder
 from pentameter.train.run_folder import open_run_folder
@@ -145,6 +145,7 @@ def _prepare(run: TrainingRun, request: Request) -> Request:
             f"lora.rank={config.lora.rank} trains adapters alone, here of random weights; add "
             "--init-from MODEL"
         )
+    run.console.clear()  # of the preparation of data
     run.console.warn(warnings + _misfits(run.plan, run.dataset, run.batches))
     return request
 
@@ -399,9 +400,10 @@ def _describe(run: TrainingRun) -> list[str]:
     if start:
         lines.append(f"extend  the schedule begins anew at step {start}, up to step {plan.steps}")
     if compute.compiled:
-        lines.append(
-            "the first step compiles: about a minute on a new machine, seconds once cached"
-        )
+        first = "the first step compiles"
+        if begins_with_evaluation(run):
+            first = "the first evaluation and the first step compile"
+        lines.append(f"{first}: about a minute on a new machine, seconds once cached")
     return lines
 
 
