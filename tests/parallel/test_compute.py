@@ -207,7 +207,9 @@ def test_what_a_cpu_emulates_is_a_share_of_what_it_computes_in(monkeypatch, prec
     """fp16's own products are slow where nothing but the training's are fast."""
     asked = []
     monkeypatch.setattr(compute, "tune_allocator", lambda **options: False)
-    monkeypatch.setattr(compute, "product_ceiling", lambda _, dtype: asked.append(dtype) or 1e12)
+    monkeypatch.setattr(
+        compute, "ceiling", lambda _name, _device, dtype, *_: asked.append(dtype) or Ceiling(1e12)
+    )
     train = {"steps": 2, "batch_size": 2, "device": "cpu", "precision": precision, "compile": False}
     choose_compute(make_plan(Config.model_validate({**plan().config.model_dump(), "train": train})))
     assert asked == [measured]

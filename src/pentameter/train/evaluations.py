@@ -46,7 +46,7 @@ def splits_to_evaluate(
 def begins_with_evaluation(run: TrainingRun) -> bool:
     """True if a start of the run evaluates before its first step, which then compiles first."""
     state, interval = run.state, run.config.train.eval_interval
-    assert interval != "epoch"  # the plan resolved it
+    assert not isinstance(interval, str)  # the plan resolved it
     return bool(run.evaluations) and state.is_due(interval, state.last_eval_step, run.plan.steps)
 
 
