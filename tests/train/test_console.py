@@ -45,7 +45,7 @@ def metrics(step: int, eta_seconds: float = 100.0) -> StepMetrics:
 
 @pytest.fixture
 def trainer():
-    config = load_config("quickstart", {"log.interval": 10})
+    config = load_config("quickstart", {"log.interval": 10, "train.eval_interval": 200})
     return SimpleNamespace(
         config=config,
         run_dir=Path("runs/quickstart"),
