@@ -92,6 +92,33 @@ def test_the_page_and_the_schedule(capsys, tmp_path):
     assert "process 15" in text
 
 
+def test_a_long_title_stays_in_the_picture(capsys, tmp_path):
+    picture = tmp_path / "schedule.svg"
+    layout = "tensor=8,sequence=true,pipeline=8,schedule=interleaved,virtual_stages=12,zero=1"
+    planned(capsys, "gpt3-175b", *CLUSTER, "--layout", layout, "--timeline", str(picture))
+    words = [e for e in ElementTree.fromstring(picture.read_text()).iter() if e.get("x") == "8"]
+    lines = [each for each in words if each.tag.endswith("text")]
+    assert "virtual_stages=12" in lines[0].text
+    assert "the first 32 micro-batches are shown" in lines[1].text
+    for each in lines:
+        size = float(each.get("font-size", 11))
+        assert 8 + 0.65 * size * len(each.text) < 1200, each.text  # bold DejaVu Sans
+
+
+def test_a_long_layout_breaks_where_it_has_a_comma(capsys, tmp_path):
+    page = tmp_path / "plan.html"
+    found = planned(
+        capsys, "gpt2-124m", "--cluster", "h100-80gb:4x1", "--search", "--html", str(page)
+    )
+    assert any(each["layout"]["pipeline"] > 1 for each in found["layouts"])
+    assert ",<wbr>pipeline=" in page.read_text()
+
+
+def test_a_picture_of_scaling_is_no_page(tmp_path):
+    with pytest.raises(ConfigError, match=r"page\.html: of --scale a picture is drawn"):
+        plan.run(["gpt2-124m", *CLUSTER, "--scale", "--html", str(tmp_path / "page.html")])
+
+
 def test_without_a_cluster_there_is_no_time(capsys):
     found = planned(capsys, "gpt2-124m")
     assert found["time"]["step_seconds"] is None

@@ -162,6 +162,12 @@ def _scale(
 ) -> int:
     from pentameter.planning.scaling import scale
 
+    for option, path in (("--html", parsed.html), ("--timeline", parsed.timeline)):
+        if path is not None and path.suffix.lower() not in (".svg", ".png", ".pdf"):
+            raise ConfigError(
+                f"{option} {path}: of --scale a picture is drawn; name a file that ends in .svg, "
+                ".png or .pdf"
+            )
     points = []
     for point in scale(config, cluster, *known):
         points.append(point)

@@ -72,6 +72,12 @@ class Candidates:
         self._known: dict[object, ComputeTime] = {}
         self._trained: dict[object, int] = {}
         self._memories: dict[object, Any] = {}
+        self._bytes: dict[int, int] = {}
+
+    @cached_property
+    def by_bound(self) -> list[LayoutCandidate]:
+        """All of them, those with the lowest bound first."""
+        return sorted(self, key=lambda each: each.bound)
 
     def __iter__(self) -> Iterator[LayoutCandidate]:
         plan, config, cluster = self.plan, self.plan.config, self.cluster
@@ -122,16 +128,19 @@ class Candidates:
 
     def device_bytes(self, candidate: LayoutCandidate) -> int:
         """Bytes of the fullest process of a candidate in its device."""
-        config, layout, stages = candidate.config, candidate.layout, candidate.stages
-        memory = step_memory(
-            config,
-            layout,
-            stages,
-            self.precision,
-            fused_dropout=self._fuses_dropout(layout),
-            known=self._memories,
-        )
-        return device_bytes(memory, offload=config.train.offload)
+        known = id(candidate)  # of `by_bound`, which keeps it
+        if known not in self._bytes:
+            config, layout, stages = candidate.config, candidate.layout, candidate.stages
+            memory = step_memory(
+                config,
+                layout,
+                stages,
+                self.precision,
+                fused_dropout=self._fuses_dropout(layout),
+                known=self._memories,
+            )
+            self._bytes[known] = device_bytes(memory, offload=config.train.offload)
+        return self._bytes[known]
 
     def _fuses_dropout(self, layout: Layout) -> bool:
         model, device = self.plan.config.model, self.cluster.device

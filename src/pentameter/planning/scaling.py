@@ -8,10 +8,10 @@ from typing import Any
 
 from pentameter.config.schema import Config
 from pentameter.planning.batch_sizes import global_batch_size
-from pentameter.planning.candidates import LayoutCandidate
+from pentameter.planning.candidates import Candidates, LayoutCandidate
 from pentameter.planning.cluster import Cluster
 from pentameter.planning.estimate import Estimate
-from pentameter.planning.search import Allowed, search
+from pentameter.planning.search import Allowed, all_candidates, search
 
 MOST_DEVICES = 16_384
 TIMED_OF_EACH = 25
@@ -72,8 +72,11 @@ def scale(
     n = 1
     while n <= most:
         here = cluster.resized(n)
+        candidates = all_candidates(config, here, vocab_size, rows_per_epoch)
 
-        def best(allowed: Allowed, here: Cluster = here) -> Estimate | None:
+        def best(
+            allowed: Allowed, here: Cluster = here, among: Candidates = candidates
+        ) -> Estimate | None:
             found = search(
                 config,
                 here,
@@ -82,6 +85,7 @@ def scale(
                 n_best=1,
                 most_timed=TIMED_OF_EACH,
                 allowed=allowed,
+                among=among,
             )
             return found.estimates[0] if found.estimates else None
 

@@ -62,18 +62,19 @@ def search(
     most_timed: int = MOST_TIMED,
     sequence: bool | None = None,
     allowed: Allowed = lambda candidate: True,
+    among: Candidates | None = None,
 ) -> Found:
     """The fastest layouts of a configuration on a whole cluster that fit its devices.
 
     Its own `[parallel]`, micro-batch and activation checkpointing are left aside, its batch kept.
     `sequence` says whether tensor-parallel processes divide time, where it is not left open, and
-    `allowed` of a candidate whether it may be taken.
+    `allowed` of a candidate whether it may be taken. `among` are the candidates of another search
+    for the same configuration and cluster.
     """
     start = time.monotonic()
-    plan = _base(config, vocab_size, rows_per_epoch)
-    precision = best_precision(config, cluster)
-    every = Candidates(plan, cluster, precision, sequence=sequence)
-    candidates = sorted(filter(allowed, every), key=lambda each: each.bound)
+    every = among or all_candidates(config, cluster, vocab_size, rows_per_epoch, sequence=sequence)
+    precision = every.precision
+    candidates = list(filter(allowed, every.by_bound))
     best: dict[tuple[int, ...], tuple[float, LayoutCandidate]] = {}
     least, nearest = math.inf, None
     n_timed = n_too_large = 0
@@ -234,6 +235,19 @@ def _as_options(changes: Sequence[Change]) -> str:
         f"--{key.replace('_', '-')} {'none' if value is None else str(value).lower()}"
         for key, value in changes
     )
+
+
+def all_candidates(
+    config: Config,
+    cluster: Cluster,
+    vocab_size: int | None = None,
+    rows_per_epoch: int | None = None,
+    *,
+    sequence: bool | None = None,
+) -> Candidates:
+    """The candidates of a search, to be given to several; the arguments are `search`'s."""
+    plan = _base(config, vocab_size, rows_per_epoch)
+    return Candidates(plan, cluster, best_precision(config, cluster), sequence=sequence)
 
 
 def _base(config: Config, vocab_size: int | None, rows_per_epoch: int | None) -> Plan:

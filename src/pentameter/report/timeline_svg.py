@@ -13,7 +13,9 @@ from pentameter.planning.estimate import Estimate
 from pentameter.planning.timeline import Span
 from pentameter.wording import duration
 
-WIDTH, ROW, GAP, LEFT, TOP = 1200.0, 22.0, 4.0, 92.0, 56.0
+WIDTH, ROW, GAP, LEFT, TOP = 1200.0, 22.0, 4.0, 92.0, 76.0
+LETTER_WIDTH = 0.7
+"""Width of a letter ÷ its size, in the widest of the fonts that a browser may take, bold."""
 MOST_LABELLED = 4000
 """Passes up to which each shows the number of its micro-batch."""
 COLOURS = {
@@ -36,8 +38,8 @@ def timeline_svg(estimate: Estimate) -> str:
     spans, layout = estimate.time.spans, estimate.plan.layout
     end = max(span.end for process in spans for span in process)
     height = TOP + len(spans) * (ROW + GAP) + 40
+    title = f"{estimate.plan.config.name} · {layout}"
     said = (
-        f"{estimate.plan.config.name} · {layout} · "
         f"{estimate.plan.n_micro_batches} micro-batches of {estimate.plan.micro_batch_size} · "
         f"bubble {estimate.time.bubble_fraction:.1%} of the work"
     )
@@ -49,25 +51,26 @@ def timeline_svg(estimate: Estimate) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" '
         'font-family="system-ui, sans-serif" font-size="11" role="img">'
-        f"<title>{escape(said)}</title>"
+        f"<title>{escape(title)} · {escape(said)}</title>"
         f'<rect width="{WIDTH:g}" height="{height:g}" fill="#ffffff"/>'
-        f'<text x="8" y="20" font-size="{_title_size(said):.3g}" font-weight="600" fill="#222">'
-        f"{escape(said)}</text>"
+        f'<text x="8" y="20" font-size="{_title_size(title):.3g}" font-weight="600" fill="#222">'
+        f"{escape(title)}</text>"
+        f'<text x="8" y="38" fill="#333">{escape(said)}</text>'
         f"{_legend(list(kinds))}{body}{_axis(end, height)}</svg>\n"
     )
 
 
-def _title_size(said: str) -> float:
-    """The size at which a title is no wider than the picture; a letter is some 0.56 of it wide."""
-    return min(14.0, (WIDTH - 16) / (0.56 * len(said)))
+def _title_size(title: str) -> float:
+    """The size at which a title is no wider than the picture."""
+    return min(14.0, (WIDTH - 16) / (LETTER_WIDTH * len(title)))
 
 
 def _legend(kinds: Sequence[str]) -> str:
     x, parts = 8.0, []
     for kind in kinds:
         parts.append(
-            f'<rect x="{x:g}" y="30" width="12" height="12" fill="{COLOURS[kind][0]}"/>'
-            f'<text x="{x + 17:g}" y="40" fill="#333">{NAMES[kind]}</text>'
+            f'<rect x="{x:g}" y="50" width="12" height="12" fill="{COLOURS[kind][0]}"/>'
+            f'<text x="{x + 17:g}" y="60" fill="#333">{NAMES[kind]}</text>'
         )
         x += 30 + 6.2 * len(NAMES[kind])
     return "".join(parts)
