@@ -210,9 +210,9 @@ class Cluster(Section):
         peak = self.device.peak_flops(precision, matmul_precision)
         if peak is None:
             raise ConfigError(
-                f"train.precision={precision}: {self.device_key} has no products in "
-                f"{multiplied_in(precision, matmul_precision)}, or none that are known; known: "
-                f"{listed(self.device.tflops)}"
+                f"train.precision={precision}: a peak in "
+                f"{multiplied_in(precision, matmul_precision)} is not known of {self.device_key}, "
+                f"if it has one; known: {listed(self.device.tflops)}"
             )
         return peak / self.sharing
 
