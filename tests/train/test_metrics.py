@@ -22,7 +22,7 @@ def recorder(path):
         SimpleNamespace(
             world=World(),
             config=load_config("grammar"),
-            folder=SimpleNamespace(metrics_path=path),
+            folder=SimpleNamespace(metrics_path=path, check_there=lambda: None),
             console=SimpleNamespace(say=fail),
         )
     )

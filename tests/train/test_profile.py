@@ -242,7 +242,7 @@ def test_every_process_writes_a_trace_of_its_own_also_of_a_text_by_name(tmp_path
 
 
 def test_a_slow_step_names_its_part():
-    planned = StepTime(1.0, 0.7, 0.1, {"tensor": 0.2}, 0.0, {}, 0.1, [])
+    planned = StepTime(1.0, 0.7, 0.1, {"tensor": 0.2}, 0.0, {})
     said = slow_step(planned, 1.5, 0.01)
     assert "a step takes 1.5 s, 50% more than the 1 s planned" in said
     assert "0.2 s communication, 0.1 s of the pipeline's bubble" in said
