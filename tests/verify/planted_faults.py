@@ -352,10 +352,10 @@ def targets_of_the_stream_rows() -> None:
 def _in_rank_1(act) -> None:
     compute = steps.compute_steps
 
-    def act_first(config, n_steps, world, source):
+    def act_first(config, n_steps, world, *rest):
         if world.rank == 1:
             act()
-        return compute(config, n_steps, world, source)
+        return compute(config, n_steps, world, *rest)
 
     steps.compute_steps = act_first
 
