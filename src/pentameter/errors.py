@@ -57,7 +57,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def near_files(path: Path) -> str:
-    """What a message says behind a path that does not exist: the files of its folder that may have
+    """The end of a message about a path that does not exist: the files of its folder that may have
     been meant, or else some of those that are there; nothing where there are none."""
     try:
         names = sorted(entry.name for entry in path.parent.iterdir() if entry.name[0] != ".")

@@ -18,7 +18,7 @@ MAX_HEAD = 256
 
 
 def attention_obstacle(config: ModelConfig) -> str | None:
-    """What keeps the kernels from computing an architecture's attention; None where they can."""
+    """The reason why the kernels cannot compute a model's attention; None where they can."""
     size = head_size(config)
     if size % 32 or size > MAX_HEAD:
         return f"the AMX kernels want heads of a multiple of 32 up to {MAX_HEAD}, not {size}"

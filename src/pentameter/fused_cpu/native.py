@@ -136,5 +136,5 @@ def library(name: Name) -> ctypes.CDLL:
 
 
 def address(x: Tensor | None) -> ctypes.c_void_p:
-    """Where the numbers of a tensor begin, null where there is none."""
+    """The address of a tensor's first number, null where there is none."""
     return ctypes.c_void_p(None if x is None else x.data_ptr())

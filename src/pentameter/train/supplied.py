@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -137,7 +138,7 @@ class OwnBatches:
             )
         return Batch(inputs, targets, rows, count)
 
-    @property
+    @cached_property  # a start asks several times, and the user's function may be slow
     def are_tokens(self) -> bool:
         """Whether these are token ids, so that the model can also be run on text: as the first row
         of the first step is."""

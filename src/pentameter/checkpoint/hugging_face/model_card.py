@@ -35,7 +35,7 @@ model = AutoPeftModelForCausalLM.from_pretrained("FOLDER")  # this one, beside i
 
 
 def hub_name(folder: Path) -> str:
-    """What `from_pretrained` opens a model folder by: `owner/name` for one in the cache of Hugging
+    """The name that `from_pretrained` opens it by: `owner/name` for one in the cache of Hugging
     Face's hub, else its absolute path."""
     resolved = folder.resolve()
     if resolved.parent.name == "snapshots":
@@ -118,7 +118,7 @@ def _settings(stored: StoredModel) -> dict[str, str]:
 
 
 def _results(stored: StoredModel) -> Iterator[str]:
-    """What the checkpoint says of its training, a line each."""
+    """The steps, tokens and best loss that the checkpoint records, a line each."""
     if stored.checkpoint is None:
         return
     state = stored.checkpoint.state

@@ -217,7 +217,7 @@ class DocumentRows(Order):
 
     @property
     def targets_per_epoch(self) -> int:
-        """Those of the tokens that a pass trains on: all but each row's first, or the answers."""
+        """Tokens that a pass trains on: all but each row's first, or the answers."""
         if self.split.answers is None:
             return self.tokens_per_epoch - self.rows_per_epoch
         stops = np.minimum(self._stops, self._starts + self.context_length + 1)

@@ -36,7 +36,7 @@ class Text:
     held_out: Mapping[str, Text] = field(default_factory=dict)
     """The texts of `val` and `test` where they are texts of their own."""
     warning: str | None = None
-    """What the user should know of its files."""
+    """Warnings about its files, for the user."""
 
     def pieces(self) -> Iterator[str]:
         """A pass over the text without regard to documents."""

@@ -57,7 +57,7 @@ class ChatTemplate:
     tokens: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """`bos_token`, `eos_token` and others of tokenizer_config.json → their texts."""
     origin: str = field(default="the chat template", compare=False)
-    """How messages call it: by where it came from."""
+    """The name that messages give it, by where it came from."""
 
     @classmethod
     def from_json(cls, content: Any, origin: str) -> Self:
