@@ -23,10 +23,10 @@ quickstart: $(INSTALLED)
 	$(BIN)/pentameter train quickstart
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST)
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -m "" $(PYTEST)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "" $(PYTEST)
 
 lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check .
