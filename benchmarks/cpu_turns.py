@@ -29,13 +29,13 @@ from pentameter.data.open_dataset import open_dataset
 from pentameter.machine.capabilities import machine_capabilities
 from pentameter.machine.choices import choose_precision
 from pentameter.machine.cores import OtherPrograms
-from pentameter.machine.peaks import product_ceiling
+from pentameter.machine.peaks import measure_matmul
 from pentameter.optim.build import build_optimizer, set_learning_rate
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
-from pentameter.parallel.compute import choose_compute
 from pentameter.parallel.precision import arithmetic
 from pentameter.planning.plan import Plan
+from pentameter.train.compute import choose_compute
 from plain_gpt import PlainGPT, make_optimizer, train_step
 
 LEAST_STEPS = 12
@@ -220,7 +220,7 @@ def _turn(side: str, plan: Plan, n_steps: int, checkout: Path | None) -> Turn:
 def _ceiling(plan: Plan) -> tuple[str, float]:
     device = torch.device("cpu")
     precision, _ = choose_precision(plan.config.train.precision, device, machine_capabilities())
-    return precision, product_ceiling(device, arithmetic(precision).products, 2.0)
+    return precision, measure_matmul(device, arithmetic(precision).products, 2.0)
 
 
 def _batches(plan: Plan) -> Callable[[int], Any]:

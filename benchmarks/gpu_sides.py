@@ -6,9 +6,6 @@ time of a step do not depend on what the tokens say.
 
 from __future__ import annotations
 
-import contextlib
-import math
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,10 +16,10 @@ from pentameter.keyed import bits, make_key
 from pentameter.optim.build import build_optimizer
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
-from pentameter.parallel.compute import choose_compute
 from pentameter.parallel.precision import LossScale, arithmetic
 from pentameter.planning.plan import Plan
-from pentameter.train.update import update_weights
+from pentameter.train.compute import choose_compute
+from pentameter.train.update import may_read_late, update_weights
 from plain_gpt import PlainGPT, make_optimizer
 
 N_TOKENS = 2**22  # 8 MB: larger than a step, small enough to draw in a moment
@@ -66,18 +63,21 @@ class Ours:
         """Numbers in the model, padding included."""
         return sum(p.numel() for p in self.engine.parameters())
 
-    def step(self, number: int) -> float:
-        """The mean loss of step `number` (0-based), after its update."""
+    def step(self, number: int) -> Tensor:
+        """The mean loss of step `number` (0-based), 0-dimensional, after its update."""
         engine, config = self.engine, self.plan.config
         scaled = self.precision == "fp16"
         scale = self.loss_scale.scale if scaled else 1.0
         loss = engine.forward_backward(self.batches.batch(number), number, loss_scale=scale)
         rate = learning_rate(number, config.optimizer, config.schedule)
         clip_norm = config.optimizer.clip_norm
-        norm = update_weights(engine, self.optimizer, loss, rate, scale, clip_norm)
+        at_once = not may_read_late(engine, self.optimizer)
+        update = update_weights(
+            engine, self.optimizer, loss, rate, scale, clip_norm, at_once=at_once
+        )
         if scaled:
-            self.loss_scale.update(finite=math.isfinite(loss.mean) and math.isfinite(norm))
-        return loss.mean
+            self.loss_scale.update(finite=update.made)
+        return torch.as_tensor(update.loss.total / update.loss.n_targets)
 
 
 class Plain:
@@ -111,7 +111,7 @@ class Plain:
             weight_decay=optimizer.weight_decay,
             fused=True,
         )
-        self.autocast_dtype = arithmetic(precision).autocast
+        self.arithmetic = arithmetic(precision)
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         self.batches = random_batches(plan)
         self.fetched = self._fetch(0)
@@ -129,7 +129,7 @@ class Plain:
         n_micro = self.plan.n_micro_batches
         total = torch.zeros((), device=self.device)
         for micro in range(n_micro):
-            with self._autocast():
+            with self.arithmetic.autocast(self.device):
                 _logits, loss = self.model(*self.fetched)
             self.fetched = self._fetch(number * n_micro + micro + 1)
             self.scaler.scale(loss / n_micro).backward()
@@ -154,11 +154,6 @@ class Plain:
                 targets.pin_memory().to(self.device, non_blocking=True),
             )
         return inputs.to(self.device), targets.to(self.device)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        if self.autocast_dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, self.autocast_dtype)
 
 
 SIDES = {"plain": Plain, "ours": Ours}

@@ -1,4 +1,4 @@
-"""The house in figures: files, lines of code, circles, and what has one reader or two homes.
+"""The house in figures: files, lines of code, circles, facts with two homes, words of docstrings.
 
     python benchmarks/house.py [SOURCE] [--list]
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -43,10 +44,58 @@ def main() -> None:
         "public names defined in two files": names_defined_twice(trees),
         "private helpers used once": private_used_once(trees),
     }
+    found |= {
+        "places that replace a module's forward": assigned_forwards(trees),
+        "files that name tensor_mode": files_with(source, "tensor_mode"),
+        "files that name a sub-layer by string": files_with(source, *SUB_LAYERS),
+    }
     for what, names in found.items():
         print(f"{what:40}{len(names):7,}")
         if options.list and what != "files":
             print(*(f"    {name.replace(str(source) + '/', '')}" for name in names), sep="\n")
+    print_words(trees, source)
+
+
+SUB_LAYERS = ("attention.qkv", "attention.out", "attention.kv", "mlp.up", "mlp.down", "mlp.gate")
+COUNTED_WORDS = ("of", "where", "what")
+
+
+def assigned_forwards(trees: dict[Path, ast.Module]) -> list[str]:
+    """Assignments to an attribute `forward`."""
+    return [
+        f"{path}:{node.lineno}"
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Attribute) and target.attr == "forward"
+    ]
+
+
+def files_with(source: Path, *words: str) -> list[str]:
+    """Files of the package in which one of the words stands."""
+    return [
+        str(path)
+        for path in sorted(source.rglob("*.py"))
+        if any(word in path.read_text(encoding="utf-8") for word in words)
+    ]
+
+
+def print_words(trees: dict[Path, ast.Module], source: Path) -> None:
+    """How often COUNTED_WORDS stand in 1,000 words of each package's docstrings."""
+    words: dict[str, list[str]] = defaultdict(list)
+    for path, tree in trees.items():
+        parts = path.relative_to(source).parts
+        for node in ast.walk(tree):
+            documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+            if isinstance(node, documented) and (text := ast.get_docstring(node)):
+                said = re.findall(r"[a-z']+", text.lower())
+                words[parts[0] if len(parts) > 1 else "(root)"] += said
+                words["total"] += said
+    print(f"\n{'words of docstrings':20}{'all':>10}" + "".join(f"{w:>8}" for w in COUNTED_WORDS))
+    for name in [*sorted(words.keys() - {"total"}), "total"]:
+        rates = (1000 * words[name].count(word) / len(words[name]) for word in COUNTED_WORDS)
+        print(f"{name:20}{len(words[name]):10,}" + "".join(f"{rate:8.1f}" for rate in rates))
 
 
 def print_packages(source: Path, code: dict[Path, int]) -> None:

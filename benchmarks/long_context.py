@@ -25,6 +25,7 @@ from live_bytes import LiveBytes
 
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch
+from pentameter.estimating.plan_estimates import plan_memory
 from pentameter.optim.build import build_optimizer
 from pentameter.parallel.assemble import assemble
 from pentameter.planning.plan import make_plan
@@ -75,7 +76,7 @@ def measure(file: str, rank: int, config: Config, n_steps: int) -> tuple[int, fl
 
 def compare(n: int, mode: str, context_length: int, n_steps: int) -> dict[str, Any]:
     config = configuration(n, mode, context_length)
-    planned = make_plan(config, world_size=n).memory()
+    planned = plan_memory(make_plan(config, world_size=n))
     context = multiprocessing.get_context("spawn")  # what one run leaves behind is not the next's
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(n, context) as pool:
         file = str(Path(folder) / "meeting")

@@ -66,7 +66,7 @@ def activations_pass(variant: str, device: Any, dtype: Any) -> Pass:
     from pentameter.config.schema import ModelConfig
     from pentameter.model.gpt import build_model
     from pentameter.model.loss import loss_sum
-    from pentameter.parallel.recomputation import recompute_activations
+    from pentameter.parallel.memory.recomputation import recompute_activations
 
     config = ModelConfig(
         vocab_size=64, context_length=CONTEXT, n_layers=LAYERS, n_heads=12, d_model=WIDTH

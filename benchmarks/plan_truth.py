@@ -18,11 +18,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from pentameter.calibrate.measured_machine import measure_machine
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
-from pentameter.parallel.measured_machine import measure_machine
-from pentameter.planning.cluster import parse_cluster
-from pentameter.planning.estimate import Estimate, make_estimate
+from pentameter.estimating.cluster import parse_cluster
+from pentameter.estimating.estimate import Estimate, make_estimate
 from pentameter.planning.layout import parse_layout
 from scaling_group import Group
 

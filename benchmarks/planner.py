@@ -30,12 +30,12 @@ from pentameter.config.load import load_config
 from pentameter.config.schema import Config
 from pentameter.disk.cache import data_folder
 from pentameter.errors import ConfigError
-from pentameter.planning.candidates import LayoutCandidate
-from pentameter.planning.cluster import Cluster, parse_cluster
-from pentameter.planning.estimate import Estimate, make_estimate
+from pentameter.estimating.candidates import LayoutCandidate
+from pentameter.estimating.cluster import Cluster, parse_cluster
+from pentameter.estimating.estimate import Estimate, make_estimate
+from pentameter.estimating.search import Allowed, search
+from pentameter.estimating.step_time import step_time
 from pentameter.planning.layout import Layout
-from pentameter.planning.search import Allowed, search
-from pentameter.planning.step_time import step_time
 
 ROWS = "planner/published_rows.json"
 GPT: dict[str, Any] = {
@@ -305,7 +305,7 @@ def fit(rows: list[Row], family: str) -> dict[str, float]:
             cluster = old.cluster.model_copy(update={"device": device})
             plan = old.plan
             parts = (plan.config, plan.layout, plan.stages, cluster, old.precision)
-            seconds = step_time(*parts, old.traffic).seconds
+            seconds = step_time(*parts, old.communication).seconds
             errors.append(min(0.5, abs(math.log(seconds / row.step_seconds))))
         return statistics.fmean(errors)
 

@@ -30,6 +30,7 @@ import torch
 
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
+from pentameter.estimating.plan_estimates import plan_bubble, plan_communication
 from pentameter.planning.plan import Plan, make_plan
 from scaling_group import Group, Turn
 
@@ -151,7 +152,7 @@ def planned_wire_bytes(plan: Plan, precision: str) -> float:
     # Gradients are summed over all who hold a parameter alike, those that divide time among them.
     sizes = layout.sizes | {name: layout.parameter_sizes[name] for name in ("data", "shard")}
     for rank in range(layout.world_size):
-        for (dimension, kind), traffic in plan.traffic(rank, precision).items():
+        for (dimension, kind), traffic in plan_communication(plan, rank, precision).items():
             n = sizes.get(dimension, layout.world_size)
             passes = {"all_reduce": 2.0, "receive": 0.0}.get(kind, 1.0)
             total += traffic.n_bytes * passes * (1.0 if kind == "send" else (n - 1) / n)
@@ -238,7 +239,7 @@ def layouts_part(
     records = measure(sides, asked.rounds, 1, asked.quiet)
     result = rows(records, "1 process", whole.tokens_per_step)
     for side in sides[1:]:
-        result["sides"][side.name]["planned bubble"] = side.plan.bubble_fraction
+        result["sides"][side.name]["planned bubble"] = plan_bubble(side.plan)
         precision = records[side.name].how.split(",")[0]
         wire_bytes = planned_wire_bytes(side.plan, precision)
         result["sides"][side.name]["planned wire bytes"] = wire_bytes
@@ -262,7 +263,7 @@ def bubble_part(asked: argparse.Namespace, two: Group) -> dict[str, Any]:
         records = measure(sides, asked.rounds, 1, asked.quiet)
         result[str(n_micro_batches)] = {
             side.name: {
-                "planned": side.plan.bubble_fraction,
+                "planned": plan_bubble(side.plan),
                 "measured": median(map(idle_fraction, records[side.name].turns)),
                 "seconds": records[side.name].middle(lambda turn: turn.passes),
                 "busy": records[side.name].middle(lambda turn: turn.passes_busy),
@@ -275,7 +276,7 @@ def bubble_part(asked: argparse.Namespace, two: Group) -> dict[str, Any]:
 
 
 def idle_fraction(turns: Sequence[Turn]) -> float:
-    """The bubble fraction (`planning/timeline.py`) of measured passes: the time in which no
+    """The bubble fraction (`estimating/timeline.py`) of measured passes: the time in which no
     thread of a process runs ÷ the time it computes. Moving data is no idleness but work, of gloo's
     threads, which take the cores that compute; it has its own column."""
     busy = sum(turn.passes_busy for turn in turns)

@@ -24,16 +24,16 @@ import torch
 import torch.distributed as dist
 
 from gpu_sides import random_batches
-from pentameter.machine.peaks import product_ceiling
+from pentameter.machine.peaks import measure_matmul
 from pentameter.optim.build import build_optimizer
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
-from pentameter.parallel.compute import choose_compute
 from pentameter.planning.plan import Plan
 from pentameter.processes.join import joined_world
 from pentameter.processes.local_launch import worker_environment
 from pentameter.processes.place import find_place
 from pentameter.processes.world import World
+from pentameter.train.compute import choose_compute
 from pentameter.train.update import update_weights
 
 ANSWER_SECONDS = 600.0  # a first step may compile
@@ -163,7 +163,7 @@ class Worker:
     def product(self, dtype: torch.dtype) -> float:
         """FLOP/s of matrix products of this process, while the group's others multiply too."""
         self.world.barrier()
-        return product_ceiling("cpu", dtype, 1.0)
+        return measure_matmul("cpu", dtype, 1.0)
 
     def all_reduce(self, n_bytes: int) -> float:
         """Seconds of the sum of a tensor over the group, nothing else going on."""

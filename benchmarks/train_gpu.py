@@ -30,9 +30,9 @@ from pentameter.config.schema import Config
 from pentameter.machine.capabilities import machine_capabilities
 from pentameter.machine.choices import choose_precision
 from pentameter.machine.environment import device_name, environment, versions
-from pentameter.machine.peaks import peak_flops, product_ceiling
+from pentameter.machine.peaks import measure_matmul, peak_flops
 from pentameter.parallel.precision import arithmetic
-from pentameter.planning.costs import CONVENTION
+from pentameter.planning.flops import CONVENTION
 from pentameter.planning.plan import Plan, make_plan
 
 WARM_UP_STEPS = 3
@@ -236,7 +236,7 @@ def main() -> None:
     name = device_name(device, capabilities)
     peak = peak_flops(name, precision)
     seconds = 1.0 if device.type == "cuda" else 0.1
-    ceiling = product_ceiling(device, arithmetic(precision).products, seconds)
+    ceiling = measure_matmul(device, arithmetic(precision).products, seconds)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     facts = environment(device, capabilities)

@@ -26,6 +26,7 @@ from live_bytes import LiveBytes
 
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch
+from pentameter.estimating.plan_estimates import plan_memory
 from pentameter.optim.build import build_optimizer
 from pentameter.parallel.assemble import assemble
 from pentameter.planning.plan import make_plan
@@ -81,7 +82,7 @@ def measure(file: str, rank: int, config: Config) -> tuple[int, int]:
 
 def compare(zero: int, nproc: int, micro_batches: int, precision: str) -> dict[str, Any]:
     config = configuration(zero, nproc, micro_batches, precision)
-    planned = make_plan(config, world_size=nproc).memory()
+    planned = plan_memory(make_plan(config, world_size=nproc))
     context = multiprocessing.get_context("spawn")  # what one run leaves behind is not the next's
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(nproc, context) as pool:
         file = str(Path(folder) / "meeting")

@@ -11,42 +11,50 @@ import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 
-from pentameter.checkpoint.hugging_face.mapping import (
+from pentameter.checkpoint.hugging_face.config_json import (
     choose_family,
     from_their_config,
     to_their_config,
 )
+from pentameter.config.choices import PRECISIONS
 from pentameter.config.fields import choices_of, leaves
 from pentameter.config.fingerprint import config_hash
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.data.batches.step import training_batches
 from pentameter.data.prepare.splits import Splitting
 from pentameter.data.shards.dataset import TokenSequence, TokenSplit
-from pentameter.errors import ConfigError, StorageError
+from pentameter.errors import ConfigError
+from pentameter.estimating.cluster import multiplied_in
+from pentameter.estimating.costs import step_sizes
+from pentameter.estimating.plan_estimates import plan_memory, plan_record
+from pentameter.estimating.timeline import pass_order
 from pentameter.evaluate import split as evaluation
 from pentameter.fused_cpu.step import fused_loss_sum
-from pentameter.machine.choices import choose_compile, choose_device, choose_precision
+from pentameter.machine.choices import (
+    choose_asynchronous,
+    choose_compile,
+    choose_device,
+    choose_precision,
+)
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import GPT, build_model
 from pentameter.optim.build import build_optimizer
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
-from pentameter.parallel.gpt_source import call_gpt
-from pentameter.parallel.pipeline import SCHEDULES
+from pentameter.parallel.pipeline.pipeline import SCHEDULES
+from pentameter.parallel.precision import MATMULS, arithmetic
+from pentameter.parallel.sources.gpt_source import call_gpt
 from pentameter.parallel.stage_module import StageModule
-from pentameter.planning.cluster import multiplied_in
-from pentameter.planning.costs import BYTES
 from pentameter.planning.fused_step import architecture_obstacle, fused_obstacle
-from pentameter.planning.layout import make_layout
+from pentameter.planning.layout import Layout, make_layout
 from pentameter.planning.plan import make_plan
-from pentameter.planning.timeline import pass_order
 from pentameter.train.saving import RunCheckpoints
+from pentameter.train.state import TrainState
 
 # Sizes that no other test uses: the fused kernels keep what was compiled for each shape.
 BASE = Config.model_validate(
@@ -198,7 +206,7 @@ def test_compiled_code_computes_first_and_last_values(place):
                 config = changed(config, {"model": {key: CHOICES[path][place]}})
             case ["model", section, key]:
                 config = changed(config, {"model": {section: {key: CHOICES[path][place]}}})
-    part = StageModule(built(config), call_gpt, CPU, "fp64").train()
+    part = StageModule(built(config), call_gpt, CPU, arithmetic("fp64")).train()
     part.run_compiled()
     assert_equal(step_of(part.model, part), plainly(config))
 
@@ -228,16 +236,16 @@ def test_an_export_keeps_a_value_or_names_it(path, value):
 )
 def test_the_planner_knows_every_value(path, value):
     plan = make_plan(with_value(path, value), rows_per_epoch=100)
-    assert plan.memory().total_bytes > 0
-    assert plan.to_json()["time"]["bubble_fraction"] >= 0
+    assert plan_memory(plan).total_bytes > 0
+    assert plan_record(plan)["time"]["bubble_fraction"] >= 0
 
 
 def test_precisions_are_as_wide_as_the_planner_says():
-    from pentameter.parallel.precision import PRECISIONS
-
-    assert {"auto", *PRECISIONS} == set(CHOICES["train.precision"]) == set(BYTES)
-    for name, found in PRECISIONS.items():
-        assert (found.weights.itemsize, found.products.itemsize) == BYTES[name]
+    assert {"auto", *PRECISIONS} == {"auto", *MATMULS} == set(CHOICES["train.precision"])
+    for name in PRECISIONS:
+        found, sizes = arithmetic(name), step_sizes(make_plan(BASE).config, Layout(), name)
+        assert found.weights.itemsize == sizes.element_bytes
+        assert found.products.itemsize == sizes.product_bytes
 
 
 def test_learning_rates_differ_by_schedule():
@@ -290,13 +298,8 @@ def evaluated(config: Config) -> None:
 
 
 def failed_to_save(config: Config) -> None:
-    """A save that fails, of a run of which nothing else works."""
-    settings = config.checkpoint.model_copy(update={"interval": 1})
-    checkpoints = MagicMock(_is_owed=False, last_step=0)
-    checkpoints.run.config = config.model_copy(update={"checkpoint": settings})
-    checkpoints.run.state = SimpleNamespace(step=1, consecutive_skips=0)
-    checkpoints._save.side_effect = StorageError("the disk is full")
-    RunCheckpoints.save_if_due(checkpoints, complete=False, interrupted=False, new_best=False)
+    """What a save that fails asks."""
+    RunCheckpoints(SimpleNamespace(config=config, state=TrainState()), dict)._failure_ends_run  # noqa: B018
 
 
 def optimizer_of(config: Config) -> None:
@@ -325,7 +328,7 @@ PATHS: dict[str, dict[str, Any]] = {
     },
     "train.device": {"engine": lambda c: choose_device(c.train.device)},
     "train.precision": {
-        "plan": make_plan,
+        "memory": lambda c: plan_memory(make_plan(c)),
         "engine": lambda c: choose_precision(c.train.precision, CPU),
         "assemble": assembled,
     },
@@ -333,7 +336,10 @@ PATHS: dict[str, dict[str, Any]] = {
         "assemble": assembled,
         "peak": lambda c: multiplied_in("fp32", c.train.matmul_precision),
     },
-    "train.activation_checkpoint": {"plan": make_plan, "assemble": assembled},
+    "train.activation_checkpoint": {
+        "memory": lambda c: plan_memory(make_plan(c)),
+        "assemble": assembled,
+    },
     "train.compile": {"engine": lambda c: choose_compile(c.train.compile, CPU, total_flops=1.0)},
     "train.eval_interval": {"plan": make_plan},
     "train.sample_interval": {"plan": make_plan},
@@ -347,6 +353,9 @@ PATHS: dict[str, dict[str, Any]] = {
     "parallel.context_mode": {"plan": make_plan},
     "parallel.tensor_mode": {"plan": make_plan, "layout": lambda c: make_layout(c.parallel)},
     "parallel.partition": {"plan": make_plan},
+    "checkpoint.asynchronous": {
+        "save": lambda c: choose_asynchronous(c.checkpoint.asynchronous, 1, 2),
+    },
     "checkpoint.on_error": {"save": failed_to_save},
 }
 """Key → the places that branch on it, each a function that meets a configuration there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,34 +17,55 @@ from pentameter.cli.main import VERBS
 SOURCE = Path(__file__).parents[1] / "src" / "pentameter"
 
 LAYER = {
-    "config": 0, "errors": 0, "keyed": 0, "wording": 0,
+    "config": 0, "errors": 0, "keyed": 0, "formatting": 0,
     "disk": 1, "planning": 1,
-    "machine": 2,
-    "model": 3, "data": 3, "optim": 3, "processes": 3,
-    "fused_cpu": 4,
-    "parallel": 5,
-    "checkpoint": 6, "evaluate": 6, "generation": 6,
-    "train": 7,
-    "verify": 8, "report": 8,
-    "cli": 9,
-    "__main__": 10, "__init__": 10,
+    "estimating": 2,
+    "machine": 3,
+    "model": 4, "data": 4, "processes": 4,
+    "fused_cpu": 5,
+    "parallel": 6,
+    "calibrate": 7, "optim": 7,
+    "checkpoint": 8, "evaluate": 8, "generation": 8,
+    "train": 9,
+    "verify": 10, "report": 10,
+    "cli": 11,
+    "__main__": 12, "__init__": 12,
 }  # fmt: skip
 """A module may import what is in a lower layer, or in its own package."""
 
 SIDEWAYS = {("config", "errors")}  # both layer 0
 """The only imports within a layer that cross packages."""
 
-DATA_ROOMS = {
-    "progress": 0,
-    "corpora": 1, "tokenizers": 1,
-    "shards": 2,
-    "prepare": 3, "batches": 3,
-    "open_dataset": 4,
-    "__init__": 5,
+ROOMS = {
+    "data": {
+        "progress": 0,
+        "corpora": 1, "tokenizers": 1,
+        "shards": 2,
+        "prepare": 3, "batches": 3,
+        "open_dataset": 4,
+        "__init__": 5, "sizes": 5,
+    },
+    "parallel": {
+        "__init__": 0, "gradients": 0, "local_shards": 0, "mesh": 0, "precision": 0,
+        "context": 1, "linear": 1,
+        "tensor": 2,
+        "grid": 3, "stage_messages": 3,
+        "sources": 4,
+        "memory": 5,
+        "stage_module": 6,
+        "data_parallel": 7, "pipeline": 7,
+        "engine": 8,
+        "assemble": 9,
+    },
 }  # fmt: skip
-"""The rooms of `data/` and the files beside them, each with its layer within the package."""
+"""Package → its rooms and the files beside them, each with its layer within the package."""
 
-FREE_OF_TORCH = {"config", "errors", "keyed", "disk", "planning", "data"}
+FREE_OF_TORCH = {"config", "errors", "keyed", "disk", "planning", "estimating", "data"}
+FREE_OF_ESTIMATES = {
+    "model", "data", "fused_cpu", "parallel", "optim", "checkpoint", "evaluate",
+    "generation",
+}  # fmt: skip
+"""Packages of what a run computes, which obeys the Plan and not what is estimated of it."""
 FREE_OF_DISTRIBUTED = {"model", "fused_cpu", "evaluate", "train", "generation", "optim"}
 READS_ENVIRONMENT = {"config", "disk", "data", "machine", "processes"}
 
@@ -76,13 +98,27 @@ def imports(path: Path, source: Path = SOURCE) -> Iterator[Import]:
 
 
 def file_imports(source: Path = SOURCE) -> dict[Path, set[Path]]:
-    """The files of the package that each file needs to run, imported at its top or later."""
+    """The files of the package that each file names: imported at its top, later or for a type
+    checker alone, or in a string that another process resolves."""
     found = {}
     for path in sorted(source.rglob("*.py")):
-        modules = [item.module for item in imports(path, source) if not item.for_types]
+        modules = [item.module for item in imports(path, source)]
+        modules += named_in_strings(path)
         targets = {_file_of(module, source) for module in modules} - {None, path}
         found[path] = {target for target in targets if target is not None}
     return found
+
+
+def named_in_strings(path: Path) -> list[str]:
+    """What the file's strings name as `pentameter.package.module` or `….module:function`."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    strings = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    found = [re.fullmatch(r"(pentameter(?:\.\w+)+)(?::(\w+))?", text) for text in strings]
+    return [".".join(filter(None, each.groups())) for each in found if each is not None]
 
 
 def _file_of(module: str, source: Path) -> Path | None:
@@ -151,6 +187,27 @@ def circles(imported: dict[Path, set[Path]]) -> list[list[Path]]:
     return found
 
 
+@pytest.mark.parametrize(
+    "in_b",
+    [
+        "from pentameter.train import a",
+        "def later():\n    from pentameter.train.a import name",
+        "if TYPE_CHECKING:\n    from pentameter.train.a import name",
+        "fork('pentameter.train.a:name')",
+        "fork('pentameter.train.a')",
+    ],
+    ids=["top", "later", "types", "function in a string", "module in a string"],
+)
+def test_a_circle_is_found_however_a_file_is_named(tmp_path, in_b):
+    (tmp_path / "train").mkdir()
+    a, b = tmp_path / "train" / "a.py", tmp_path / "train" / "b.py"
+    a.write_text("from pentameter.train.b import other")
+    b.write_text(in_b)
+    assert circles(file_imports(tmp_path)) == [[a, b]]
+    b.write_text("import os")
+    assert circles(file_imports(tmp_path)) == []
+
+
 def is_or_inside(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
@@ -181,21 +238,22 @@ def test_imports_point_down():
     assert not wrong, places(wrong)
 
 
-def test_rooms_of_data_import_from_those_below():
-    data = SOURCE / "data"
+@pytest.mark.parametrize("package", ROOMS)
+def test_rooms_import_from_those_below(package):
+    layer, folder = ROOMS[package], SOURCE / package
     rooms, wrong = set(), []
     for path in files():
-        if data not in path.parents:
+        if folder not in path.parents:
             continue
-        room = path.relative_to(data).with_suffix("").parts[0]
+        room = path.relative_to(folder).with_suffix("").parts[0]
         rooms.add(room)
         for item in imports(path):
-            if is_or_inside(item.module, "pentameter.data"):
+            if is_or_inside(item.module, f"pentameter.{package}"):
                 other = [*item.module.split("."), "__init__"][2]
-                if other != room and DATA_ROOMS[other] >= DATA_ROOMS[room]:
+                if other != room and layer[other] >= layer[room]:
                     wrong.append((path, item.line, f"{room} must not import {item.module}"))
     assert not wrong, places(wrong)
-    assert rooms == set(DATA_ROOMS)
+    assert rooms == set(layer)
 
 
 def test_no_files_import_each_other_in_a_circle():
@@ -207,8 +265,12 @@ def test_no_files_import_each_other_in_a_circle():
 
 @pytest.mark.parametrize(
     ("packages", "module"),
-    [(FREE_OF_TORCH, "torch"), (FREE_OF_DISTRIBUTED, "torch.distributed")],
-    ids=["torch", "torch.distributed"],
+    [
+        (FREE_OF_TORCH, "torch"),
+        (FREE_OF_DISTRIBUTED, "torch.distributed"),
+        (FREE_OF_ESTIMATES, "pentameter.estimating"),
+    ],
+    ids=["torch", "torch.distributed", "estimates"],
 )
 def test_packages_stay_free_of(packages, module):
     wrong = [

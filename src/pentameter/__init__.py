@@ -7,7 +7,7 @@
     loaded = pm.load_model("runs/first")
     print(pm.generate(loaded.model, loaded.tokenizer, "ROMEO:")[0])
 
-Names are imported when they are first used, so that `import pentameter` does not import torch.
+Names are imported at their first use, so that `import pentameter` does not import torch.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pentameter.checkpoint.load_model import load_model as load_model
     from pentameter.config.load import load_config as load_config
+    from pentameter.estimating.estimate import plan as plan
     from pentameter.generation.loop import generate as generate
     from pentameter.generation.loop import stream as stream
-    from pentameter.parallel.own_model import OwnModel as OwnModel
-    from pentameter.planning.estimate import plan as plan
+    from pentameter.parallel.sources.custom_model import OwnModel as OwnModel
     from pentameter.train.loop import Trainer as Trainer
-    from pentameter.verify.proof import verify_model as verify_model
+    from pentameter.verify.verify_model import verify_model as verify_model
 
-_HOMES = {
-    "OwnModel": ("pentameter.parallel.own_model", "OwnModel"),
-    "Trainer": ("pentameter.train.loop", "Trainer"),
-    "generate": ("pentameter.generation.loop", "generate"),
-    "load_config": ("pentameter.config.load", "load_config"),
-    "load_model": ("pentameter.checkpoint.load_model", "load_model"),
-    "stream": ("pentameter.generation.loop", "stream"),
-    "verify_model": ("pentameter.verify.proof", "verify_model"),
-    "plan": ("pentameter.planning.estimate", "plan"),
+_MODULES = {
+    "OwnModel": "pentameter.parallel.sources.custom_model",
+    "Trainer": "pentameter.train.loop",
+    "generate": "pentameter.generation.loop",
+    "load_config": "pentameter.config.load",
+    "load_model": "pentameter.checkpoint.load_model",
+    "plan": "pentameter.estimating.estimate",
+    "stream": "pentameter.generation.loop",
+    "verify_model": "pentameter.verify.verify_model",
 }
 
 __all__ = [
@@ -49,14 +49,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'pentameter' has no attribute {name!r}")
     from pentameter.machine.cores import choose_wait_policy
 
     choose_wait_policy()  # what is imported now imports torch
-    module, attribute = _HOMES[name]
-    return getattr(importlib.import_module(module), attribute)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_HOMES]
+    return [*globals(), *_MODULES]

@@ -1,10 +1,10 @@
-"""The command `pentameter`, which is `python -m pentameter`."""
+"""The command `pentameter`, same as `python -m pentameter`."""
 
 import sys
 
 
 def main() -> int:
-    """Run one verb; the process's exit code."""
+    """Run one verb and return the process's exit code."""
     if sys.argv[1:2] == ["train"]:
         from pentameter.processes.stop_signals import stop_at_once
 

@@ -1,5 +1,5 @@
-"""One exception per exit code, and what their messages are made of: printable text and the nearest
-word or divisor that the user may have meant."""
+"""One exception per exit code, and pieces for messages: printable text, and the nearest word or
+divisor that the user may have meant."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from collections.abc import Iterable
 from pathlib import Path
 
 LONGEST_WORD = 600
-"""Characters without a space, as of a path, that a message shows whole."""
+"""Longest word without spaces, such as a path, that a message shows whole, in characters."""
 
 LONGEST_MESSAGE = 6000
-"""Characters of a message; more than the longest of ours has, a list of problems."""
+"""Longest message, in characters; above our longest, a list of problems."""
 
 MOST_FILES = 8
-"""Files of a folder that a message names."""
+"""Most files in a folder that a message names."""
 
 LONGEST_COMPARED = 80
-"""Characters of a word that is compared with the known ones, which takes the square of them."""
+"""Longest word prefix compared with known ones, in characters; comparing takes quadratic time."""
 
 
 def printable(text: str, keep: str = "") -> str:
-    """`text` with what a terminal would act on or cannot show (control characters, marks of
-    direction, lone surrogates) written as escapes: `\\x1b`. The characters of `keep` stay."""
+    """Return `text` with characters that a terminal acts on or cannot show (control characters,
+    direction marks, lone surrogates) escaped: `\\x1b`. Characters in `keep` stay."""
     if text.isprintable():
         return text
     return "".join(
@@ -34,9 +34,9 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def terminal_message(message: str) -> str:
-    """An error's message as it is printed: its own line breaks kept, everything else `printable`.
+    """Return an error's message ready to print: its line breaks kept, all else `printable`.
 
-    What is too long loses its middle: a word first, so that the remedy behind a path stays.
+    Overlong text loses its middle: words first, so that the remedy behind a path stays.
     """
     message = printable(message, keep="\n")
     message = re.sub(
@@ -51,14 +51,14 @@ def _without_middle(text: str, longest: int) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The member of `known` that `word` was probably meant to be, if any."""
+    """Return the member of `known` that `word` probably meant, None if none is near."""
     matches = difflib.get_close_matches(word[:LONGEST_COMPARED], list(known), n=1)
     return matches[0] if matches else None
 
 
 def near_files(path: Path) -> str:
-    """The end of a message about a path that does not exist: the files of its folder that may have
-    been meant, or else some of those that are there; nothing where there are none."""
+    """Return an ending for messages about a missing path: similar files in its folder, else some
+    that exist, else ""."""
     try:
         names = sorted(entry.name for entry in path.parent.iterdir() if entry.name[0] != ".")
     except OSError:
@@ -72,7 +72,7 @@ def near_files(path: Path) -> str:
 
 
 def nearest_divisors(n: int, wanted: int, count: int = 4) -> list[int]:
-    """The `count` divisors of `n` nearest to `wanted`, ascending.
+    """Return n's `count` divisors nearest to `wanted`, ascending.
 
     Takes √n divisions, so that a mistyped huge number is refused as fast as any other.
     """
@@ -82,17 +82,17 @@ def nearest_divisors(n: int, wanted: int, count: int = 4) -> list[int]:
 
 
 def listed(values: Iterable[object]) -> str:
-    """The values with commas between them."""
+    """Join values with commas."""
     return ", ".join(map(str, values))
 
 
 def either(values: Iterable[object]) -> str:
-    """The values with an `or` between them."""
+    """Join values with "or"."""
     return " or ".join(map(str, values))
 
 
 class PentameterError(Exception):
-    """Anything the user can act on. The message says what, where and what to do instead."""
+    """An error that the user can act on. Its message gives the value, the place and a remedy."""
 
     exit_code = 1
 
@@ -110,7 +110,7 @@ class CorruptError(PentameterError):
 
 
 class TrainingFailedError(PentameterError):
-    """Training gave up: the loss is not finite, a worker hangs, or copies of a weight differ."""
+    """Training gave up: the loss is not finite, a worker hangs, or a weight's replicas differ."""
 
     exit_code = 70
 
@@ -128,7 +128,7 @@ class StorageError(PentameterError):
 
 
 class InterruptedRunError(PentameterError):
-    """A signal stopped the run after it was saved; the same command continues it."""
+    """A signal stopped the run after it was saved; the same command resumes it."""
 
     exit_code = 75
 

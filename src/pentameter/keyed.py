@@ -1,9 +1,9 @@
-"""Random bits as a pure function of a key and a counter, and permutations made of them.
+"""Random bits as a pure function of a key and a counter, and permutations made from them.
 
-Nothing here has state: the same key and index give the same bits on any device, in any slice of
-the index space, today and after a restart. Initial weights, dropout masks, batches and samples
-are all drawn from here. Only Python operators are used, so that numpy arrays and torch tensors,
-eager or compiled, run the very same arithmetic; this file imports neither.
+Nothing here has state: the same key and index give the same bits on any device, in any slice of the
+index space, today and after a restart. Initial weights, dropout masks, batches and samples are all
+drawn from here. Only Python operators are used, so that numpy arrays and torch tensors, eager or
+compiled, run the very same arithmetic; this file imports neither.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from hashlib import blake2b
 from typing import Any
 
 Key = tuple[int, int]
-"""Two signed 32-bit words. They are digests: related keys must go through `make_key` or `bits`,
-since keys that differ in a single chosen bit give related streams."""
+"""Two signed 32-bit words, a digest: derive related keys through `make_key` or `bits`, since keys
+that differ in a single chosen bit give related streams."""
 
 # Multipliers and shifts of the "triple32" mixer (C. Wellons, "Prospecting for hash functions",
 # 2018) without its first xor-shift, which a counter does not need. With two multiplications the
@@ -28,9 +28,9 @@ N_FEISTEL_ROUNDS = 10  # fewer leave a visible bias where n is below ten
 
 
 def make_key(*parts: int | str) -> Key:
-    """Return the key of `parts`: equal parts give equal keys, anything else unrelated ones.
+    """Return the key for `parts`: equal parts give equal keys, others unrelated ones.
 
-    `make_key(seed, "dropout", step)` names a stream. Parts are hashed with their type and length
+    `make_key(seed, "dropout", step)` names a stream. Parts are hashed with type and length
     (BLAKE2b, RFC 7693), so that `1`, `"1"` and `("a", "b")`, `("ab",)` all differ.
     """
     digest = blake2b(digest_size=8)
@@ -46,16 +46,16 @@ def make_key(*parts: int | str) -> Key:
 
 
 def bits(key: tuple[Any, Any], index: Any) -> Any:
-    """Return 32 random bits per element of `index`: int32, uniform over all 2^32 values.
+    """Return 32 random bits per element in `index`: int32 in its shape, uniform over all 2^32
+    values.
 
-    `index` is an int32 numpy array or torch tensor (of at least one dimension, for numpy) and may
-    run through all 2^32 values; products wrap. Each key word is an int or an int32 array that
-    broadcasts with `index`, such as one word per row of a batch. For one key, different indices
-    give different values: the map is a bijection of the 32-bit words.
+    index: an int32 numpy array (at least one dimension) or torch tensor that may run through all
+    2^32 values; multiplications wrap. Each key word is an int or an int32 array that broadcasts
+    with `index`, such as one word per batch row. For one key, different indices give different
+    values: the map is a bijection on 32-bit words.
 
-    The first word shifts where in the cycle of the mixer a stream lies, by exclusive or; the
-    second enters between multiplications, so that the streams of two keys are not one sequence
-    in two orders.
+    The first word shifts, by exclusive or, the stream's start in the mixer's cycle; the second
+    enters between multiplications, so that two keys' streams are not one sequence in two orders.
     """
     # In place where arrays can be: a third of the time of what allocates. `>>` copies the sign bit
     # downwards; the masks take the copies away, as a logical shift does.
@@ -77,34 +77,35 @@ def bits(key: tuple[Any, Any], index: Any) -> Any:
 
 
 def permute(key: Key, n: int, index: Any) -> Any:
-    """Return where a keyed permutation of `range(n)` sends `index`.
+    """Return `index`'s image under a keyed permutation on `range(n)`.
 
-    `index` is an int, or an int64 numpy array, of values in `range(n)`; n is at most 2^62. The
-    result has its type. Nothing of size n is stored: a Feistel network permutes the smallest
-    power of two that holds n, and a value that falls outside is sent on until it falls inside
-    (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002); under two turns on average.
-    Raises ValueError where n is not in 1 … 2^62, or an index is not in `range(n)`.
+    index: an int, or an int64 numpy array, with values in `range(n)`; n is at most 2^62. The result
+    has its type and shape. Nothing with size n is stored: a Feistel network permutes the smallest
+    power of two ≥ n, and a value that falls outside is mapped again until it falls inside (Black
+    and Rogaway, "Ciphers with arbitrary finite domains", 2002); fewer than two rounds on average.
+    Raises ValueError if n is not in 1 … 2^62, or an index not in `range(n)`.
     """
     if not 1 <= n <= 2**62:
         raise ValueError(f"n={n} must be in 1 … 2^62")
     if getattr(index, "ndim", 0) == 0:  # an int, or a numpy scalar, whose products warn
-        place = operator.index(index)
-        if not 0 <= place < n:
-            raise ValueError(f"index={place} must be in 0 … {n - 1}")
-        place = _feistel(key, n, place)
-        while place >= n:
-            place = _feistel(key, n, place)
-        return place
+        image = operator.index(index)
+        if not 0 <= image < n:
+            raise ValueError(f"index={image} must be in 0 … {n - 1}")
+        image = _feistel(key, n, image)
+        while image >= n:
+            image = _feistel(key, n, image)
+        return image
     if index.size and not (index.min() >= 0 and index.max() < n):
         raise ValueError(f"every index must be in 0 … {n - 1}")
-    places = _feistel(key, n, index)
-    while (outside := places >= n).any():
-        places[outside] = _feistel(key, n, places[outside])
-    return places
+    images = _feistel(key, n, index)
+    while (outside := images >= n).any():
+        images[outside] = _feistel(key, n, images[outside])
+    return images
 
 
 def _feistel(key: Key, n: int, x: Any) -> Any:
-    """Return a keyed bijection of `range(2**b)` at x, where 2^b is the least power of two ≥ n."""
+    """Return x's image under a keyed bijection on `range(2**b)`, with 2^b the least power of two ≥
+    n."""
     n_bits = (n - 1).bit_length()
     low_bits, high_bits = n_bits // 2, n_bits - n_bits // 2
     for round_number in range(1, N_FEISTEL_ROUNDS + 1):
@@ -117,10 +118,10 @@ def _feistel(key: Key, n: int, x: Any) -> Any:
 
 
 def _word(key: Key, round_number: int, x: Any) -> Any:
-    """Return `bits` of a round's own key at 0 ≤ x < 2^31, as a number in 0 … 2^32 - 1.
+    """Return `bits` with a round's key at 0 ≤ x < 2^31, as a number in 0 … 2^32 - 1.
 
-    The same mixer over non-negative numbers, because Python's ints do not wrap. The product of
-    two 32-bit words may pass 2^63; int64 then wraps, and its low 32 bits are right all the same.
+    The same mixer over non-negative numbers, because Python's ints do not wrap. The product of two
+    32-bit words may pass 2^63; int64 then wraps, and its low 32 bits are right all the same.
     """
     # The multiples of two odd words give each round a key of its own.
     x = x ^ ((key[0] + round_number * 0x9E3779B9) & WORD)

@@ -17,7 +17,8 @@ from layout_worlds import LAYOUTS, hold, join, save, store_in, true_value
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from pentameter.checkpoint.safetensors_writer import materialize
+from pentameter.checkpoint.lazy_tensors import materialize
+from pentameter.checkpoint.save_phases import HostBuffers
 from pentameter.processes.world import World
 
 OPERATIONS = ("open", "close", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
@@ -116,7 +117,7 @@ def refuse_in_turn(world: World, folder: Path) -> dict[str, object]:
 # -- killed ---------------------------------------------------------------------------------------
 
 
-def die_at_each(_: World, folder: Path, scene: str, rank: int) -> int:
+def die_at_each(_: World, folder: Path, scene: str, rank: int, how: str) -> int:
     """How many operations `rank` has in a save by two; it was killed before each of them once."""
     os.fsync = lambda fd: None  # a killed process loses nothing that it wrote
     n = 0
@@ -126,7 +127,7 @@ def die_at_each(_: World, folder: Path, scene: str, rank: int) -> int:
         here = folder / str(n)
         save_mark(World(), here, 1, 1.0)
         after = (1 if scene == "again" else 2, 2.0)
-        arrived = two_save(here, after, rank, n)
+        arrived = two_save(here, after, rank, n, how)
         assert found(here) in (((1, 1.0), after) if arrived else (after,)), n
         store = store_in(here)
         standing = found(here)
@@ -140,16 +141,22 @@ def die_at_each(_: World, folder: Path, scene: str, rank: int) -> int:
     return n - 1
 
 
-def save_mark(world: World, folder: Path, step: int, mark: float) -> None:
-    weight = true_value("head.weight") * mark
+def save_mark(world: World, folder: Path, step: int, mark: float, how: str = "waited for") -> None:
+    weight, mesh = true_value("head.weight") * mark, None
     if world.size > 1:
-        weight = distribute_tensor(weight, init_device_mesh("cpu", (2,)), [Shard(0)])
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+        weight = distribute_tensor(weight, mesh, [Shard(0)])
     tensors = {
         "model": {"w": weight},
         "optimizer": {"w.exp_avg": weight, "w.step": torch.tensor(1)},
     }
     extra = {"config.toml": b"seed = 1\n"}
-    store_in(folder).save(step, tensors, {"step": step, "mark": mark}, extra, world=world)
+    store, state = store_in(folder), {"step": step, "mark": mark}
+    save = store.plan(step, tensors, state, extra, world=world, mesh=mesh)
+    if how == "beside training":
+        save.start_writing(HostBuffers())
+        weight.mul_(-1)  # the next step
+    store.commit(save)
 
 
 def found(folder: Path) -> tuple[int, float]:
@@ -159,9 +166,9 @@ def found(folder: Path) -> tuple[int, float]:
     return checkpoint.step, checkpoint.state["mark"]
 
 
-def two_save(folder: Path, after: tuple[int, float], victim: int, n: int) -> bool:
+def two_save(folder: Path, after: tuple[int, float], victim: int, n: int, how: str) -> bool:
     """Let two processes save; whether `victim` came to its n-th operation, where it is killed."""
-    pids = [_fork(folder, after, rank, n if rank == victim else 0) for rank in (0, 1)]
+    pids = [_fork(folder, after, rank, n if rank == victim else 0, how) for rank in (0, 1)]
     deadline = time.monotonic() + 30
     statuses: dict[int, int] = {}
     while len(statuses) < 2:
@@ -180,7 +187,7 @@ def two_save(folder: Path, after: tuple[int, float], victim: int, n: int) -> boo
     return False
 
 
-def _fork(folder: Path, after: tuple[int, float], rank: int, n: int) -> int:
+def _fork(folder: Path, after: tuple[int, float], rank: int, n: int, how: str) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -200,7 +207,7 @@ def _fork(folder: Path, after: tuple[int, float], rank: int, n: int) -> int:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         with before_each(act):
-            save_mark(World(rank, 2, rank, 2), folder, *after)
+            save_mark(World(rank, 2, rank, 2), folder, *after, how)
         status = 0
     finally:
         os._exit(status)

@@ -124,6 +124,7 @@ class Held:
     model: Toy
     optimizer: JointOptimizer
     copies: set[str]
+    mesh: DeviceMesh | None
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.model.named_parameters())
@@ -139,7 +140,7 @@ class Held:
 def hold(shape: Shape, rank: int, *, filled: bool) -> Held:
     """This process's part, cut by torch itself; without `filled` all numbers are zero."""
     place = rank // (shape.size // shape.pipeline)
-    model = Toy(first=place == 0, last=place == shape.pipeline - 1)
+    model, mesh = Toy(first=place == 0, last=place == shape.pipeline - 1), None
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(true_value(name) if filled else torch.zeros(TABLE[name]))
@@ -164,7 +165,7 @@ def hold(shape: Shape, rank: int, *, filled: bool) -> Held:
     optimizer = build(model)
     if filled:
         fill(optimizer)
-    return Held(model, optimizer, copies)
+    return Held(model, optimizer, copies, mesh)
 
 
 def divide(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -205,7 +206,8 @@ def store_in(folder: Path) -> CheckpointStore:
 def save(folder: Path, held: Held, world: World, step: int = 1) -> Path:
     extra = {"config.toml": b"seed = 1\n"}
     degrees = {"data": world.size}
-    saved = store_in(folder).save(step, held.state(), {"step": step}, extra, degrees, world)
+    store, state = store_in(folder), {"step": step}
+    saved = store.save(step, held.state(), state, extra, degrees, world, held.mesh)
     return saved.path
 
 

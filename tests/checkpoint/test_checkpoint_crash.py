@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 import pytest
 import torch
 
+from pentameter.checkpoint.save_phases import HostBuffers
 from pentameter.checkpoint.store import CheckpointStore
 from pentameter.disk.atomic import write_atomic
 from pentameter.errors import StorageError
@@ -86,16 +87,25 @@ def content(checkpoint) -> dict[str, float]:
     }
 
 
-def save_mark(store: CheckpointStore, step: int, mark: float) -> None:
+def save_mark(store: CheckpointStore, step: int, mark: float, how: str = "waited for") -> None:
     tensors = {
         "model": {"w": torch.full((3, 5), mark), "b": torch.full((2,), mark).bfloat16()},
         "optimizer": {"w.step": torch.tensor(step)},
     }
-    store.save(step, tensors, {"step": step, "mark": mark}, {"config.toml": b"seed = 1\n"})
+    save = store.plan(step, tensors, {"step": step, "mark": mark}, {"config.toml": b"seed = 1\n"})
+    if how == "beside training":
+        save.start_writing(HostBuffers())
+        for tensor in (*tensors["model"].values(), *tensors["optimizer"].values()):
+            tensor.fill_(-1)  # the next step
+    store.commit(save)
 
 
+HOW = pytest.mark.parametrize("how", ["waited for", "beside training"])
+
+
+@HOW
 @pytest.mark.parametrize("scene", ["first", "next", "next and prune", "again", "again after crash"])
-def test_a_kill_before_any_operation_leaves_a_whole_checkpoint(tmp_path, scene):
+def test_a_kill_before_any_operation_leaves_a_whole_checkpoint(tmp_path, scene, how):
     n = 0
     arrived = True
     while arrived:
@@ -112,7 +122,7 @@ def test_a_kill_before_any_operation_leaves_a_whole_checkpoint(tmp_path, scene):
             path.rename(path.with_name("step-00000001.replaced"))
 
         def work(store=store, after=after):
-            save_mark(store, *after)
+            save_mark(store, *after, how)
             if scene == "next and prune":
                 store.prune(1)
 
@@ -145,7 +155,8 @@ def test_a_kill_before_any_operation_leaves_a_whole_checkpoint(tmp_path, scene):
     "kind", ["once EIO", "once ENOSPC", "from then on EROFS", "from then on EIO"]
 )
 @pytest.mark.parametrize("scene", ["next", "again"])
-def test_a_failing_operation_leaves_the_previous_checkpoint_whole(tmp_path, scene, kind):
+@HOW
+def test_a_failing_operation_leaves_the_previous_checkpoint_whole(tmp_path, scene, kind, how):
     number = getattr(errno, kind.split()[-1])
     n_open = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     n = n_failed = 0
@@ -166,7 +177,7 @@ def test_a_failing_operation_leaves_the_previous_checkpoint_whole(tmp_path, scen
         failure = None
         try:
             with before_each(act):
-                save_mark(store, 2 if scene == "next" else 1, 2.0)
+                save_mark(store, 2 if scene == "next" else 1, 2.0, how)
         except StorageError as error:
             failure = error
         if failure is not None:

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from pentameter.checkpoint.hugging_face import folder as folder_module
 from pentameter.checkpoint.hugging_face.families import FAMILIES
 from pentameter.checkpoint.hugging_face.folder import export_hf, read_hf
+from pentameter.checkpoint.lazy_tensors import materialize, read_region
 from pentameter.checkpoint.load_model import load_model
-from pentameter.checkpoint.safetensors_writer import materialize, read_region
 from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.errors import ConfigError
 from pentameter.generation.loop import generate

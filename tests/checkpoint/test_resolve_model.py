@@ -38,6 +38,15 @@ def test_a_best_that_is_gone_or_damaged_gives_way_to_the_last(store, save, run):
     assert any("step-00000004" in warning for warning in warnings)
 
 
+def test_the_best_before_stands_in_for_a_best_that_was_never_saved(store, run):
+    """On a disk that was full at step 2; step 3 is worse than step 1."""
+    for step, saved_best in ((1, None), (3, 1)):
+        state = {"step": step, "best": {"step": min(step, 2), "loss": 1.0}}
+        state["saved_best_step"] = saved_best
+        store.save(step, {"model": {}}, state, {})
+    assert find_model(run).path.name == "step-00000001"
+
+
 def test_a_checkpoint_folder_means_itself(store, save):
     save(store, 1, best=7)
     path = save(store, 2, best=1).path

@@ -12,14 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pentameter.checkpoint.lazy_tensors import materialize
 from pentameter.checkpoint.opening import open_checkpoint
-from pentameter.checkpoint.safetensors_writer import (
-    METADATA_KEY,
-    Piece,
-    materialize,
-    piece_key,
-    plan_file,
-)
+from pentameter.checkpoint.safetensors_format import METADATA_KEY, Piece, piece_key, plan_file
 from pentameter.checkpoint.tensor_reader import StoredRegion, StoredTensors, check_cover
 from pentameter.disk.atomic import FileRecord, write_hashed
 from pentameter.errors import CorruptError

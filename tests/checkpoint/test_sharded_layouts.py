@@ -8,8 +8,8 @@ import pytest
 import torch
 from layout_worlds import LAYOUTS, load_layouts, run_world, save_layouts, true_state
 
+from pentameter.checkpoint.lazy_tensors import LazyTensor, materialize
 from pentameter.checkpoint.opening import open_checkpoint
-from pentameter.checkpoint.safetensors_writer import LazyTensor, materialize
 
 SIZES = sorted({shape.size for shape in LAYOUTS.values()})
 

@@ -21,10 +21,10 @@ from sharded_worlds import (
 
 from pentameter.checkpoint.hugging_face.folder import export_hf
 from pentameter.checkpoint.initial_weights import initial_weights
+from pentameter.checkpoint.lazy_tensors import LazyTensor
 from pentameter.checkpoint.load_model import load_model, open_model
 from pentameter.checkpoint.model_folder import StoredModel, save_model
 from pentameter.checkpoint.opening import open_checkpoint
-from pentameter.checkpoint.safetensors_writer import LazyTensor
 from pentameter.checkpoint.state_dicts import model_state
 from pentameter.model.gpt import build_model
 

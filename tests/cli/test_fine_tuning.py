@@ -105,7 +105,7 @@ def test_import_tune_export(theirs, tmp_path, monkeypatch, capsys):
     loaded = load_model(run)
     template = transformers.AutoTokenizer.from_pretrained(theirs)
     train = open_dataset(loaded.config.data, tokenizer=loaded.tokenizer).split("train")
-    mask = train.answers.mask(0, train.n_tokens)
+    mask = train.assistant.mask(0, train.n_tokens)
     for messages, (start, stop) in zip(
         CHATS, np.stack([train.document_bounds[:-1], train.document_bounds[1:]], 1), strict=False
     ):
@@ -117,7 +117,7 @@ def test_import_tune_export(theirs, tmp_path, monkeypatch, capsys):
 
     capsys.readouterr()
     assert main(["eval", str(run), "--split", "train", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] == train.answers.n_tokens
+    assert json.loads(capsys.readouterr().out)["tokens"] == train.assistant.n_tokens
     assert main(["export", str(run), "--to", "hf", "--out", str(tmp_path / "out")]) == 0
     assert main(["export", str(run), "--to", "peft", "--out", str(tmp_path / "peft")]) == 0
     back = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")

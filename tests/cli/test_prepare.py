@@ -155,7 +155,7 @@ def test_conversations_become_shards(tmp_path, capsys):
     assert run([*arguments, "--validation-fraction", "0.25"]) == 0
     assert "in 4 documents" in capsys.readouterr().out
     dataset = open_dataset(DataConfig(path=str(out)))
-    assert [len(split.answers.bounds) for split in dataset.splits.values()] == [3, 1, 0]
+    assert [len(split.assistant.bounds) for split in dataset.splits.values()] == [3, 1, 0]
     assert dataset.tokenizer.chat is not None
     with pytest.raises(ConfigError, match="exists and is not an empty folder"):
         run(arguments)

@@ -72,3 +72,14 @@ def test_more_steps_continue_a_constant_schedule():
 def test_free_keys_exist_and_carry_a_reason():
     assert set(NOT_THE_TRAINING) <= set(leaves())
     assert all(NOT_THE_TRAINING.values())
+
+
+@pytest.mark.parametrize(("value", "written"), [("auto", False), (False, True)])
+def test_a_default_that_is_left_out_reads_back(tmp_path, value, written):
+    """A checkpoint leaves these out, so that a version that does not know a key opens it."""
+    config = load_config("quickstart", {"checkpoint.asynchronous": value})
+    text = to_toml(config, left_out_at_default=NOT_THE_TRAINING)
+    assert ("\nasynchronous =" in text) == written
+    path = tmp_path / "config.toml"
+    path.write_text(text, encoding="utf-8")
+    assert load_config(path) == config

@@ -162,8 +162,8 @@ def test_gpt2_without_its_files_says_what_to_put_where(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(
-    not (FOLDER / GPT2_MERGES.place).is_file(),
-    reason=f"needs PENTAMETER_DATA_DIR with {GPT2_MERGES.place}",
+    not (FOLDER / GPT2_MERGES.path).is_file(),
+    reason=f"needs PENTAMETER_DATA_DIR with {GPT2_MERGES.path}",
 )
 def test_gpt2_needs_no_text():
     tokenizer = build("gpt2", documents=[])

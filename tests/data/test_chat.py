@@ -10,7 +10,7 @@ from pentameter.data.tokenizers.chat import (
     ChatTemplate,
     TemplateRefusalError,
     chosen_chat_template,
-    disarmed,
+    escaped,
     read_chat_template,
 )
 from pentameter.errors import ConfigError, CorruptError
@@ -18,7 +18,7 @@ from pentameter.errors import ConfigError, CorruptError
 
 def test_a_message_may_not_hold_marks_of_ours():
     with pytest.raises(TemplateRefusalError, match="U\\+FDD1"):
-        disarmed([{"role": "user", "content": f"x{BEGIN}"}], {})
+        escaped([{"role": "user", "content": f"x{BEGIN}"}], {})
 
 
 def test_where_a_template_comes_from(tmp_path):

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 
 from pentameter.config.data_schema import DataConfig
-from pentameter.data.batches.step import IGNORED, TrainingBatches
+from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.open_dataset import open_dataset
-from pentameter.data.shards.dataset import Answers, beginning, joined, open_shards
+from pentameter.data.shards.dataset import AssistantRanges, concatenated, first_tokens, open_shards
 from pentameter.data.shards.format import find_header, header_hash
 from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS, BpeTokenizer
 from pentameter.data.tokenizers.setting import load_tokenizer
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.evaluate.split import evaluation_batches
+from pentameter.planning.architecture import IGNORED_TARGET
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BPE = BpeTokenizer([*BYTE_CHARACTERS, *SPECIAL], [])
@@ -46,7 +47,7 @@ def opened(path, **settings):
 
 def learnt(split):
     """The text of each answer."""
-    return [decoded(split.tokens[a:b]) for a, b in split.answers.bounds.tolist()]
+    return [decoded(split.tokens[a:b]) for a, b in split.assistant.bounds.tolist()]
 
 
 def decoded(ids):
@@ -66,8 +67,8 @@ def test_messages_become_tokens_and_answers(tmp_path, tokenizer_file):
     ids = train.tokens[int(train.document_starts[1]) :]
     assert decoded(ids).startswith(text)
     assert [n for n in ids.tolist() if n >= 256][:2] == [257, 258]  # of two `<|im_end|>` the second
-    assert train.answers.n_tokens == sum(len(BPE.encode(t)) - 9 for t in learnt(train))
-    assert train.answers.n_bytes == sum(map(len, learnt(train)))
+    assert train.assistant.n_tokens == sum(len(BPE.encode(t)) - 9 for t in learnt(train))
+    assert train.assistant.n_bytes == sum(map(len, learnt(train)))
     assert dataset.tokenizer.chat is not None
     saved = tmp_path / "saved.json"
     dataset.tokenizer.save(saved)
@@ -89,7 +90,7 @@ def test_prompts_and_completions_stay_as_they_are(tmp_path, tokenizer_file):
     assert train.n_tokens == len("2+2=4<|im_end|>") + 1 + 2
     characters = opened(path, validation_fraction=0.0)  # a tokenizer of characters has no end
     assert characters.tokenizer.characters == tuple(sorted(set("2+=4<|im_end>x")))
-    assert characters.split("train").answers.bounds.tolist() == [[4, 15], [15, 16]]
+    assert characters.split("train").assistant.bounds.tolist() == [[4, 15], [15, 16]]
 
 
 def test_lists_of_messages_learn_the_completion_alone(tmp_path, tokenizer_file):
@@ -106,8 +107,8 @@ def test_whole_conversations_are_held_out(tmp_path):
     path = jsonl(tmp_path / "x.jsonl", records)
     split = opened(path, validation_fraction=0.2, test_fraction=0.1).splits
     assert [len(each.document_starts) for each in split.values()] == [7, 2, 1]
-    assert [len(each.answers.bounds) for each in split.values()] == [7, 2, 1]
-    assert split["val"].answers.bounds.tolist() == [[1, 3], [4, 6]]
+    assert [len(each.assistant.bounds) for each in split.values()] == [7, 2, 1]
+    assert split["val"].assistant.bounds.tolist() == [[1, 3], [4, 6]]
     by_text = opened(path, validation_fraction=0.5, split_by="document").splits
     assert sum(len(each.document_starts) for each in by_text.values()) == 10
     other = jsonl(tmp_path / "val.jsonl", records[:1])
@@ -129,7 +130,7 @@ def test_answers_alone_are_targets(tmp_path):
     assert batches.rows_per_epoch == 2
     batch = batches.batch(0)
     assert batch.n_targets == 8
-    targets = [letters.decode(row[row != IGNORED]) for row in batch.targets]
+    targets = [letters.decode(row[row != IGNORED_TARGET]) for row in batch.targets]
     assert sorted(targets) == ["bb", "bb", "gh", "gh"]
     for row, text in zip(batch.inputs, targets, strict=True):
         assert letters.decode(row[:6]).startswith({"bb": "aaaab", "gh": "efg"}[text])
@@ -140,7 +141,9 @@ def test_answers_alone_are_targets(tmp_path):
     )
     text = "".join(letters.decode(packed.batch(n).inputs[0]) for n in range(2))
     found = np.concatenate([packed.batch(n).targets[0] for n in range(2)])
-    assert [letters.decode([n]) for n in found if n != IGNORED] == [c for c in text if c in "bdgh"]
+    assert [letters.decode([n]) for n in found if n != IGNORED_TARGET] == [
+        c for c in text if c in "bdgh"
+    ]
     evaluated = list(
         evaluation_batches(train, context_length=8, batch_size=3, within_documents=True)
     )
@@ -161,29 +164,29 @@ def test_joined_splits_and_their_beginnings_keep_answers(tmp_path):
     text = open_dataset(DataConfig(path=str(tmp_path / "t.txt"), validation_fraction=0.0)).split(
         "train"
     )
-    both = joined("both", [chat_split, text, chat_split])
+    both = concatenated("both", [chat_split, text, chat_split])
     assert both.n_tokens == 8 + 11 + 8
     assert both.document_starts.tolist() == [0, 4, 8, 19, 23]
     runs = [[2, 4], [5, 8], [8, 19], [21, 23], [24, 27]]
-    assert both.answers.bounds.tolist() == runs
-    assert both.answers.n_tokens == both.answers.n_bytes == 5 + 11 + 5
+    assert both.assistant.bounds.tolist() == runs
+    assert both.assistant.n_tokens == both.assistant.n_bytes == 5 + 11 + 5
     assert both.tokens[6:10].tolist() == [*chat_split.tokens[6:8], *text.tokens[:2]]
-    start = beginning(both, 9)
+    start = first_tokens(both, 9)
     assert [part.n_tokens for part in start.parts] == [4, 4, 4]
-    assert start.answers.bounds.tolist() == [[2, 4], [4, 8], [10, 12]]
-    assert beginning(text, 5).tokens[:].tolist() == text.tokens[:5].tolist()
-    assert beginning(text, 50) is text
+    assert start.assistant.bounds.tolist() == [[2, 4], [4, 8], [10, 12]]
+    assert first_tokens(text, 5).tokens[:].tolist() == text.tokens[:5].tolist()
+    assert first_tokens(text, 50) is text
 
 
-def test_mask_and_meet():
-    answers = Answers(np.array([[2, 4], [7, 8]]), 3, 3)
+def test_mask_and_count():
+    answers = AssistantRanges(np.array([[2, 4], [7, 8]]), 3, 3)
     expected = [False, False, True, True, False, False, False, True, False]
     for start in range(9):
         for stop in range(start, 9):
             mask = answers.mask(start, stop)
             assert mask.tolist() == expected[start:stop]
-            meets = answers.meet(np.array([start]), np.array([stop]))
-            assert meets.tolist() == [any(expected[start:stop])]
+            counts = answers.count(np.array([start]), np.array([stop]))
+            assert counts.tolist() == [sum(expected[start:stop])]
 
 
 @pytest.mark.parametrize(
@@ -261,4 +264,4 @@ def test_shards_with_answers_are_version_3_and_checked(tmp_path):
     header["version"] = 2
     header["sha256"] = header_hash(header)
     header_file.write_text(json.dumps(header))
-    assert open_shards(header_file).split("train").answers is not None
+    assert open_shards(header_file).split("train").assistant is not None

@@ -113,12 +113,12 @@ def test_the_cache_follows_the_xdg_rules(monkeypatch, tmp_path):
 def test_stdlib_is_python_source_of_this_machine_and_always_the_same():
     data = DataConfig(corpus="stdlib", max_bytes=300_000)
     text = corpus_text(data)
-    content = "".join(text.pieces())
-    assert content == "".join(corpus_text(data).pieces())
+    content = "".join(text.chunks())
+    assert content == "".join(corpus_text(data).chunks())
     assert 299_990 <= len(content.encode()) <= 300_000
     assert "def " in content
     # All of it is UTF-8, whatever the size.
-    assert sum(len(piece) for piece in corpora.stdlib(data).pieces()) > 3_000_000
+    assert sum(len(piece) for piece in corpora.stdlib(data).chunks()) > 3_000_000
 
 
 def test_stdlib_without_source_says_what_to_do(monkeypatch, tmp_path):
@@ -138,7 +138,7 @@ def test_wikitext_has_splits_of_its_own(tmp_path, monkeypatch):
     files = {}
     for split, file in corpora.WIKITEXT_2.items():
         text = f" = {split} = \n"
-        (tmp_path / file.place).write_text(text)
+        (tmp_path / file.path).write_text(text)
         files[split] = replaced(file, sha256=hashlib.sha256(text.encode()).hexdigest())
     monkeypatch.setattr(corpora, "WIKITEXT_2", files)
     dataset = open_dataset(DataConfig(corpus="wikitext-2", tokenizer="word", test_fraction=0.5))

@@ -56,7 +56,7 @@ def test_the_second_start_prepares_nothing(text_file, monkeypatch):
     first = open_dataset(data, progress=lambda stage, done, total: stages.add(stage))
     assert stages == {"reading", "encoding", "verifying"}
     monkeypatch.setattr(
-        open_dataset_module, "prepare", lambda *_, **__: pytest.fail("prepared again")
+        open_dataset_module, "prepare_contents", lambda *_, **__: pytest.fail("prepared again")
     )
     assert open_dataset(data).hash == first.hash
 
@@ -163,7 +163,7 @@ def test_prepared_shards_are_opened_as_they_are(text_file, cache):
     assert dataset.split("val").n_tokens == pytest.approx(0.3 * len(content(dataset)), abs=1)
     assert open_dataset(DataConfig(path=str(folder / "my-text.json"))).hash == dataset.hash
     assert len(list(cache.iterdir())) == 1
-    with pytest.raises(ConfigError, match="max_bytes=5 cannot shorten"):
+    with pytest.raises(ConfigError, match="max_bytes=5 cannot change prepared shards"):
         open_dataset(DataConfig(path=str(folder), max_bytes=5))
     with pytest.raises(ConfigError, match="written by another tokenizer"):
         open_dataset(DataConfig(path=str(folder)), tokenizer=CharTokenizer("abc"))
@@ -216,7 +216,7 @@ def test_texts_of_their_own_are_held_out(text_file, cache, tmp_path):
     test.write_text('{"text": "QR"}\n{"text": "!"}\n')  # the same text, cut elsewhere
     assert open_dataset(data).split("test").document_starts.tolist() == [0, 2]
     assert len(list(cache.iterdir())) == 2
-    with pytest.raises(ConfigError, match=r"validation_path=.*beside prepared shards"):
+    with pytest.raises(ConfigError, match=r"validation_path=.* cannot change prepared shards"):
         open_dataset(DataConfig(path=str(next(cache.iterdir())), **held_out))
 
 
@@ -281,5 +281,5 @@ def test_the_same_text_in_another_encoding_is_the_same_data_set(text_file, tmp_p
 def test_prepared_shards_have_no_encoding(text_file, cache, key, value):
     open_dataset(DataConfig(path=str(text_file)))
     shards = str(next(cache.iterdir()))
-    with pytest.raises(ConfigError, match=rf"data\.{key}='{value}' is of files of text"):
+    with pytest.raises(ConfigError, match=rf"data\.{key}='{value}' cannot change prepared shards"):
         open_dataset(DataConfig(path=shards, **{key: value}))

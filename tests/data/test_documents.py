@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from preparing import prepare
 
 from pentameter.data.corpora.text import Text
-from pentameter.data.prepare.from_text import prepare
-from pentameter.data.prepare.splits import Splitting, divide, split_of
+from pentameter.data.prepare.splits import Splitting, split_passages
 from pentameter.data.shards.dataset import open_shards
-from pentameter.data.tokenizers import cutting
+from pentameter.data.tokenizers import chunking
 from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
-from pentameter.data.tokenizers.cutting import Cutter
+from pentameter.data.tokenizers.chunking import Chunker
 from pentameter.data.tokenizers.word import WordTokenizer
 
 SPLITS = ("train", "val", "test")
@@ -57,28 +57,28 @@ def test_pieces_encode_as_the_whole(kind, text, cuts):
         text = text.replace("\u3000", "")
     places = [0, *sorted(cuts), len(text)]
     pieces = [text[a:b] for a, b in itertools.pairwise(places)]
-    old, cutting.PIECE_CHARACTERS = cutting.PIECE_CHARACTERS, 5
+    old, chunking.CHUNK_CHARACTERS = chunking.CHUNK_CHARACTERS, 5
     try:
-        cutter = Cutter(kind)
-        parts = [*map(cutter.feed, pieces), cutter.rest()]
+        chunker = Chunker(kind)
+        parts = [*map(chunker.feed, pieces), chunker.rest()]
     finally:
-        cutting.PIECE_CHARACTERS = old
+        chunking.CHUNK_CHARACTERS = old
     assert "".join(parts) == text
     ids = np.concatenate(tokenizer.encode_batch(parts))
     assert ids.tolist() == tokenizer.encode(text).tolist()
 
 
 def test_text_without_a_place_to_cut_is_cut_where_it_grows_too_long():
-    cutter = Cutter("bpe", longest=200_000)
-    parts = [cutter.feed("x" * 1000) for _ in range(500)]
+    chunker = Chunker("bpe", longest=200_000)
+    parts = [chunker.feed("x" * 1000) for _ in range(500)]
     assert max(map(len, parts)) == 200_000
-    assert sum(map(len, parts)) + len(cutter.rest()) == 500_000
+    assert sum(map(len, parts)) + len(chunker.rest()) == 500_000
 
 
 def test_long_documents_are_cut_into_bounded_pieces():
     text = SAMPLE * 2000
     pieces = [text[i : i + 60_000] for i in range(0, len(text), 60_000)]
-    parts = list(divide(iter([iter(pieces)]), (len(text),) * 3, Cutter("bpe")))
+    parts = list(split_passages(iter([iter(pieces)]), (len(text),) * 3, Chunker("bpe")))
     assert max(len(part.text) for part in parts) < 200_000
     assert [part.starts for part in parts] == [True] + [False] * (len(parts) - 1)
     assert [part.ends for part in parts] == [False] * (len(parts) - 1) + [True]
@@ -138,14 +138,14 @@ def test_documents_go_where_their_text_says_in_any_order(tmp_path):
 
 def test_hashes_of_texts_fill_the_fractions_evenly():
     digests = [hashlib.blake2b(b"%d" % n, digest_size=8).digest() for n in range(20_000)]
-    counts = np.bincount([split_of(digest, 0.3, 0.2) for digest in digests])
+    counts = np.bincount([Splitting(0.3, 0.2).split_of(digest) for digest in digests])
     # Four standard deviations of 20,000 draws are at most 277.
     np.testing.assert_allclose(counts, [10_000, 6_000, 4_000], atol=277)
 
 
 def test_split_of_is_the_hash_read_as_a_fraction():
     half = b"\x80" * 8
-    assert [split_of(half, val, 0.2) for val in (0.1, 0.3, 0.4)] == [0, 0, 1]
-    assert split_of(b"\0" * 8, 0.1, 0.1) == 2
-    assert split_of(b"\0" * 8, 0.1, 0.0) == 1
-    assert split_of(b"\xff" * 8, 0.9, 0.0) == 0
+    assert [Splitting(val, 0.2).split_of(half) for val in (0.1, 0.3, 0.4)] == [0, 0, 1]
+    assert Splitting(0.1, 0.1).split_of(b"\0" * 8) == 2
+    assert Splitting(0.1, 0.0).split_of(b"\0" * 8) == 1
+    assert Splitting(0.9, 0.0).split_of(b"\xff" * 8) == 0

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.data.corpora.file_kinds import kind_of
+from pentameter.data.corpora.file_kinds import detect_kind
 from pentameter.data.corpora.files import FileContents, read_documents
 from pentameter.data.corpora.text import text_from_paths
 from pentameter.errors import CorruptError
@@ -116,19 +116,19 @@ def test_text_in_another_encoding_is_still_asked_for_it(tmp_path, encoding):
 @given(st.text())
 def test_no_text_is_taken_for_another_kind(text):
     if not text.startswith(("{\\rtf1", "%PDF-", "Obj\x01")) and "\0" not in text:
-        assert kind_of(text.encode("utf-8", "replace")) is None
+        assert detect_kind(text.encode("utf-8", "replace")) is None
 
 
 @pytest.mark.parametrize("start", ["PAR1 of", "ID3 tags", "BZh", "RIFF", "GGUF is", "MZ", "PK"])
 def test_words_that_begin_as_other_files_do_are_text(start):
-    assert kind_of(f"{start} and so on, a text of some length".encode()) is None
+    assert detect_kind(f"{start} and so on, a text of some length".encode()) is None
 
 
 def test_a_table_is_read_as_text_with_a_word(tmp_path):
     (tmp_path / "a.csv").write_text("text,label\nhello,1\n")
     (tmp_path / "b.txt").write_text("b")
     text = text_from_paths([tmp_path])
-    assert "".join(text.pieces()) == "text,label\nhello,1\nb"
+    assert "".join(text.chunks()) == "text,label\nhello,1\nb"
     assert f"{tmp_path / 'a.csv'} is a table, and is read as plain text" in text.warning
     assert f"read_csv('{tmp_path / 'a.csv'}')" in text.warning
     assert text_from_paths([tmp_path / "b.txt"]).warning is None

@@ -18,8 +18,8 @@ from pentameter.disk.cache import public_file
 
 FOLDER = Path(os.environ.get("PENTAMETER_DATA_DIR", "absent"))
 pytestmark = pytest.mark.skipif(
-    not (FOLDER / GPT2_MERGES.place).is_file(),
-    reason=f"needs PENTAMETER_DATA_DIR with {GPT2_MERGES.place} and {GPT2_VOCABULARY.place}",
+    not (FOLDER / GPT2_MERGES.path).is_file(),
+    reason=f"needs PENTAMETER_DATA_DIR with {GPT2_MERGES.path} and {GPT2_VOCABULARY.path}",
 )
 
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -8,10 +8,10 @@ import pytest
 from pentameter.cli.prepare import run
 from pentameter.data.corpora.text import text_from_paths
 from pentameter.data.prepare.from_tokens import (
+    files_by_split,
     import_tokens,
     open_token_file,
     token_files,
-    with_neighbours,
 )
 from pentameter.data.shards.dataset import open_shards
 from pentameter.data.shards.format import find_header
@@ -198,7 +198,7 @@ def test_ids_outside_the_vocabulary_are_refused_and_leave_nothing(tmp_path):
 def test_validation_files_beside_are_found(tmp_path, given, beside, val):
     for name in [given, *beside]:
         nanogpt(tmp_path / name)
-    found = with_neighbours([tmp_path / given])
+    found = files_by_split([tmp_path / given])
     assert [path.name for path in found["train"]] == [given]
     assert [path.name for path in found["val"]] == (beside if val is None else val)
     assert not found["test"]
@@ -251,4 +251,4 @@ def test_a_folder_of_token_files_is_its_files(tmp_path):
     (folder / "more.txt").write_text("text too")
     assert token_files([folder]) == []
     with pytest.raises(CorruptError, match=r"are these token ids\? `pentameter prepare FILE\.bin"):
-        [*text_from_paths([nanogpt(tmp_path / "raw.bin", [0xFFFD] * 9)]).pieces()]
+        [*text_from_paths([nanogpt(tmp_path / "raw.bin", [0xFFFD] * 9)]).chunks()]

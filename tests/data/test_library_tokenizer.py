@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.data.tokenizers.cutting import Cutter
+from pentameter.data.tokenizers.chunking import Chunker
 from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.data.tokenizers.setting import load_tokenizer
 from pentameter.errors import ConfigError, CorruptError
@@ -67,7 +67,7 @@ def test_a_foreign_file_is_told_from_ours(tmp_path):
 
 
 def test_documents_are_not_cut_where_tokens_may_end_elsewhere():
-    cutter = Cutter("library", longest=100)
-    assert [cutter.feed("the cat.\n" * 10) for _ in range(1)] == [""]
-    given = cutter.feed("the cat.\n" * 10)
-    assert given + cutter.rest() == "the cat.\n" * 20
+    chunker = Chunker("library", longest=100)
+    assert [chunker.feed("the cat.\n" * 10) for _ in range(1)] == [""]
+    given = chunker.feed("the cat.\n" * 10)
+    assert given + chunker.rest() == "the cat.\n" * 20

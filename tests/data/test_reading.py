@@ -83,12 +83,12 @@ def test_a_wrong_record_is_named_with_file_and_line(tmp_path, line, message):
     assert str(file) in str(error.value)
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 2, 3, 7, 1 << 16])
+@pytest.mark.parametrize("chunk_bytes", [1, 2, 3, 7, 1 << 16])
 @pytest.mark.parametrize("encoding", CHARACTERS)
 def test_a_named_encoding_is_decoded_whatever_a_block_cuts(
-    tmp_path, monkeypatch, encoding, piece_bytes
+    tmp_path, monkeypatch, encoding, chunk_bytes
 ):
-    monkeypatch.setattr("pentameter.data.corpora.files.PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("pentameter.data.corpora.files.CHUNK_BYTES", chunk_bytes)
     assert encoding_problem(encoding) is None
     text = CHARACTERS[encoding] * 3
     contents = FileContents(encoding)
@@ -106,7 +106,7 @@ def test_every_encoding_that_is_taken_can_be_read(tmp_path):
         assert documents(file, FileContents(name)) == ["abc\n"]
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 3, 1 << 16])
+@pytest.mark.parametrize("chunk_bytes", [1, 3, 1 << 16])
 @pytest.mark.parametrize(
     ("encoding", "data", "said"),
     [
@@ -127,8 +127,8 @@ def test_every_encoding_that_is_taken_can_be_read(tmp_path):
         ("latin-1", b"ab\xe9\0", "latin-1 text: NUL at character 3; no encoding makes"),
     ],
 )
-def test_what_does_not_decode_is_placed(tmp_path, monkeypatch, encoding, data, said, piece_bytes):
-    monkeypatch.setattr("pentameter.data.corpora.files.PIECE_BYTES", piece_bytes)
+def test_what_does_not_decode_is_placed(tmp_path, monkeypatch, encoding, data, said, chunk_bytes):
+    monkeypatch.setattr("pentameter.data.corpora.files.CHUNK_BYTES", chunk_bytes)
     file = write(tmp_path / "a.txt", data)
     with pytest.raises(CorruptError, match=said) as error:
         documents(file, FileContents(encoding))
@@ -137,11 +137,11 @@ def test_what_does_not_decode_is_placed(tmp_path, monkeypatch, encoding, data, s
 
 @given(st.sampled_from(sorted(CHARACTERS)), st.binary(max_size=40), st.integers(1, 9))
 def test_any_bytes_are_the_text_python_makes_of_them_or_an_error(
-    tmp_path_factory, encoding, data, piece_bytes
+    tmp_path_factory, encoding, data, chunk_bytes
 ):
     file = write(tmp_path_factory.mktemp("any") / "a.txt", data)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pentameter.data.corpora.files.PIECE_BYTES", piece_bytes)
+        patch.setattr("pentameter.data.corpora.files.CHUNK_BYTES", chunk_bytes)
         try:
             (found,) = documents(file, FileContents(encoding))
         except CorruptError:

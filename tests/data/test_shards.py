@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from preparing import prepare
 
-from pentameter.data.corpora.text import text_of_pieces
-from pentameter.data.prepare.from_text import prepare
-from pentameter.data.prepare.splits import Splitting, split_ends
+from pentameter.data.corpora.text import text_of_chunks
+from pentameter.data.prepare.splits import Splitting
 from pentameter.data.shards.dataset import open_shards
 from pentameter.data.shards.format import find_header, header_hash
 from pentameter.data.shards.writer import ShardWriter
@@ -22,7 +22,7 @@ TEXT = "the quick brown fox jumps over the lazy dog. " * 4
 def text_of(content, *, name="text", pieces=1):
     cut = -(-len(content) // pieces) or 1
     parts = [content[i : i + cut] for i in range(0, len(content), cut)]
-    return text_of_pieces(name, lambda: iter(parts), len(content.encode()))
+    return text_of_chunks(name, lambda: iter(parts), len(content.encode()))
 
 
 @pytest.fixture
@@ -171,13 +171,13 @@ DAMAGE = {
     "id far beyond": (poke(0, 65535), r"token 0 \(byte 0\) has id 65535"),
     "header cut": (
         lambda folder: (folder / "text.json").write_text('{"format": "pentameter-sh'),
-        "text.json is not JSON",
+        "text.json is damaged: it is not JSON",
     ),
     "header not text": (
         lambda folder: (folder / "text.json").write_bytes(b"\x80\x04\x95\xff"),
-        "text.json is not JSON",
+        "text.json is damaged: not UTF-8",
     ),
-    "header a list": (lambda folder: (folder / "text.json").write_text("[]"), '"format"'),
+    "header a list": (lambda folder: (folder / "text.json").write_text("[]"), "not a JSON object"),
     "header edited": (
         lambda folder: rewrite(folder, lambda h: h.update(bytes_per_token=2.0), rehash=False),
         'match its "sha256"',
@@ -315,13 +315,13 @@ def test_what_is_not_prepared_has_no_header(tmp_path):
         (3, 0.1, 0.1, (2, 2)),
     ],
 )
-def test_split_ends(n, val, test, ends):
-    assert split_ends(n, val, test) == (*ends, n)
+def test_ends_of_splits(n, val, test, ends):
+    assert Splitting(val, test).ends(n) == (*ends, n)
 
 
 def test_a_text_that_changes_while_it_is_read_is_refused_and_leaves_nothing(tmp_path):
     versions = iter(["abcabc", "abcbca"])
-    text = text_of_pieces("text", lambda: iter([next(versions)]), 6)
+    text = text_of_chunks("text", lambda: iter([next(versions)]), 6)
     with pytest.raises(StorageError, match="changed while it was read"):
         prepare(text, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.data.batches.step import IGNORED
 from pentameter.data.shards.dataset import TokenSequence, TokenSplit
 from pentameter.errors import ConfigError
 from pentameter.evaluate.split import evaluation_batches
+from pentameter.planning.architecture import IGNORED_TARGET
 
 
 def numbered_split(n_tokens, starts=(0,)):
@@ -42,7 +42,7 @@ def test_every_token_counts_once_with_the_context_promised(
     ):
         assert batch.inputs.shape == batch.targets.shape == (len(batch.rows), context_length)
         for inputs, targets in zip(batch.inputs, batch.targets, strict=True):
-            for place in np.flatnonzero(targets != IGNORED):
+            for place in np.flatnonzero(targets != IGNORED_TARGET):
                 target = int(targets[place])
                 begin = max(start for start in begins if start < target)
                 n_context = place + 1

@@ -1,17 +1,18 @@
 import os
 import socket
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.data.corpora.files import read_pieces
+from pentameter.data.corpora.files import read_chunks
 from pentameter.data.corpora.text import (
     files_below,
     first_bytes,
     text_from_paths,
-    text_of_pieces,
+    text_of_chunks,
 )
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
@@ -24,21 +25,26 @@ def write(path: Path, data: bytes) -> Path:
     return path
 
 
+def read_in(file, chunk_bytes):
+    with mock.patch("pentameter.data.corpora.files.CHUNK_BYTES", chunk_bytes):
+        return list(read_chunks(file))
+
+
 @given(file_text, st.integers(1, 7))
-def test_pieces_join_to_the_text_wherever_the_bytes_are_cut(tmp_path_factory, text, piece_bytes):
+def test_pieces_join_to_the_text_wherever_the_bytes_are_cut(tmp_path_factory, text, chunk_bytes):
     file = write(tmp_path_factory.mktemp("text") / "a.txt", text.encode())
-    assert "".join(read_pieces(file, piece_bytes)) == text.removeprefix("\ufeff")
+    assert "".join(read_in(file, chunk_bytes)) == text.removeprefix("\ufeff")
 
 
 def test_line_ends_are_kept(tmp_path):
     file = write(tmp_path / "a.txt", b"one\r\ntwo\rthree\n\n")
-    assert "".join(read_pieces(file)) == "one\r\ntwo\rthree\n\n"
+    assert "".join(read_chunks(file)) == "one\r\ntwo\rthree\n\n"
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 2, 3, 100])
-def test_only_a_leading_byte_order_mark_is_dropped(tmp_path, piece_bytes):
+@pytest.mark.parametrize("chunk_bytes", [1, 2, 3, 100])
+def test_only_a_leading_byte_order_mark_is_dropped(tmp_path, chunk_bytes):
     file = write(tmp_path / "a.txt", b"\xef\xbb\xbfa\xef\xbb\xbfb")
-    assert "".join(read_pieces(file, piece_bytes)) == "a\ufeffb"
+    assert "".join(read_in(file, chunk_bytes)) == "a\ufeffb"
 
 
 @pytest.mark.parametrize(
@@ -51,11 +57,11 @@ def test_only_a_leading_byte_order_mark_is_dropped(tmp_path, piece_bytes):
         ("text".encode("utf-16"), "UTF-16"),
     ],
 )
-@pytest.mark.parametrize("piece_bytes", [4, 1000])
-def test_binary_files_are_refused_with_file_and_offset(tmp_path, data, message, piece_bytes):
+@pytest.mark.parametrize("chunk_bytes", [4, 1000])
+def test_binary_files_are_refused_with_file_and_offset(tmp_path, data, message, chunk_bytes):
     file = write(tmp_path / "a.txt", data)
     with pytest.raises(CorruptError, match=message) as error:
-        list(read_pieces(file, piece_bytes))
+        list(read_in(file, chunk_bytes))
     assert str(file) in str(error.value)
 
 
@@ -66,7 +72,7 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
     for name in (".git", "__pycache__"):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "file", b"no")
-    assert "".join(text_from_paths([tmp_path]).pieces()) == "<a.txt><b/10><b/2><c>"
+    assert "".join(text_from_paths([tmp_path]).chunks()) == "<a.txt><b/10><b/2><c>"
 
 
 def test_odd_files_are_left_out_and_never_opened(tmp_path):
@@ -87,14 +93,14 @@ def test_odd_files_are_left_out_and_never_opened(tmp_path):
 def test_a_link_to_nowhere_and_an_unreadable_file_are_named(tmp_path):
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     with pytest.raises(StorageError, match=r"gone\.txt"):
-        list(text_from_paths([tmp_path]).pieces())
+        list(text_from_paths([tmp_path]).chunks())
     (tmp_path / "gone.txt").unlink()
     secret = write(tmp_path / "secret.txt", b"text")
     secret.chmod(0)
     if os.access(secret, os.R_OK):
         pytest.skip("this user may read every file")
     with pytest.raises(StorageError, match=r"secret\.txt"):
-        list(text_from_paths([tmp_path]).pieces())
+        list(text_from_paths([tmp_path]).chunks())
 
 
 def test_missing_and_empty_paths_are_refused(tmp_path):
@@ -106,8 +112,8 @@ def test_missing_and_empty_paths_are_refused(tmp_path):
 
 @given(file_text, st.integers(1, 40))
 def test_first_bytes_is_the_longest_start_that_fits(text, max_bytes):
-    whole = text_of_pieces("t", lambda: iter([text[:3], text[3:]]), len(text.encode()), "id")
-    start = "".join(first_bytes(whole, max_bytes).pieces())
+    whole = text_of_chunks("t", lambda: iter([text[:3], text[3:]]), len(text.encode()), "id")
+    start = "".join(first_bytes(whole, max_bytes).chunks())
     assert text.startswith(start)
     assert len(start.encode()) <= max_bytes
     assert start == text or len(text[: len(start) + 1].encode()) > max_bytes

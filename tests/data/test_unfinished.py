@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
+from preparing import prepare
 
 from pentameter.data.corpora.text import text_from_paths
-from pentameter.data.prepare.from_text import prepare
 from pentameter.data.prepare.splits import Splitting
 from pentameter.data.shards.dataset import open_shards
 from pentameter.disk.lock import building
@@ -25,7 +26,8 @@ SETTINGS = {"splitting": Splitting(0.2, 0.1, "document"), "shard_tokens": 150_00
 SCRIPT = """
 import os, sys
 from pathlib import Path
-from pentameter.data.prepare.from_text import prepare
+sys.path.append(sys.argv[5])
+from preparing import prepare
 from pentameter.data.prepare.splits import Splitting
 from pentameter.data.corpora.text import text_from_paths
 at, tokenizer = int(sys.argv[3]), sys.argv[4]
@@ -63,7 +65,10 @@ def files(folder):
 
 
 def killed(folder, out, at, tokenizer):
-    arguments = [sys.executable, "-c", SCRIPT, str(folder), str(out), str(at), tokenizer]
+    arguments = [
+        *(sys.executable, "-c", SCRIPT, str(folder), str(out), str(at), tokenizer),
+        str(Path(__file__).parent),
+    ]
     done = subprocess.run(arguments, check=False, capture_output=True, text=True)
     assert done.returncode == -9, done.stderr
 

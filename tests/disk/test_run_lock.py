@@ -16,7 +16,7 @@ from dataclasses import replace
 import pytest
 
 from pentameter.disk import lock as lock_module
-from pentameter.disk.lock import RunLock, current_owner
+from pentameter.disk.lock import RunLock, current_owner, is_held
 from pentameter.errors import RunFolderInUseError
 
 HOLD = """
@@ -169,6 +169,7 @@ def write_owner(path, owner, beat=0):
 def test_a_silent_owner_on_another_machine_is_taken_over_after_a_while(path):
     write_owner(path, replace(current_owner(), host="elsewhere", boot="other"))
     os.utime(path, (4e9, 4e9))  # clocks and times say nothing
+    assert not is_held(path, watch_seconds=0.4)
     start = time.monotonic()
     with quick(path):
         assert time.monotonic() - start > 0.35
@@ -194,6 +195,7 @@ def test_a_beating_owner_on_another_machine_is_left_alone(path):
     try:
         with pytest.raises(RunFolderInUseError, match="on elsewhere"), quick(path):
             pass
+        assert is_held(path)
     finally:
         stop.set()
         thread.join()
@@ -207,8 +209,26 @@ def test_a_reused_process_number_or_a_restart_does_not_keep_the_folder(path):
         me,  # our own, from before an exec: the kernel dropped its lock
     ):
         write_owner(path, owner)
+        assert is_held(path) == (owner is me)  # who reads does not take `flock` to see
         with quick(path):
             pass
+
+
+def test_who_asks_whether_a_lock_is_held_leaves_it_alone(path, hold):
+    assert not is_held(path)
+    process = hold(path)
+    process.stdout.readline()
+    before = path.stat().st_ino
+    assert is_held(path)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not is_held(path)
+    assert path.stat().st_ino == before
+    path.write_bytes(b"{}")
+    assert not is_held(path)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    assert not is_held(path)
 
 
 @pytest.fixture
@@ -300,5 +320,6 @@ def test_clocks_are_not_asked(path, monkeypatch, hold):
     for jump in (-1e9, 0.0, 1e9):
         monkeypatch.setattr(time, "time", lambda jump=jump: 1.7e9 + jump)
         os.utime(path, (1.7e9 - jump, 1.7e9 - jump))
+        assert is_held(path)
         with pytest.raises(RunFolderInUseError), quick(path):
             pass

@@ -56,7 +56,7 @@ def test_both_forms_are_read(tmp_path):
         {**PLAIN, "answer": "1"},
     )
     questions = read_questions(file)
-    assert [q.place for q in questions] == [f"{file}:{line}" for line in (1, 3, 4, 5)]
+    assert [q.source for q in questions] == [f"{file}:{line}" for line in (1, 3, 4, 5)]
     assert [q.answer for q in questions] == [3, 2, 3, 1]
     assert questions[0].context == questions[1].context == HELLASWAG["ctx"]
     assert questions[0].choices == tuple(HELLASWAG["endings"])

@@ -29,6 +29,20 @@ def make_reference(tmp_path_factory, **overrides):
     return config, folder / "run", time.monotonic() - start
 
 
+def wait_until(reached, name, deadline_seconds=30):
+    deadline = time.monotonic() + deadline_seconds
+    while not reached():
+        assert time.monotonic() < deadline, f"not reached: {name}"
+        time.sleep(0.005)
+
+
+def wait_for_step(run, step):
+    metrics = run / "metrics.jsonl"
+    wait_until(
+        lambda: metrics.exists() and f'"step": {step},' in metrics.read_text(), f"step {step}"
+    )
+
+
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
 def reference(request, tmp_path_factory):
     return make_reference(tmp_path_factory, **{"train.precision": request.param})
@@ -61,7 +75,8 @@ def test_a_signal_saves_and_exits_75(reference, tmp_path, name):
     moments = random.Random(name)
     run = tmp_path / "run"
     process = train_in_child(config, run)
-    process.join(moments.uniform(0.3, 0.9) * seconds)
+    wait_until(run.exists, "the run folder is made")  # before `fit`, a signal is the caller's
+    process.join(moments.uniform(0.0, 0.8) * seconds)
     with suppress(ProcessLookupError):
         os.kill(process.pid, getattr(signal, name))
     sent = time.monotonic()
@@ -70,16 +85,6 @@ def test_a_signal_saves_and_exits_75(reference, tmp_path, name):
     assert time.monotonic() - sent < 10
     finish(config, run)
     assert_same_run(run, undisturbed)
-
-
-def wait_for_step(run, step, deadline_seconds=30):
-    deadline = time.monotonic() + deadline_seconds
-    while time.monotonic() < deadline:
-        metrics = run / "metrics.jsonl"
-        if metrics.exists() and f'"step": {step},' in metrics.read_text():
-            return
-        time.sleep(0.005)
-    raise AssertionError(f"step {step} was not reached")
 
 
 def test_a_signal_between_checkpoints_commits_the_step_it_reached(tmp_path):

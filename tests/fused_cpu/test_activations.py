@@ -11,7 +11,7 @@ def test_a_table_is_its_formula(kind):
     table = curve(kind)
     x = torch.linspace(-1.5 * RANGE[kind], 1.5 * RANGE[kind], 20_001, dtype=torch.float64)
     at = (x.abs() * table.per_unit).clamp(max=31.999998)
-    t, pieces = at.frac(), table.pieces.double()[:, at.long()]
+    t, pieces = at.frac(), table.coefficients.double()[:, at.long()]
     u = pieces[0] + t * (pieces[1] + t * (pieces[2] + t * pieces[3]))
     rise = (pieces[1] + t * (2 * pieces[2] + t * 3 * pieces[3])) * table.per_unit
     y, slope = ACTIVATIONS[kind](x, True)

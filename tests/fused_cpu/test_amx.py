@@ -6,13 +6,14 @@ import torch
 from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu import native
 from pentameter.fused_cpu.amx_attention import can_attend
-from pentameter.fused_cpu.amx_feed_forward import MAX_WEIGHT, can_feed_forward, product_over_rows
+from pentameter.fused_cpu.amx_feed_forward import MAX_WEIGHT, can_feed_forward, matmul_over_rows
 from pentameter.fused_cpu.functions import AmxAttention, AmxFeedForward, CausalAttention
 from pentameter.fused_cpu.heads import HeadShape
 from pentameter.fused_cpu.step import fused_loss_sum
 from pentameter.machine.capabilities import machine_capabilities
 from pentameter.model.dropout import dropout_keys
-from pentameter.model.gpt import ACTIVATIONS, build_model
+from pentameter.model.feed_forward import ACTIVATIONS
+from pentameter.model.gpt import build_model
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -144,7 +145,7 @@ def plain_feed_forward(x, scale, bias, down, kind, *up):
     return (y * h[:, len(up[0]) :] if len(up) > 1 else y) @ down.to(x.dtype).t()
 
 
-def fed_forward(function, arguments, g, dtype=None):
+def run_layer(function, arguments, g, dtype=None):
     leaves = [
         x.to(dtype or x.dtype).clone().requires_grad_() if isinstance(x, torch.Tensor) else x
         for x in arguments
@@ -175,9 +176,9 @@ def fed_forward(function, arguments, g, dtype=None):
 def test_a_feed_forward_layer_equals_the_products(M, D, n, kind, biased):
     arguments, g = layer(M, D, n, kind, biased)
     assert can_feed_forward(arguments[0], arguments[3])
-    exact = fed_forward(plain_feed_forward, arguments, g, torch.float64)
-    native = fed_forward(AmxFeedForward.apply, arguments, g)
-    plain = fed_forward(plain_feed_forward, arguments, g)
+    exact = run_layer(plain_feed_forward, arguments, g, torch.float64)
+    native = run_layer(AmxFeedForward.apply, arguments, g)
+    plain = run_layer(plain_feed_forward, arguments, g)
     for x, other, reference in zip(native, plain, exact, strict=True):
         assert relative(x, reference) < max(1.2 * relative(other, reference), 0.002)
 
@@ -188,7 +189,7 @@ def test_a_feed_forward_layer_does_not_depend_on_threads():
     try:
         for n_threads in (1, 2, 3):
             torch.set_num_threads(n_threads)
-            answers.append(fed_forward(AmxFeedForward.apply, *layer(288, 32, 32, "gelu", False)))
+            answers.append(run_layer(AmxFeedForward.apply, *layer(288, 32, 32, "gelu", False)))
     finally:
         torch.set_num_threads(before)
     for answer in answers[1:]:
@@ -213,8 +214,8 @@ def test_numbers_beyond_the_table_of_an_activation(kind):
 
 def test_gradients_may_lie_anyhow():
     arguments, g = layer(64, 32, 32, "gelu", True)
-    turned = fed_forward(AmxFeedForward.apply, arguments, g.t().contiguous().t())
-    assert all(map(torch.equal, turned, fed_forward(AmxFeedForward.apply, arguments, g)))
+    turned = run_layer(AmxFeedForward.apply, arguments, g.t().contiguous().t())
+    assert all(map(torch.equal, turned, run_layer(AmxFeedForward.apply, arguments, g)))
 
 
 def test_threads_may_change_between_forward_and_backward():
@@ -247,12 +248,12 @@ def test_what_the_kernels_do_not_take_is_left_to_the_products():
 
 
 @pytest.mark.parametrize("shape", [(64, 32, 96), (576, 64, 32)])
-def test_a_product_over_rows(shape):
+def test_a_matmul_over_rows(shape):
     M, a, b = shape
     left, right = torch.randn(M, a).bfloat16(), torch.randn(M, b).bfloat16()
     exact = left.double().t() @ right.double()
-    assert relative(product_over_rows(left, right), exact) < 1e-6
-    assert relative(product_over_rows(left, right, transposed=True), exact.t()) < 1e-6
+    assert relative(matmul_over_rows(left, right), exact) < 1e-6
+    assert relative(matmul_over_rows(left, right, transposed=True), exact.t()) < 1e-6
 
 
 VARIANTS = {

@@ -8,6 +8,7 @@ import torch
 from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu import activations, attention_kernels, kernels, native
 from pentameter.fused_cpu.functions import AddNorm, FeedForward
+from pentameter.fused_cpu.heads import HeadShape
 from pentameter.fused_cpu.step import fused_loss_sum
 from pentameter.fused_cpu.vector_kernels import (
     SubLayerEnd,
@@ -165,11 +166,12 @@ def test_gradients_of_weights_that_are_not_finite_stay_so():
     g, e = torch.full((2, 4, 4), torch.nan), torch.rand(2, 4, 4)
     keys, one = torch.tensor([[1, 2]], dtype=torch.int32), torch.ones(2, 4, 1)
     backward = attention_kernels.softmax_backward.__wrapped__
-    g_scores, dropped = backward(g, e, 0 * one, one, 1.0, 0, keys, 4, 0.5)
+    shape = HeadShape(2, 2, 1, 1e-5, 4, 0.5)
+    g_scores, dropped = backward(g, e, 0 * one, one, 0, keys, shape)
     assert g_scores.isnan().all()
     assert (dropped == 0).any()
     _, dropped, _ = attention_kernels.softmax_forward.__wrapped__(
-        torch.full((2, 4, 4), torch.nan), torch.zeros(4, 4), 1.0, 0, keys, 4, 0.5
+        torch.full((2, 4, 4), torch.nan), torch.zeros(4, 4), 0, keys, shape
     )
     assert dropped.isnan().all()
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pentameter.data.tokenizers.bpe import train_bpe
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
-from pentameter.generation.loop import TextPieces
+from pentameter.generation.loop import Detokenizer
 
 
 class Bytes:
@@ -32,7 +32,7 @@ class Words:
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    text = TextPieces(tokenizer)
+    text = Detokenizer(tokenizer)
     return [*(text.push(token) for token in ids), text.flush()]
 
 
@@ -70,7 +70,7 @@ def test_bytes_that_are_no_text_at_all(tokens: list[bytes]) -> None:
 
 
 def test_garbage_is_not_held_back_forever() -> None:
-    text = TextPieces(Bytes([b"\xff"]))  # type: ignore[arg-type]
+    text = Detokenizer(Bytes([b"\xff"]))  # type: ignore[arg-type]
     shown = "".join(text.push(0) for _ in range(50))
     assert len(shown) == 49
 
@@ -107,7 +107,7 @@ def test_an_end_of_text_is_text() -> None:
 
 def test_words_are_set_apart_and_off_from_the_prompt() -> None:
     assert pieces(WORDS, [1, 2, 0]) == ["the", " cat", " <unk>", ""]
-    text = TextPieces(WORDS, WORDS.encode("The cat"))
+    text = Detokenizer(WORDS, WORDS.encode("The cat"))
     assert [text.push(token) for token in (1, 2, 3)] == [" the", " cat", " ."]
     assert text.flush() == ""
 
@@ -116,6 +116,6 @@ def test_words_are_set_apart_and_off_from_the_prompt() -> None:
 def test_pieces_behind_a_prompt_continue_its_text(ids: list[int], n_prompt: int) -> None:
     prompt, new = ids[:n_prompt], ids[n_prompt:]
     for tokenizer in (WORDS, CharTokenizer("a\né→")):
-        text = TextPieces(tokenizer, prompt)
+        text = Detokenizer(tokenizer, prompt)
         came = "".join([*map(text.push, new), text.flush()])
         assert tokenizer.decode(prompt) + came == tokenizer.decode(ids)

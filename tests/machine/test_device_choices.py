@@ -10,7 +10,10 @@ import sys
 import pytest
 import torch
 
+from pentameter.config.load import load_config
 from pentameter.errors import ConfigError
+from pentameter.estimating.cluster import Cluster, known_devices
+from pentameter.estimating.estimate import best_precision
 from pentameter.machine.capabilities import (
     Capabilities,
     CpuCapabilities,
@@ -89,6 +92,25 @@ def test_auto_precision(here, device, expected, why):
     assert why in reason
     # what auto takes can also be asked for
     assert choose_precision(expected, device, here)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("planned", "here"),
+    [
+        ("a100-80gb", A100),
+        ("v100", V100),
+        ("t4", nvidia("Tesla T4", 7, 5)),
+        ("gtx-1080-ti", nvidia("NVIDIA GeForce GTX 1080 Ti", 6, 1)),
+        ("mi100", amd("gfx908")),  # fp16 is twice as fast as bf16
+        ("mi250x", amd("gfx90a")),
+        ("mi300x", amd("gfx942")),
+    ],
+)
+def test_a_plan_takes_the_precision_of_a_run(planned, here):
+    device = known_devices()[planned]
+    cluster = Cluster(device_key=planned, device=device, node_size=1, n_nodes=1)
+    best = best_precision(load_config("gpt2-124m", {"train.precision": "auto"}), cluster)
+    assert best == choose_precision("auto", CUDA, here)[0]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from pentameter.model.attention import attend, attend_explicitly
 from pentameter.model.cache import KVCache
 from pentameter.model.gpt import GPT, build_model
 from pentameter.model.positions import rotation
-from pentameter.planning.architecture import parameter_table, window
+from pentameter.planning.architecture import window
+from pentameter.planning.gpt import parameter_table
 
 T, V = 16, 40
 DECODERS: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ from pentameter.model.attention import attend, attend_explicitly
 from pentameter.model.dropout import AttentionDropout, dropout_keys, keep_mask, weight_index
 from pentameter.model.fused_dropout import drop_in_kernel, row_error
 from pentameter.model.gpt import build_model
-from pentameter.parallel.recomputation import recompute_activations
+from pentameter.parallel.memory.recomputation import recompute_activations
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FP32 = 5e-6

@@ -12,7 +12,8 @@ from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import GPT, build_model
 from pentameter.model.loss import loss_sum
 from pentameter.model.positions import sinusoidal_positions
-from pentameter.planning.architecture import padded_vocab_size, parameter_table
+from pentameter.planning.architecture import padded_vocab_size
+from pentameter.planning.gpt import parameter_table
 
 
 def tiny(**changes: object) -> ModelConfig:

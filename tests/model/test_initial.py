@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from pentameter.config.schema import ModelConfig
 from pentameter.model.gpt import GPT, build_model
 from pentameter.model.initial import BLOCK_ELEMENTS, initial_values, initialize
-from pentameter.planning.architecture import Init, ParameterSpec, parameter_table
+from pentameter.planning.architecture import Init, ParameterSpec
+from pentameter.planning.gpt import parameter_table
 
 
 def spec(kind: str, scale: float = 1.0, n: int = 3 * BLOCK_ELEMENTS) -> ParameterSpec:

@@ -6,7 +6,7 @@ import torch
 from pentameter.config.schema import ModelConfig, OptimizerConfig
 from pentameter.model.gpt import GPT, build_model
 from pentameter.optim.build import build_optimizer, parameter_groups, set_learning_rate
-from pentameter.planning.architecture import parameter_table
+from pentameter.planning.gpt import parameter_table
 
 MODEL = ModelConfig(vocab_size=11, context_length=8, n_layers=2, n_heads=2, d_model=8, bias=True)
 

@@ -57,7 +57,7 @@ def fit(run, *, stop_at=None, precision="fp32", optimizer=None):
 
     trainer = Trainer(config, run_dir=run, hooks=[Stopper()], quiet=True)
     trainer.fit()
-    return trainer
+    return trainer.run
 
 
 def steps(run):

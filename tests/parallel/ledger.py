@@ -22,11 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode  # documented by this path
 
-from pentameter.parallel import divided_norm, parts, product_3d, summa, tensor_products
-from pentameter.parallel.context_parallel import exchanged
-from pentameter.parallel.ring_attention import attend_around, differentiate_around
+from pentameter.estimating.communication import WORLD, Communication, CommunicationCounter
+from pentameter.estimating.operation_communication import Kind
+from pentameter.parallel.context.context_parallel import exchanged
+from pentameter.parallel.context.ring_attention import attend_around, differentiate_around
+from pentameter.parallel.grid import product_3d, summa
+from pentameter.parallel.tensor import collectives, sharded_norm, tensor_products
 from pentameter.planning.layout import MESH_DIMENSIONS, Layout
-from pentameter.planning.traffic import WORLD, Kind, Traffic, TrafficCounter
 
 OPERATIONS: dict[str, tuple[Kind, Callable[..., Any]]] = {
     # Name: kind, and of its arguments what counts as handed over.
@@ -56,14 +58,14 @@ BODIES: dict[str, Callable[..., Any]] = {
     "summa_backward": summa.differentiated,
     "product_3d": product_3d.multiplied,
     "product_3d_backward": product_3d.differentiated,
-    "divided_norm": divided_norm.normed,
-    "divided_norm_backward": divided_norm.differentiated,
+    "sharded_norm": sharded_norm.normed,
+    "sharded_norm_backward": sharded_norm.differentiated,
     "gather_stream": tensor_products.gathered,
     "sum_stream": tensor_products.summed,
     "read_stream": tensor_products.multiplied,
     "read_stream_backward": tensor_products.differentiated,
-    "gather_parts": parts.gathered_parts,
-    "sum_parts": parts.summed_part,
+    "all_gather_shards": collectives.gathered_shards,
+    "reduce_scatter_shards": collectives.reduced_shard,
 }
 """Operations of our own, which hide what they are made of from PyTorch's dispatch."""
 NOT_SENT = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
@@ -72,21 +74,21 @@ NOT_SENT = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrie
 class Ledger(TorchDispatchMode):
     """Counts what this process sends within its `with`, by (dimension, kind).
 
-    Bytes and dimensions are as `pentameter.planning.traffic` defines them. Groups of one process
-    send nothing and are left out. The first two steps of DDP are not like the later ones.
+    Bytes and dimensions are as `pentameter.estimating.communication` defines them. Groups of one
+    rank send nothing and are left out. The first two steps of DDP are not like the later ones.
     """
 
     def __init__(self, layout: Layout, mesh: DeviceMesh) -> None:
         super().__init__()
         self._layout = layout
-        self._counter = TrafficCounter()
+        self._counter = CommunicationCounter()
         self._dimensions: dict[str, str | None] = {  # by name of the group
             mesh.get_group(name).group_name: name if size > 1 else None
             for name, size in layout.parameter_sizes.items()
         }
 
     @property
-    def traffic(self) -> Mapping[tuple[str, Kind], Traffic]:
+    def traffic(self) -> Mapping[tuple[str, Kind], Communication]:
         """What was counted so far."""
         return self._counter.counted
 

@@ -22,8 +22,8 @@ from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch
 from pentameter.optim.build import build_optimizer
 from pentameter.parallel.assemble import assemble
-from pentameter.parallel.bounded_stage import BoundedStage
 from pentameter.parallel.engine import Engine
+from pentameter.parallel.pipeline.bounded_stage import BoundedStage
 from pentameter.planning.layout import parse_layout
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.world import World

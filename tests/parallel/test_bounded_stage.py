@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from measured import configuration, first_step, held
 
-from pentameter.parallel.bounded_stage import SCHEDULES_LET_GO
+from pentameter.estimating.plan_estimates import plan_memory
+from pentameter.parallel.pipeline.bounded_stage import SCHEDULES_LET_GO
 from pentameter.planning.layout import parse_layout
 from pentameter.planning.plan import make_plan
 
@@ -47,7 +48,7 @@ def test_many_micro_batches_hold_as_much_as_few(processes, layout):
     batch = 2 * 8 * T * (MANY - FEW)  # tokens and targets, int64
     for one, other in zip(few, many, strict=True):
         assert other - one < batch + STREAM / 2  # one stream a micro-batch would be 8
-    planned = [make_plan(config_of(layout, n), world_size=size).memory() for n in (FEW, MANY)]
+    planned = [plan_memory(make_plan(config_of(layout, n), world_size=size)) for n in (FEW, MANY)]
     assert planned[0] == planned[1]
     assert max(few) == pytest.approx(planned[0].total_bytes, rel=0.1)
 
@@ -59,5 +60,5 @@ def test_pytorch_keeps_receives_without_memory(processes, layout):
     size = parse_layout(layout).world_size
     for most, stages in processes.run(size, first_step, config_of(layout, MANY)):
         assert stages == [(2 * MANY, set() if SCHEDULES_LET_GO else {"meta"})]
-        planned = make_plan(config_of(layout, MANY), world_size=size).memory()
+        planned = plan_memory(make_plan(config_of(layout, MANY), world_size=size))
         assert most < planned.total_bytes + STREAM  # when PyTorch makes the buffers, too

@@ -12,8 +12,9 @@ from pentameter.config.schema import ModelConfig
 from pentameter.model.attention import attend
 from pentameter.model.dropout import AttentionDropout, dropout_keys
 from pentameter.model.gpt import GPT
-from pentameter.parallel.context_parallel import own_positions, share_context
+from pentameter.parallel.context.context_parallel import own_positions, parallelize_context
 from pentameter.planning.layout import Layout
+from pentameter.planning.sharding import sharding_of
 
 B, H, T, K = 2, 4, 32, 8
 MODES = ("ring", "all-to-all")
@@ -59,14 +60,14 @@ def part(world, asked: Asked) -> list[torch.Tensor]:
     model = GPT(config)
     attention = model.blocks["0"].attention
     attention.weights_dropout = weights_dropout(asked.dropout)
-    share_context(model, dist.group.WORLD, asked.layout)
+    parallelize_context(model, dist.group.WORLD, sharding_of(asked.layout, model.config))
     own = own_positions(asked.layout, world.rank, torch.arange(T))
     *qkv, grad = (each[:, :, own].contiguous() for each in tensors(asked.dtype))
     qkv = [each.requires_grad_() for each in qkv]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pentameter.parallel.ring_attention.TILE", asked.tile)
+        patch.setattr("pentameter.parallel.context.ring_attention.TILE", asked.tile)
         if asked.explicit:
-            always = "pentameter.parallel.ring_attention._is_explicit"
+            always = "pentameter.parallel.context.ring_attention._is_explicit"
             patch.setattr(always, lambda q, dropout, window: True)
         y = attention.attend(
             *qkv,

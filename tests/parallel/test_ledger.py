@@ -10,21 +10,21 @@ import torch.distributed as dist
 from ledger import Ledger
 from measured import configuration, constants, sent
 
+from pentameter.estimating.communication import Communication, step_communication
 from pentameter.parallel.mesh import build_mesh
 from pentameter.planning.layout import Layout, parse_layout
 from pentameter.planning.plan import make_plan
-from pentameter.planning.traffic import Traffic, step_traffic
 
-PLAN = "pentameter.planning.traffic."
+PLAN = "pentameter.estimating.communication."
 SMALL_BUCKETS = {
     PLAN + "COPIES_BUCKET_BYTES": 700,
     "pentameter.parallel.data_parallel.COPIES_BUCKET_BYTES": 700,
-    PLAN + "SUM_BUCKET_BYTES": 700,
+    "pentameter.planning.buckets.SUM_BUCKET_BYTES": 700,
 }
 # Parts of 7 and 6 columns: on its own each process would take another number of rows at a time.
 SMALL_CHUNKS = {
-    PLAN + "MAX_LOGITS": 26,
-    "pentameter.planning.grid_traffic.MAX_LOGITS": 26,
+    "pentameter.estimating.operation_communication.MAX_LOGITS": 26,
+    "pentameter.estimating.grid_communication.MAX_LOGITS": 26,
     "pentameter.model.loss.MAX_LOGITS": 26,
 }
 BF16 = {"precision": "bf16"}
@@ -115,6 +115,7 @@ CASES = [
     ("data=2,zero=3", QWEN, BF16, {}),
     ("tensor=2,pipeline=2", ONE_KV_HEAD, {}, {}),
     ("context=2", QWEN, BF16, {}),
+    ("context=2", OLMO_ALONE, {}, {}),
     ("context=2,context_mode=all-to-all", LLAMA, {}, {}),
     LONG(TWO_D, OLMO, {"activation_checkpoint": "selective"}, {}),
     LONG(TWO_D, QWEN, BF16, {}),
@@ -151,7 +152,7 @@ def test_adapters_are_planned(processes, layout, train, targets):
 
 
 def rows(layout):
-    return {"micro_batch_size": 2 if parse_layout(layout).n_row_parts < 4 else 1}
+    return {"micro_batch_size": 2 if parse_layout(layout).n_batch_shards < 4 else 1}
 
 
 def compare(processes, config, changed):
@@ -160,7 +161,8 @@ def compare(processes, config, changed):
     plan = make_plan(config, world_size=size)
     with constants(changed):
         planned = [
-            dict(step_traffic(plan.config, plan.layout, plan.stages, rank)) for rank in range(size)
+            dict(step_communication(plan.config, plan.layout, plan.stages, rank))
+            for rank in range(size)
         ]
     assert counted == planned
 
@@ -188,8 +190,8 @@ def count_alone(world):
 def test_numbers_are_told_from_tensors_of_the_same_group(processes):
     for traffic in processes.run(2, count_both):
         assert traffic == {
-            ("data", "all_reduce"): Traffic(1, 12),
-            ("world", "all_reduce"): Traffic(1, 8),
+            ("data", "all_reduce"): Communication(1, 12),
+            ("world", "all_reduce"): Communication(1, 8),
         }
 
 

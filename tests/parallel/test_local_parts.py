@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pentameter.parallel.local_parts import local_part
+from pentameter.parallel.local_shards import local_shard
 
 
 class Diagonal:
@@ -26,4 +26,4 @@ class Placed(torch.Tensor):
 
 def test_an_unknown_placement_is_an_error_and_not_a_guess():
     with pytest.raises(ValueError, match="not known here"):
-        local_part(torch.ones(4).as_subclass(Placed))
+        local_shard(torch.ones(4).as_subclass(Placed))

@@ -12,10 +12,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import Batch
 from pentameter.errors import ConfigError
+from pentameter.estimating.plan_estimates import plan_record, plan_state_bytes
 from pentameter.parallel.assemble import assemble
-from pentameter.parallel.gpt_source import GPTSource
-from pentameter.parallel.own_model import OwnModel, model_source
-from pentameter.parallel.shared_parameters import give_memory, share_within
+from pentameter.parallel.sources.custom_model import OwnModel, model_source
+from pentameter.parallel.sources.gpt_source import GPTSource
+from pentameter.parallel.sources.tied_parameters import give_memory, tie_within
 from pentameter.planning.plan import make_plan
 
 CPU = torch.device("cpu")
@@ -137,9 +138,9 @@ def test_the_plan_counts_what_is_there():
     ]
     assert plan.n_parameters == sum(p.numel() for p in module.parameters())
     assert plan.flops_per_token == 6 * (V * D + 2 * D * D)
-    assert plan.planned_memory.weights_bytes == 4 * plan.n_parameters
-    assert plan.planned_memory.optimizer_bytes == 8 * plan.n_parameters
-    said = plan.to_json()
+    assert plan_state_bytes(plan).weights_bytes == 4 * plan.n_parameters
+    assert plan_state_bytes(plan).optimizer_bytes == 8 * plan.n_parameters
+    said = plan_record(plan)
     assert said["model"]["built_by"] == "test_own_model.py:build"
     assert said["communication"] is None
     muon = {spec.name for spec in plan.table if spec.is_block_matrix}
@@ -151,10 +152,10 @@ def test_the_plan_divides_bytes_as_styles_and_shards_do():
     source = OwnModel(build, tensor_table=lambda config, stream: {"blocks.*": ColwiseParallel()})
     cut = planned(source, config(parallel={"tensor": 2}))
     blocks = 2 * (D * D + D)
-    assert cut.planned_memory.weights_bytes == 4 * (cut.n_parameters - blocks // 2)
+    assert plan_state_bytes(cut).weights_bytes == 4 * (cut.n_parameters - blocks // 2)
     shared = planned(SOURCE, config(parallel={"zero": 3, "data": 2}, micro_batch_size=3))
     rows = -(-V // 2) * D + blocks // 2
-    assert shared.planned_memory.weights_bytes == 4 * rows
+    assert plan_state_bytes(shared).weights_bytes == 4 * rows
 
 
 @pytest.mark.parametrize(
@@ -276,7 +277,7 @@ def test_a_slice_is_initialised_without_the_others():
 
 def test_slices_of_one_process_share_a_parameter_under_all_its_names():
     first, last = Words(), Words()
-    share_within([first, last], ["embedding.weight"])
+    tie_within([first, last], ["embedding.weight"])
     assert last.embedding.weight is last.head.weight is first.embedding.weight
     assert last.blocks[0].weight is not first.blocks[0].weight
 

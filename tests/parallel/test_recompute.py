@@ -8,8 +8,8 @@ from pentameter.model.cache import KVCache
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import GPT, build_model
 from pentameter.model.loss import loss_sum
-from pentameter.parallel import recomputation
-from pentameter.parallel.recomputation import recompute_activations
+from pentameter.parallel.memory import recomputation
+from pentameter.parallel.memory.recomputation import recompute_activations
 
 WAYS = ("selective", "full")
 

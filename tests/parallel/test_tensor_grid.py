@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from pentameter.config.schema import ModelConfig
 from pentameter.model.gpt import GPT
-from pentameter.parallel.divided_norm import divided_norm
-from pentameter.parallel.tensor_grid import Grid, grid_table
-from pentameter.planning.architecture import operations
+from pentameter.parallel.grid.tensor_grid import STYLES, Grid
+from pentameter.parallel.precision import arithmetic
+from pentameter.parallel.tensor.sharded_norm import sharded_norm
+from pentameter.planning.gpt import operations
 from pentameter.planning.layout import Layout, parse_layout
+from pentameter.planning.sharding import Sharding
 
 TWO, THREE = "tensor=4,tensor_mode=2d", "tensor=8,tensor_mode=3d"
 R, D, V = 8, 12, 13  # rows of all, channels, and outputs that nothing divides
@@ -57,13 +57,13 @@ def regions(layout: Layout, rank: int) -> tuple[tuple[slice, slice], ...]:
 def products(world, text: str, dtype: torch.dtype) -> list[torch.Tensor]:
     """This process's parts of the product and of the gradients of inputs and weight."""
     layout = parse_layout(text)
-    grid = Grid.of(layout, world)
+    grid = Grid.of(Sharding(layout, n_kv_heads=4), arithmetic("fp64"), world)
     x, weight, g = (
         tensor[region].contiguous()
         for tensor, region in zip(whole(dtype), regions(layout, world.rank), strict=True)
     )
     x, weight = x.requires_grad_(), weight.requires_grad_()
-    y = grid.reading(torch.empty(V, D))(x, weight)
+    y = grid.reading(torch.empty(V, D)).linear(x, weight)
     return [y.detach(), *torch.autograd.grad(y, (x, weight), g)]
 
 
@@ -84,14 +84,14 @@ def test_a_product_and_its_gradients_are_those_of_one_process(processes, layout,
 def norms(world, centred: bool, shift: float) -> list[torch.Tensor]:
     """This process's channels of a norm, and the gradients of all that it reads."""
     layout = parse_layout(TWO)
-    grid = Grid.of(layout, world)
+    grid = Grid.of(Sharding(layout, n_kv_heads=4), arithmetic("fp64"), world)
     place = grid.places["tensor"]
     generator = torch.Generator().manual_seed(1)
     x, g = torch.randn(2, 2, 3, D, generator=generator, dtype=torch.float64) + shift
     weight, bias = torch.randn(2, D, generator=generator, dtype=torch.float64)
     mine = part(D, 2, place)
     read = [each[..., mine].clone().requires_grad_() for each in (x, weight, bias)]
-    y, _ = divided_norm(*read, 1e-5, centred, grid.tensor)
+    y, _ = sharded_norm(*read, 1e-5, centred, grid.tensor)
     own = [y.detach(), *torch.autograd.grad(y, read, g[..., mine])]
     read = [each.clone().requires_grad_() for each in (x, weight, bias)]
     if centred:
@@ -119,17 +119,10 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("changed", VARIANTS, ids=str)
-def test_the_table_has_every_module_with_parameters(changed):
+def test_every_module_with_parameters_has_a_style(changed):
     config = ModelConfig(
         vocab_size=19, context_length=8, n_layers=2, n_heads=2, d_model=8, **changed
     )
-    with_parameters = {
-        op.name.replace(".0.", ".*.").replace(".1.", ".*.")
-        for op in operations(config)
-        if op.parameters
-    }
-    assert all(
-        any(fnmatchcase(path, pattern) for pattern in grid_table()) for path in with_parameters
-    )
-    modules = {path for path, _ in GPT(config).named_modules()}
-    assert {path.replace("*", "0") for path in with_parameters} <= modules
+    with_parameters = {op.name: op.role for op in operations(config) if op.parameters}
+    assert set(with_parameters.values()) <= STYLES.keys()
+    assert with_parameters.keys() <= {path for path, _ in GPT(config).named_modules()}

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pentameter.parallel.local_parts import local_part
+from pentameter.parallel.local_shards import local_shard
 from pentameter.processes.world import World
 
 
@@ -52,7 +52,7 @@ class SpoilInOne:
     def on_step(self, trainer: Any, metrics: Any) -> None:
         if self.plants and metrics.step == self.step:
             with torch.no_grad():
-                local_part(next(iter(trainer.engine.parameters())))[0].view(-1)[-1] = float("nan")
+                local_shard(next(iter(trainer.engine.parameters())))[0].view(-1)[-1] = float("nan")
 
 
 class _Overflowing(torch.autograd.Function):

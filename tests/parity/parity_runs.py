@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from pentameter.checkpoint.lazy_tensors import materialize
 from pentameter.checkpoint.opening import open_checkpoint
-from pentameter.checkpoint.safetensors_writer import materialize
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
 from pentameter.errors import PentameterError
@@ -225,15 +225,18 @@ def train_here(
 ) -> Ended:
     """Train in this process, one of the world's; `hook(world)` makes a hook of the trainer."""
     from pentameter.train.loop import Trainer
+    from pentameter.train.state import TrainState
 
     hooks = () if hook is None else (hook(world),)
     trainer = Trainer(config, run_dir=folder, quiet=True, world=world, hooks=hooks, **options)
     try:
         end = trainer.fit()
-        step, reason = end.step, end.reason
+        state, reason = trainer.run.state, end.reason
     except PentameterError as error:
-        step, reason = trainer.state.step, f"{type(error).__name__}: {error}"
-    state = trainer.state.to_json()
+        # What refuses to start has no run, and made no step.
+        state = trainer.run.state if hasattr(trainer, "run") else TrainState()
+        reason = f"{type(error).__name__}: {error}"
+    step, state = state.step, state.to_json()
     del state["train_seconds"], state["epoch"]["seconds"]
     return Ended(step, reason, state)
 

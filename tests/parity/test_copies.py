@@ -9,7 +9,7 @@ import torch
 from parity_runs import changed
 
 from pentameter.config.schema import Config
-from pentameter.parallel.local_parts import local_part
+from pentameter.parallel.local_shards import local_shard
 
 TINY = Config.model_validate(
     {
@@ -56,7 +56,7 @@ class FlipBit:
 
     def on_step(self, run, step):
         if step.step == self.step and self.is_faulty:
-            local, _ = local_part(dict(run.engine.named_parameters())[self.name])
+            local, _ = local_shard(dict(run.engine.named_parameters())[self.name])
             element = local.reshape(-1)[:1]  # a view, as each shard here is contiguous
             element.copy_((element.view(torch.int32) ^ (1 << self.bit)).view(torch.float32))
 

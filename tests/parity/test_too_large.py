@@ -68,7 +68,7 @@ class Assembled:
 def assembled(world: World, config: Config) -> Assembled:
     """Assemble and count every allocation of torch's on the way."""
     from pentameter.parallel.assemble import assemble
-    from pentameter.parallel.local_parts import local_part
+    from pentameter.parallel.local_shards import local_shard
     from pentameter.planning.plan import make_plan
 
     gc.collect()  # or what an earlier job left would be freed here, and counted
@@ -88,7 +88,7 @@ def assembled(world: World, config: Config) -> Assembled:
             peak = max(peak, held)
     parts, kept = {}, []
     for name, parameter in engine.named_parameters():
-        part, offset = local_part(parameter)
+        part, offset = local_shard(parameter)
         parts[name] = (offset, part.clone())
         kept.append(part.untyped_storage().nbytes())
     return Assembled(peak, largest, kept, parts)

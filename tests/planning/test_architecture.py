@@ -5,11 +5,8 @@ import pytest
 
 from pentameter.config.schema import ModelConfig
 from pentameter.errors import ConfigError
-from pentameter.planning.architecture import (
-    Init,
-    padded_vocab_size,
-    parameter_table,
-)
+from pentameter.planning.architecture import Init, padded_vocab_size
+from pentameter.planning.gpt import parameter_table
 
 SHAKESPEARE_TUTORIAL = ModelConfig(
     vocab_size=65,

@@ -13,16 +13,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pentameter.config.schema import Config, ModelConfig
+from pentameter.estimating.communication import step_communication
+from pentameter.estimating.costs import ActivationBytes, step_sizes
+from pentameter.estimating.memory import step_memory
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import GPT, TiedHead, build_model
-from pentameter.planning import layout as layouts
-from pentameter.planning.architecture import ParameterSpec, operations, parameter_table
-from pentameter.planning.costs import ActivationBytes, step_sizes
+from pentameter.planning import sharding as shardings
+from pentameter.planning.architecture import ParameterSpec
+from pentameter.planning.gpt import operations, parameter_table
 from pentameter.planning.layout import Layout
 from pentameter.planning.layout_checks import check_layout
-from pentameter.planning.memory import step_memory
 from pentameter.planning.plan import make_plan
-from pentameter.planning.traffic import step_traffic
 
 B, T, D, L, V = 2, 16, 24, 3, 40
 BASE = ModelConfig(
@@ -160,8 +161,8 @@ def test_a_block_saves_what_the_list_says(name: str) -> None:
 def divided_twice(monkeypatch: pytest.MonkeyPatch) -> Config:
     """A configuration, where from then on `embed` is divided over `tensor_rows`."""
     config = resolved(variant("gpt2"))
-    axes = {**layouts.AXIS_DIMENSIONS, "embed": ("tensor_rows",)}
-    monkeypatch.setattr(layouts, "AXIS_DIMENSIONS", axes)
+    axes = {**shardings.AXIS_DIMENSIONS, "embed": ("tensor_rows",)}
+    monkeypatch.setattr(shardings, "AXIS_DIMENSIONS", axes)
     return config
 
 
@@ -177,14 +178,15 @@ def test_a_second_dimension_divides_a_second_axis(divided_twice: Config) -> None
     assert layout.world_size == 4
     check_layout(layout, divided_twice.model)
     table = parameter_table(divided_twice.model)
-    assert all(layout.local_shape(spec.shape, spec.axes) == halved(spec) for spec in table)
+    sharding = shardings.sharding_of(layout, divided_twice.model)
+    assert all(sharding.parameter_shape(spec) == halved(spec) for spec in table)
     memory = step_memory(divided_twice, layout, [range(L)])
     here = sum(math.prod(halved(spec)) for spec in table)
     assert memory.weights_bytes == memory.gradients_bytes == 4 * here
     assert memory.optimizer_bytes == 2 * memory.weights_bytes
     half = step_memory(divided_twice, TwoTensorDimensions(tensor=2), [range(L)])
     assert memory.activations_bytes < half.activations_bytes
-    sent = step_traffic(divided_twice, layout, [range(L)])
+    sent = step_communication(divided_twice, layout, [range(L)])
     # Forward: the two products of a layer that sum over `embed`, and the head; backward: the
     # gradients of what the other two read.
     assert sent["tensor_rows", "all_reduce"].calls == 4 * L + 1

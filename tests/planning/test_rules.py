@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from pentameter.planning.architecture import Init, ParameterSpec
 from pentameter.planning.layout import Layout
 from pentameter.planning.rules import LayoutRules
+from pentameter.planning.sharding import Sharding
 
 
 @pytest.mark.parametrize(
@@ -22,16 +24,20 @@ from pentameter.planning.rules import LayoutRules
     ],
 )
 def test_one_of_four_sums_over_data(layout, data_sum):
-    assert LayoutRules(layout).data_sum == data_sum
+    assert Sharding(layout, n_kv_heads=4).data_sum == data_sum
 
 
 def test_messages_are_cut_where_processes_would_send_the_same():
-    assert Layout(tensor=2, pipeline=2).cuts_messages(8)
-    assert Layout(tensor=2, pipeline=2, context=2).cuts_messages(8)
-    assert not Layout(tensor=2, pipeline=2).cuts_messages(9)
-    assert not Layout(tensor=2, pipeline=2, sequence=True).cuts_messages(8)
-    assert not Layout(tensor=4, tensor_mode="2d", pipeline=2).cuts_messages(8)
-    assert not Layout(tensor=2).cuts_messages(8)
+    assert Sharding(Layout(tensor=2, pipeline=2), n_kv_heads=4).shards_messages(8)
+    assert Sharding(Layout(tensor=2, pipeline=2, context=2), n_kv_heads=4).shards_messages(8)
+    assert not Sharding(Layout(tensor=2, pipeline=2), n_kv_heads=4).shards_messages(9)
+    assert not Sharding(Layout(tensor=2, pipeline=2, sequence=True), n_kv_heads=4).shards_messages(
+        8
+    )
+    assert not Sharding(
+        Layout(tensor=4, tensor_mode="2d", pipeline=2), n_kv_heads=4
+    ).shards_messages(8)
+    assert not Sharding(Layout(tensor=2), n_kv_heads=4).shards_messages(8)
 
 
 @pytest.mark.parametrize(
@@ -54,14 +60,13 @@ def test_zero_reduces_and_gives_up_as_its_stage_says(
     assert rules.keeps_whole_gradients(n_micro_batches=1) == (zero == 0 or pipeline > 1)
 
 
-def test_buckets_hold_the_sums_of_several_micro_batches():
-    rules = LayoutRules(Layout(data=2))
-    assert rules.adds_up_in_buckets(2)
-    assert not rules.adds_up_in_buckets(1)
-    assert not LayoutRules(Layout(data=2, zero=1)).adds_up_in_buckets(2)
-
-
 def test_copies_of_shards_are_summed_where_there_are_some():
-    assert LayoutRules(Layout(data=4, zero=1, replicate=2)).sums_shard_copies
-    assert not LayoutRules(Layout(data=4, zero=1)).sums_shard_copies
-    assert not LayoutRules(Layout(data=4)).sums_shard_copies
+    spec = ParameterSpec("weight", (4, 4), ("mlp", "embed"), Init("zeros"), True)
+
+    def placement(**degrees):
+        return Sharding(Layout(**degrees), n_kv_heads=4).placement(spec)
+
+    assert placement(data=4, zero=1, replicate=2).fsdp_over == ("data", "shard")
+    assert placement(data=4, zero=1).fsdp_over == ("shard",)
+    assert placement(data=4).ddp_over == ("data",)
+    assert placement(data=2, tensor=2).summed_over == ("data",)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pentameter.errors import InterruptedRunError
-from pentameter.machine.cores import chosen_threads, fair_share, usable_cores
+from pentameter.machine.cores import chosen_threads, fair_thread_count, usable_cores
 from pentameter.processes.failure import Failure, WorkerFailedError, first_failure
 from pentameter.processes.local_launch import _relay, run_local, worker_environment
 
@@ -340,10 +340,10 @@ def test_the_first_failure():
 
 def test_threads():
     cores = frozenset(range(8))
-    assert fair_share(cores, [cores] * 3) == 2
-    assert fair_share(cores, [cores] * 9) == 1
+    assert fair_thread_count(cores, [cores] * 3) == 2
+    assert fair_thread_count(cores, [cores] * 9) == 1
     # bound to cores of their own, as SLURM does
-    assert fair_share(frozenset({0, 1}), [frozenset({0, 1}), frozenset({2, 3})]) == 2
+    assert fair_thread_count(frozenset({0, 1}), [frozenset({0, 1}), frozenset({2, 3})]) == 2
     assert chosen_threads({}) is None
     assert chosen_threads({"OMP_NUM_THREADS": "3"}) == 3
     assert chosen_threads({"OMP_NUM_THREADS": "1"}) == 1

@@ -40,6 +40,18 @@ def test_a_note_may_last_three_times_as_long_as_it_ever_took(clock):
     assert str(noted.latest) == "in step 4 (saving)"
 
 
+def test_what_was_done_beside_training_is_a_measure_too(clock):
+    """The last save of a run is waited for, and only those beside training were timed."""
+    noted = Progress(timeout_seconds=600)
+    noted.note("saving", 1)
+    clock.now += 1
+    noted.note("training", 2)
+    noted.took("saving", 100)
+    noted.took("saving", 3)
+    noted.note("saving", 3)
+    assert noted.latest.timeout_seconds == 300
+
+
 def test_the_launcher_reads_what_a_worker_notes(tmp_path):
     assert read_progress(tmp_path, 3) == Note()
     noted = Progress(progress_path(tmp_path, 3), 600)

@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 
 import pytest
 from pages import check_page, text_of
@@ -14,6 +15,7 @@ from pentameter.config.load import load_config
 from pentameter.config.write import to_toml
 from pentameter.errors import ConfigError
 from pentameter.planning.plan import make_plan
+from pentameter.report import reading
 from pentameter.report.comparison import compare_runs, render_comparison
 from pentameter.report.plots import LOSSES, overlay_figure, useful_axes
 
@@ -249,3 +251,11 @@ def test_comparing_needs_no_torch(pair, tmp_path):
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_locks_of_other_machines_are_watched_side_by_side(make_named, run_events, monkeypatch):
+    """Each takes up to six seconds."""
+    folders = [make_named(name, run_events(400)) for name in ("one", "two")]
+    together = threading.Barrier(2)
+    monkeypatch.setattr(reading, "is_held", lambda path: together.wait(timeout=30) >= 0)
+    assert [run.outcome.label for run in compare_runs(folders).runs] == ["running", "running"]

@@ -1,8 +1,10 @@
+import json
 import os
 import time
 
 import pytest
 
+from pentameter.disk.lock import RunLock
 from pentameter.report.page import render_page
 from pentameter.report.reading import read_run
 from pentameter.report.results import outcome
@@ -54,14 +56,26 @@ def test_why_a_run_ended_before_its_last_step(make_run, reason, sentence):
     assert said(make_run, end(reason)).sentence == sentence
 
 
+@pytest.mark.parametrize(
+    "reason", ["no better idea", "SIGma is reached", "errors fell", "completed"]
+)
+def test_a_hooks_reason_is_taken_for_no_other(make_run, reason):
+    said_of = said(make_run, {**end(reason), "kind": "hook"})
+    assert said_of.sentence == f"Ended after step 50 of 400: {reason}."
+    assert said_of.label == "stopped"
+
+
 def test_a_killed_run_is_not_taken_for_a_running_one(make_run):
     folder = make_run([{"event": "train", "step": 50, "loss": 2.0, "eta_seconds": 70.0}])
     lock = folder / "run.lock"
-    lock.touch()
-    running = outcome(read_run(folder))
+    with RunLock(lock, beat_seconds=60):
+        left = lock.read_bytes()
+        os.utime(lock, (time.time() - 3600,) * 2)  # a full disk takes no beats; clocks differ
+        running = outcome(read_run(folder))
     assert running.label == "running"
     assert running.sentence == "Running: step 50, about 1 min 10 s to go."
-    os.utime(lock, (time.time() - 3600,) * 2)  # nobody has touched it for an hour
+    gone = {**json.loads(left), "pid": 2**22 + 1}
+    lock.write_text(json.dumps(gone))  # touched just now, by nobody that lives
     killed = outcome(read_run(folder))
     assert killed.label == "interrupted"
     assert killed.sentence.endswith("The same command starts it again.")

@@ -3,7 +3,8 @@ import time
 import pytest
 from pages import check_page, text_of
 
-from pentameter import wording
+from pentameter import formatting
+from pentameter.disk.lock import RunLock
 from pentameter.errors import ConfigError, StorageError
 from pentameter.report.page import write_report
 
@@ -66,8 +67,8 @@ def test_how_a_run_ended(make_run, run_events, reason, label):
 def test_a_run_in_progress_and_an_abandoned_one(make_run, run_events):
     folder = make_run(run_events(50))
     assert ">interrupted</span>" in checked(folder)
-    (folder / "run.lock").touch()
-    assert ">running</span>" in checked(folder)
+    with RunLock(folder / "run.lock"):
+        assert ">running</span>" in checked(folder)
 
 
 def test_no_step_yet(make_run, run_events):
@@ -129,7 +130,7 @@ def test_a_folder_that_cannot_be_written(make_run, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("pentameter.disk.atomic.os.replace", refuse)
-    with pytest.raises(StorageError, match="No space left"):
+    with pytest.raises(StorageError, match=r"cannot write .*report\.html: No space left"):
         write_report(folder)
     assert not list(folder.glob("*report*"))
 
@@ -140,7 +141,7 @@ def test_a_folder_that_cannot_be_written(make_run, monkeypatch):
      (0.1234, "0.123"), (float("nan"), "–"), (float("inf"), "–")],
 )  # fmt: skip
 def test_counts(value, text):
-    assert wording.count(value) == text
+    assert formatting.count(value) == text
 
 
 @pytest.mark.parametrize(
@@ -151,4 +152,4 @@ def test_counts(value, text):
      (float("nan"), "–"), (-1, "–")],
 )  # fmt: skip
 def test_durations(seconds, text):
-    assert wording.duration(seconds) == text
+    assert formatting.duration(seconds) == text

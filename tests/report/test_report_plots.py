@@ -73,7 +73,7 @@ def test_no_loss_no_figure(tmp_path, make_run):
 def test_one_step_is_enough(make_run):
     record = read_run(make_run('{"event": "train", "step": 1, "loss": 4.1, "grad_norm": 0}'))
     assert legend(loss_figure(record)) == ["train"]
-    for _, _, figure in small_figures(record):
+    for _, _, figure in small_figures(record, PAGE):
         page_svg(figure, "x", "")
 
 

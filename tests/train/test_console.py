@@ -6,7 +6,7 @@ import re
 import socket
 import subprocess
 import sys
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from pentameter.evaluate.split import EvalMetrics
 from pentameter.processes.world import World
 from pentameter.train.console import Console
 from pentameter.train.hooks import EpochMetrics, StepMetrics
+from pentameter.train.run_lines import RunLines
 from pentameter.train.state import TrainState
 
 TINY = [
@@ -50,9 +51,19 @@ def trainer():
         config=config,
         run_dir=Path("runs/quickstart"),
         plan=SimpleNamespace(steps=2000),
-        compute=SimpleNamespace(device_name="a device"),
-        state=SimpleNamespace(step=300),
+        compute=SimpleNamespace(device_name="a device", compiled=False),
+        state=TrainState(step=300),
+        evaluations={},
+        world=World(),
     )
+
+
+@contextmanager
+def console_of(run, world=None):
+    """The console of a run, and the hook that prints the run on it."""
+    run.world = world or World()
+    with Console(run.world) as run.console:
+        yield run.console, RunLines()
 
 
 def test_control_characters_of_a_sample_reach_no_terminal(tmp_path):
@@ -89,9 +100,9 @@ def test_preparing_on_a_terminal_is_the_live_line(monkeypatch, capsys):
     ],
 )
 def test_a_step_line_says_how_far_the_run_is(trainer, capsys, step, eta_seconds, said):
-    with Console() as console:
-        console.on_step(trainer, metrics(1))
-        console.on_step(trainer, metrics(step, eta_seconds))
+    with console_of(trainer) as (_, lines):
+        lines.on_step(trainer, metrics(1))
+        lines.on_step(trainer, metrics(step, eta_seconds))
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("step    1/2000 ·   0% │ loss")  # it may have compiled
     assert second.startswith(said)
@@ -103,16 +114,16 @@ def test_a_step_line_says_how_far_the_run_is(trainer, capsys, step, eta_seconds,
      (9.996, "· 10.0 s/step │"), (12.34, "· 12.3 s/step │"), (1234.4, "· 1,234 s/step │")],
 )  # fmt: skip
 def test_a_long_step_says_how_long(trainer, capsys, seconds, said):
-    with Console() as console:
-        console.on_step(trainer, replace(metrics(10), step_seconds=seconds))
+    with console_of(trainer) as (_, lines):
+        lines.on_step(trainer, replace(metrics(10), step_seconds=seconds))
     assert said in capsys.readouterr().out
 
 
 def test_perplexity_stands_in_the_line_of_a_preset_whose_source_says_it(trainer, capsys):
     assert not trainer.config.log.perplexity
     trainer.config = load_config("wikitext2-small")
-    with Console() as console:
-        console.on_step(trainer, metrics(10))
+    with console_of(trainer) as (_, lines):
+        lines.on_step(trainer, metrics(10))
     assert "│ loss 2.5000 │ perplexity 12.18 │ lr" in capsys.readouterr().out
 
 
@@ -135,23 +146,23 @@ def test_the_live_line_says_what_is_waited_for(trainer, compiled):
     trainer.evaluations = {"val": None}
     trainer.state = TrainState()
     word = " compiles" if compiled else ""
-    with Console() as console:
+    with console_of(trainer) as (console, lines):
         console._live = live = Terminal()
         console.progress("reading", 13, 100)
-        console.clear()  # as the data is there
-        console.on_start(trainer)
-        console.on_eval(trainer, evaluated("val", 2.0))
+        console.show("")  # as the data is there
+        lines.on_start(trainer)
+        lines.on_eval(trainer, evaluated("val", 2.0))
         assert live.shown[0].endswith("· 13%")
         assert live.shown[1:] == ["", f"the first evaluation{word}", f"step 1{word}"]
         trainer.state = TrainState(step=300, last_eval_step=300)  # resumed
-        console.on_start(trainer)
+        lines.on_start(trainer)
         assert live.shown[-1] == f"step 301{word}"
 
 
 def test_epochs_shorter_than_the_log_interval_are_not_said(trainer, capsys):
-    with Console() as console:
+    with console_of(trainer) as (_, lines):
         for n_steps in (9, 10):
-            console.on_epoch(trainer, EpochMetrics(1, n_steps, 2.5, 12.2, 640, n_steps, 1.0))
+            lines.on_epoch(trainer, EpochMetrics(1, n_steps, 2.5, 12.2, 640, n_steps, 1.0))
     assert capsys.readouterr().out.count("epoch ") == 1
 
 
@@ -161,11 +172,11 @@ def evaluated(split: str, loss: float, *, best: bool = False) -> EvalMetrics:
 
 def test_the_loss_of_the_training_split_stands_beside_validations(trainer, capsys):
     trainer.evaluations = {"val": None, "train": None, "more": None}
-    with Console() as console:
+    with console_of(trainer) as (_, lines):
         for metrics_of_one in (
             evaluated("val", 2.5012, best=True), evaluated("train", 2.4966), evaluated("more", 3.0)
         ):  # fmt: skip
-            console.on_eval(trainer, metrics_of_one)
+            lines.on_eval(trainer, metrics_of_one)
     assert capsys.readouterr().out.splitlines() == [
         "eval    100 │ val loss 2.5012 │ perplexity 12.2 │ 3.6085 bits/byte │ train loss 2.4966 │ "
         "1.0 s  ← best",
@@ -176,8 +187,8 @@ def test_the_loss_of_the_training_split_stands_beside_validations(trainer, capsy
 @pytest.mark.parametrize("split", ["val", "train"])
 def test_one_of_the_two_alone_has_a_line(trainer, capsys, split):
     trainer.evaluations = {split: None}
-    with Console() as console:
-        console.on_eval(trainer, evaluated(split, 2.0))
+    with console_of(trainer) as (_, lines):
+        lines.on_eval(trainer, evaluated(split, 2.0))
     (line,) = capsys.readouterr().out.splitlines()
     assert (
         line == f"eval    100 │ {split} loss 2.0000 │ perplexity 7.389 │ 2.8854 bits/byte │ 0.5 s"
@@ -185,13 +196,13 @@ def test_one_of_the_two_alone_has_a_line(trainer, capsys, split):
 
 
 def test_the_first_process_of_another_machine_says_where_it_stands(trainer, capsys, tmp_path):
-    with Console(SecondMachine(0)) as console:
+    with console_of(trainer, SecondMachine(0)) as (console, lines):
         console.open_log(tmp_path / "logs" / "rank-00008.txt")
         console.say("the data")
         console.warn(["known to all", "only here"])
-        console.on_start(trainer)
+        lines.on_start(trainer)
         for step in (9, 10, 11):
-            console.on_step(trainer, metrics(step))
+            lines.on_step(trainer, metrics(step))
     said = capsys.readouterr().out.splitlines()
     assert said == [
         "rank 8: warning: only here",
@@ -206,12 +217,12 @@ def test_the_first_process_of_another_machine_says_where_it_stands(trainer, caps
 
 
 def test_another_process_of_it_prints_its_own_warnings_only(trainer, capsys, tmp_path):
-    with suppress(ValueError), Console(SecondMachine(3)) as console:
+    with suppress(ValueError), console_of(trainer, SecondMachine(3)) as (console, lines):
         console.say("before the log is open")
         console.open_log(tmp_path / "log.txt")
         console.warn(["known to all", "only here"])
-        console.on_start(trainer)
-        console.on_step(trainer, metrics(10))
+        lines.on_start(trainer)
+        lines.on_step(trainer, metrics(10))
         raise ValueError("planted")
     assert capsys.readouterr().out == "rank 11: warning: only here\n"
     log = (tmp_path / "log.txt").read_text()

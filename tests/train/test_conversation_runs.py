@@ -7,8 +7,9 @@ import pytest
 from tiny_runs import config, events, fit
 
 from pentameter.config.load import load_config
-from pentameter.data.batches.step import IGNORED, suited_to, training_batches
+from pentameter.data.batches.step import suited_to, training_batches
 from pentameter.data.open_dataset import open_dataset
+from pentameter.planning.architecture import IGNORED_TARGET
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def test_a_run_packs_conversations_and_says_what_it_learns(data, tmp_path):
     written = load_config(tmp_path / "run" / "config.toml").data
     assert (written.order, written.packing) == ("documents", True)
     log = (tmp_path / "run" / "log.txt").read_text()
-    n_learnt = round(trainer.batches.target_share * trainer.plan.total_tokens)
+    n_learnt = round(trainer.batches.target_fraction * trainer.plan.total_tokens)
     assert f"learns  {n_learnt:,} of these tokens" in log
     assert "data.order='documents', data.packing=true" in log
     sample = (tmp_path / "run" / "samples" / "step-00000004.txt").read_text()
@@ -72,12 +73,12 @@ def test_shares_are_those_of_the_batches(data, changes):
     n_learnt = sum(batch.n_targets for batch in rows)
     share = n_learnt / (len(rows) * 128)
     if changes:
-        assert batches.target_share == share
+        assert batches.target_fraction == share
         n_filled = sum(int(np.flatnonzero(batch.inputs[0]).max(initial=-1)) + 2 for batch in rows)
-        assert abs(batches.filled_share - n_filled / (129 * len(rows))) < 0.1
+        assert abs(batches.filled_fraction - n_filled / (129 * len(rows))) < 0.1
     else:  # but for the tokens at an epoch's end that fill no row
-        assert abs(batches.target_share - share) < 0.02
-        assert all((batch.targets[0] != IGNORED).any() for batch in rows)
+        assert abs(batches.target_fraction - share) < 0.02
+        assert all((batch.targets[0] != IGNORED_TARGET).any() for batch in rows)
 
 
 @pytest.mark.parametrize("context_length", [1 << 16, 64])

@@ -6,8 +6,9 @@ import pytest
 from tiny_runs import config, events, fit
 
 from pentameter.checkpoint.load_model import load_model
+from pentameter.checkpoint.store import CheckpointStore
 from pentameter.data.open_dataset import open_dataset
-from pentameter.errors import ConfigError
+from pentameter.errors import ConfigError, StorageError
 from pentameter.evaluate.split import evaluate
 from pentameter.parallel.assemble import engine_of
 from pentameter.planning.plan import make_plan
@@ -76,6 +77,26 @@ def test_the_test_split_is_told_of_the_best_checkpoint(run):
     last = load_model(max((folder / "checkpoints").iterdir())).model.state_dict()
     for name, tensor in trainer.engine.model.state_dict().items():
         assert (tensor == last[name]).all(), "the run's own weights are the last ones again"
+
+
+def test_after_a_failed_save_of_the_best_the_same_checkpoint_is_told_of_and_opened(
+    files, tmp_path, monkeypatch
+):
+    """The test loss was that of the best checkpoint saved before, and `sample` opened the last."""
+    chosen = sections(files)
+    chosen["checkpoint"] = {"on_error": "warn", "keep_last": 1}
+    real = CheckpointStore.plan
+
+    def plan(self, step, *arguments, **options):
+        if step == 8:
+            raise StorageError("the disk is full")
+        return real(self, step, *arguments, **options)
+
+    monkeypatch.setattr(CheckpointStore, "plan", plan)
+    trainer, _ = fit(tmp_path / "run", sections=chosen, schedule=spoils)
+    assert (trainer.state.best_step, trainer.state.saved_best_step) == (8, 4)
+    (event,) = (e for e in events(tmp_path / "run", "eval") if e["split"] == "test")
+    assert load_model(tmp_path / "run").step == event["step"] == 4
 
 
 def test_a_complete_run_that_is_started_again_repeats_nothing(run, files):

@@ -55,6 +55,16 @@ def test_a_fine_tuned_run_begins_where_the_model_ended(base, tmp_path):
         torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-4)
 
 
+def test_the_tokenizer_of_a_model_that_was_moved_is_found(base, tmp_path):
+    (model,) = (base / "checkpoints").glob("step-*12")
+    gone = tmp_path / "gone" / "tokenizer.json"  # which config.toml of an imported model names
+    asked = config(train={"steps": 2}, data={"tokenizer": str(gone)})
+    for _ in range(2):  # the same call continues
+        Trainer(asked, run_dir=tmp_path / "run", init_from=model, quiet=True).fit()
+    said = (tmp_path / "run" / "log.txt").read_text()
+    assert f"warning: {gone} is not there; taking {model / 'tokenizer.json'}\n" in said
+
+
 def test_the_model_it_began_with_can_stay_the_best(base, tmp_path):
     asked = config(train={"steps": 2, "eval_interval": 1}, optimizer={"learning_rate": 1.0})
     Trainer(asked, run_dir=tmp_path / "run", init_from=base, quiet=True).fit()

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 from pentameter.config.load import load_config
 from pentameter.processes.world import World
+from pentameter.train.event_log import EventLog
 from pentameter.train.log_files import rewind_metrics
-from pentameter.train.recorder import Recorder
 
 
 def read(path):
@@ -18,14 +18,8 @@ def fail(warning):
 
 
 def recorder(path):
-    return Recorder(
-        SimpleNamespace(
-            world=World(),
-            config=load_config("grammar"),
-            folder=SimpleNamespace(metrics_path=path, check_there=lambda: None),
-            console=SimpleNamespace(say=fail),
-        )
-    )
+    folder = SimpleNamespace(metrics_path=path, check_there=lambda: None, checkpoint=None)
+    return EventLog(load_config("grammar"), folder, 0, World(), SimpleNamespace(say=fail))
 
 
 def test_non_finite_numbers_become_null(tmp_path):

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,19 +14,12 @@ import torch
 from pentameter.cli.main import main
 from pentameter.config.load import load_config
 from pentameter.errors import ConfigError
-from pentameter.machine.ceilings import Ceiling
-from pentameter.planning.cluster import parse_cluster
-from pentameter.planning.plan import make_plan
-from pentameter.planning.step_time import StepTime
 from pentameter.train import profile
 from pentameter.train.loop import Trainer
 from pentameter.train.profile import (
-    PlannedPace,
     Profile,
-    Stopwatch,
     longest_operations,
     parse_window,
-    slow_step,
 )
 
 TINY = [
@@ -50,42 +42,6 @@ def fit(run: Path, *hooks: object, **overrides: object) -> str:
     config = load_config(load_config(TINY[0], TINY[1:]), overrides)
     Trainer(config, run_dir=run, hooks=hooks, quiet=True).fit()
     return (run / "log.txt").read_text()
-
-
-def mfu_of_steps(monkeypatch, seconds, ceiling_flops, again):
-    """The utilisation of steps of a TFLOP that take so many seconds, under a measured ceiling;
-    `again` are those that measuring once more gives."""
-    clock = iter([each for took in seconds for each in (0.0, took)])
-    monkeypatch.setattr(profile.time, "perf_counter", lambda: next(clock))
-    plan = SimpleNamespace(
-        tokens_per_step=1000, flops_per_token=1e9, layout=SimpleNamespace(world_size=2)
-    )
-    measure = None if again is None else lambda: Ceiling(again.pop(0))
-    watch = Stopwatch(plan, SimpleNamespace(ceiling_flops=ceiling_flops, measure_again=measure))
-    found = []
-    for _ in seconds:
-        with watch:
-            pass
-        found.append(watch.mfu)
-    return found
-
-
-def test_no_step_is_faster_than_the_measured_ceiling(monkeypatch):
-    # 0.5 TFLOP/s on two devices, whose ceiling was measured while the machine was busy
-    again = [1e12]
-    assert mfu_of_steps(monkeypatch, [8, 2, 2, 2], 0.1e12, again) == [0.625, 0.25, 0.25, 0.25]
-    assert again == []
-
-
-def test_a_ceiling_is_measured_again_a_few_times_only(monkeypatch):
-    again = [1e9] * profile.MOST_MEASUREMENTS  # as low each time
-    found = mfu_of_steps(monkeypatch, [9, 8, 7, 6, 5, 4, 8], 1e9, again)
-    assert found == [1, 1, 1, 1, 1, 1, 0.5]
-    assert again == []
-
-
-def test_a_published_peak_stays(monkeypatch):
-    assert mfu_of_steps(monkeypatch, [4], 0.1e12, None) == [1.25]
 
 
 def spans(trace: Path) -> tuple[list[str], set[str]]:
@@ -227,7 +183,9 @@ def test_every_process_writes_a_trace_of_its_own_also_of_a_text_by_name(tmp_path
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pentameter", "train", "novel.txt", *TINY[1:]),
+            # Of a sample, a thousand operations for each character would be written, too.
             *("--run-dir", "run", "--nproc", "2", "--profile", "2:3"),
+            "--train.sample-interval=none",
         ],
         cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100,
         env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
@@ -239,32 +197,3 @@ def test_every_process_writes_a_trace_of_its_own_also_of_a_text_by_name(tmp_path
         assert steps == ["step 2", "step 3"]
         assert any("all_reduce" in name or "allreduce" in name for name in names)
     assert "profile of steps 2 to 3" in (tmp_path / "run" / "logs" / "rank-00001.txt").read_text()
-
-
-def test_a_slow_step_names_its_part():
-    planned = StepTime(1.0, 0.7, 0.1, {"tensor": 0.2}, 0.0, {})
-    said = slow_step(planned, 1.5, 0.01)
-    assert "a step takes 1.5 s, 50% more than the 1 s planned" in said
-    assert "0.2 s communication, 0.1 s of the pipeline's bubble" in said
-    assert "compute or communication is" in said
-    assert "0.4 s of it go to reading the batch" in slow_step(planned, 1.5, 0.4)
-
-
-def test_pace_is_compared_once_after_it_settled(monkeypatch):
-    said = []
-    cluster = parse_cluster("h100-80gb:1x1").resized(1)
-    monkeypatch.setattr(profile, "this_cluster", lambda *sizes: (cluster, True))
-    plan = make_plan(load_config("gpt2-124m", {"train.micro_batch_size": 16}))
-    run = SimpleNamespace(
-        plan=plan,
-        world=SimpleNamespace(size=1, local_size=1, is_main=True),
-        compute=SimpleNamespace(device=torch.device("cuda"), precision="bf16"),
-        console=SimpleNamespace(say=said.append),
-    )
-    for seconds, warns in ((0.01, False), (1000.0, True)):
-        pace = PlannedPace(lambda: 0.0)
-        pace.on_start(run)
-        for number in range(40):
-            pace.on_step(run, SimpleNamespace(step_seconds=seconds, step=number))
-        assert bool(said) == warns
-    assert len(said) == 1

@@ -11,8 +11,8 @@ from tiny_runs import fit
 from pentameter.errors import ConfigError, CorruptError, InterruptedRunError, PentameterError
 from pentameter.processes.world import World
 from pentameter.train import run_folder
-from pentameter.train.continuing import Request
 from pentameter.train.log_files import LogFile
+from pentameter.train.resuming import RunRequest
 from pentameter.train.run_folder import RunFolder, open_run_folder
 from pentameter.train.signals import StopSignals, _StopNow
 
@@ -35,7 +35,7 @@ def test_a_folder_that_another_machine_does_not_see_is_refused_at_once(tmp_path,
     monkeypatch.setattr(run_folder, "VISIBLE_SECONDS", 0.3)
     (tmp_path / "config.toml").touch()  # which makes it a run
     world = Elsewhere(RunFolder(tmp_path, "this-run", None, None))
-    request = Request(None, tmp_path, "auto", None, world)
+    request = RunRequest(None, tmp_path, "auto", None, world)
     for content in (None, '{"run_id": "another"}', '{"run_id": "this'):
         if content is not None:
             (tmp_path / "plan.json").write_text(content)

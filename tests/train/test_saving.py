@@ -1,6 +1,7 @@
 """Which checkpoints a run writes, keeps and removes when its numbers go wrong."""
 
 import math
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from pentameter.errors import InterruptedRunError, TrainingFailedError
 from pentameter.parallel.engine import Engine, LossSum
 from pentameter.processes.world import World
 from pentameter.train import loop
-from pentameter.train.saving import RunCheckpoints, first_non_finite
+from pentameter.train.saving import RunCheckpoints, advice, first_non_finite
 from pentameter.train.state import TrainState
 
 EACH_STEP = {"train": {"eval_interval": None}, "checkpoint": {"interval": 1}}
@@ -149,7 +150,7 @@ def test_a_signal_while_updates_are_skipped_leaves_the_last_checkpoint(tmp_path,
 
     class Signal:
         def on_skip(self, trainer, skip):
-            trainer._signals.received = "SIGTERM"
+            signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(InterruptedRunError, match=r"skipped; the last checkpoint is step 5") as got:
         fit(run, sections=EACH_STEP, hooks=[Signal()])
@@ -218,12 +219,8 @@ def test_a_lower_precision_is_a_reason_too(tmp_path):
         folder=SimpleNamespace(initial_weights=weights),
         compute=SimpleNamespace(precision="bf16"),
     )
-    assert (
-        RunCheckpoints(run, dict)
-        ._advice()
-        .endswith(
-            "look at the weights of a/model and at the data, or try train.precision=fp32, not bf16"
-        )
+    assert advice(run).endswith(
+        "look at the weights of a/model and at the data, or try train.precision=fp32, not bf16"
     )
 
 
@@ -267,7 +264,7 @@ def test_a_process_whose_part_is_finite_hears_of_the_other():
 def test_a_best_that_was_not_saved_does_not_give_up_the_best_before_it():
     pruned = []
     state = TrainState(step=30, best_step=20, saved_best_step=10, proved_step=29)
-    store = SimpleNamespace(prune=lambda *kept: pruned.append(kept))
+    store = SimpleNamespace(prune=lambda *kept: pruned.append(kept[:2]))
     run = SimpleNamespace(
         config=config(), state=state, world=World(), folder=SimpleNamespace(store=store)
     )

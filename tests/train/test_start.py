@@ -9,9 +9,10 @@ import torch
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
-from pentameter.planning.cluster import CONTEXT_BYTES
-from pentameter.planning.plan import make_plan
-from pentameter.train import start
+from pentameter.estimating.cluster import CONTEXT_BYTES
+from pentameter.estimating.plan_estimates import plan_memory
+from pentameter.planning.plan import Plan, make_plan
+from pentameter.train import device_memory, start
 from pentameter.train.loop import Trainer
 
 
@@ -78,7 +79,7 @@ def test_what_is_left_out_of_the_text_is_said(tmp_path):
 
 
 def test_a_model_beyond_the_memory_is_refused_with_both_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(start, "memory_bytes", lambda device: 1000)
+    monkeypatch.setattr(device_memory, "memory_bytes", lambda device: 1000)
     (tmp_path / "text.txt").write_text("some text " * 20)
     with pytest.raises(ConfigError, match=r"take 0\.0 GB, cpu has 0\.0 GB.*--dry-run"):
         fit(tmp_path, {"path": str(tmp_path / "text.txt")})
@@ -92,13 +93,15 @@ def test_what_is_offloaded_must_fit_the_machine_and_not_the_gpu(monkeypatch, dev
     plan = make_plan(config, world_size=2)
 
     def check():
-        start.check_device_memory(plan, torch.device("cuda"), local_size=2)
+        device_memory.check_device_memory(plan, torch.device("cuda"), local_size=2)
 
-    memory = plan.memory()
+    memory = plan_memory(plan)
     state = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
     on_gpu = CONTEXT_BYTES + max(0, memory.total_bytes - state) + 1
     small = {device: on_gpu if device == "cuda" else 1000}
-    monkeypatch.setattr(start, "memory_bytes", lambda device: small.get(device.type, 10**12))
+    monkeypatch.setattr(
+        device_memory, "memory_bytes", lambda device: small.get(device.type, 10**12)
+    )
     if device == "cuda":
         check()
         plan = make_plan(load_config(config, {"train.offload": False}), world_size=2)
@@ -110,16 +113,16 @@ def test_what_is_offloaded_must_fit_the_machine_and_not_the_gpu(monkeypatch, dev
 def test_a_step_beyond_the_memory_names_settings_that_fit(tmp_path, monkeypatch):
     config = load_config("gpt2-124m", {"train.tokens_per_step": 65536, "train.precision": "bf16"})
     plan = make_plan(config)
-    assert plan.memory().total_bytes > 8e9
-    monkeypatch.setattr(start, "memory_bytes", lambda device: 8_000_000_000)
+    assert plan_memory(plan).total_bytes > 8e9
+    monkeypatch.setattr(device_memory, "memory_bytes", lambda device: 8_000_000_000)
     said = (
         r"is planned to take .* GB, cpu has 8\.0 GB; --train\.micro-batch-size \d+ fits\. --force"
     )
     with pytest.raises(ConfigError, match=said):
-        start.check_device_memory(plan, torch.device("cpu"), local_size=1)
+        device_memory.check_device_memory(plan, torch.device("cpu"), local_size=1)
     small = make_plan(load_config(config, {"train.micro_batch_size": 1}))
-    start.check_device_memory(small, torch.device("cpu"), local_size=1)
-    monkeypatch.setattr(start, "memory_bytes", lambda device: 1000)
+    device_memory.check_device_memory(small, torch.device("cpu"), local_size=1)
+    monkeypatch.setattr(device_memory, "memory_bytes", lambda device: 1000)
     (tmp_path / "text.txt").write_text("some text " * 20)
     tiny = {"path": str(tmp_path / "text.txt")}
     fit(tmp_path, tiny, force=True)
@@ -148,3 +151,18 @@ def test_padding_is_not_counted_as_speed(tmp_path):
     step = next(record for record in records if record["event"] == "train")
     assert step["tokens"] == 4  # one target in each of four rows
     assert step["tokens_per_second"] * step["step_seconds"] == pytest.approx(4)
+
+
+def test_a_run_starts_with_one_plan(tmp_path, monkeypatch):
+    made = []
+    make = Plan.__init__
+
+    def count(plan, *arguments, **named):
+        made.append(plan)
+        make(plan, *arguments, **named)
+
+    monkeypatch.setattr(Plan, "__init__", count)
+    text = tmp_path / "text.txt"
+    text.write_text("one and two and three " * 40)
+    fit(tmp_path / "folder", {"path": str(text)})
+    assert len(made) == 1

@@ -16,7 +16,7 @@ from pentameter.checkpoint.load_model import load_model
 from pentameter.errors import ConfigError
 from pentameter.generation.loop import generate
 from pentameter.train.loop import Trainer
-from pentameter.train.supplied import OwnBatches
+from pentameter.train.user_components import CustomBatches
 
 T = 16  # of tiny_runs
 
@@ -68,7 +68,8 @@ OWN = {"model": build, "optimizer": optimizer, "batches": batches}
 def fit(run_dir, steps=12, hooks=(), resume="auto", **own):
     settings = config(train={"steps": steps, "sample_interval": 6, "sample_tokens": 8})
     trainer = Trainer(settings, run_dir=run_dir, quiet=True, hooks=hooks, resume=resume, **own)
-    return trainer, trainer.fit()
+    end = trainer.fit()
+    return trainer.run, end
 
 
 def losses(run_dir):
@@ -135,10 +136,9 @@ def test_adapters_of_a_module_are_merged_when_it_is_loaded(tmp_path):
     settings = config(lora={"rank": 2}, train={"sample_interval": None})
     trainer = Trainer(settings, run_dir=tmp_path, quiet=True, model=source)
     trainer.fit()
-    assert trainer.plan.n_parameters == sum(
-        p.numel() for p in Words(trainer.config.model).parameters()
-    )
-    trained = trainer.engine.model.eval()
+    run = trainer.run
+    assert run.plan.n_parameters == sum(p.numel() for p in Words(run.config.model).parameters())
+    trained = run.engine.model.eval()
     assert trained.blocks[0].lora_b.any()
     loaded = load_model(tmp_path / "checkpoints" / "step-00000012", model=source).model
     assert not torch.equal(loaded.blocks[0].weight, trained.blocks[0].weight)
@@ -199,7 +199,7 @@ def test_weights_of_another_kind_are_not_taken(tmp_path):
     ],
 )
 def test_what_is_no_batch_is_refused(made, said):
-    own = OwnBatches(made, config(), vocab_size=9)
+    own = CustomBatches(made, config(), vocab_size=9)
     with pytest.raises(ConfigError, match=said):
         own.batch(0, np.arange(3))
 
@@ -216,7 +216,7 @@ def test_what_is_no_batch_is_refused(made, said):
 )
 def test_what_no_model_takes_is_refused(made, said):
     source = pm.OwnModel(build)
-    own = OwnBatches(lambda step, rows: made, config(), vocab_size=9, source=source)
+    own = CustomBatches(lambda step, rows: made, config(), vocab_size=9, source=source)
     with pytest.raises(ConfigError, match=said):
         own.batch(0, np.arange(3))
 

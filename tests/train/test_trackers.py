@@ -5,11 +5,13 @@ import json
 import math
 import shutil
 import sys
+import threading
 import types
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from pentameter.checkpoint import save_phases
 from pentameter.config.fingerprint import config_hash
 from pentameter.config.load import load_config
 from pentameter.errors import ConfigError, TrainingFailedError
@@ -35,6 +37,7 @@ def config(**overrides):
             "model.n_heads": 2, "train.steps": 12, "train.batch_size": 4, "train.eval_interval": 4,
             "train.sample_interval": 6, "train.sample_tokens": 5, "train.precision": "fp32",
             "train.compile": False, "schedule.warmup_steps": 0, "log.interval": 2,
+            "checkpoint.asynchronous": False,  # which checkpoint a crash leaves is then known
             **{key.replace("__", "."): value for key, value in overrides.items()},
         },
     )  # fmt: skip
@@ -218,6 +221,28 @@ def test_a_project_has_what_metrics_jsonl_has(tmp_path, service):
     assert call["config"]["model"]["d_model"] == 16
     json.dumps(call["config"])
     assert len(service.run.ended) == 1
+
+
+def test_a_checkpoint_that_is_committed_later_is_told_in_order(tmp_path, service, monkeypatch):
+    """The services leave out a row whose step goes back."""
+    gate = threading.Event()
+    real = save_phases.write_verified
+
+    def write(path, chunks):
+        assert threading.current_thread() is threading.main_thread() or gate.wait(30)
+        return real(path, chunks)
+
+    class Opens:
+        def on_step(self, trainer, step):
+            if step.step == 6:
+                gate.set()
+
+    monkeypatch.setattr(save_phases, "write_verified", write)
+    fit(tmp_path, Opens(), checkpoint__asynchronous=True, **{f"log__{service.__name__}": "mine"})
+    steps = [step for step, _ in service.run.rows]
+    assert steps == sorted(steps)
+    assert next(step for step, _ in points_of_service(service.run)["checkpoint/bytes"]) >= 6
+    assert [step for step, _ in points_of_metrics(tmp_path)["checkpoint/bytes"]] == [4, 8, 12]
 
 
 def test_a_resumed_project_run_is_told_only_what_is_new(tmp_path, service):

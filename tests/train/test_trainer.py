@@ -144,12 +144,13 @@ class Recorder:
         self.calls.append(("checkpoint", metrics.step))
 
     def on_end(self, trainer, end):
-        self.calls.append(("end", end.reason))
+        self.calls.append(("end", end.kind, end.reason))
 
 
 def test_hooks_see_everything_in_order_and_can_stop(tmp_path):
     hook = Recorder()
-    fit(tmp_path / "run", hooks=[hook])
+    sections = {"checkpoint": {"asynchronous": False}}  # else step 5 may come before it
+    fit(tmp_path / "run", sections=sections, hooks=[hook])
     assert hook.calls == [
         ("start", 0),
         ("eval", 0),
@@ -158,8 +159,9 @@ def test_hooks_see_everything_in_order_and_can_stop(tmp_path):
         ("checkpoint", 4),
         ("step", 5),
         ("checkpoint", 5),
-        ("end", "enough"),
+        ("end", "hook", "enough"),
     ]
+    assert events(tmp_path / "run", "end")[-1]["kind"] == "hook"
 
 
 def test_an_object_without_hook_methods_is_refused(tmp_path):
@@ -219,10 +221,10 @@ def test_a_loss_that_stays_non_finite_ends_with_70_and_names_the_batch(tmp_path,
 def test_a_failed_save_stops_or_warns_as_asked(tmp_path, monkeypatch, on_error):
     from pentameter.checkpoint.store import CheckpointStore
 
-    def save(self, step, *arguments, **options):
+    def plan(self, step, *arguments, **options):
         raise StorageError("no space left on device")
 
-    monkeypatch.setattr(CheckpointStore, "save", save)
+    monkeypatch.setattr(CheckpointStore, "plan", plan)
     run = tmp_path / "run"
     sections = {"checkpoint": {"on_error": on_error}}
     with pytest.raises(StorageError, match="no space left"):

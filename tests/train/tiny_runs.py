@@ -32,7 +32,8 @@ def config(**sections) -> Config:
 def fit(run_dir, **arguments):
     sections = arguments.pop("sections", {})
     trainer = Trainer(config(**sections), run_dir=run_dir, quiet=True, **arguments)
-    return trainer, trainer.fit()
+    end = trainer.fit()
+    return trainer.run, end
 
 
 def events(run_dir: Path, kind: str | None = None):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from own_model import StateSpaceModel  # of examples/
 from torch import nn
 
-from pentameter.parallel.own_model import OwnModel
+from pentameter.parallel.sources.custom_model import OwnModel
 
 
 class Experts(nn.Module):

@@ -15,23 +15,20 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pentameter.data.batches.step import IGNORED
 from pentameter.model.dropout import StreamDropout
-from pentameter.parallel import (
-    assemble,
-    context_parallel,
-    data_parallel,
-    divided_norm,
-    engine,
-    gpt_source,
-    gradients,
-    ring_attention,
-    shared_parameters,
-    summa,
-    tensor_grid,
-)
-from pentameter.planning.rules import LayoutRules
+from pentameter.parallel import assemble, data_parallel, engine, gradients
+from pentameter.parallel.context import context_parallel, ring_attention
+from pentameter.parallel.grid import summa, tensor_grid
+from pentameter.parallel.sources import gpt_source, tied_parameters
+from pentameter.parallel.tensor import sharded_norm
+from pentameter.planning.architecture import IGNORED_TARGET
 from pentameter.verify import steps
+
+
+def plant(owner: object, name: str, fault: object) -> None:
+    """Replace `owner.name`, which must exist: a fault in a name that has gone changes nothing."""
+    getattr(owner, name)
+    setattr(owner, name, fault)
 
 
 def no_sum_of_copies() -> None:
@@ -42,39 +39,39 @@ def no_sum_of_copies() -> None:
         future.set_result(bucket.buffer())
         return future
 
-    data_parallel._sum = unsummed
+    plant(data_parallel, "_all_reduce_bucket", unsummed)
 
 
 def no_sum_after_backward() -> None:
     """What is to be added up when the backward pass is over is not: over the data next to other
     parallelism; over time for a sequence; of tied copies."""
-    gradients.add_up = lambda tensors, group: None
+    plant(gradients, "add_up", lambda tensors, group: None)
 
 
 def no_sum_of_tied_copies() -> None:
     """Embedding and head go different ways."""
-    shared_parameters.TiedCopies.add_up = lambda self: None
+    plant(tied_parameters.TiedCopies, "add_up", lambda self: None)
 
 
 def averaged_shards() -> None:
     """FSDP's own way: a mean over the processes, where the loss is a mean already."""
-    FSDPModule.set_gradient_divide_factor = lambda self, factor: None
+    plant(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None)
 
 
 def row_bias_of_each_process() -> None:
     """A row-parallel layer adds its bias in each process, and then adds up the processes."""
-    share_matrices = gpt_source.share_matrices
+    parallelize_tensor = gpt_source.parallelize_tensor
 
     def add_again(module, arguments, output):
         bias = module.bias.to_local() if isinstance(module.bias, DTensor) else module.bias
         return output + bias * (dist.get_world_size() - 1)
 
-    def share(model, mesh, plan):
-        share_matrices(model, mesh, plan)
+    def share(model, *arguments):
+        parallelize_tensor(model, *arguments)
         for block in model.blocks.values():
             block.attention.out.register_forward_hook(add_again)
 
-    gpt_source.share_matrices = share
+    plant(gpt_source, "parallelize_tensor", share)
 
 
 def norm_of_every_copy() -> None:
@@ -86,7 +83,7 @@ def norm_of_every_copy() -> None:
         dist.all_reduce(square)
         return square.sqrt()
 
-    gradients.global_norm = norm
+    plant(gradients, "global_norm", norm)
 
 
 def clip_by_own_norm() -> None:
@@ -97,7 +94,7 @@ def clip_by_own_norm() -> None:
         own = [gradients.local(p.grad) for p in parameters]
         clip(parameters, torch.nn.utils.get_total_norm(own), clip_norm)
 
-    gradients.clip = clip_alone
+    plant(gradients, "clip", clip_alone)
 
 
 def mean_of_means() -> None:
@@ -109,32 +106,36 @@ def mean_of_means() -> None:
         total = torch.zeros((), dtype=torch.float64)
         for rows in slices:
             loss = module(tokens[rows], targets[rows], keys[rows])
-            n_targets = int((targets[rows] != IGNORED).sum())
+            n_targets = int((targets[rows] != IGNORED_TARGET).sum())
             (loss.sum() / max(1, n_targets) / len(slices)).backward()
             total += loss.detach().sum()
         return total
 
-    engine.Engine._accumulate = accumulate
+    plant(engine.Engine, "_accumulate", accumulate)
 
 
 def count_of_own_targets() -> None:
     """Processes divide by the targets of their own rows: the loss is their sum of means."""
-    engine.Engine._over_rows = lambda self, count: count
+    plant(engine.Engine, "_over_rows", lambda self, count: count)
 
 
 def mask_by_rank() -> None:
     """Every process draws its own dropout masks for the same rows."""
     keys = gpt_source.dropout_keys
-    gpt_source.dropout_keys = lambda model, seed, step, rows: keys(
-        model, seed + dist.get_rank(), step, rows
+    plant(
+        gpt_source,
+        "dropout_keys",
+        lambda model, seed, step, rows: keys(model, seed + dist.get_rank(), step, rows),
     )
 
 
 def mask_by_own_row() -> None:
     """Rows are numbered from 0 in each process."""
     keys = gpt_source.dropout_keys
-    gpt_source.dropout_keys = lambda model, seed, step, rows: keys(
-        model, seed, step, rows - rows[0]
+    plant(
+        gpt_source,
+        "dropout_keys",
+        lambda model, seed, step, rows: keys(model, seed, step, rows - rows[0]),
     )
 
 
@@ -145,7 +146,7 @@ def skipped_block() -> None:
     def some(self, step, n_tokens, *, explicit):
         return iter(()) if step == 1 else blocks(self, step, n_tokens, explicit=explicit)
 
-    ring_attention._Ring.blocks = some
+    plant(ring_attention._Ring, "blocks", some)
 
 
 def merged_without_rescaling() -> None:
@@ -155,7 +156,7 @@ def merged_without_rescaling() -> None:
         out[:, :, queries] += part
         sums[:, :, queries] = torch.logaddexp(sums[:, :, queries], part_sums)
 
-    ring_attention._merge = add
+    plant(ring_attention, "_merge", add)
 
 
 def gradients_stay_with_their_process() -> None:
@@ -169,7 +170,7 @@ def gradients_stay_with_their_process() -> None:
             k_grad, v_grad = torch.zeros_like(k_grad), torch.zeros_like(v_grad)
         return q_grad, k_grad, v_grad
 
-    ring_attention._differentiate_block = own_only
+    plant(ring_attention, "_differentiate_block", own_only)
 
 
 def wrong_half() -> None:
@@ -178,19 +179,19 @@ def wrong_half() -> None:
     def in_a_row(layout, place, positions):
         return positions.chunk(layout.context)[place]
 
-    context_parallel.own_positions = in_a_row
+    plant(context_parallel, "own_positions", in_a_row)
 
 
 def heads_numbered_from_zero() -> None:
     """Each process that got some of the heads drops the weights of the first ones."""
-    share = gpt_source.share_context
+    share = gpt_source.parallelize_context
 
     def share_unnumbered(model, group, layout):
         share(model, group, layout)
         for block in model.blocks.values():
             block.attention.weights_dropout.head_offset = 0
 
-    gpt_source.share_context = share_unnumbered
+    plant(gpt_source, "parallelize_context", share_unnumbered)
 
 
 def evaluation_by_each_process() -> None:
@@ -201,7 +202,7 @@ def evaluation_by_each_process() -> None:
         whole = type(batch)(*(getattr(batch, name)[:4] for name in ("inputs", "targets", "rows")))
         return whole if self.world.size > 1 else own_rows(self, batch)
 
-    engine.Engine._own_rows = every_part
+    plant(engine.Engine, "_own_rows", every_part)
 
 
 def nothing_finite() -> None:
@@ -214,7 +215,7 @@ def nothing_finite() -> None:
             break
         return norm(self)
 
-    engine.Engine.gradient_norm = poison
+    plant(engine.Engine, "gradient_norm", poison)
 
 
 # -- small gradients ----------------------------------------------------------------------------
@@ -230,7 +231,7 @@ def _spoil_smallest(spoil) -> None:
         spoil(min(own, key=lambda gradient: float(gradient.abs().max())))
         return loss
 
-    engine.Engine.forward_backward = and_spoil
+    plant(engine.Engine, "forward_backward", and_spoil)
 
 
 def smallest_doubled() -> None:
@@ -256,18 +257,18 @@ def smallest_not_summed() -> None:
         largest = sorted(tensors, key=lambda tensor: float(tensor.abs().max()), reverse=True)
         add_up(largest[:-1], group)
 
-    gradients.add_up = of_the_others
+    plant(gradients, "add_up", of_the_others)
 
 
 def faint_not_summed() -> None:
     """DDP does not know of the parameter `faint` of somebody's own module."""
     with_copies = data_parallel.with_copies
 
-    def without_it(module, mesh, **options):
+    def without_it(module, *arguments):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["model.faint"])
-        return with_copies(module, mesh, **options)
+        return with_copies(module, *arguments)
 
-    assemble.with_copies = without_it
+    plant(assemble, "with_copies", without_it)
 
 
 # -- grids of processes -------------------------------------------------------------------------
@@ -283,7 +284,7 @@ def no_broadcast_of_blocks() -> None:
             block[both] = own[both]
             yield block
 
-    summa._each = own_only
+    plant(summa, "_each", own_only)
 
 
 def sum_to_the_wrong_process() -> None:
@@ -296,7 +297,9 @@ def sum_to_the_wrong_process() -> None:
         target = 1 - group_dst if along_rows else group_dst
         return reduce(tensor, group_dst=target, group=group)
 
-    summa.dist = type("", (), {"reduce": staticmethod(misled), "broadcast": dist.broadcast})
+    plant(
+        summa, "dist", type("", (), {"reduce": staticmethod(misled), "broadcast": dist.broadcast})
+    )
 
 
 def norm_of_own_channels() -> None:
@@ -308,17 +311,17 @@ def norm_of_own_channels() -> None:
         for part in parts:
             part.copy_(own)
 
-    divided_norm.dist = type("", (), {"all_gather": alone, "all_reduce": dist.all_reduce})
+    plant(sharded_norm, "dist", type("", (), {"all_gather": alone, "all_reduce": dist.all_reduce}))
 
 
 def no_sum_over_rows() -> None:
     """Vectors keep the gradient of each process's own rows."""
-    LayoutRules.sums_copies_over = property(lambda self: ())
+    plant(engine, "PARAMETER_DIMENSIONS", ())
 
 
 def channels_from_zero() -> None:
     """Every process draws the dropout of the first channels."""
-    share = gpt_source.share_grid
+    share = gpt_source.parallelize_grid
 
     def from_zero(model, *arguments):
         share(model, *arguments)
@@ -326,24 +329,24 @@ def channels_from_zero() -> None:
             if isinstance(module, StreamDropout):
                 module.first_channel = 0
 
-    gpt_source.share_grid = from_zero
+    plant(gpt_source, "parallelize_grid", from_zero)
 
 
 def heads_of_the_stream_rows() -> None:
     """In three dimensions attention draws the masks of the stream's rows, which are not its own."""
-    engine.Engine._attention_rows = property(lambda self: self.rows)
+    plant(engine.Engine, "_attention_rows", property(lambda self: self.rows))
 
 
 def targets_of_the_stream_rows() -> None:
     """In three dimensions the loss takes the targets of the stream's rows, not of its own."""
-    gathered = tensor_grid.gather_parts
+    gathered = tensor_grid.all_gather_shards
 
     def own_only(own, most, n_whole, group_name):
         every = gathered(own, most, n_whole, group_name)
-        are_targets = own.dtype == torch.int64 and bool((every == IGNORED).any())
+        are_targets = own.dtype == torch.int64 and bool((every == IGNORED_TARGET).any())
         return own.repeat(n_whole // len(own), 1) if are_targets else every
 
-    tensor_grid.gather_parts = own_only
+    plant(tensor_grid, "all_gather_shards", own_only)
 
 
 # -- no numbers at all --------------------------------------------------------------------------
@@ -357,7 +360,7 @@ def _in_rank_1(act) -> None:
             act()
         return compute(config, n_steps, world, *rest)
 
-    steps.compute_steps = act_first
+    plant(steps, "compute_steps", act_first)
 
 
 def crash() -> None:

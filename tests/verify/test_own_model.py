@@ -9,11 +9,12 @@ import pytest
 
 from pentameter.config.load import load_config
 from pentameter.errors import ConfigError
-from pentameter.parallel.own_model import OwnModel
+from pentameter.parallel.sources.custom_model import OwnModel
 from pentameter.verify.cases import chosen_cases
 from pentameter.verify.compare import verify_layouts
-from pentameter.verify.proof import sent, verify_model
+from pentameter.verify.sent_model import sent
 from pentameter.verify.shrink import shrink
+from pentameter.verify.verify_model import verify_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = {

@@ -10,12 +10,13 @@ import pytest
 
 from pentameter.cli import verify as command
 from pentameter.config.load import load_config
+from pentameter.data.sizes import data_sizes
 from pentameter.errors import ConfigError
-from pentameter.planning.cluster import parse_cluster
+from pentameter.estimating.cluster import parse_cluster
+from pentameter.estimating.search import search
 from pentameter.planning.layout import Layout
-from pentameter.planning.search import search
 from pentameter.verify import workers as processes
-from pentameter.verify.cases import Case, chosen_cases
+from pentameter.verify.cases import Case, chosen_cases, fastest_cases
 from pentameter.verify.compare import Difference, Outcome
 
 KEYS = {
@@ -131,7 +132,8 @@ def test_a_case_that_no_run_could_have_is_wrong_usage(capsys):
 
 def test_the_layouts_of_a_search_are_verified():
     config = load_config("smollm2-135m")
-    cases = chosen_cases(config, command._fastest_layouts(config, "h100-80gb:4x1"))
+    cases = fastest_cases(config, "h100-80gb:4x1", data_sizes(config))
+    assert chosen_cases(config, ";".join(map(str, cases))) == cases  # as `--layouts` takes them
     assert len(cases) == len(set(cases)) > 1
     assert {case.layout.world_size for case in cases} == {4}
     found = search(config, parse_cluster("h100-80gb:4x1"))

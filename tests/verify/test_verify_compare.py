@@ -11,7 +11,8 @@ import pytest
 from pentameter.config.load import load_config
 from pentameter.planning.plan import make_plan
 from pentameter.verify.cases import chosen_cases
-from pentameter.verify.compare import TOLERANCE, StepNumbers, differences, relative_error
+from pentameter.verify.compare import TOLERANCE, differences, relative_error
+from pentameter.verify.jobs import StepNumbers
 from pentameter.verify.shrink import case_config, shrink
 
 EMBEDDING = "token_embedding.weight"

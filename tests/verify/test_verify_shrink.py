@@ -3,7 +3,7 @@
 import pytest
 
 from pentameter.config.load import load_config, preset_names
-from pentameter.planning.architecture import parameter_table
+from pentameter.planning.gpt import parameter_table
 from pentameter.planning.plan import make_plan
 from pentameter.verify.cases import chosen_cases
 from pentameter.verify.shrink import case_config, described_changes, shrink

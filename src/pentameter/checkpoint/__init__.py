@@ -1,1 +1,2 @@
-"""Checkpoints: saved and loaded by name, committed whole; model folders. Imports torch late."""
+"""Checkpoints, saved and loaded by tensor name and committed atomically, and model folders. The
+package imports torch late."""

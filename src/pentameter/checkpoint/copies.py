@@ -1,10 +1,10 @@
-"""Comparison of the copies that several processes hold of a tensor, or of a region of one.
+"""Comparison of the replicas that several ranks hold of a tensor or a region.
 
-Processes are copies of each other in many ways (data parallelism, norms under tensor parallelism,
+Ranks replicate each other's tensors in many ways (data parallelism, norms under tensor parallelism,
 replicated shards, a tied embedding at both ends of a pipeline), and a checkpoint takes each region
-from one of them. Which regions a process holds is answered in one place, `held_regions`; a region
-that several hold is a copy, and its bits must be equal in all. Compared are hashes: see
-`content_hash` for what they can miss.
+from a single rank. One function, `owners.holdings`, says which regions a rank holds and which other
+ranks hold them. A region with several holders is replicated, and its bits must be equal on all of
+them. The comparison uses hashes; `content_hash` says which differences they can miss.
 """
 
 from __future__ import annotations
@@ -17,62 +17,103 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pentameter import keyed
-from pentameter.checkpoint.safetensors_writer import (
-    Groups,
-    LazyTensor,
-    Region,
-    held_regions,
-    materialize,
-)
+from pentameter.checkpoint.lazy_tensors import LazyTensor, materialize
+from pentameter.checkpoint.owners import Groups, Ranks, Region, holdings, views_agree
 from pentameter.processes.failure import spelled
 from pentameter.processes.world import World
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
 _CHUNK_WORDS = 2**18  # 2 MB: stays in a CPU's cache, and is enough work for a GPU's kernel
 
 
-def differing_copies(groups: Groups, world: World) -> str | None:
-    """A sentence that names a tensor whose copies differ and the ranks that hold them, the same in
-    every process; None where all copies are equal. Collective: one small all-gather.
+def differing_copies(
+    groups: Groups,
+    world: World,
+    mesh: DeviceMesh | None = None,
+    stages_of: Mapping[str, tuple[int, ...]] | None = None,
+) -> str | None:
+    """Describe a tensor whose replicas differ and the ranks that hold them, in a sentence that is
+    the same on every rank; None if all replicas are equal.
 
-    Each process passes the groups with the tensors that it has, copies included.
+    Each rank passes `groups` with the tensors it has, replicas included. Collective: one
+    all-gather, with one hash for each set of ranks that hold the same tensors, as `owners.holdings`
+    derives these sets from `mesh` and `stages_of`. If those hashes differ, or placements do not
+    determine the holders, the hash of every tensor is gathered too.
     """
     if world.size == 1:
         return None
-    held = world.agreed(lambda: held_regions(groups))
-    table = np.array([_identities(held), _hashes(list(held.values()))], dtype=np.int64)
+    hashes: dict[Region, int] = {}
+
+    def summed() -> tuple[bytes, dict[Ranks, bytes]]:
+        holds = holdings(groups, mesh, stages_of)
+        hashes.update(zip(holds.tensors, _hashes(list(holds.tensors.values())), strict=True))
+        return holds.view, _hash_of_sets(holds.ranks_of, hashes)
+
+    views, sums = zip(*world.gathered(summed), strict=True)
+    if views_agree(views, mesh) and not _some_differ(sums):
+        return None
+    return _first_difference(hashes, world)
+
+
+def _hash_of_sets(
+    ranks_of: Mapping[Region, Ranks], hashes: Mapping[Region, int]
+) -> dict[Ranks, bytes]:
+    """Map each set of several ranks to one hash over all regions that this set holds."""
+    content: dict[Ranks, list[tuple[str, int]]] = {}
+    for region, ranks in ranks_of.items():
+        if len(ranks) > 1:
+            content.setdefault(ranks, []).append((repr(region), hashes[region]))
+    return {
+        ranks: blake2b(repr(sorted(each)).encode(), digest_size=8).digest()
+        for ranks, each in content.items()
+    }
+
+
+def _some_differ(sums: Sequence[Mapping[Ranks, bytes]]) -> bool:
+    """Return True unless, for each set, all its ranks have the same hash."""
+    every = {ranks for of_rank in sums for ranks in of_rank}
+    return any(len({sums[rank].get(ranks) for rank in ranks}) > 1 for ranks in every)
+
+
+def _first_difference(hashes: Mapping[Region, int], world: World) -> str | None:
+    """Compose the sentence for `differing_copies` from this rank's hash of every region.
+
+    Collective: one all-gather, and a second one if some replicas differ.
+    """
+    table = np.array([_identities(hashes), list(hashes.values())], dtype=np.int64)
     found = [
-        np.frombuffer(own, np.int64).reshape(2, -1) for own in world.all_gather(table.tobytes())
+        np.frombuffer(local, np.int64).reshape(2, -1) for local in world.all_gather(table.tobytes())
     ]
     ranks_of: dict[int, dict[int, list[int]]] = {}  # identity → hash → ranks
-    for rank, (identities, hashes) in enumerate(found):
-        for identity, content in zip(identities.tolist(), hashes.tolist(), strict=True):
+    for rank, (identities, contents) in enumerate(found):
+        for identity, content in zip(identities.tolist(), contents.tolist(), strict=True):
             ranks_of.setdefault(identity, {}).setdefault(content, []).append(rank)
     different = {identity: by for identity, by in ranks_of.items() if len(by) > 1}
     if not different:
         return None
-    # A pipeline's other stages do not know the name, so a process that holds the tensor tells it.
-    own = [
-        f"{region.group} tensor {region.piece.name} {_whose(different[identity])}"
-        for region, identity in zip(held, table[0].tolist(), strict=True)
+    # Other pipeline stages do not know the name, so a rank that holds the tensor sends it.
+    local = [
+        f"{region.group} tensor {region.piece.name} {_differing_ranks(different[identity])}"
+        for region, identity in zip(hashes, table[0].tolist(), strict=True)
         if identity in different
     ]
-    first = next(of_rank[0] for of_rank in world.all_gather(own[:1]) if of_rank)
+    first = next(of_rank[0] for of_rank in world.all_gather(local[:1]) if of_rank)
     more = f", and so of {len(different) - 1} more" if len(different) > 1 else ""
     return f"{first}{more}"
 
 
 def content_hash(tensor: torch.Tensor) -> torch.Tensor:
-    """A hash of a tensor's bits, int64, 0-dim, on the tensor's device; equal for equal contents,
-    whatever the strides, and the same on every device.
+    """Hash a tensor's bits into an int64, 0-dim, on the tensor's device. Equal contents give equal
+    hashes, whatever the strides and the device.
 
-    The bits are read as 64-bit words x, and Σ (m_c · x_rc) · m_r is summed modulo 2⁶⁴ over rows r
-    of 2¹⁸ words, each multiplier an odd number drawn from its position. As an odd number has an
-    inverse modulo 2⁶⁴, a change within one word always changes the sum. Changes of several words
-    by amounts that 2ᵗ divides (t = 22 where every fp32 word flips bit 22) cancel by chance in one
-    of about 2⁶³⁻ᵗ cases. This is no protection from an adversary: the multipliers are known.
+    The bits are read as 64-bit words x, and Σ (m_c · x_rc) · m_r is summed modulo 2⁶⁴ over matrix
+    rows r with 2¹⁸ words each. Each multiplier is an odd number drawn from its position. An odd
+    number has an inverse modulo 2⁶⁴, so a change within one word always changes the sum. Changes in
+    several words by multiples of 2ᵗ (t = 22 if every fp32 word flips bit 22) cancel by chance in
+    one of about 2⁶³⁻ᵗ cases. This is no protection from an adversary: the multipliers are known.
     """
     import torch
     import torch.nn.functional as F
@@ -83,14 +124,14 @@ def content_hash(tensor: torch.Tensor) -> torch.Tensor:
     multipliers = _multipliers(tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for row, words in enumerate(content.view(torch.int64).split(_CHUNK_WORDS)):
-        part = (words * multipliers[: len(words)]).sum()
-        total += part * multipliers[-1 - row % _CHUNK_WORDS]
+        row_sum = (words * multipliers[: len(words)]).sum()
+        total += row_sum * multipliers[-1 - row % _CHUNK_WORDS]
     return total
 
 
-@cache  # a pure function, whose value each tensor needs
+@cache  # a pure function whose value every tensor needs
 def _multipliers(device: torch.device) -> torch.Tensor:
-    """Odd 64-bit numbers, as many as a row has words."""
+    """Draw one odd 64-bit number per word in a row, int64 (2¹⁸,)."""
     import torch
 
     index = np.arange(_CHUNK_WORDS, dtype=np.int32)
@@ -100,13 +141,13 @@ def _multipliers(device: torch.device) -> torch.Tensor:
 
 
 def _hashes(tensors: Sequence[torch.Tensor | LazyTensor]) -> list[int]:
-    """The hash of each tensor; a device is waited for once."""
+    """Hash each tensor, synchronizing with each device once."""
     import torch
 
     by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for number, tensor in enumerate(tensors):
-        there = materialize(tensor)
-        by_device.setdefault(there.device, []).append((number, there))
+        computed = materialize(tensor)
+        by_device.setdefault(computed.device, []).append((number, computed))
     hashes = [0] * len(tensors)
     for numbered in by_device.values():
         content = torch.stack([content_hash(tensor) for _, tensor in numbered]).tolist()
@@ -116,7 +157,7 @@ def _hashes(tensors: Sequence[torch.Tensor | LazyTensor]) -> list[int]:
 
 
 def _identities(regions: Mapping[Region, object]) -> list[int]:
-    """A number for each region, equal where its group, name, shape, place and dtype are."""
+    """Number each region: equal numbers for equal group, name, shape, offset and dtype."""
     return [
         int.from_bytes(
             blake2b(repr(region).encode(), digest_size=8).digest(), "little", signed=True
@@ -125,9 +166,10 @@ def _identities(regions: Mapping[Region, object]) -> list[int]:
     ]
 
 
-def _whose(ranks_by_hash: Mapping[int, Sequence[int]]) -> str:
-    """`of rank 2 is not that of ranks 0, 1 and 3`, where most are right; of two parties that are
-    as large, the one with rank 0 comes last, and either may be wrong."""
+def _differing_ranks(ranks_by_hash: Mapping[int, Sequence[int]]) -> str:
+    """Describe the ranks that differ: `of rank 2 is not that of ranks 0, 1 and 3`. The majority is
+    taken as right. If the two largest parties are equal in size, the one with rank 0 comes last,
+    and either may be wrong."""
     parties = sorted(ranks_by_hash.values(), key=lambda ranks: (-len(ranks), ranks))
     odd = sorted(rank for ranks in parties[1:] for rank in ranks)
     either = " (either may be wrong)" if len(parties[0]) == len(parties[1]) else ""

@@ -1,4 +1,4 @@
-"""`train --init-from MODEL`: another model's weights as the first ones of a run."""
+"""Initialization from another model's weights: `train --init-from MODEL`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pentameter.checkpoint.lazy_tensors import read_region
 from pentameter.checkpoint.load_model import open_model
-from pentameter.checkpoint.safetensors_writer import read_region
 from pentameter.checkpoint.state_dicts import model_state
 from pentameter.config.messages import shown
 from pentameter.config.schema import Config
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.errors import ConfigError
-from pentameter.parallel.local_parts import common_part
-from pentameter.planning.architecture import has_position_table, parameter_table, resolved
+from pentameter.parallel.local_shards import common_region
+from pentameter.planning.architecture import has_position_table, resolved
+from pentameter.planning.gpt import parameter_table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,8 +33,8 @@ NOT_THE_ARCHITECTURE = {
     "init_std": "as above",
     "residual_init_scale": "as above",
 }
-"""Keys of `[model]` that may differ there and here, and why. Every other key must be the same: the
-weights mean nothing in another architecture."""
+"""Keys in `[model]` that may differ between the stored model and the configuration, each with the
+reason. Every other key must be equal: the weights mean nothing in another architecture."""
 
 
 @dataclass(frozen=True)
@@ -41,46 +42,49 @@ class InitialWeights:
     """A model on disk that was found to fit a configuration."""
 
     path: Path
-    """As it was given."""
+    """The path as the user gave it."""
     stored: StoredModel
     warnings: tuple[str, ...]
-    """What was passed over or left out in reading it, one line each."""
+    """One line for each thing that was passed over or left out while reading the model."""
 
     @property
     def origin(self) -> dict[str, str]:
-        """What a run records of where it began, for `check_origin`, and for its exports the Hugging
-        Face model, if it was one."""
+        """The record that a run keeps about its initial weights: the path and identity that
+        `check_origin` compares and, for exports, the Hugging Face base model if there was one."""
         origin = {"path": str(self.path.resolve()), "identity": self.stored.identity}
         base = self.stored.base_model
         return origin if base is None else {**origin, "base_model": base}
 
     def load_into(self, model: nn.Module | Sequence[nn.Module]) -> None:
-        """Copy the weights into a model of the configuration, or a slice of one, in place.
+        """Copy the weights, in place, into a model that matches the configuration, or into a slice
+        of one.
 
-        Of a sharded parameter, each process reads and copies its own part. Of a longer context the
-        first positions are taken; rows that pad the vocabulary here stay as they are. Values are
-        rounded to the dtype of the model.
+        For a sharded parameter, each rank reads and copies its own shard. If the stored context is
+        longer, the first positions are taken. Rows that pad the vocabulary in `model` stay
+        unchanged. Values are rounded to the model's dtype.
         """
         axes = {spec.name: spec.axes for spec in parameter_table(self.stored.config.model)}
         vocab_size = self.stored.config.model.vocab_size
         for name, own in model_state(model).items():
-            if name not in axes:  # an adapter's, which begins with this run
+            if name not in axes:  # an adapter's tensor, which begins with this run
                 continue
             theirs = self.stored.weights[name]
             n_rows = vocab_size if axes[name][0] == "vocab" else None
             shape = tuple(theirs.shape) if n_rows is None else (n_rows, *theirs.shape[1:])
-            local, region = common_part(own, shape)
+            local, region = common_region(own, shape)
             if local.numel():
                 local.copy_(read_region(theirs, region))
 
 
 def initial_weights(path: Path | str, config: Config, tokenizer: Tokenizer) -> InitialWeights:
-    """The weights of MODEL (a run, checkpoint or Hugging Face folder) for a run of `config`.
+    """Open the weights in MODEL (a run, checkpoint or Hugging Face folder) for a run with `config`.
 
-    `config` is resolved (its vocab_size is set), `tokenizer` is the data's. Nothing is loaded
-    yet. Raises ConfigError when the architecture differs, naming each key and both values, when
-    MODEL was trained with another tokenizer, or for fewer positions than the context has; else
-    what `open_model` raises.
+    `config` is resolved (its vocab_size is set); `tokenizer` is the data's. No tensor is loaded
+    yet.
+
+    Raises ConfigError if the architecture differs, naming each key and both values; if MODEL was
+    trained with another tokenizer; or if its context is too short for a learned position table.
+    Also raises whatever `open_model` raises.
     """
     warnings: list[str] = []
     stored = open_model(path, warnings=warnings)
@@ -115,11 +119,11 @@ def initial_weights(path: Path | str, config: Config, tokenizer: Tokenizer) -> I
 def check_origin(
     recorded: Mapping[str, str] | None, given: Path | str | None, run_dir: Path
 ) -> None:
-    """Raise ConfigError unless `--init-from given` is how the run in `run_dir` began.
+    """Raise ConfigError unless the run in `run_dir` began with `--init-from given`.
 
-    `recorded` is the `origin` of its weights, None where they were random. The same path is the
-    same command line, whatever lies there by now: the run has its own weights since. Another path
-    must hold the same weights.
+    `recorded` is the `origin` from its initial weights, None if they were random. The same path is
+    accepted without reading it, whatever it holds by now: it is the same command line, and the run
+    has had its own weights since. Another path must hold the same weights.
     """
     other = "another --run-dir or --name starts anew"
     if recorded is None and given is not None:

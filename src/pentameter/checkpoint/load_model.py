@@ -1,28 +1,21 @@
-"""MODEL on the command line, a folder: as it is stored on disk, or loaded so that it runs.
+"""Models given as MODEL on the command line: opened on disk, or loaded so that they run.
 
-A run folder stands for its best checkpoint, else its last. A Hugging Face folder is told apart
-here, and read by `pentameter.checkpoint.hugging_face`.
+A run folder means its best checkpoint, else its last. This module recognizes a Hugging Face folder;
+`pentameter.checkpoint.hugging_face` reads it.
 """
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pentameter.checkpoint.best import best_checkpoint
 from pentameter.checkpoint.manifest import MANIFEST_NAME
-from pentameter.checkpoint.opening import (
-    Checkpoint,
-    find_checkpoint,
-    list_checkpoints,
-    open_checkpoint,
-    read_own_manifest,
-    read_state,
-)
+from pentameter.checkpoint.opening import Checkpoint, open_checkpoint
 from pentameter.checkpoint.state_dicts import load_model_state
-from pentameter.errors import ConfigError, CorruptError, PentameterError
+from pentameter.errors import ConfigError, PentameterError
 
 if TYPE_CHECKING:
     import torch
@@ -31,24 +24,24 @@ if TYPE_CHECKING:
     from pentameter.checkpoint.model_folder import StoredModel
     from pentameter.config.schema import Config
     from pentameter.data.tokenizers.base import Tokenizer
-    from pentameter.parallel.model_source import ModelSource
-    from pentameter.parallel.own_model import Build
+    from pentameter.parallel.sources.custom_model import Build
+    from pentameter.parallel.sources.model_source import ModelSource
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in evaluation mode, and what belongs to it."""
+    """A model in evaluation mode, with its tokenizer, configuration and checkpoint."""
 
     model: nn.Module
-    """The built-in GPT, or the module that was trained in its place."""
+    """The built-in GPT, or the custom model that was trained instead."""
     tokenizer: Tokenizer
     config: Config
     checkpoint: Checkpoint | None
-    """None of a Hugging Face folder."""
+    """None for a Hugging Face folder."""
 
     @property
     def step(self) -> int:
-        """Optimizer steps completed; 0 where nobody counted."""
+        """Optimizer steps completed; 0 if the model does not record them."""
         return 0 if self.checkpoint is None else self.checkpoint.step
 
 
@@ -59,20 +52,20 @@ def load_model(
     device: torch.device | str = "cpu",
     warnings: list[str] | None = None,
 ) -> LoadedModel:
-    """The model of MODEL: a run folder (its best checkpoint, else its last), a checkpoint folder,
-    or a Hugging Face folder.
+    """Load a model from a run folder (its best checkpoint, else its last), a checkpoint folder, or
+    a Hugging Face folder.
 
-    A checkpoint's weights have the dtype they were saved with; half-precision ones of a Hugging
-    Face folder become fp32. Raises what `find_model` and `read_hf` raise; what was passed over or
-    left out adds a line to `warnings`.
+    Weights from a checkpoint keep the dtype they were saved with; half-precision weights from a
+    Hugging Face folder become fp32. Anything passed over or left out adds a line to `warnings`.
+    Raises whatever `find_model` and `read_hf` raise.
 
-    `model` is what `Trainer` was given where a module of one's own was trained. Raises ConfigError
-    where it was not, and is here, or the other way round.
+    `model` is the argument that `Trainer` was given when a custom model was trained. Raises
+    ConfigError if it is given for a built-in model, or missing for a custom one.
     """
     import torch
 
     from pentameter.model.gpt import GPT
-    from pentameter.parallel.own_model import OwnModel, model_source
+    from pentameter.parallel.sources.custom_model import OwnModel, model_source
 
     source = model_source(model)
     stored = open_model(path, warnings=warnings, is_own=isinstance(source, OwnModel))
@@ -94,11 +87,11 @@ def load_model(
 def open_model(
     path: Path | str, *, warnings: list[str] | None = None, is_own: bool = False
 ) -> StoredModel:
-    """The model that `load_model` loads, still on disk: its weights are mapped, and those that a
-    run's adapters adapt have what they add.
+    """Open on disk the model that `load_model` loads: its weights are memory-mapped, and weights
+    that the run adapted have their adapters added.
 
-    Where training removes a checkpoint after it was found, the next one is taken. Raises
-    ConfigError unless the model is a module of somebody's own exactly where `is_own` says so.
+    If training removes a checkpoint after it was found, the next one is taken. Raises ConfigError
+    unless `is_own` is true for a custom model and false for a built-in one.
     """
     from pentameter.checkpoint.hugging_face.folder import read_hf
     from pentameter.checkpoint.model_folder import StoredModel, check_weights, with_adapters_added
@@ -112,29 +105,29 @@ def open_model(
         return read_hf(path, warnings=warnings)
     while True:
         checkpoint = find_model(path, warnings)
-        here = checkpoint.path
+        folder = checkpoint.path
         try:
-            config = load_config(here / "config.toml")
-            tokenizer = load_tokenizer(here / "tokenizer.json")
-            weights = checkpoint.tensors("model")  # which stay readable from now on
+            config = load_config(folder / "config.toml")
+            tokenizer = load_tokenizer(folder / "tokenizer.json")
+            weights = checkpoint.tensors("model")  # mapped: stay readable even if the folder goes
         except PentameterError:
-            if here.is_dir():
+            if folder.is_dir():
                 raise
             continue
-        _check_kind(here, checkpoint.state.get("built_by"), is_own=is_own)
+        _check_kind(folder, checkpoint.state.get("built_by"), is_own=is_own)
         if not is_own:
-            check_weights(config, weights, here)
-        files = tuple(here / name for name in checkpoint.manifest.groups["model"])
+            check_weights(config, weights, folder)
+        files = tuple(folder / name for name in checkpoint.manifest.groups["model"])
         base = checkpoint.state.get("base_model")
-        stored = StoredModel(here, config, tokenizer, weights, files, checkpoint)
+        stored = StoredModel(folder, config, tokenizer, weights, files, checkpoint)
         return with_adapters_added(
             replace(stored, base_model=base if isinstance(base, str) else None)
         )
 
 
 def _check_kind(path: Path, built_by: Any, *, is_own: bool) -> None:
-    """Raise ConfigError where somebody's own module is loaded as the built-in one, or the other way
-    round; `built_by` is what its checkpoint says of it."""
+    """Raise ConfigError if a custom model is loaded as the built-in one, or vice versa; `built_by`
+    is the entry in the checkpoint's state."""
     if is_own and built_by is None:
         raise ConfigError(f"{path} holds the built-in model; load it without `model`")
     if not is_own and built_by is not None:
@@ -145,18 +138,18 @@ def _check_kind(path: Path, built_by: Any, *, is_own: bool) -> None:
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Whether `path` is a model folder of Hugging Face, of whatever architecture."""
+    """Return True if `path` is a Hugging Face model folder, whatever its architecture."""
     ours = (path / MANIFEST_NAME, path / "checkpoints")
     return (path / "config.json").is_file() and not any(map(os.path.lexists, ours))
 
 
 def find_model(path: Path, warnings: list[str] | None = None) -> Checkpoint:
-    """The verified checkpoint that `path` means: a checkpoint folder, or a run folder's best.
+    """Find the verified checkpoint that `path` denotes: a checkpoint folder itself, or the best one
+    in a run folder.
 
-    The best step is the one the newest checkpoint records in state.json (`best.step`). When it is
-    not there, or damaged, the last checkpoint stands in, and `warnings` gets a line for what is
-    damaged. Raises ConfigError saying what was found when `path` is neither, CorruptError when
-    no checkpoint is whole.
+    `best_checkpoint` defines the best and its substitutes; each damaged checkpoint adds a line to
+    `warnings`. Raises ConfigError, describing the folder's content, if `path` is neither kind of
+    folder; CorruptError if no checkpoint is intact.
     """
     path = Path(path)
     warnings = [] if warnings is None else warnings
@@ -171,31 +164,12 @@ def find_model(path: Path, warnings: list[str] | None = None) -> Checkpoint:
     folder = path / "checkpoints"
     if not folder.is_dir():
         raise ConfigError(_describe(path))
-    best = _best(folder)
-    if best is not None:
-        with suppress(CorruptError):
-            checkpoint = find_checkpoint(
-                folder, lambda _, manifest: (manifest.run_id, manifest.step) == best, warnings
-            )
-            if checkpoint is not None:
-                return checkpoint
-    checkpoint = find_checkpoint(folder, lambda _, manifest: True, warnings)
+    checkpoint = best_checkpoint(folder, warnings)
     if checkpoint is None:
         raise ConfigError(
             f"{path} is a run without a checkpoint yet; wait for its first, or train further"
         )
     return checkpoint
-
-
-def _best(folder: Path) -> tuple[str, int] | None:
-    """Run id and best step as the newest checkpoint that can say so has it."""
-    for candidate in list_checkpoints(folder):
-        with suppress(CorruptError):
-            manifest = read_own_manifest(candidate.path)
-            best = read_state(candidate.path, manifest).get("best")
-            if isinstance(best, dict) and isinstance(best.get("step"), int):
-                return manifest.run_id, best["step"]
-    return None
 
 
 def _describe(path: Path) -> str:

@@ -1,4 +1,5 @@
-"""manifest.json: every file of a checkpoint, and its hash; a folder without a true one is none."""
+"""The manifest, manifest.json: every file in a checkpoint with its hash. A folder without a valid
+manifest is no checkpoint."""
 
 from __future__ import annotations
 
@@ -17,14 +18,13 @@ from pentameter.disk.atomic import (
     read_regular,
     sync,
     write_hashed,
-    write_verified,
 )
 from pentameter.errors import CorruptError
 from pentameter.machine.cores import usable_cores
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
-MAX_STEP = 2**31 - 1  # as everywhere: steps are indexed by 32-bit words
+MAX_STEP = 2**31 - 1  # steps are indexed by 32-bit words everywhere
 MAX_JSON_BYTES = 64 * 2**20  # manifests and states are small; more is an attack or a mistake
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
@@ -33,28 +33,29 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What was saved, by whom, and how every file of the folder can be recognised."""
+    """The content of a checkpoint: the run and step that were saved, and the size and hash that
+    identify every file in the folder."""
 
     run_id: str
     step: int
     config_hash: str
     layout: Mapping[str, int]
-    """Degrees of the layout that wrote it; what is left out is 1."""
+    """Degrees of parallelism in the layout that wrote it; an absent one is 1."""
     groups: Mapping[str, tuple[str, ...]]
     """Tensor group → the files that hold its tensors."""
     files: tuple[FileRecord, ...]
 
     @property
     def n_bytes(self) -> int:
-        """Size of all files, without the manifest."""
+        """Size in bytes of all files, without the manifest."""
         return sum(record.n_bytes for record in self.files)
 
     def record(self, name: str) -> FileRecord | None:
-        """The record of the file `name`, if the checkpoint has one."""
+        """Return the record of the file `name`, None if the checkpoint has no such file."""
         return next((record for record in self.files if record.name == name), None)
 
     def to_bytes(self) -> bytes:
-        """The file: JSON whose `manifest_sha256` covers everything else in it."""
+        """Encode the manifest as JSON whose `manifest_sha256` covers everything else in it."""
         content: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "run_id": self.run_id,
@@ -72,15 +73,15 @@ class Manifest:
 
 
 def encode_json(content: Any) -> bytes:
-    """JSON with one spelling per content, so that any changed byte shows.
+    """Encode JSON with one spelling per content, so that any changed byte shows.
 
-    Raises ValueError for what JSON cannot hold: NaN, infinities, foreign types.
+    Raises ValueError for values that JSON cannot hold: NaN, infinities, foreign types.
     """
     return json.dumps(content, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
 
 
 def decode_json(data: bytes, path: Path) -> Any:
-    """What `data` says; CorruptError naming `path` when it is not JSON."""
+    """Parse `data` as JSON; CorruptError naming `path` if it is not JSON."""
     try:
         return json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -88,27 +89,27 @@ def decode_json(data: bytes, path: Path) -> Any:
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether this is a file name that cannot lead out of its folder."""
+    """Return True if `name` is a file name that cannot lead out of its folder."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 def seal(
     folder: Path,
     tensors: Mapping[str, Sequence[FileRecord]],
-    small: Mapping[str, bytes],
+    small: Sequence[FileRecord],
     *,
     run_id: str,
     step: int,
     config_hash: str,
     layout: Mapping[str, int],
 ) -> Manifest:
-    """Make a checkpoint of a folder whose files of tensors are written, and sync it.
+    """Turn a folder whose files are written into a checkpoint: add the manifest and sync the
+    folder.
 
-    tensors: group → its files. small: name → content of the files to be written beside them. The
-    manifest goes last, so that nothing it names can be missing.
+    `tensors` maps each group to its files; `small` are the other files. The manifest is written
+    last, so nothing it names can be missing.
     """
-    records = [record for of_group in tensors.values() for record in of_group]
-    records += [write_verified(folder / name, [data]) for name, data in small.items()]
+    records = [*(record for of_group in tensors.values() for record in of_group), *small]
     groups = {group: tuple(each.name for each in files) for group, files in tensors.items()}
     manifest = Manifest(run_id, step, config_hash, dict(layout), groups, tuple(records))
     write_hashed(folder / MANIFEST_NAME, [manifest.to_bytes()])
@@ -117,7 +118,8 @@ def seal(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of `folder`, itself checked; the files it names are not opened."""
+    """Read and verify the manifest in `folder`; the files it names are not opened. Raises
+    CorruptError if it is damaged, malformed or written by a newer version."""
     path = folder / MANIFEST_NAME
     data = read_regular(path, max_bytes=MAX_JSON_BYTES)
     content = decode_json(data, path)
@@ -167,9 +169,10 @@ def _parse(content: Any) -> Manifest:
 
 
 def check_files(folder: Path, manifest: Manifest, *, hash_content: bool = True) -> None:
-    """Raise CorruptError naming the first file that is not what the manifest says.
+    """Raise CorruptError naming the first file that does not match its record in the manifest.
 
-    Sizes are compared first: they tell most damage without reading gigabytes.
+    Sizes are compared first: they reveal most damage without reading gigabytes. With
+    `hash_content`, sha256 hashes follow, in up to 8 threads.
     """
     for record in manifest.files:
         check_file(folder, record, hash_content=False)

@@ -1,4 +1,4 @@
-"""A model as it lies on disk: its weights are mapped, not loaded, until somebody asks."""
+"""A model on disk: its weights are memory-mapped, and read only when accessed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pentameter.checkpoint.lazy_tensors import LazyTensor, read_region
 from pentameter.checkpoint.manifest import encode_json, seal
 from pentameter.checkpoint.opening import STATE_NAME, Checkpoint
-from pentameter.checkpoint.safetensors_writer import LazyTensor, plan_file, read_region
+from pentameter.checkpoint.safetensors_format import plan_file
 from pentameter.checkpoint.state_dicts import name_differences
 from pentameter.config.fingerprint import config_hash
 from pentameter.config.schema import Config, LoraConfig
@@ -32,40 +33,41 @@ _GROUP = "model"
 
 @dataclass(frozen=True)
 class Adapters:
-    """Low-rank adapters as a run trained them."""
+    """Low-rank adapters (LoRA) as a run trained them."""
 
     lora: LoraConfig
     tensors: Weights
-    """By the names of `planning.adapters.training_table`."""
+    """Keyed by the names in `planning.adapters.training_table`."""
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A checkpoint's model, or a Hugging Face folder read as one."""
+    """A model on disk, from a checkpoint or a Hugging Face folder."""
 
     path: Path
     config: Config
     tokenizer: Tokenizer
     weights: Weights
-    """By our parameter names; shapes and dtypes are the configuration's, vocabulary padding too."""
+    """Keyed by pentameter's parameter names; shapes and dtypes are the configuration's, vocabulary
+    padding included."""
     files: tuple[Path, ...]
-    """Where the weights lie."""
+    """The files that hold the weights."""
     checkpoint: Checkpoint | None
-    """None of a Hugging Face folder."""
+    """None for a Hugging Face folder."""
     adapters: Adapters | None = None
-    """What the run trained, where that was adapters; `weights` have it added."""
+    """The adapters that the run trained, if it did; `weights` have them added."""
     base_model: str | None = None
-    """The Hugging Face folder whose weights it began with, or its name on the hub; None for a model
-    that began otherwise."""
+    """The Hugging Face model it was initialized from, as a folder or a name on the hub; None if
+    there was none."""
 
     @property
     def step(self) -> int:
-        """Optimizer steps completed; 0 where nobody counted."""
+        """Optimizer steps completed; 0 if the model does not record them."""
         return 0 if self.checkpoint is None else self.checkpoint.step
 
     @property
     def identity(self) -> str:
-        """sha256, in hex, of the weights' files: the same weights, wherever they lie."""
+        """The sha256, in hex, over the weight files: equal for equal weights in any folder."""
         total = hashlib.sha256()
         for path in self.files:
             record = self.checkpoint.manifest.record(path.name) if self.checkpoint else None
@@ -78,8 +80,8 @@ class StoredModel:
 
 
 def check_weights(config: Config, weights: Weights, where: Path) -> None:
-    """Raise CorruptError unless the weights are those of the configuration's parameters, those of
-    its adapters among them."""
+    """Raise CorruptError, naming the folder `where`, unless `weights` have exactly the names and
+    shapes that the configuration's parameters have, adapters included."""
     expected = {spec.name: spec.shape for spec in training_table(config)}
     if differences := name_differences(expected, weights):
         raise CorruptError(f"{where}: its tensors are not its configuration's; {differences}")
@@ -91,12 +93,13 @@ def check_weights(config: Config, weights: Weights, where: Path) -> None:
 
 
 def with_adapters_added(stored: StoredModel) -> StoredModel:
-    """The model with what its adapters add in its weights, computed as each is asked for: a model
-    like any other, whose configuration has no adapters. The sums are made in fp32 at least."""
+    """Return the model with its adapters merged into the weights, each sum computed at access: a
+    model like any other, whose configuration has no adapters. Sums are computed in fp32 or
+    higher."""
     lora = stored.config.lora
     if lora.rank is None:
         return stored
-    # Of a custom model the names alone say which layers are adapted.
+    # For a custom model, only the names tell which layers are adapted.
     paths = [name.removesuffix(f".{A}") for name in stored.weights if name.endswith(f".{A}")]
     tensors = {
         f"{path}.{name}": stored.weights[f"{path}.{name}"] for path in paths for name in (A, B)
@@ -108,7 +111,7 @@ def with_adapters_added(stored: StoredModel) -> StoredModel:
             tuple(weight.shape),
             weight.dtype,
             partial(
-                _sum, weight, tensors[f"{path}.{A}"], tensors[f"{path}.{B}"], adapter_factor(lora)
+                _merge, weight, tensors[f"{path}.{A}"], tensors[f"{path}.{B}"], adapter_factor(lora)
             ),
         )
     return replace(
@@ -119,36 +122,37 @@ def with_adapters_added(stored: StoredModel) -> StoredModel:
     )
 
 
-def _sum(
+def _merge(
     weight: torch.Tensor | LazyTensor,
     a: torch.Tensor | LazyTensor,
     b: torch.Tensor | LazyTensor,
     factor: float,
     region: tuple[slice, ...],
 ) -> torch.Tensor:
-    """A region of W + factor · B A, of W (m, n), A (rank, n) and B (m, rank)."""
+    """Compute one region of W + factor · B A, with W (m, n), A (rank, n) and B (m, rank), in W's
+    dtype."""
     import torch
 
     rows, columns = region
     every = slice(0, a.shape[0])
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    own = read_region(weight, region).to(dtype)
+    base = read_region(weight, region).to(dtype)
     left, right = (
         read_region(b, (rows, every)).to(dtype),
         read_region(a, (every, columns)).to(dtype),
     )
-    return (own + factor * (left @ right)).to(weight.dtype)
+    return (base + factor * (left @ right)).to(weight.dtype)
 
 
 def save_model(stored: StoredModel, out: Path, config: Config | None = None) -> Path:
-    """The checkpoint folder `out`, made of a model alone: `sample`, `eval`, `train` take it.
+    """Write the checkpoint folder `out` from a model alone; `sample`, `eval` and `train` accept it.
 
-    It holds model.safetensors (our names), config.toml, tokenizer.json, and what makes it a
-    checkpoint: state.json and a manifest with every file's sha256. One tensor is in memory at a
-    time. The folder appears whole or not at all; the same model gives the same bytes.
+    It holds model.safetensors (pentameter's names), config.toml, tokenizer.json, and the files that
+    make it a checkpoint: state.json and a manifest with every file's sha256. One tensor is in
+    memory at a time. The folder appears whole or not at all; the same model gives the same bytes.
 
-    `config` takes the place of the model's own. Raises ConfigError when `out` exists and is not
-    an empty folder, StorageError when writing fails.
+    `config` replaces the model's own. Raises ConfigError if `out` exists and is not an empty
+    folder, StorageError if writing fails.
     """
     out = Path(out)
     refuse_existing(out)
@@ -164,7 +168,7 @@ def save_model(stored: StoredModel, out: Path, config: Config | None = None) -> 
         seal(
             folder,
             {_GROUP: [write_hashed(path, plan_file(stored.weights).chunks())]},
-            small,
+            [write_hashed(folder / name, [data]) for name, data in small.items()],
             run_id=stored.identity[:32],
             step=stored.step,
             config_hash=config_hash(config),

@@ -1,4 +1,4 @@
-"""Finding and opening checkpoints: only a folder whose manifest verifies exists."""
+"""Search for checkpoints and opening them. A folder counts only if its manifest verifies."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from pentameter.errors import ConfigError, CorruptError, StorageError
 STATE_NAME = "state.json"
 REPLACED = ".replaced"
 
-_PATIENCE_SECONDS = 60  # with a run that prunes faster than one can read what it leaves
+_PATIENCE_SECONDS = 60  # a run may prune faster than its remaining checkpoints can be read
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(\.replaced)?")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose every file was what its manifest says when it was opened."""
+    """A checkpoint whose every file matched its manifest at opening."""
 
     path: Path
     manifest: Manifest
@@ -47,12 +47,13 @@ class Checkpoint:
         return self.manifest.step
 
     def tensors(self, group: str) -> StoredTensors:
-        """Name → tensor of a group (`model`, `optimizer`), mapped from the files, on the CPU.
+        """Map the tensors in a group (`model`, `optimizer`), name → tensor, from the files, on the
+        CPU.
 
-        One that was saved in pieces is a LazyTensor, put together each time it is asked for. Copy
-        what is to be changed or kept for long. Raises CorruptError when the checkpoint has no
-        such group or its files do not hold each tensor exactly once, StorageError when its folder
-        went away.
+        A tensor saved in several regions is a LazyTensor, assembled at each access. Copy a tensor
+        before changing it or keeping it for long. Raises CorruptError if the checkpoint has no such
+        group or its files do not hold each tensor exactly once, StorageError if its folder has
+        disappeared.
         """
         if group not in self.manifest.groups:
             known = ", ".join(sorted(self.manifest.groups)) or "none"
@@ -60,25 +61,26 @@ class Checkpoint:
         return StoredTensors([self.path / name for name in self.manifest.groups[group]])
 
     def read(self, name: str) -> bytes:
-        """The content of a small file (`config.toml`), checked again; CorruptError without it."""
+        """Return the content of a small file (`config.toml`), verified again; CorruptError if there
+        is none."""
         return _read_checked(self.path, self.manifest, name)
 
 
 def step_folder_name(step: int) -> str:
-    """`step-00000500`."""
+    """Name a step's folder: `step-00000500`."""
     return f"step-{step:08d}"
 
 
 def is_step_folder(name: str) -> bool:
-    """Whether a finished checkpoint could have this name."""
+    """Return True if a finished checkpoint could have this name."""
     return _STEP_FOLDER.fullmatch(name) is not None
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The verified checkpoint in the folder `path`.
+    """Open and verify the checkpoint in the folder `path`.
 
-    Raises CorruptError naming the file that is missing, damaged, malformed or a link, and
-    ConfigError when `path` is no folder.
+    Raises CorruptError naming the file that is missing, damaged, malformed or a link; ConfigError
+    if `path` is not a folder.
     """
     path = Path(path)
     if not path.is_dir():
@@ -91,7 +93,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_state(path: Path, manifest: Manifest) -> Mapping[str, Any]:
-    """The content of state.json, checked against the manifest."""
+    """Read state.json, verified against the manifest. Raises CorruptError if it is not a JSON
+    object."""
     state = decode_json(_read_checked(path, manifest, STATE_NAME), path / STATE_NAME)
     if not isinstance(state, dict):
         raise CorruptError(f"{path / STATE_NAME} is malformed: it is not an object")
@@ -99,7 +102,8 @@ def read_state(path: Path, manifest: Manifest) -> Mapping[str, Any]:
 
 
 def read_own_manifest(path: Path) -> Manifest:
-    """The manifest of a folder, which must not be unfinished nor carry another step's name."""
+    """Read a folder's manifest; CorruptError if the folder is unfinished or named after another
+    step."""
     if is_temporary(path.name):
         raise CorruptError(f"{path} is an unfinished save; use a folder named step-…")
     manifest = read_manifest(path)
@@ -123,7 +127,7 @@ def _read_checked(path: Path, manifest: Manifest, name: str) -> bytes:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A folder that is named like a checkpoint; its content is not looked at."""
+    """A folder named like a checkpoint; its content has not been read."""
 
     step: int
     replaced: bool
@@ -136,11 +140,13 @@ def find_checkpoint(
     accepts: Callable[[Path, Manifest], bool],
     warnings: list[str],
 ) -> Checkpoint | None:
-    """The verified checkpoint of the highest step in `folder` that `accepts`; None without one.
+    """Find the verified checkpoint with the highest step in `folder` that `accepts`; None if there
+    is none.
 
-    Only names and contents count, never times. Each damaged folder that is passed over adds a
-    line to `warnings`; when all are damaged, CorruptError names the newest one's file. Folders
-    that another process prunes meanwhile are no damage: the search starts over.
+    Only names and contents count, never times. Each damaged folder that is passed over adds a line
+    to `warnings`; if all are damaged, CorruptError names the newest one's file. A folder that
+    another process prunes meanwhile is not damage: the search starts over, for up to 60 seconds,
+    then StorageError.
     """
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while time.monotonic() < deadline:
@@ -168,7 +174,8 @@ def find_checkpoint(
 
 
 def list_checkpoints(folder: Path) -> list[Candidate]:
-    """Folders named like checkpoints, highest step first; the proper name before `.replaced`."""
+    """List the folders named like checkpoints, highest step first; the proper name before
+    `.replaced`."""
     found = []
     with storage_errors(folder, "list"), suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:

@@ -1,7 +1,8 @@
-"""Model and optimizer state by parameter name: what a checkpoint holds, whoever shards it.
+"""Model and optimizer state by parameter name: the content of a checkpoint, independent of
+sharding.
 
-The optimizer's tensors are named `PARAMETER.SLOT` (`blocks.0.mlp.up.weight.exp_avg`), so a state
-can be read without knowing in which order, or in which groups, an optimizer held its parameters.
+The optimizer's tensors are named `PARAMETER.SLOT` (`token_embedding.weight.exp_avg`), so a state
+can be read without knowing the order or the groups in which an optimizer held its parameters.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pentameter.checkpoint.safetensors_writer import LazyTensor, read_region
+from pentameter.checkpoint.lazy_tensors import LazyTensor, read_region
 from pentameter.checkpoint.tensor_reader import StoredTensors, check_fits
 from pentameter.errors import ConfigError, CorruptError
-from pentameter.parallel.local_parts import common_part, is_distributed
+from pentameter.parallel.local_shards import common_region, is_distributed
 from pentameter.processes.world import World
 
 if TYPE_CHECKING:
@@ -29,10 +30,11 @@ _N_SHOWN = 5
 
 
 def model_state(model: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """Name → tensor of a model's parameters and persistent buffers; the tensors are its own.
+    """Map name → tensor for a model's parameters and persistent buffers; the tensors are not
+    copied.
 
-    `model` may be the slices of one that lie in this process. Parameters that FSDP had gathered
-    for a pass are sharded again, and the modules hold the sharded ones afterwards.
+    `model` may be a list of slices that this rank holds. Parameters that FSDP had all-gathered for
+    a pass are sharded again, and the modules hold the shards afterwards.
     """
     from torch import nn
 
@@ -45,26 +47,28 @@ def load_model_state(
 ) -> None:
     """Copy `tensors` into the model, in place; names, shapes and dtypes must be the model's own.
 
-    `model` may be sharded, or slices of one that the processes of `world` hold between them: each
-    fills its own part, and all call this together. Raises CorruptError, before anything is
-    changed, saying what is missing or does not fit, in every process what it raised in one.
+    `model` may be sharded, or be slices that the ranks in `world` hold between them. Collective:
+    each rank fills its own shards. Raises CorruptError, before anything is changed, saying which
+    tensors are missing or do not fit; an error on one rank is raised on all.
     """
     world = World() if world is None else world
-    own = model_state(model)
-    _check_names("model", own.keys(), tensors.keys(), world)
-    _fill(own, tensors, world)
+    targets = model_state(model)
+    _check_names("model", targets.keys(), tensors.keys(), world)
+    _fill(targets, tensors, world)
 
 
 def optimizer_state(
     optimizer: AnyOptimizer, named_parameters: NamedParameters, without: Collection[str] = ()
 ) -> dict[str, torch.Tensor]:
-    """`PARAMETER.SLOT` → tensor of the optimizer's state; the tensors are its own.
+    """Map `PARAMETER.SLOT` → tensor for the optimizer's state; the tensors are not copied.
 
-    That of the parameters in `without` is left out: another process saves it. Empty before the
-    first step, and for SGD without momentum. Raises ValueError when an optimizer of a known kind
-    has state for some of its parameters and none for others: such a state could not be loaded
-    again. The parts of a joint optimizer may keep different slots. Raises ConfigError for a user's
-    optimizer that keeps something of another shape for a parameter that is shared out.
+    The state of parameters in `without` is left out: another rank saves it. The result is empty
+    before the first step, and for SGD without momentum. The optimizers in a joint optimizer may
+    keep different slots.
+
+    Raises ValueError if an optimizer of a known kind has state for some parameters and none for
+    others, because such a state could not be loaded again. Raises ConfigError if a custom optimizer
+    keeps a tensor that differs in shape from its sharded parameter.
     """
     import torch
 
@@ -75,7 +79,7 @@ def optimizer_state(
             slots = {
                 slot: value
                 for slot, value in part.state.get(parameter, {}).items()
-                if value is not None  # SGD keeps a None where momentum is off
+                if value is not None  # SGD keeps None while momentum is off
             }
             slots_of[name] = frozenset(slots)
             if name in without:
@@ -104,12 +108,12 @@ def load_optimizer_state(
     tensors: Tensors,
     world: World | None = None,
 ) -> None:
-    """Give the optimizer copies of `tensors`, as `optimizer_state` named them.
+    """Load copies of `tensors`, named as `optimizer_state` names them, into the optimizer.
 
-    A parameter's state is sharded as it is; each process of `world` fills its own part, and all
-    call this together. Raises CorruptError, before anything is changed, when a parameter lacks
-    what others have, a name is not one of this optimizer's, or a shape differs, in every process
-    what it raised in one.
+    State is sharded like its parameter. Collective: each rank in `world` fills its own shards.
+    Raises CorruptError, before anything is changed, if a parameter lacks state that others have, a
+    name does not belong to this optimizer, or a shape differs; an error on one rank is raised on
+    all.
     """
     world = World() if world is None else world
     parts = _held(optimizer, named_parameters)
@@ -141,12 +145,12 @@ def load_optimizer_state(
 def _empty_slot(
     name: str, parameter: nn.Parameter, stored: torch.Tensor | LazyTensor, *, any_shape: bool
 ) -> torch.Tensor:
-    """A new tensor for a stored one of the parameter's state, sharded like the parameter; whole
-    where it may be of `any_shape` and has another."""
+    """Allocate a tensor for one stored tensor in the parameter's state, sharded like the parameter;
+    with `any_shape`, a stored tensor whose shape differs is allocated whole."""
     import torch
 
     is_other = any_shape and tuple(stored.shape) != tuple(parameter.shape)
-    # A step is counted on the host until the optimizer asks for it elsewhere.
+    # Step counts stay on the host until the optimizer moves them.
     if is_other or name.endswith(".step"):
         return torch.empty(tuple(stored.shape), dtype=stored.dtype)
     check_fits(name, stored, parameter.shape, None)
@@ -154,23 +158,23 @@ def _empty_slot(
 
 
 def _fill(targets: Mapping[str, torch.Tensor], tensors: Tensors, world: World) -> None:
-    """Copy what is this process's of the tensors into the targets. Raises CorruptError, before
-    anything is changed, where one does not fit."""
+    """Copy this rank's shards from `tensors` into the targets. Raises CorruptError, before anything
+    is changed, if one does not fit."""
     if isinstance(tensors, StoredTensors):
         tensors.load_into(targets, world)
         return
     for name, target in targets.items():
         check_fits(name, tensors[name], target.shape, target.dtype)
     for name, target in targets.items():
-        local, region = common_part(target, tuple(tensors[name].shape))
+        local, region = common_region(target, tuple(tensors[name].shape))
         local.copy_(read_region(tensors[name], region))
 
 
 def _slots_to_load(
     optimizer: torch.optim.Optimizer, held: Held, tensors: Tensors
 ) -> dict[str, set[str]]:
-    """Name → what `tensors` must have for each parameter that this optimizer holds: of a known
-    kind the same for all, of another what it has kept."""
+    """Map each parameter that this optimizer holds to the slots that `tensors` must have: all slots
+    that a known kind keeps, or for an unknown kind those that were saved."""
     kept: dict[str, set[str]] = {name: set() for name, _ in held}
     for parameter, _, slot in (name.rpartition(".") for name in tensors):
         if parameter in kept:
@@ -190,9 +194,9 @@ def _slots_to_load(
 def _held(
     optimizer: AnyOptimizer, named_parameters: NamedParameters
 ) -> list[tuple[torch.optim.Optimizer, Held]]:
-    """Each torch optimizer, and those of the named parameters that it holds.
+    """List each torch optimizer with the named parameters it holds.
 
-    Raises ValueError when one of them holds a parameter that has no name.
+    Raises ValueError if one of them holds a parameter that has no name.
     """
     from pentameter.optim.build import JointOptimizer
 
@@ -211,13 +215,15 @@ def _held(
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """id of a parameter → its number in the optimizer's state_dict: counted through the groups."""
+    """Map each parameter's id to its number in the optimizer's state_dict, counted through the
+    groups."""
     parameters = [value for group in optimizer.param_groups for value in group["params"]]
     return {id(value): number for number, value in enumerate(parameters)}
 
 
 def _slots(optimizer: torch.optim.Optimizer) -> set[str] | None:
-    """What the optimizer keeps per parameter once it has stepped; None for an unknown kind."""
+    """Name the slots that the optimizer keeps per parameter once it has stepped; None for an
+    unknown kind."""
     import torch
 
     groups = optimizer.param_groups
@@ -232,7 +238,8 @@ def _slots(optimizer: torch.optim.Optimizer) -> set[str] | None:
 
 
 def _check_names(kind: str, expected: Iterable[str], found: Collection[str], world: World) -> None:
-    """Raise CorruptError unless what all processes expect, together, is what was found."""
+    """Raise CorruptError unless the names that all ranks expect, together, are those that were
+    found."""
     wanted = set().union(*world.all_gather(sorted(expected)))
     if differences := name_differences(wanted, found):
         raise CorruptError(
@@ -241,7 +248,7 @@ def _check_names(kind: str, expected: Iterable[str], found: Collection[str], wor
 
 
 def name_differences(expected: Iterable[str], found: Iterable[str]) -> str:
-    """Which names are missing and which unexpected, in words; empty where none is."""
+    """Describe the missing and the unexpected names; an empty string if there are none."""
     missing, unexpected = set(expected) - set(found), set(found) - set(expected)
     parts = [f"missing: {few(missing)}"] if missing else []
     parts += [f"unexpected: {few(unexpected)}"] if unexpected else []
@@ -249,7 +256,7 @@ def name_differences(expected: Iterable[str], found: Iterable[str]) -> str:
 
 
 def few(names: Iterable[str]) -> str:
-    """The names in order, as many as a message can bear."""
+    """Join the names in order, shortened to the first five and a count."""
     ordered = sorted(names)
     more = f" and {len(ordered) - _N_SHOWN} more" if len(ordered) > _N_SHOWN else ""
     return ", ".join(ordered[:_N_SHOWN]) + more

@@ -1,34 +1,30 @@
-"""The checkpoints of one run: saved whole or not at all, found by step, pruned with care.
+"""The checkpoint store of one run: saves atomically, finds by step, prunes with care.
 
 A save writes into `step-N.tmp-<uuid>/`, syncs the files, then a manifest with every size and
-sha256, then renames the folder to `step-N` and syncs the parent. Each process of a run writes
-files of its own and hands over their `FileRecord`s; the manifest and the rename are the main
-process's. Between any two system calls a kill or a power loss leaves the previous checkpoint,
-or the new one.
+sha256, then renames the folder to `step-N` and syncs the parent. Each rank writes its own files and
+hands over their `FileRecord`s; the main process writes the manifest and renames. A kill or power
+loss between any two system calls leaves either the previous checkpoint or the new one.
+`save_phases.py` holds the phases of a save.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pentameter.checkpoint.manifest import (
-    MANIFEST_NAME,
     Manifest,
     check_files,
-    encode_json,
-    is_plain_name,
     read_manifest,
     seal,
 )
 from pentameter.checkpoint.opening import (
     REPLACED,
-    STATE_NAME,
     Checkpoint,
     find_checkpoint,
     is_step_folder,
@@ -36,9 +32,15 @@ from pentameter.checkpoint.opening import (
     read_own_manifest,
     step_folder_name,
 )
-from pentameter.checkpoint.safetensors_writer import Groups, files_to_write
+from pentameter.checkpoint.owners import Groups
+from pentameter.checkpoint.save_phases import (
+    Exchanged,
+    Save,
+    Written,
+    plan_files,
+    small_files,
+)
 from pentameter.disk.atomic import (
-    FileRecord,
     check_free_space,
     is_temporary,
     make_folder,
@@ -46,17 +48,19 @@ from pentameter.disk.atomic import (
     storage_errors,
     sync,
     temporary_name,
-    write_verified,
 )
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.processes.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _SLACK_BYTES = 2**20  # folder entries, the manifest, block rounding
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A committed checkpoint: where, which step, its size and how long it took."""
+    """A committed checkpoint: its folder, step, size in bytes and the seconds it took."""
 
     path: Path
     step: int
@@ -65,7 +69,7 @@ class Saved:
 
 
 class CheckpointStore:
-    """The folder `checkpoints/` of a run; whoever writes to it holds the run's lock.
+    """The folder `checkpoints/` in a run; a process that writes to it holds the run's lock.
 
     `warnings` collects one line for each damaged checkpoint that was passed over.
     """
@@ -75,6 +79,7 @@ class CheckpointStore:
         self.run_id = run_id
         self.config_hash = config_hash
         self.warnings: list[str] = []
+        self._exchanged = Exchanged()
         self._verified: dict[Path, bytes] = {}  # hashed by this run: once is enough
 
     def save(
@@ -85,83 +90,95 @@ class CheckpointStore:
         extra_files: Mapping[str, bytes],
         layout: Mapping[str, int] | None = None,
         world: World | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> Saved:
-        """Save the checkpoint of `step`; it is durable on return.
+        """Save the checkpoint for `step`; it is durable on return.
 
         `tensors` holds groups of named tensors, each written to `GROUP.safetensors`; `state` must
-        be JSON without NaN; `extra_files` are small files to lie beside. A failure (StorageError)
+        be JSON without NaN; `extra_files` are small additional files. A failure (StorageError)
         leaves all other checkpoints as they were and nothing half-written. Saving a step again
         replaces it, and at each moment the old or the new one can be found.
 
-        Collective where `world` has several processes: each passes the same groups with the
-        tensors it has (DTensors; or plain ones, equal wherever they are passed), and writes its
-        share to `GROUP-00001-of-00004.safetensors`. Where one fails, all raise its failure.
+        Collective if `world` has several ranks: each passes the same groups with the tensors it has
+        (DTensors; or plain ones, equal on every rank that passes them), and writes the regions it
+        owns to `GROUP-00001-of-00004.safetensors`. A failure on one rank is raised on all. `mesh`
+        is the layout's mesh, from which the owners of regions follow.
         """
-        start_seconds = time.perf_counter()
+        return self.commit(self.plan(step, tensors, state, extra_files, layout, world, mesh))
+
+    def plan(
+        self,
+        step: int,
+        tensors: Groups,
+        state: Mapping[str, Any],
+        extra_files: Mapping[str, bytes],
+        layout: Mapping[str, int] | None = None,
+        world: World | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> Save:
+        """Begin the save that `save` describes: plan it and create its temporary folder. The
+        returned Save carries it through the next phases, up to `commit`. Collective; raises as
+        `save` does."""
+        started_at = time.perf_counter()
         world = World() if world is None else world
-        temporary = world.broadcast(self.folder / temporary_name(step_folder_name(step)))
-        files = files_to_write(tensors, world)
-        n_tensor_bytes = sum(world.all_gather(sum(file.n_bytes for _, file in files.values())))
+        files, n_bytes = plan_files(tensors, world, mesh, self._exchanged)
+        small: dict[str, bytes] = {}
 
-        def encode() -> dict[str, bytes]:
-            _check_names(extra_files, tensors)
-            return {STATE_NAME: encode_json(dict(state)), **extra_files}
-
-        small = world.agreed(encode)
-
-        def begin() -> None:
+        def begin() -> Path:
+            small.update(small_files(state, extra_files, tensors))
             self._refuse_foreign(step)
             make_folder(self.folder)
-            n_bytes = n_tensor_bytes + sum(map(len, small.values()))
-            check_free_space(self.folder, n_bytes + _SLACK_BYTES)
+            check_free_space(self.folder, n_bytes + sum(map(len, small.values())) + _SLACK_BYTES)
+            temporary = self.folder / temporary_name(step_folder_name(step))
             with storage_errors(temporary, "create the folder"):
                 os.mkdir(temporary)
+            return temporary
 
-        def write() -> dict[str, FileRecord]:
-            records = {
-                group: write_verified(temporary / name, file.chunks())
-                for group, (name, file) in files.items()
-            }
-            if records and not world.is_main:
-                sync(temporary)  # on another machine than the main process's, perhaps
-            return records
+        temporary = world.on_main(begin)
+        return Save(step, temporary, [*tensors], files, small, world, layout or {}, started_at)
 
-        def commit() -> int:
-            records = {
-                group: [of_rank[group] for of_rank in written if group in of_rank]
-                for group in tensors
-            }
+    def commit(self, save: Save) -> Saved:
+        """Wait until all ranks have written their files, then commit: rename the save's folder to
+        its final name.
+
+        Collective; raises as `save` does, with the failure of a write.
+        """
+        world = save.world
+
+        def seal_and_publish(written: Sequence[Written]) -> int:
             manifest = seal(
-                temporary,
-                records,
-                small,
+                save.folder,
+                {
+                    group: [each.tensors[group] for each in written if group in each.tensors]
+                    for group in save.groups
+                },
+                [record for each in written for record in each.small],
                 run_id=self.run_id,
-                step=step,
+                step=save.step,
                 config_hash=self.config_hash,
-                layout=layout or {},
+                layout=save.layout,
             )
-            self._publish(temporary, manifest)
+            self._publish(save.folder, manifest)
             return manifest.n_bytes
 
         try:
-            world.on_main(begin)
-            written = world.all_gather(world.agreed(write))
-            n_bytes = world.on_main(commit)
+            written = world.gathered(save.written)
+            n_bytes = world.on_main(lambda: seal_and_publish(written))
         except BaseException:
             if world.is_main:
                 with suppress(StorageError):
-                    remove_tree(temporary)
+                    remove_tree(save.folder)
             raise
-        seconds = time.perf_counter() - start_seconds
-        return Saved(self.folder / step_folder_name(step), step, n_bytes, seconds)
+        seconds = time.perf_counter() - save.started_at
+        return Saved(self.folder / step_folder_name(save.step), save.step, n_bytes, seconds)
 
     def _refuse_foreign(self, step: int) -> None:
-        """Raise ConfigError where another run's checkpoint has this step's name."""
+        """Raise ConfigError if a checkpoint from another run has this step's name."""
         target = self.folder / step_folder_name(step)
         try:
             run_id = read_manifest(target).run_id
         except (CorruptError, StorageError):
-            return  # absent or damaged: nobody's
+            return  # absent or damaged: belongs to no run
         if run_id != self.run_id:
             raise ConfigError(
                 f"{target} belongs to run {run_id}, this is run {self.run_id}; use another "
@@ -169,14 +186,14 @@ class CheckpointStore:
             )
 
     def _publish(self, temporary: Path, manifest: Manifest) -> None:
-        """Give a complete temporary folder, all of whose files were read back, its step's name: by
-        one rename where none stood before."""
+        """Rename a complete temporary folder, whose files were all read back, to its step's name:
+        with a single rename if the name was free."""
         target = self.folder / step_folder_name(manifest.step)
         aside = None
         with storage_errors(target, "commit"):
-            if os.path.lexists(target):  # a link, too, whose folder may be elsewhere or gone
+            if os.path.lexists(target):  # includes a link whose folder may be elsewhere or gone
                 valid = self._is_valid(target)
-                # A valid one stays findable under its second name until the new one stands.
+                # A valid one can still be found by its second name until the new one is there.
                 aside = target.with_name(
                     target.name + REPLACED if valid else temporary_name(target.name)
                 )
@@ -192,15 +209,15 @@ class CheckpointStore:
                         os.rename(aside, target)
                 raise
         sync(self.folder)
-        self._verified[target] = manifest.to_bytes()  # by those who wrote it, each its files
+        self._verified[target] = manifest.to_bytes()  # each rank verified the files it wrote
         if aside is not None:
             with suppress(StorageError):  # the new one is committed; `clean` removes the rest
                 self._discard(aside)
 
     def latest(self) -> Checkpoint | None:
-        """The verified checkpoint of this run's highest step; None when it has none.
+        """Find the verified checkpoint with this run's highest step; None if the run has none.
 
-        A damaged one is passed over, with a line in `warnings`; CorruptError when all are.
+        A damaged one is passed over with a line in `warnings`; CorruptError if all are damaged.
         """
         checkpoint = find_checkpoint(
             self.folder, lambda _, manifest: manifest.run_id == self.run_id, self.warnings
@@ -210,10 +227,10 @@ class CheckpointStore:
         return checkpoint
 
     def clean(self) -> list[str]:
-        """Remove the unfinished saves and removals of a process that is gone; their names.
+        """Remove saves and removals that a dead process left unfinished; return their folder names.
 
         Readers never look at these. A checkpoint that was renamed for a new save of its step gets
-        its name back where that save was never committed.
+        its name back if that save was never committed.
         """
         removed = []
         with storage_errors(self.folder, "list"):
@@ -236,11 +253,18 @@ class CheckpointStore:
                 removed.append(candidate.path.name)
         return removed
 
-    def prune(self, keep_last: int, keep_steps: Collection[int] = ()) -> list[int]:
-        """Remove all of this run but the `keep_last` newest valid ones and `keep_steps`; the steps.
+    def prune(
+        self,
+        keep_last: int,
+        keep_steps: Collection[int] = (),
+        remove: Callable[[Path], object] = remove_tree,
+    ) -> list[int]:
+        """Remove this run's checkpoints except the `keep_last` newest valid ones and `keep_steps`;
+        return the removed steps.
 
-        Only what is older than a checkpoint that verifies goes, and a damaged one never counts
-        as kept. Other runs' folders and those nobody can identify stay.
+        A checkpoint is removed only if a newer one verifies, and a damaged one never counts as
+        kept. Folders that belong to other runs or cannot be identified stay. `remove` is given
+        folders that are no longer checkpoints, under temporary names; it may take its time.
         """
         kept_steps = set(keep_steps)
         removed = []
@@ -251,12 +275,13 @@ class CheckpointStore:
             if n_kept < max(1, keep_last):
                 n_kept += self._is_valid(candidate.path)
             elif candidate.step not in kept_steps:
-                self._discard(candidate.path)
+                self._discard(candidate.path, remove)
                 removed.append(candidate.step)
         return removed
 
     def discard_after(self, step: int) -> list[int]:
-        """Remove this run's checkpoints after `step`, where that one verifies; their steps."""
+        """Remove this run's checkpoints after `step`, if the one for `step` verifies; return their
+        steps."""
         candidates = [each for each in list_checkpoints(self.folder) if self._is_own(each.path)]
         if not any(each.step == step and self._is_valid(each.path) for each in candidates):
             return []
@@ -272,7 +297,8 @@ class CheckpointStore:
             return False
 
     def _is_valid(self, path: Path) -> bool:
-        """Whether a folder of this run verifies; its content is hashed once in a run."""
+        """Return True if a folder verifies and belongs to this run; each content is hashed once per
+        run."""
         try:
             manifest = read_own_manifest(path)
             known = self._verified.get(path) == manifest.to_bytes()
@@ -283,18 +309,11 @@ class CheckpointStore:
         self._verified[path] = manifest.to_bytes()
         return manifest.run_id == self.run_id
 
-    def _discard(self, folder: Path) -> None:
-        """Remove a checkpoint, first its name, then its files: no moment shows half of it."""
+    def _discard(self, folder: Path, remove: Callable[[Path], object] = remove_tree) -> None:
+        """Remove a checkpoint, first its name, then its files, so that it never appears half
+        removed."""
         self._verified.pop(folder, None)
         temporary = folder.with_name(temporary_name(folder.name.partition(".")[0]))
         with storage_errors(folder, "remove"):
             os.rename(folder, temporary)
-        remove_tree(temporary)
-
-
-def _check_names(extra_files: Mapping[str, bytes], groups: Collection[str]) -> None:
-    """Raise ValueError for a file or group whose name is taken, or leads out of the folder."""
-    taken = {MANIFEST_NAME, STATE_NAME, *(f"{group}.safetensors" for group in groups)}
-    for name in [*extra_files, *groups]:
-        if not is_plain_name(name) or name in taken:
-            raise ValueError(f"a checkpoint cannot hold a file or group named {name!r}")
+        remove(temporary)

@@ -1,4 +1,4 @@
-"""Tensors read from safetensors files, whole or by region, over one file or many."""
+"""Reading tensors from safetensors files, whole or by region, over one file or many."""
 
 from __future__ import annotations
 
@@ -12,14 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from pentameter.checkpoint.safetensors_writer import (
-    DTYPE_CODES,
-    METADATA_KEY,
-    LazyTensor,
-    Piece,
-)
+from pentameter.checkpoint.lazy_tensors import LazyTensor
+from pentameter.checkpoint.safetensors_format import DTYPE_CODES, METADATA_KEY, Piece
 from pentameter.errors import CorruptError, StorageError
-from pentameter.parallel.local_parts import local_part
+from pentameter.parallel.local_shards import local_shard
 from pentameter.processes.world import World
 
 if TYPE_CHECKING:
@@ -28,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredRegion:
-    """A region of a tensor, or all of it, in an entry of a file."""
+    """A region, or a whole tensor, held by one entry in a file."""
 
     path: Path
     key: str
     offset: tuple[int, ...]
-    """Where in the whole tensor it begins."""
+    """Its first index along each dimension of the whole tensor."""
     sizes: tuple[int, ...]
 
 
@@ -47,12 +43,12 @@ class StoredTensor:
 
 
 class StoredTensors(Mapping[str, "torch.Tensor | LazyTensor"]):
-    """Name → tensor, on the CPU: mapped from its file, or lazy where pieces must be put together.
+    """Tensors by name, on the CPU: mapped from their file, or lazy if regions must be assembled.
 
     Pages are read when touched; writing to a tensor changes memory, never the file. The files stay
-    readable while this lives, even where their folder is removed. Opening raises CorruptError,
-    naming file and tensor, when a file is malformed or pieces do not make up a tensor exactly,
-    StorageError when a file went away.
+    readable while this object lives, even if their folder is removed. Opening raises CorruptError,
+    naming file and tensor, if a file is malformed or regions do not cover a tensor exactly;
+    StorageError if a file has disappeared.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -72,17 +68,18 @@ class StoredTensors(Mapping[str, "torch.Tensor | LazyTensor"]):
         return len(self.stored)
 
     def read(self, region: StoredRegion) -> torch.Tensor:
-        """One entry of a file, mapped from it."""
+        """Return one entry in a file, memory-mapped."""
         with _reading(region.path):
             tensor: torch.Tensor = self._files[region.path].get_tensor(region.key)
         return tensor
 
     def load_into(self, targets: Mapping[str, torch.Tensor], world: World | None = None) -> None:
-        """Fill the targets in place: each process reads the regions that lie in it, no more.
+        """Fill the targets in place: each rank reads only the regions that overlap its shards.
 
-        Targets are plain tensors or DTensors on any mesh; processes may pass different names.
-        Collective where `world` has several processes: what one raises, all raise. Raises
-        CorruptError, before anything is changed, for a missing name and another shape or dtype.
+        Targets are plain tensors or DTensors on any mesh; ranks may pass different names.
+        Collective if `world` has several ranks: an error on one is raised on all. Raises
+        CorruptError, before anything is changed, for a missing name and for a different shape or
+        dtype.
         """
         world = World() if world is None else world
 
@@ -94,19 +91,19 @@ class StoredTensors(Mapping[str, "torch.Tensor | LazyTensor"]):
 
         def fill() -> None:
             for name, target in targets.items():
-                self._fill(*local_part(target), self.stored[name])
+                self._fill(*local_shard(target), self.stored[name])
 
         world.agreed(check)
         world.agreed(fill)
 
     def _fill(self, local: torch.Tensor, offset: tuple[int, ...], stored: StoredTensor) -> None:
-        """Copy into a part of a tensor, which begins at `offset`, what falls into it of the stored
-        regions."""
+        """Fill `local`, this rank's block of a tensor starting at `offset`, from every stored
+        region that overlaps it."""
         for region in stored.regions:
             starts = list(map(max, offset, region.offset))
             ends = [
-                min(here + n_here, there + n_there)
-                for here, n_here, there, n_there in zip(
+                min(local_start + n_local, region_start + n_region)
+                for local_start, n_local, region_start, n_region in zip(
                     offset, local.shape, region.offset, region.sizes, strict=True
                 )
             ]
@@ -124,23 +121,24 @@ class StoredTensors(Mapping[str, "torch.Tensor | LazyTensor"]):
     def _index(self, paths: Sequence[Path]) -> dict[str, StoredTensor]:
         found: dict[str, StoredTensor] = {}
         for path in paths:
-            for name, here in self._entries(path):
-                known = found.setdefault(name, here)
-                if known is here:
+            for name, entry in self._entries(path):
+                known = found.setdefault(name, entry)
+                if known is entry:
                     continue
-                if (known.shape, known.dtype) != (here.shape, here.dtype):
-                    key, other = here.regions[0].key, known.regions[0].path.name
+                if (known.shape, known.dtype) != (entry.shape, entry.dtype):
+                    key, other = entry.regions[0].key, known.regions[0].path.name
                     raise CorruptError(
-                        f"{path} is malformed: {key!r} is of a tensor of shape {here.shape} and "
-                        f"{here.dtype}, in {other} {name!r} is {known.shape} and {known.dtype}"
+                        f"{path} is malformed: {key!r} is of a tensor of shape {entry.shape} and "
+                        f"{entry.dtype}, in {other} {name!r} is {known.shape} and {known.dtype}"
                     )
-                found[name] = StoredTensor(known.shape, known.dtype, known.regions + here.regions)
+                found[name] = StoredTensor(known.shape, known.dtype, known.regions + entry.regions)
         for name, stored in found.items():
             check_cover(name, stored.shape, stored.regions)
         return found
 
     def _entries(self, path: Path) -> Iterator[tuple[str, StoredTensor]]:
-        """Each entry of a file: the tensor's name, and its region there."""
+        """Yield each entry in a file as the tensor's name and a StoredTensor with that one
+        region."""
         import torch
         from safetensors import safe_open
 
@@ -172,7 +170,8 @@ class StoredTensors(Mapping[str, "torch.Tensor | LazyTensor"]):
 
 
 def _slices(starts: Sequence[int], ends: Sequence[int], offset: Sequence[int]) -> tuple[slice, ...]:
-    """A region of a whole tensor, as it lies in a part that begins at `offset`."""
+    """Convert a region [starts, ends) of a whole tensor to slices local to the block at
+    `offset`."""
     return tuple(
         slice(start - begin, end - begin)
         for start, end, begin in zip(starts, ends, offset, strict=True)
@@ -197,7 +196,7 @@ def check_fits(
     shape: tuple[int, ...],
     dtype: torch.dtype | None,
 ) -> None:
-    """Raise CorruptError unless a stored tensor has this shape and, where given, dtype."""
+    """Raise CorruptError unless a stored tensor has this shape and, if given, dtype."""
     if tuple(found.shape) != tuple(shape) or (dtype is not None and found.dtype != dtype):
         raise CorruptError(
             f"the checkpoint's {name} is {tuple(found.shape)} of {found.dtype}, "
@@ -206,7 +205,7 @@ def check_fits(
 
 
 def check_cover(name: str, shape: tuple[int, ...], regions: Sequence[StoredRegion]) -> None:
-    """Raise CorruptError, naming file and tensor, unless the regions make up the tensor exactly.
+    """Raise CorruptError, naming file and tensor, unless the regions cover the tensor exactly.
 
     Each must lie inside it, no two may overlap, and together they must leave nothing out.
     """
@@ -232,9 +231,10 @@ def check_cover(name: str, shape: tuple[int, ...], regions: Sequence[StoredRegio
 
 
 def _refuse_overlap(name: str, shape: tuple[int, ...], regions: Sequence[StoredRegion]) -> None:
-    """Raise CorruptError where two regions have an element in common.
+    """Raise CorruptError if two regions have an element in common.
 
-    A sweep along the dimension with the most cuts; few regions are side by side in the others.
+    Sweeps along the dimension with the most distinct offsets; few regions lie next to each other
+    along the others.
     """
     if not shape:
         if len(regions) > 1:

@@ -1,1 +1,1 @@
-"""One file per verb. Torch is imported only when a verb does its work."""
+"""The command line: one file per verb."""

@@ -1,4 +1,4 @@
-"""The arguments of verbs: options that tyro reads, overrides of the configuration, and a MODEL."""
+"""Arguments common to verbs: options that tyro parses, configuration overrides, and a MODEL."""
 
 from __future__ import annotations
 
@@ -19,20 +19,24 @@ from pentameter.errors import ConfigError, either, listed, nearest, printable, t
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import RenderableType
 
     from pentameter.checkpoint.load_model import LoadedModel
+    from pentameter.config.schema import Config
+    from pentameter.data.sizes import DataSizes
 
 Arguments = TypeVar("Arguments")
 
 TOP_KEYS = ("name", "seed")
-"""Keys of a configuration that stand in no section."""
+"""Configuration keys outside any section."""
 
 
 def parse(kind: type[Arguments], arguments: Sequence[str], *, verb: str) -> Arguments:
-    """`kind` (a dataclass of options) filled from `arguments`.
+    """Parse `arguments` into `kind`, a dataclass of options.
 
-    `--help` and wrong usage end the process as command-line programs do, with 0 and 2. tyro shows
-    an argument that it refuses as it is, so what it says of control characters is escaped here.
+    `--help` and wrong usage end the process with 0 and 2, like other command-line programs. tyro
+    shows a refused argument unchanged, so control characters in its message are escaped here.
+    Raises ConfigError for an unknown option.
     """
 
     check_options(arguments, options_of(kind), verb=verb)
@@ -53,7 +57,7 @@ def parse(kind: type[Arguments], arguments: Sequence[str], *, verb: str) -> Argu
 def parse_arguments(
     kind: type[Arguments], arguments: Sequence[str], *, verb: str
 ) -> tuple[Arguments, list[str]]:
-    """`kind` filled as by `parse`, and the overrides of the configuration among the arguments."""
+    """Parse like `parse`, and return configuration overrides found among the arguments, too."""
     options = options_of(kind)
     own, overrides = split_overrides(arguments, options)
     for argument in overrides:  # `--n 4` begins an option; `--steps 4` lacks its section
@@ -64,7 +68,7 @@ def parse_arguments(
 
 
 def options_of(kind: type[Any]) -> list[str]:
-    """The names of the options that `kind`, a dataclass, describes, with hyphens and no dashes."""
+    """Return option names for the dataclass `kind`, with hyphens and without dashes."""
     names = []
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
@@ -75,8 +79,8 @@ def options_of(kind: type[Any]) -> list[str]:
 
 
 def check_options(arguments: Sequence[str], options: Sequence[str], *, verb: str) -> None:
-    """Raise ConfigError for the first of `arguments` that looks like an option and is none of
-    `options`, with those that it may have been meant to be."""
+    """Raise ConfigError, with similar options, for the first argument that looks like an option and
+    is not in `options`."""
     for argument in itertools.takewhile(lambda argument: argument != "--", arguments):
         typed = argument.partition("=")[0].replace("_", "-")
         if not re.match("--?[A-Za-z]", typed) or typed == "-h" or typed.lstrip("-") in options:
@@ -90,12 +94,12 @@ def check_options(arguments: Sequence[str], options: Sequence[str], *, verb: str
 
 
 def _begun(typed: str, options: Sequence[str]) -> list[str]:
-    """The options that begin as `typed` does, dashes left out."""
+    """Return the options that start like `typed`, ignoring dashes."""
     return [option for option in options if option.startswith(typed.lstrip("-").replace("_", "-"))]
 
 
 def load_for_verb(path: Path, device: torch.device) -> LoadedModel:
-    """The model that a MODEL names; what was passed over or left out goes to stderr."""
+    """Load the model that a MODEL names; warnings go to stderr."""
     from pentameter.checkpoint.load_model import load_model
 
     warnings: list[str] = []
@@ -104,7 +108,28 @@ def load_for_verb(path: Path, device: torch.device) -> LoadedModel:
     return loaded
 
 
+def sizes_of_data(config: Config, init_from: Path | None = None) -> DataSizes:
+    """Return data sizes for a Plan; a warning about unknown ones goes to stderr."""
+    from pentameter.checkpoint.hugging_face.tokenizer_files import gpt2_beside
+    from pentameter.data.sizes import data_sizes
+
+    sizes = data_sizes(config, gpt2_beside(config.data.tokenizer, init_from))
+    print_warnings([] if sizes.warning is None else [sizes.warning])
+    return sizes
+
+
 def print_warnings(warnings: Iterable[str]) -> None:
     """Print warnings on stderr, a line each."""
     for warning in warnings:
         print(f"pentameter: {terminal_message(warning)}", file=sys.stderr)
+
+
+def print_tables(parts: Iterable[RenderableType], width: int) -> None:
+    """Print rich renderables; lines have `width` characters if the output is no terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = width
+    for part in parts:
+        console.print(part)

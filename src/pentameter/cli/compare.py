@@ -36,7 +36,7 @@ class CompareArguments:
 
 
 def run(arguments: list[str]) -> int:
-    """Compare; 0."""
+    """Write the page and print the table; return 0."""
     asked = parse(CompareArguments, arguments, verb="compare")
     from pentameter.report.comparison import compare_runs, render_comparison
     from pentameter.report.markup import write_page
@@ -55,10 +55,10 @@ def run(arguments: list[str]) -> int:
 
 
 def _lines(comparison: Comparison, width: int) -> Iterator[str]:
-    """The tables, as many runs side by side as the width has room for."""
+    """Yield the tables' lines, with as many runs side by side as fit the width."""
     from rich.cells import cell_len, set_cell_size
 
-    from pentameter import wording
+    from pentameter import formatting
 
     rows = [("", [run.label for run in comparison.runs])]
     for row in comparison.rows:
@@ -66,7 +66,7 @@ def _lines(comparison: Comparison, width: int) -> Iterator[str]:
         rows.append((row.title, marked))
     rows.append(("", [""] * len(comparison.runs)))
     for path, values in comparison.differing.items():
-        rows.append((path, [wording.scalar(value) for value in values]))
+        rows.append((path, [formatting.scalar(value) for value in values]))
     titles = max(cell_len(title) for title, _ in rows)
     columns = range(len(comparison.runs))
     widths = [max(cell_len(_short(cells[i])) for _, cells in rows) for i in columns]
@@ -91,7 +91,7 @@ def _short(cell: str) -> str:
 
 
 def _groups(widths: Sequence[int], room: int) -> Iterator[list[int]]:
-    """The columns, in order, cut into groups that fit; a column too wide stands alone."""
+    """Yield column indices, in order, in groups that fit; a column too wide stands alone."""
     group: list[int] = []
     for index, width in enumerate(widths):
         if group and sum(widths[i] + 2 for i in group) + width + 2 > room:

@@ -1,4 +1,4 @@
-"""`pentameter doctor`: what this machine can do, and what training on it would choose."""
+"""`pentameter doctor`: this machine's capabilities, and the choices that training would make."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,12 +30,12 @@ EXTRAS = {
 }
 
 TESTED_TORCH = ("2.13.0", "2.14.1")
-"""Releases of torch that all tests have passed with, oldest first."""
+"""Torch releases that all tests have passed with, oldest first."""
 
 
 @dataclass(frozen=True)
 class DoctorArguments:
-    """Show devices, versions, what is usable and what is missing."""
+    """Show devices, versions, and usable and missing features."""
 
     measure: tyro.conf.FlagCreatePairsOff[bool] = False
     """Measure this machine's CPU for `plan` and `train --layout best`: a minute, half a minute
@@ -44,7 +45,7 @@ class DoctorArguments:
 
 
 def run(arguments: list[str]) -> int:
-    """Return the exit code of `pentameter doctor ARGUMENTS`: 0 whatever is found."""
+    """Print the facts and return 0, whatever they are."""
     asked = parse(DoctorArguments, arguments, verb="doctor")
     if asked.measure:
         return _measure(as_json=asked.json)
@@ -66,9 +67,9 @@ def run(arguments: list[str]) -> int:
 
 
 def _measure(*, as_json: bool) -> int:
-    """Measure the machine, and say what was found and where it is."""
-    from pentameter.parallel.measured_machine import measure_machine
-    from pentameter.planning.cluster import read_devices
+    """Measure the machine, and print the figures and their file."""
+    from pentameter.calibrate.measured_machine import measure_machine
+    from pentameter.estimating.cluster import read_devices
 
     path = measure_machine()
     (device,) = read_devices(path).values()
@@ -81,7 +82,8 @@ def _measure(*, as_json: bool) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """The object of `doctor --json`. Takes a second or two: it measures and tries the compiler."""
+    """Return the object for `doctor --json`. Takes a second or two: it measures and tries the
+    compiler."""
     import torch
 
     from pentameter.machine.capabilities import find_compiler, machine_capabilities
@@ -124,7 +126,7 @@ def _is_there(module: str) -> bool:
 
 
 def _is_tested(version: str) -> bool:
-    """True if a release of torch is one of TESTED_TORCH, whatever it was built for ("+cpu")."""
+    """Return whether this torch release is one of TESTED_TORCH, for whichever build ("+cpu")."""
     return version.partition("+")[0] in TESTED_TORCH
 
 
@@ -132,22 +134,19 @@ def _ceilings(device: torch.device) -> dict[str, float | None]:
     import torch
 
     from pentameter.errors import ConfigError
-    from pentameter.machine.peaks import product_ceiling
+    from pentameter.machine.peaks import measure_matmul
 
-    ceilings: dict[str, float | None] = {}
-    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-        try:
-            ceilings[name] = product_ceiling(device, dtype, seconds=0.5)
-        except ConfigError:
-            ceilings[name] = None
+    ceilings: dict[str, float | None] = {"float32": None, "bfloat16": None}
+    for name in ceilings:
+        with suppress(ConfigError):
+            ceilings[name] = measure_matmul(device, getattr(torch, name), seconds=0.5)
     return ceilings
 
 
 def _data_folders() -> dict[str, Any]:
     from pentameter.disk.cache import cache_folder, data_folder
 
-    folder = data_folder()
-    cache = cache_folder()
+    folder, cache = data_folder(), cache_folder()
     return {
         "PENTAMETER_DATA_DIR": None if folder is None else str(folder),
         "data_dir_found": folder is not None and folder.is_dir(),
@@ -157,7 +156,7 @@ def _data_folders() -> dict[str, Any]:
 
 
 def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """(name, value, remark) of each line."""
+    """Yield (name, value, remark) for each line."""
     yield "device", facts["device"], facts["device_name"]
     cpu = facts["devices"]["cpu"]
     able = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16"}

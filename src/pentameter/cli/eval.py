@@ -1,4 +1,4 @@
-"""`pentameter eval`: how well a model predicts a whole split, or answers questions."""
+"""`pentameter eval`: a model's loss over a whole split, or its accuracy on questions."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from pentameter.cli.arguments import load_for_verb, parse_arguments
+from pentameter.config.choices import Precision
 from pentameter.config.overrides import parse_overrides
 from pentameter.errors import ConfigError
 
@@ -41,14 +42,14 @@ class EvalArguments:
     """Sequences at once; the result does not depend on it."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Where the model runs; auto takes the fastest present."""
-    precision: Literal["auto", "fp64", "fp32", "tf32", "bf16", "fp16"] = "fp32"
+    precision: Literal["auto", Precision] = "fp32"
     """Arithmetic of the matrix products."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object."""
 
 
 def run(arguments: list[str]) -> int:
-    """Evaluate; 0."""
+    """Evaluate and return 0."""
     parsed, overrides = parse_arguments(EvalArguments, arguments, verb="eval")
     if parsed.batch_size < 1:
         raise ConfigError(f"--batch-size {parsed.batch_size} must be at least 1")
@@ -63,7 +64,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any], str]:
-    """The object of `--json` for a split, and the line for people."""
+    """Return the `--json` object for a split, and the line for people."""
     from pentameter.data.open_dataset import open_dataset
     from pentameter.evaluate.split import evaluate
 
@@ -103,7 +104,7 @@ def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any],
 def _multiple_choice(
     parsed: EvalArguments, file: Path, overrides: list[str]
 ) -> tuple[dict[str, Any], str]:
-    """The object of `--json` for a file of questions, and the line for people."""
+    """Return the `--json` object for a file of questions, and the line for people."""
     from pentameter.evaluate.multiple_choice import evaluate_multiple_choice, read_questions
 
     if parsed.stride is not None or overrides:
@@ -124,7 +125,7 @@ def _multiple_choice(
 
 
 def _load(parsed: EvalArguments, overrides: list[str]) -> tuple[LoadedModel, Config, Engine]:
-    """The model, its configuration with the overrides of the data section, and how it runs."""
+    """Load the model, its configuration with `data` overrides, and its engine."""
     from pentameter.config.load import load_config
     from pentameter.config.schema import ParallelConfig
     from pentameter.machine.choices import choose_device, choose_precision

@@ -28,7 +28,7 @@ class ExportArguments:
 
 
 def run(arguments: list[str]) -> int:
-    """Export; 0."""
+    """Export and return 0."""
     asked = parse(ExportArguments, arguments, verb="export")
     from pentameter.checkpoint.hugging_face.folder import export_hf
     from pentameter.checkpoint.hugging_face.peft import export_peft

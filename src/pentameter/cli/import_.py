@@ -1,4 +1,4 @@
-"""`pentameter import`: weights of Hugging Face become a MODEL."""
+"""`pentameter import`: Hugging Face weights into a MODEL."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ImportArguments:
 
 
 def run(arguments: list[str]) -> int:
-    """Import; 0."""
+    """Import and return 0."""
     asked = parse(ImportArguments, arguments, verb="import")
     from pentameter.checkpoint.hugging_face.folder import read_hf
     from pentameter.checkpoint.load_model import is_hugging_face

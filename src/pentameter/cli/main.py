@@ -1,4 +1,4 @@
-"""The `pentameter` command: finds the verb, and turns errors into one line and an exit code."""
+"""The `pentameter` command: runs a verb, and turns errors into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VERBS = {
     "export": "write a model for other programs: export MODEL --to hf|safetensors --out DIR",
     "import": "make a MODEL of a Hugging Face folder: import HF_DIR --out DIR",
     "plan": "memory, time, fit and best layouts on a cluster: plan PRESET-or-FILE [--cluster …]",
-    "verify": "prove layouts equal to one process: verify PRESET-or-FILE [--layouts all]",
+    "verify": "verify layouts against one process: verify PRESET-or-FILE [--layouts all]",
     "report": "write report.html for a run: report RUN_DIR",
     "compare": "curves, settings that differ and results of runs on one page: compare RUN RUN…",
     "doctor": "what this machine can do, and what training on it would choose",
@@ -30,7 +30,7 @@ VERBS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; the process's exit code (see `pentameter.errors`)."""
+    """Run one verb and return the process's exit code (see `pentameter.errors`)."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows a "?"
         if isinstance(stream, io.TextIOWrapper):
@@ -69,7 +69,7 @@ def _run_verb(verb: str, arguments: list[str]) -> int:
 
 
 def usage() -> str:
-    """The text of `pentameter --help`."""
+    """Return the text for `pentameter --help`."""
     width = max(map(len, VERBS))
     verbs = "\n".join(f"  {verb:<{width}}  {text}" for verb, text in VERBS.items())
     return (

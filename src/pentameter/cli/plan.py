@@ -1,39 +1,33 @@
-"""`pentameter plan`: what a configuration needs and how long it takes on a cluster."""
+"""`pentameter plan`: a configuration's memory, time and best layouts on a cluster."""
 
 from __future__ import annotations
 
 import json
 import sys
-import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from pentameter.cli.arguments import parse_arguments
+from pentameter.cli.arguments import parse_arguments, print_tables, sizes_of_data
+from pentameter.cli.layout_option import BEST, layout_overrides
 from pentameter.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from pentameter.config.schema import Config
-    from pentameter.planning.cluster import Cluster
-    from pentameter.planning.estimate import Estimate
-    from pentameter.planning.scaling import ScalePoint
-    from pentameter.planning.search import Found
+    from pentameter.data.sizes import DataSizes
+    from pentameter.estimating.cluster import Cluster
+    from pentameter.estimating.estimate import Estimate
+    from pentameter.estimating.search import Found
 
-BAR = 28
-"""Characters of a bar."""
 WIDTH = 110
-"""Characters of a line where the output is no terminal."""
-LAYOUT_WIDTH = 50
-"""Characters of a line of a layout in a table."""
+"""Line width without a terminal, in characters."""
 
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """Say what a configuration needs: memory, time, whether it fits, and which layout is best.
+    """Estimate a configuration's memory, time and fit, and find the best layout.
 
     Needs no GPU and starts nothing. Every key of the configuration can be overridden:
     --train.micro-batch-size 2.
@@ -65,45 +59,45 @@ class PlanArguments:
 
 
 def run(arguments: list[str]) -> int:
-    """Plan; 0 whether it fits or not."""
+    """Print the plan and return 0, whether it fits or not."""
     parsed, overrides = parse_arguments(PlanArguments, arguments, verb="plan")
-    from pentameter.cli.train import (
-        BEST,
-        configuration_of,
-        layout_overrides,
-        vocabulary_and_epoch,
-    )
+    from pentameter.config.command_source import configuration_of
     from pentameter.config.load import load_config
+    from pentameter.estimating.cluster import parse_cluster
+    from pentameter.machine.this_cluster import measured_cluster
 
     if parsed.layout == BEST:
         parsed = replace(parsed, search=True)
     layout = BEST if parsed.search or parsed.scale else parsed.layout
     overrides = [*overrides, *layout_overrides(layout)]
     config = load_config(*configuration_of(parsed.source, overrides))
-    vocab_size, rows_per_epoch, unknown = vocabulary_and_epoch(config)
-    known = (vocab_size, rows_per_epoch)
-    cluster = _cluster(parsed.cluster)
+    sizes = sizes_of_data(config)
+    cluster = measured_cluster() if parsed.cluster is None else parse_cluster(parsed.cluster)
     if cluster is None:
-        return _without_cluster(config, parsed, known, unknown)
+        return _without_cluster(config, parsed, sizes)
+    known = (sizes.vocab_size, sizes.rows_per_epoch)
     if parsed.scale:
         return _scale(config, cluster, known, parsed)
     found = None
     if parsed.search:
-        from pentameter.planning.search import search, why_nothing_fits
+        from pentameter.estimating.search import search, why_nothing_fits
 
         found = search(config, cluster, *known)
         if not found.estimates:
             raise ConfigError(why_nothing_fits(config, cluster, found))
         estimate = found.estimates[0]
     else:
-        from pentameter.planning.estimate import make_estimate
+        from pentameter.estimating.estimate import make_estimate
 
         estimate = make_estimate(config, cluster, *known)
     if parsed.dry_run_rank is not None:
-        _compare_rank(estimate, parsed.dry_run_rank)
+        from pentameter.calibrate.traced_rank import trace_rank
+
+        traced = trace_rank(estimate.plan, parsed.dry_run_rank, estimate.precision)
+        print(traced, file=sys.stderr)
     _write_pictures(estimate, found, parsed)
     if parsed.json:
-        shown = estimate.to_json() | dict.fromkeys(unknown)
+        shown = sizes.without_unknown(estimate.to_json())
         if found is not None:
             shown |= {"layouts": [each.to_json() for each in found.estimates]}
         if parsed.price is not None:
@@ -111,28 +105,15 @@ def run(arguments: list[str]) -> int:
             shown["price"] = None if hours is None else parsed.price * hours
         print(json.dumps(shown))
         return 0
-    _print(_view(estimate, found, parsed.price))
+    from pentameter.report.plan_text import plan_text
+
+    print_tables(plan_text(estimate, found, parsed.price), WIDTH)
     return 0
 
 
-def _cluster(text: str | None) -> Cluster | None:
-    """The cluster that is named, else this machine where it was measured, else None."""
-    from pentameter.disk.cache import cache_folder
-    from pentameter.planning.cluster import MEASURED_FILE, parse_cluster
-
-    if text is not None:
-        return parse_cluster(text)
-    measured = cache_folder() / MEASURED_FILE
-    return parse_cluster(f"{measured}:1x1") if measured.is_file() else None
-
-
-def _without_cluster(
-    config: Config,
-    parsed: PlanArguments,
-    known: tuple[int | None, int | None],
-    unknown: list[str],
-) -> int:
-    """Memory and traffic alone; what asks for time is refused."""
+def _without_cluster(config: Config, parsed: PlanArguments, sizes: DataSizes) -> int:
+    """Print memory and communication alone; raise ConfigError for options that need time."""
+    from pentameter.estimating.plan_estimates import describe_plan, plan_record
     from pentameter.planning.plan import make_plan
 
     hint = "name a cluster, --cluster a100-80gb:8x1, or measure this machine: doctor --measure"
@@ -143,24 +124,21 @@ def _without_cluster(
     ]
     if asked:
         raise ConfigError(f"{asked[0]} needs to know the devices: {hint}")
-    plan = make_plan(config, *known)
-    shown = plan.to_json() | dict.fromkeys(unknown)
+    plan = make_plan(config, sizes.vocab_size, sizes.rows_per_epoch)
+    shown = sizes.without_unknown(plan_record(plan))
     shown["time"] |= {"step_seconds": None, "tokens_per_second": None, "mfu": None}
     shown |= {"fits": None, "warnings": [f"no time and no verdict: {hint}"]}
     if parsed.json:
         print(json.dumps(shown))
         return 0
-    print(f"{plan.in_words()}\n{hint}")
+    print(f"{describe_plan(plan)}\n{hint}")
     return 0
 
 
 def _scale(
-    config: Config,
-    cluster: Cluster,
-    known: tuple[int | None, int | None],
-    parsed: PlanArguments,
+    config: Config, cluster: Cluster, known: tuple[int | None, int | None], parsed: PlanArguments
 ) -> int:
-    from pentameter.planning.scaling import scale
+    from pentameter.estimating.scaling import scale
 
     for option, path in (("--html", parsed.html), ("--timeline", parsed.timeline)):
         if path is not None and path.suffix.lower() not in (".svg", ".png", ".pdf"):
@@ -175,24 +153,17 @@ def _scale(
             print(f"\r{point.n_devices:,} devices", end="", file=sys.stderr, flush=True)
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
-    if parsed.html is not None or parsed.timeline is not None:
+    for path in filter(None, (parsed.html, parsed.timeline)):
         from pentameter.report.plan_page import write_scale_figure
 
-        for path in (parsed.html, parsed.timeline):
-            if path is not None:
-                print(write_scale_figure(path, config.name, points), file=sys.stderr)
+        print(write_scale_figure(path, config.name, points), file=sys.stderr)
     if parsed.json:
         print(json.dumps({"cluster": cluster.device_key, "scale": [p.to_json() for p in points]}))
         return 0
-    _print(_scale_table(points))
+    from pentameter.report.plan_text import scale_table
+
+    print_tables([scale_table(points)], WIDTH)
     return 0
-
-
-def _compare_rank(estimate: Estimate, rank: int) -> None:
-    """Print the bytes of a rank that was traced on fake tensors, beside the plan's."""
-    from pentameter.parallel.dry_run import trace_rank
-
-    print(trace_rank(estimate.plan, rank, estimate.precision), file=sys.stderr)
 
 
 def _write_pictures(estimate: Estimate, found: Found | None, parsed: PlanArguments) -> None:
@@ -209,170 +180,3 @@ def _write_pictures(estimate: Estimate, found: Found | None, parsed: PlanArgumen
         from pentameter.report.plan_page import write_plan_page
 
         print(write_plan_page(parsed.html, estimate, found, parsed.price), file=sys.stderr)
-
-
-# -- what people see ----------------------------------------------------------------------------
-
-
-def _print(parts: list[RenderableType]) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=WIDTH)
-    for part in parts:
-        console.print(part)
-
-
-def _view(estimate: Estimate, found: Found | None, price: float | None) -> list[RenderableType]:
-    from rich.text import Text
-
-    from pentameter.report.plan_page import first_advice, recomputed, verdict
-
-    plan, cluster = estimate.plan, estimate.cluster
-    header = Text()
-    header.append(plan.config.name, style="bold")
-    header.append(
-        f" · {plan.n_parameters:,} parameters on {cluster.n_devices:,} × "
-        f"{cluster.device.name or cluster.device_key} in nodes of {cluster.node_size}\n"
-        f"layout {plan.layout} · micro-batch {plan.micro_batch_size} × {plan.n_micro_batches} · "
-        f"{plan.tokens_per_step:,} tokens a step · {estimate.precision}{recomputed(estimate)}"
-    )
-    said = Text(
-        f"\n{'✓' if estimate.fits else '✗'} {verdict(estimate, price)}\n",
-        style="bold green" if estimate.fits else "bold red",
-    )
-    parts: list[RenderableType] = [header, said, _memory_table(estimate), Text("")]
-    parts += [_time_table(estimate), Text("")]
-    if found is not None:
-        parts += [_found_table(found), Text(_why(found)), Text("")]
-    else:
-        advice = first_advice(estimate)
-        if advice is not None:
-            parts.append(Text(f"first  {advice}"))
-    parts += [Text(f"!  {line}", style="yellow") for line in estimate.warnings()]
-    return parts
-
-
-def _rows_table(title: str) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", title_justify="left")
-    table.add_column(title, no_wrap=True)
-    table.add_column("", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("", overflow="fold")
-    return table
-
-
-def _bar(share: float, width: int = BAR) -> str:
-    """A bar of blocks, in eighths."""
-    eighths = max(0, min(width * 8, round(share * width * 8)))
-    whole, part = divmod(eighths, 8)
-    return "█" * whole + ("", *"▏▎▍▌▋▊▉")[part]
-
-
-def _memory_table(estimate: Estimate) -> Any:
-    from rich.text import Text
-
-    from pentameter.report.plan_page import memory_parts
-    from pentameter.wording import size
-
-    usable = estimate.cluster.usable_bytes
-    table = _rows_table("memory")
-    for name, n_bytes, remark in memory_parts(estimate):
-        table.add_row(f"  {name}", size(n_bytes), _bar(n_bytes / usable), Text(remark, style="dim"))
-    of = f"peak, of {size(usable)} usable: parts do not all peak at once"
-    style = "green" if estimate.fits else "red"
-    table.add_row(
-        "  in all",
-        size(estimate.device_bytes),
-        Text(_bar(estimate.device_bytes / usable), style=style),
-        Text(of, style="dim"),
-    )
-    return table
-
-
-def _time_table(estimate: Estimate) -> Any:
-    from rich.text import Text
-
-    from pentameter.report.plan_page import time_parts
-
-    table = _rows_table("time of a step")
-    whole = estimate.time.seconds
-    for name, seconds, remark in time_parts(estimate):
-        if seconds > 1e-4 * whole:
-            share = seconds / whole
-            table.add_row(
-                f"  {name}", f"{seconds:.3g} s", _bar(share), Text(f"{share:.1%}  {remark}", "dim")
-            )
-    return table
-
-
-def _found_table(found: Found) -> Any:
-    from rich.table import Table
-
-    from pentameter.report.plan_page import found_rows
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("best layouts", overflow="fold")
-    for title in ("micro-batch", "recomputes", "s a step", "MFU", "to spare"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for layout, *row in found_rows(found):
-        table.add_row(_folded(layout), *row)
-    return table
-
-
-def _folded(layout: str) -> str:
-    """A layout in lines that end with a comma, so that each can be copied."""
-    return textwrap.fill(layout.replace(",", ", "), LAYOUT_WIDTH).replace(", ", ",")
-
-
-def _why(found: Found) -> str:
-    """Why the best is the best, against the next, and how far the search went."""
-    from pentameter.planning.search import reasons
-
-    best, *others = found.estimates
-    lines = []
-    if others:
-        slower = others[0].time.seconds / best.time.seconds - 1
-        why = ", ".join(reasons(best, others[0])) or "a little of everything"
-        lines.append(f"The first beats the second by {slower:.1%}: {why}.")
-    went = "all others are slower" if found.is_complete else "others were not timed"
-    lines.append(
-        f"{found.n_candidates:,} candidates: {found.n_too_large:,} do not fit, {found.n_timed:,} "
-        f"timed in full; {went} ({found.seconds:.1f} s)."
-    )
-    return "\n".join(lines)
-
-
-def _scale_table(points: list[ScalePoint]) -> list[RenderableType]:
-    from rich.table import Table
-
-    from pentameter.wording import count
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for title in ("devices", "tokens/s", "efficiency", "MFU"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("best layout", overflow="fold")
-    table.add_column("without pipeline", justify="right", no_wrap=True)
-    table.add_column("data alone", justify="right", no_wrap=True)
-    for point in points:
-        best = point.best
-        if best is None:
-            table.add_row(f"{point.n_devices:,}", "–", "–", "–", point.why or "nothing fits")
-            continue
-        table.add_row(
-            f"{point.n_devices:,}",
-            count(best.tokens_per_second),
-            f"{point.efficiency:.0%}",
-            f"{best.mfu:.1%}",
-            _folded(str(best.plan.layout))
-            + f" ·\N{NO-BREAK SPACE}{best.plan.micro_batch_size}\N{NO-BREAK SPACE}×"
-            + f"\N{NO-BREAK SPACE}{best.plan.n_micro_batches}",
-            *(
-                "–" if each is None else f"{each.tokens_per_second / best.tokens_per_second:.0%}"
-                for each in (point.without_pipeline, point.data_alone)
-            ),
-        )
-    return [table]

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
 import tyro
 
 from pentameter.cli.arguments import parse
+from pentameter.config.choices import VALIDATION_FRACTION
 from pentameter.errors import ConfigError, terminal_message
 
 if TYPE_CHECKING:
@@ -22,9 +23,15 @@ if TYPE_CHECKING:
     from pentameter.config.data_schema import DataConfig
     from pentameter.data.corpora.conversations import Conversations
     from pentameter.data.corpora.text import Text
-    from pentameter.data.prepare.splits import Splitting
     from pentameter.data.progress import Progress
     from pentameter.data.shards.dataset import Dataset
+
+
+class Callbacks(TypedDict):
+    """Arguments for a preparation that report its progress."""
+
+    progress: Progress
+    count_tokens: Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ class Options:
     split_by: Literal["position", "document"] = "position"
     """`position`: the last part of the text is held out; `document`: each document goes to the
     split that the hash of its text decides."""
-    validation_fraction: float = 0.1
+    validation_fraction: float = VALIDATION_FRACTION
     """Share of the text held out for validation."""
     test_fraction: float = 0.0
     """Share of the text held out for `eval --split test`; by position, the tail."""
@@ -88,7 +95,7 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
-    """Exit code 0 once the shards are written; the errors of `pentameter.errors` otherwise."""
+    """Write the shards and return 0."""
     options = parse(Options, arguments, verb="prepare")
     from pentameter.data.prepare.from_tokens import token_files
     from pentameter.data.shards.dataset import open_shards
@@ -99,10 +106,8 @@ def run(arguments: list[str]) -> int:
     warnings: list[str] = []
     if files := token_files([Path(source) for source in options.source]):
         _import(options, files)
-    elif (conversations := _conversations(options)) is not None:
-        _prepare_conversations(options, conversations, warnings)
     else:
-        _prepare_text(options, _text(options), warnings)
+        _prepare(options, _conversations(options), warnings)
     seconds = time.perf_counter() - started
     header = find_header(options.out)
     assert header is not None
@@ -118,7 +123,7 @@ def run(arguments: list[str]) -> int:
 
 def _import(options: Options, sources: Sequence[Path]) -> None:
     from pentameter.config.data_schema import FILE_DEFAULTS
-    from pentameter.data.prepare.from_tokens import import_tokens, open_token_file, with_neighbours
+    from pentameter.data.prepare.from_tokens import files_by_split, import_tokens, open_token_file
     from pentameter.data.tokenizers.setting import chosen_tokenizer
 
     if options.chat_template is not None:
@@ -135,7 +140,7 @@ def _import(options: Options, sources: Sequence[Path]) -> None:
             "not have; leave it out"
         )
     _data_section(options, None)  # for its rules
-    paths = with_neighbours(sources)
+    paths = files_by_split(sources)
     for split, path in (("val", options.validation_path), ("test", options.test_path)):
         if path is not None:
             paths[split] = [path]
@@ -149,19 +154,19 @@ def _import(options: Options, sources: Sequence[Path]) -> None:
     for split, here in files.items():
         for file in here:
             print(f"{file.path}: {file.format}, {file.n_tokens:,} tokens, {split}")
-    with _progress() as (progress, _):
+    with _progress() as callbacks:
         import_tokens(
             files,
             options.out,
             tokenizer,
             validation_fraction=options.validation_fraction,
             test_fraction=options.test_fraction,
-            progress=progress,
+            progress=callbacks["progress"],
         )
 
 
 def _conversations(options: Options) -> Conversations | None:
-    """The conversations that the options name; None where they name a text."""
+    """Return the conversations that the options name; None if they name a text."""
     from pentameter.data.corpora.conversations import conversations_at
 
     if not options.source or not all(Path(source).exists() for source in options.source):
@@ -172,59 +177,36 @@ def _conversations(options: Options) -> Conversations | None:
     return found
 
 
-def _prepare_conversations(
-    options: Options, conversations: Conversations, warnings: list[str]
-) -> None:
-    from pentameter.data.prepare.from_conversations import (
-        chat_template,
-        prepare_conversations,
-        read_conversations,
-    )
+def _prepare(options: Options, conversations: Conversations | None, warnings: list[str]) -> None:
+    """Write the shards of conversations, or of the text that the options name."""
+    from pentameter.data.prepare.contents import Contents, prepare_contents
+    from pentameter.data.prepare.from_conversations import chat_template, read_conversations
+    from pentameter.data.prepare.from_text import read_contents
+    from pentameter.data.prepare.splits import Splitting
     from pentameter.data.tokenizers.setting import chosen_tokenizer
     from pentameter.disk.atomic import refuse_existing
 
-    refuse_existing(options.out)  # before all is read
+    text = _text(options) if conversations is None else None
     wanted = chosen_tokenizer(options.tokenizer)
-    chat = chat_template(options.chat_template, wanted)
-    with _progress() as (progress, count_tokens):
-        contents = read_conversations(
-            conversations, chat, wanted, _splitting(options), progress=progress
-        )
-        prepare_conversations(
-            contents,
-            options.out,
-            wanted,
-            progress=progress,
-            count_tokens=count_tokens,
-            warnings=warnings,
-        )
-
-
-def _prepare_text(options: Options, text: Text, warnings: list[str]) -> None:
-    from pentameter.data.prepare.from_text import prepare
-
-    splitting = _splitting(options)
-    warnings += [] if text.warning is None else [text.warning]
-    with _progress() as (progress, count_tokens):
-        prepare(
-            text,
-            options.out,
-            tokenizer=options.tokenizer,
-            splitting=splitting,
-            progress=progress,
-            count_tokens=count_tokens,
-            warnings=warnings,
-        )
-
-
-def _splitting(options: Options) -> Splitting:
-    from pentameter.data.prepare.splits import Splitting
-
-    return Splitting(options.validation_fraction, options.test_fraction, options.split_by)
+    splitting = Splitting(options.validation_fraction, options.test_fraction, options.split_by)
+    refuse_existing(options.out)  # before all is read
+    contents: Contents
+    with _progress() as callbacks:
+        progress = callbacks["progress"]
+        if conversations is not None:
+            chat = chat_template(options.chat_template, wanted)
+            contents = read_conversations(conversations, chat, wanted, splitting, progress=progress)
+        else:
+            assert text is not None
+            warnings += [] if text.warning is None else [text.warning]
+            contents = read_contents(
+                text, splitting, characters=wanted == "char", progress=progress
+            )
+        prepare_contents(contents, options.out, wanted, warnings=warnings, **callbacks)
 
 
 def _text(options: Options) -> Text:
-    """The text that the options name, after the rules of the `data` section."""
+    """Return the text that the options name, checked by the `data` section's rules."""
     from pentameter.data.corpora.registry import CORPORA, corpus_text, text_from_data_paths
     from pentameter.data.corpora.text import first_bytes
 
@@ -244,7 +226,8 @@ def _text(options: Options) -> Text:
 
 
 def _data_section(options: Options, corpus: str | None) -> DataConfig:
-    """The options as the `data` section of a configuration; ConfigError where it has rules."""
+    """Return the options as a configuration's `data` section. Raises ConfigError if they break its
+    rules."""
     from pydantic import ValidationError
 
     from pentameter.config.messages import problems
@@ -278,8 +261,8 @@ def _report(dataset: Dataset, folder: Path, seconds: float) -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[tuple[Progress, Callable[[int], None]]]:
-    """Callbacks that tell on standard error how far a preparation is, the second its tokens.
+def _progress() -> Iterator[Callbacks]:
+    """Yield callbacks that report progress on stderr: one for passes, one for tokens.
 
     On a terminal a bar per pass, otherwise plain lines at a calm interval.
     """
@@ -293,12 +276,13 @@ def _progress() -> Iterator[tuple[Progress, Callable[[int], None]]]:
             yield callbacks
     else:
         lines = ProgressLines(lambda line: print(line, file=sys.stderr, flush=True))
-        yield lines, lines.count_tokens
+        yield {"progress": lines, "count_tokens": lines.count_tokens}
 
 
 @contextmanager
-def _bars(console: Console) -> Iterator[tuple[Progress, Callable[[int], None]]]:
-    """Callbacks that draw one bar per pass; the second adds tokens/s to that of the last pass."""
+def _bars(console: Console) -> Iterator[Callbacks]:
+    """Yield callbacks that draw one bar per pass; the second adds tokens/s to the last pass's
+    bar."""
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -339,4 +323,4 @@ def _bars(console: Console) -> Iterator[tuple[Progress, Callable[[int], None]]]:
                 speed = f"{(n_tokens - before) / (now - began):,.0f} tokens/s"
                 bar.update(list(tasks.values())[-1], tokens=speed)
 
-        yield update, count_tokens
+        yield {"progress": update, "count_tokens": count_tokens}

@@ -26,7 +26,7 @@ class ReportArguments:
 
 
 def run(arguments: list[str]) -> int:
-    """Return the exit code of `pentameter report ARGUMENTS`."""
+    """Write the report and return 0."""
     asked = parse(ReportArguments, arguments, verb="report")
     from pentameter.report.markup import write_page
     from pentameter.report.page import render_page

@@ -1,4 +1,4 @@
-"""`pentameter sample`: text from a trained model, as it comes."""
+"""`pentameter sample`: text from a trained model, printed as it comes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -18,7 +18,7 @@ from pentameter.errors import ConfigError, StorageError
 if TYPE_CHECKING:
     import numpy as np
 
-    from pentameter.generation.loop import TextPieces
+    from pentameter.generation.loop import Detokenizer
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ class SampleArguments:
 
 
 def run(arguments: list[str]) -> int:
-    """Return the exit code of `pentameter sample ARGUMENTS`."""
+    """Print samples and return 0."""
     asked = parse(SampleArguments, arguments, verb="sample")
     prompt = _prompt(asked)
-    from pentameter.generation.loop import TextPieces, encode_chat, encode_prompt, stream_tokens
+    from pentameter.generation.loop import Detokenizer, encode_chat, encode_prompt, stream_tokens
     from pentameter.generation.sampling import Sampling
     from pentameter.machine.choices import choose_device
 
@@ -80,7 +80,7 @@ def run(arguments: list[str]) -> int:
         seed=asked.seed,
     )
     before = prompt_ids.tolist() if prompt and not asked.chat else ()
-    samples = [TextPieces(tokenizer, before, ends) for _ in range(asked.num_samples)]
+    samples = [Detokenizer(tokenizer, before, ends) for _ in range(asked.num_samples)]
     shown = _until_ended(steps, samples)
     if asked.json:
         _print_json(shown, samples, prompt)
@@ -89,8 +89,8 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _until_ended(steps: Iterator[np.ndarray], samples: list[TextPieces]) -> Iterator[np.ndarray]:
-    """The tokens of each step until every sample has ended."""
+def _until_ended(steps: Iterator[np.ndarray], samples: list[Detokenizer]) -> Iterator[np.ndarray]:
+    """Yield each step's tokens (B,) until every sample has ended."""
     for tokens in steps:
         yield tokens
         if all(sample.is_ended for sample in samples):
@@ -117,39 +117,37 @@ def _prompt(asked: SampleArguments) -> str:
         ) from error
 
 
-def _print_json(steps: Iterator[np.ndarray], samples: list[TextPieces], prompt: str) -> None:
-    """Print the object of the interface; the rate counts the new tokens of all samples."""
+def _print_json(steps: Iterator[np.ndarray], samples: list[Detokenizer], prompt: str) -> None:
+    """Print the JSON object; its rate counts new tokens in all samples."""
     start = time.perf_counter()
-    ids_of_samples: list[list[int]] = [[] for _ in samples]
-    texts: list[list[str]] = [[] for _ in samples]
+    found: list[dict[str, Any]] = [{"text": "", "tokens": 0, "token_ids": []} for _ in samples]
     for tokens in steps:
-        for index, token in enumerate(tokens.tolist()):
-            if not samples[index].is_ended:
-                ids_of_samples[index].append(token)
-                texts[index].append(samples[index].push(token))
+        for sample, shown, token in zip(samples, found, tokens.tolist(), strict=True):
+            if not sample.is_ended:
+                shown["token_ids"].append(token)
+                shown["text"] += sample.push(token)
     seconds = time.perf_counter() - start
-    found = []
-    for pieces, ids, parts in zip(samples, ids_of_samples, texts, strict=True):
-        found.append(
-            {"text": "".join(parts) + pieces.flush(), "tokens": len(ids), "token_ids": ids}
-        )
-    rate = sum(len(ids) for ids in ids_of_samples) / seconds
+    for sample, shown in zip(samples, found, strict=True):
+        shown["text"] += sample.flush()
+        shown["tokens"] = len(shown["token_ids"])
+    rate = sum(shown["tokens"] for shown in found) / seconds
     print(json.dumps({"prompt": prompt, "samples": found, "tokens_per_second": rate}), flush=True)
 
 
-def _print_text(steps: Iterator[np.ndarray], samples: list[TextPieces], prompt: str) -> None:
+def _print_text(steps: Iterator[np.ndarray], samples: list[Detokenizer], prompt: str) -> None:
     """Print the first sample while it grows and the others, complete, behind it."""
-    texts: list[list[str]] = [[] for _ in samples]
+    texts = [prompt] * len(samples)
     if len(samples) > 1:
         _write(_rule(0, len(samples)))
     _write(prompt)
     for tokens in steps:
         for index, token in enumerate(tokens.tolist()):
-            texts[index].append(samples[index].push(token))
-        _write(texts[0][-1])
+            chunk = samples[index].push(token)
+            texts[index] += chunk
+            _write(chunk if index == 0 else "")
     _write(samples[0].flush() + "\n")
     for index in range(1, len(samples)):
-        text = prompt + "".join(texts[index]) + samples[index].flush()
+        text = texts[index] + samples[index].flush()
         _write(_rule(index, len(samples)) + text + "\n")
 
 

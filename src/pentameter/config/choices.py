@@ -1,37 +1,65 @@
-"""Literal tables of what a key's value means, one for each fact that several modules ask for.
+"""Literal tables for the values of a key, one for each fact that several modules ask for.
 
-A value that a table or a `match` has no entry for is refused by name. With an `else` for the last
-one known, a new value of the schema would silently compute as an old one.
+A table or a `match` refuses a value without an entry by name. With an `else` for the last one
+known, a new value in the schema would silently compute as an old one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Never, NoReturn, TypeVar
+from typing import Any, Literal, NamedTuple, Never, NoReturn, TypeVar
 
 from pentameter.errors import ConfigError
 
 Entry = TypeVar("Entry")
 
 
-def look_up(table: Mapping[Any, Entry], value: object, key: str, place: str) -> Entry:
-    """The entry of `table` for `value`, which the configuration has at the dotted path `key`.
+def look_up(table: Mapping[Any, Entry], value: object, key: str, reader: str) -> Entry:
+    """Return the entry in `table` for `value`, found at the dotted path `key` in the configuration.
 
-    Raises ConfigError, naming both and the `place` whose table it is, where there is none.
+    Raises ConfigError without one, naming value, key and the `reader` that has the table.
     """
     if value not in table:
         known = ", ".join(map(str, table))
-        raise ConfigError(f"{key}={value!r} is not known to {place}; possible there: {known}")
+        raise ConfigError(f"{key}={value!r} is not known to {reader}; possible there: {known}")
     return table[value]
 
 
-def refuse_unknown(value: Never, key: str, place: str) -> NoReturn:
-    """Raise ConfigError for a `value` that no case of a `match` names.
+def refuse_unknown(value: Never, key: str, reader: str) -> NoReturn:
+    """Raise ConfigError for a `value` without a case in a `match`.
 
-    Its type lets mypy find a `match` that a new value of the schema is missing from.
+    Its type lets mypy find a `match` that lacks a case for a new value in the schema.
     """
-    raise ConfigError(f"{key}={value!r} is not known to {place}; choose another value")
+    raise ConfigError(f"{key}={value!r} is not known to {reader}; choose another value")
 
+
+Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
+"""`train.precision`, once `auto` is resolved."""
+
+
+class NumberFormats(NamedTuple):
+    """The numbers that a precision computes with. Dtypes have torch's names."""
+
+    weights: Literal["float64", "float32"]
+    """Dtype of weights, gradients, optimizer state and the residual stream."""
+    products: Literal["float64", "float32", "bfloat16", "float16"]
+    """Dtype of matmul inputs."""
+    roundoff: float
+    """Largest relative error of rounding a number for a matmul."""
+    float32_matmul: Literal["highest", "high"] = "highest"
+    """Torch's fp32 matmul precision on a GPU if `train.matmul_precision` is absent."""
+
+
+PRECISIONS: Mapping[str, NumberFormats] = {
+    "fp64": NumberFormats("float64", "float64", 2.0**-53),
+    "fp32": NumberFormats("float32", "float32", 2.0**-24),
+    "tf32": NumberFormats("float32", "float32", 2.0**-11, "high"),
+    "bf16": NumberFormats("float32", "bfloat16", 2.0**-9),
+    "fp16": NumberFormats("float32", "float16", 2.0**-11),
+}
+"""`train.precision` → its numbers."""
+
+DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 DECAY_KEYS: Mapping[str, tuple[str, ...]] = {
     "constant": (),
@@ -40,12 +68,16 @@ DECAY_KEYS: Mapping[str, tuple[str, ...]] = {
     "wsd": ("decay_steps", "cooldown_steps"),
     "step": ("decay_interval",),
 }
-"""`schedule.name` → the keys that say when its rate falls. Those with `decay_steps` fall to
+"""`schedule.name` → the keys that shape its decay. Those with `decay_steps` fall to
 `min_learning_rate`."""
 
 MOMENTUM: Mapping[str, float | None] = {"adamw": None, "adam": None, "sgd": 0.0, "muon": 0.95}
-"""`optimizer.name` → its momentum where none is set (Muon's: Jordan et al. 2024); None for a rule
-that does not read `optimizer.momentum`."""
+"""`optimizer.name` → its default momentum (Muon's: Jordan et al. 2024); None for a rule that does
+not read `optimizer.momentum`."""
+
+MOMENTS: Mapping[str, int] = {"adamw": 2, "adam": 2, "sgd": 1, "muon": 2}
+"""`optimizer.name` → the most numbers that it keeps per weight. SGD without momentum keeps none,
+and Muon one for a matrix in a block."""
 
 TAKES_SEVERAL_STAGES = {
     "gpipe": False,
@@ -54,7 +86,7 @@ TAKES_SEVERAL_STAGES = {
     "zero-bubble": True,
     "zero-bubble-v": True,
 }
-"""`parallel.schedule` → whether a process may hold several stages of it."""
+"""`parallel.schedule` → True if a rank may hold several stages."""
 
 SPLITS_BACKWARD = {
     "gpipe": False,
@@ -63,7 +95,7 @@ SPLITS_BACKWARD = {
     "zero-bubble": True,
     "zero-bubble-v": True,
 }
-"""`parallel.schedule` → whether it computes the gradients of inputs and of weights apart."""
+"""`parallel.schedule` → True if gradients for inputs and for weights are computed apart."""
 
 TURNS_BACK = {
     "gpipe": False,
@@ -72,14 +104,17 @@ TURNS_BACK = {
     "zero-bubble": False,
     "zero-bubble-v": True,
 }
-"""`parallel.schedule` → whether its stages run through the processes and back, as a V, so that the
-first process holds the last stage too."""
+"""`parallel.schedule` → True if its stages run through the ranks and back, as a V, so that the
+first rank holds the last stage too."""
 
 CHUNKS_OF_TIME = {"ring": 2, "all-to-all": 1}
-"""`parallel.context_mode` → pieces of each sequence that a process computes."""
+"""`parallel.context_mode` → chunks of each sequence that a rank computes."""
 
 EXCHANGES_HEADS = {"ring": False, "all-to-all": True}
-"""`parallel.context_mode` → whether processes exchange time for heads, which they divide then."""
+"""`parallel.context_mode` → True if ranks exchange tokens for heads, which are sharded then."""
+
+VALIDATION_FRACTION = 0.1
+"""Default for `data.validation_fraction`, and for `prepare`."""
 
 ROWS_ARE_DOCUMENTS = {
     "random": False,
@@ -88,7 +123,7 @@ ROWS_ARE_DOCUMENTS = {
     "columns": False,
     "documents": True,
 }
-"""`data.order` → whether a row is (the beginning of) one document."""
+"""`data.order` → True if a row is (the beginning of) one document."""
 
 ENDS_RUN = {"stop": True, "warn": False}
-"""`checkpoint.on_error` → whether a save that fails ends the run."""
+"""`checkpoint.on_error` → True if a failed save ends the run."""

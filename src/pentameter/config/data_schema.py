@@ -1,4 +1,4 @@
-"""The schema's section `[data]`: where the text comes from, and how its files hold it."""
+"""The schema's section `[data]`: sources of text, and the way their files hold it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from pentameter.config.choices import VALIDATION_FRACTION
 from pentameter.config.section import (
     ABSENT,
     ByteCount,
@@ -23,7 +24,7 @@ from pentameter.errors import nearest
 
 
 class GrammarConfig(Section):
-    """The `grammar` corpus: text from a hidden Markov source of exactly known entropy rate."""
+    """The `grammar` corpus: text from a hidden Markov source with an exactly known entropy rate."""
 
     n_states: Annotated[int, Field(strict=True, ge=1, le=4096)] = 8
     """Hidden states (the source's order)."""
@@ -56,7 +57,7 @@ class SourceConfig(Section):
     path: str | None = None
     """Instead of `corpus`: a file, a folder, or prepared shards."""
     weight: PositiveFloat = 1.0
-    """Rows of the batches that are its, in proportion to the other sources' weights."""
+    """Rows of the batches that come from it, in proportion to the other sources' weights."""
 
 
 class EvaluationConfig(Section):
@@ -69,11 +70,11 @@ class EvaluationConfig(Section):
 
 
 FILE_DEFAULTS = {"text_field": "text", "encoding": "utf-8"}
-"""Keys of `[data]` that say how its files hold text, with what they are when absent."""
+"""Keys in `[data]` about files' text, with their defaults."""
 
 
 class DataConfig(Section):
-    """Where the text comes from, how it is cut into tokens, and in which order it is read."""
+    """The text, its tokenizer, its splits, and the order in which it is read."""
 
     corpus: str | None = None
     """A corpus by name: stdlib, grammar, shakespeare, wikitext-2."""
@@ -83,8 +84,8 @@ class DataConfig(Section):
     `corpus`, resets `max_bytes`, `validation_path`, `test_path`, `text_field`, `encoding`,
     `chat_template`, `grammar` and `train.sample_prompt`, and names the run after it."""
     sources: tuple[SourceConfig, ...] = ()
-    """Instead of `corpus` and `path`: a blend of several data sets. Each row of a batch is of one
-    of them, drawn by their weights; each is read in `order` and cut into splits as one alone."""
+    """Instead of `corpus` and `path`: a mixture of several data sets. Each row of a batch comes
+    from one of them, drawn by their weights; each is read in `order` and split as one alone."""
     evaluations: tuple[EvaluationConfig, ...] = ()
     """Texts by name that each evaluation also passes over, besides the validation split."""
     validation_path: str | None = None
@@ -100,7 +101,7 @@ class DataConfig(Section):
     """`char`, `word` (basic English words), `gpt2`, `bpe:VOCAB_SIZE` (trained on the text), or a
     tokenizer file."""
     chat_template: Annotated[str, Field(min_length=1)] | None = None
-    """What makes the messages of conversations text: a Jinja file, a folder with the
+    """Renders the messages of conversations as text: a Jinja file, a folder with the
     tokenizer_config.json of a Hugging Face model, or `chatml`; the tokenizer's own when absent."""
     order: Literal["random", "shuffled", "sequential", "columns", "documents"] = "random"
     """`random`: windows at random offsets; `shuffled`: every window once an epoch, permuted;
@@ -113,10 +114,10 @@ class DataConfig(Section):
     split_by: Literal["position", "document"] = "position"
     """`position`: the last part of the text is held out; `document`: each document goes to the
     split that the hash of its text decides."""
-    validation_fraction: Rate = 0.1
-    """The part of the text that is held out."""
+    validation_fraction: Rate = VALIDATION_FRACTION
+    """Fraction of the text that is held out."""
     test_fraction: Rate = 0.0
-    """The part for `eval --split test`; by position, the tail."""
+    """Fraction for `eval --split test`; by position, the tail."""
     max_bytes: ByteCount | None = None
     """Read at most this many bytes of the text, as UTF-8 has them."""
     grammar: GrammarConfig = GrammarConfig()
@@ -161,7 +162,7 @@ class DataConfig(Section):
         return self
 
     def _check_sources(self) -> None:
-        """Raise ValueError where sources or evaluations are not what they must be."""
+        """Raise ValueError for impossible sources or evaluations."""
         names = [each.name for each in self.evaluations]
         for name in names:
             if name in RESERVED_SPLITS or names.count(name) > 1:
@@ -196,11 +197,12 @@ class DataConfig(Section):
 
 USUAL_ENCODINGS = "utf-8, utf-16, gb18030, big5, shift_jis, euc-kr, cp1252, latin-1"
 NOT_OF_FILES = frozenset(("idna", "punycode", "unicode-escape", "raw-unicode-escape"))
-"""Encodings of names and of source code: text files have none of them."""
+"""Encodings for names and source code: text files have none of them."""
 
 
 def encoding_problem(name: str) -> str | None:
-    """The reason why `name` is no encoding of text files, with a near one; None where it is one.
+    """Return the reason why `name` is no encoding for text files, with a near one; None if it is
+    one.
 
     Python's other codecs (`base64`, `zlib`, `rot13`) turn bytes into bytes or text into text.
     """

@@ -1,5 +1,5 @@
-"""Every key of the schema by its dotted path: what it accepts, its value in a configuration, and
-the value that a text on the command line stands for."""
+"""Every key in the schema by its dotted path: accepted values, its value in a configuration, and
+the value for a text on the command line."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ class Leaf:
 
     path: str
     options: Sequence[Mapping[str, Any]]
-    """The JSON schema of each kind of value that it accepts, as pydantic writes it."""
+    """JSON schemas, as pydantic writes them, for each kind of value accepted."""
     default: Any
     description: str
 
     @property
     def section(self) -> str:
-        """The dotted path of its section, "" at the top."""
+        """Dotted path of the key's section, "" at the top."""
         return self.path.rpartition(".")[0]
 
     @property
     def key(self) -> str:
-        """Its name in its section."""
+        """The key's name in its section."""
         return self.path.rpartition(".")[2]
 
     @property
     def expected(self) -> str:
-        """The values that the key accepts, in words: "a whole number of at least 1 or none"."""
+        """The accepted values in words: "a whole number of at least 1 or none"."""
         words = [_expected(option) for option in self.options]
         return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 @cache
 def sections() -> dict[str, type[Section]]:
-    """Every section by dotted path, `""` being the top, in the schema's order."""
+    """Map dotted path → section, `""` being the top, in the schema's order."""
     return dict(_sections_from("", Config))
 
 
@@ -57,7 +57,7 @@ def _sections_from(path: str, section: type[Section]) -> Iterator[tuple[str, typ
 
 @cache
 def leaves() -> dict[str, Leaf]:
-    """Every key of the configuration by dotted path, section by section."""
+    """Map dotted path → key, section by section."""
     schema = _schema()
     found: dict[str, Leaf] = {}
     for section, kind in sections().items():
@@ -71,8 +71,8 @@ def leaves() -> dict[str, Leaf]:
 
 
 def values_of(config: Config) -> dict[str, Any]:
-    """Dotted path → value of every key of `config`, in the order of `leaves`; a table of a list of
-    tables is a dictionary."""
+    """Map dotted path → value for every key in `config`, in the order of `leaves`; lists of tables
+    become dictionaries."""
     return {path: _plain(attrgetter(path)(config)) for path in leaves()}
 
 
@@ -83,19 +83,19 @@ def _plain(value: Any) -> Any:
 
 
 def value_in(tree: Any, path: str) -> Any:
-    """The value at a dotted path of tables within tables, as TOML has them; None without one."""
+    """Return the value at a dotted path in nested tables, as TOML has them; None without one."""
     for part in path.split("."):
         tree = tree.get(part) if isinstance(tree, dict) else None
     return tree
 
 
 def choices_of(option: Mapping[str, Any]) -> Sequence[Any]:
-    """The words or numbers that one option of a Leaf names; empty where it is a kind of value."""
+    """List the words or numbers that one option of a Leaf names; empty if it is a kind of value."""
     return option.get("enum") or ([option["const"]] if "const" in option else [])
 
 
 def tables_of(leaf: Leaf) -> Mapping[str, Mapping[str, Any]]:
-    """The keys of each table of a list of them, with their JSON schemas; none for another key."""
+    """Map key → JSON schema for the tables in a list of tables; empty for another key."""
     return _keys_of_tables(leaf.options[0])
 
 
@@ -146,9 +146,9 @@ def _expected(option: Mapping[str, Any]) -> str:
 
 
 def parse_value(leaf: Leaf, text: str) -> Any:
-    """The value that `text`, from the command line, stands for; `text` itself where for none.
+    """Parse `text` from the command line into a value; return `text` itself if that fails.
 
-    The schema then refuses it with the dotted path: there is one place that judges values.
+    The schema then refuses it with the dotted path: one place judges values.
     """
     for option in leaf.options:
         value = _read(option, text.strip())
@@ -186,7 +186,7 @@ def _read_list(option: Mapping[str, Any], text: str) -> Any:
 
 
 def whole_number(value: Any) -> Any:
-    """`value` as an int where it is a float without a fraction (TOML's `steps = 1e4`)."""
+    """Return `value` as an int if it is a float without a fraction (TOML's `steps = 1e4`)."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -1,5 +1,5 @@
-"""The fingerprint of a training: a hash that is equal for configurations that train the same, and
-the differences between two that do not."""
+"""The fingerprint of a training: a hash that is equal for configurations that train alike, and the
+differences between two that do not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from pentameter.config.choices import DECAY_KEYS, MOMENTUM, look_up
 from pentameter.config.fields import leaves, values_of
 from pentameter.config.messages import shown
-from pentameter.config.schema import Config
+from pentameter.config.schema import CheckpointConfig, Config, LogConfig
 
 NOT_THE_TRAINING = {
     "name": "only names the run folder",
@@ -21,34 +21,34 @@ NOT_THE_TRAINING = {
     "train.activation_checkpoint": "the same arithmetic, done twice",
     "train.offload": "the same arithmetic, with its numbers kept elsewhere",
     "train.compile": "the same arithmetic, compiled",
-    "train.eval_interval": "evaluation reads, it changes nothing",
-    "train.eval_train_tokens": "evaluation reads, it changes nothing",
     "train.patience": "where the run ends",
     "train.check_copies": "comparing reads, it changes nothing",
-    "data.evaluations": "evaluation reads, it changes nothing",
-    "train.sample_interval": "samples are drawn with their own keys",
-    "train.sample_tokens": "as above",
-    "train.sample_prompt": "as above",
-    "checkpoint.interval": "saving reads, it changes nothing",
-    "checkpoint.keep_last": "as above",
-    "checkpoint.keep_best": "as above",
-    "checkpoint.on_error": "as above",
-    "log.interval": "logging reads, it changes nothing",
-    "log.perplexity": "as above",
-    "log.tensorboard": "as above",
-    "log.wandb": "as above",
-    "log.trackio": "as above",
+    **dict.fromkeys(
+        ("train.eval_interval", "train.eval_train_tokens", "data.evaluations"),
+        "evaluation reads, it changes nothing",
+    ),
+    **dict.fromkeys(
+        ("train.sample_interval", "train.sample_tokens", "train.sample_prompt"),
+        "samples are drawn with their own keys",
+    ),
+    **dict.fromkeys(
+        (f"checkpoint.{key}" for key in CheckpointConfig.model_fields),
+        "saving reads, it changes nothing",
+    ),
+    **dict.fromkeys(
+        (f"log.{key}" for key in LogConfig.model_fields), "logging reads, it changes nothing"
+    ),
 }
-"""Keys that a resumed run may change, and why. Every other key defines the weights of each step,
-but for those of `[parallel]`: a layout changes no number beyond its last digits.
+"""Keys that a resumed run may change, and why. Every other key defines the weights after each step,
+except those in `[parallel]`: a layout changes no number beyond its last digits.
 
-`train.steps` is free because step N does not depend on how many follow it, with one exception
-that `defining_values` makes: a decay without `decay_steps` ends at `train.steps`.
+`train.steps` is free because step N does not depend on later ones, with one exception that
+`defining_values` makes: a decay without `decay_steps` ends at `train.steps`.
 """
 
 
 def defining_values(config: Config) -> dict[str, Any]:
-    """Dotted path → value of everything that the weights after a given step depend on."""
+    """Map dotted path → value for everything that the weights after a given step depend on."""
     values = {
         path: value
         for path, value in values_of(config).items()
@@ -75,16 +75,18 @@ def defining_values(config: Config) -> dict[str, Any]:
 
 
 def config_hash(config: Config) -> str:
-    """The sha256, in hex, of what defines the training: equal for a run that may be continued.
+    """Return the sha256, in hex, over the training's definition: equal for a run that may be
+    resumed.
 
     Compare like with like: a configuration whose derived values were filled in (the vocabulary
-    size, say) hashes differently from the one it came from.
+    size, say) hashes differently from its source.
     """
     return hashlib.sha256(_canonical(defining_values(config)).encode()).hexdigest()
 
 
 def diff_configs(old: Config, new: Config) -> list[str]:
-    """ "path: old → new" for each defining value that differs; empty iff the hashes are equal."""
+    """List "path: old → new" for each defining value that differs; empty iff the hashes are
+    equal."""
     before, after = defining_values(old), defining_values(new)
     return [
         f"{path}: {_side(before, path)} → {_side(after, path)}"

@@ -1,4 +1,4 @@
-"""Loading: a preset or a TOML file, what it extends, and overrides become one validated `Config`.
+"""Loading: a preset or a TOML file, those it extends, and overrides become one validated `Config`.
 
 Layers are merged as plain dictionaries, oldest first, and validated once at the end.
 """
@@ -43,25 +43,25 @@ BOUND_TO_TEXT = (
     "data.grammar",
     "train.sample_prompt",
 )
-"""Keys and sections that suit one text: when a newer layer chooses another, older values go."""
+"""Keys and sections that suit one text: if a newer layer chooses another, older values go."""
 
 PATIENCE = "train.patience"
-"""The key that counts evaluations: when a newer layer switches them off, an older value goes."""
+"""The key that counts evaluations: if a newer layer switches them off, an older value goes."""
 
-BLEND_NAME = "blend"
-"""The run's name where several data sets replace a preset's."""
+MIXTURE_NAME = "blend"
+"""The run's name if several data sets replace a preset's."""
 
 LARGEST_FILE_BYTES = 2**20
-"""A configuration is some kilobytes; what is larger is another file, named by mistake."""
+"""Maximum bytes. A configuration is some kilobytes; a larger file was named by mistake."""
 
 DEEPEST = 32
-"""Parts of a dotted key, and levels of tables and lists. The schema has three."""
+"""Maximum parts in a dotted key, and levels of tables and lists. The schema has three."""
 
 _PART = rb"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+"""
 _TOO_DEEP = re.compile(
     rb"(?:^|[\[{,])[ \t]*+(?:%s\.[ \t]*+){%d}" % (_PART, DEEPEST), flags=re.MULTILINE
 )
-"""A dotted key of too many parts: to read one, tomllib takes time and memory by their square."""
+"""A dotted key with too many parts: to read one, tomllib takes time and memory by their square."""
 
 Tree = dict[str, Any]
 
@@ -69,12 +69,12 @@ Tree = dict[str, Any]
 def load_config(
     source: str | Path | Config, overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> Config:
-    """The configuration that `source` describes, with `overrides` on top.
+    """Load the configuration that `source` describes, with `overrides` on top.
 
-    `source` is a preset's name, a TOML file or a configuration; the first two may say
-    `extends = "preset-or-file"` (a file relative to the one that names it). `overrides` is what a
-    command line holds (see `parse_overrides`), or a mapping, nested or with dotted keys. Raises
-    ConfigError naming every problem at once.
+    `source` is a preset's name, a TOML file or a configuration; the first two may say `extends =
+    "preset-or-file"` (a file relative to the one that names it). `overrides` is a command line's
+    list (see `parse_overrides`), or a mapping, nested or with dotted keys. Raises ConfigError
+    naming every problem at once.
     """
     tree = source.model_dump() if isinstance(source, Config) else _read_chain(source)
     label = source.name if isinstance(source, Config) else str(source)
@@ -83,9 +83,9 @@ def load_config(
     for name in ("data", "train"):  # absent ones fail with the validator's advice, not "missing"
         tree.setdefault(name, {})
     for leaf in filter(takes_whole_number, leaves().values()):
-        place = value_in(tree, leaf.section) if leaf.section else tree
-        if isinstance(place, dict) and leaf.key in place:  # TOML writes 10000 as 1e4 too
-            place[leaf.key] = whole_number(place[leaf.key])
+        table = value_in(tree, leaf.section) if leaf.section else tree
+        if isinstance(table, dict) and leaf.key in table:  # TOML writes 10000 as 1e4 too
+            table[leaf.key] = whole_number(table[leaf.key])
     refused: ValidationError | None = None
     try:
         config = Config.model_validate(tree)
@@ -101,22 +101,21 @@ def load_config(
 
 
 def preset_names() -> list[str]:
-    """The presets that ship with the package, sorted."""
+    """List the presets that ship with the package, sorted."""
     files = (resources.files("pentameter.config") / "presets").iterdir()
     return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 
 
 def merge(base: Tree, layer: Tree) -> Tree:
-    """`base` with `layer` on top; what `layer` chooses of an exclusive pair unseats the other.
+    """Merge `layer` over `base`; its choice of an exclusive key unseats the others.
 
-    Where `layer` switches evaluations off, `base`'s patience goes with them. Where `layer` chooses
-    another text than `base`, what `base` says of its own text
-    (`BOUND_TO_TEXT`) falls back to the defaults, and the run is named after the new text: in the
-    folder of the old one it would be refused as another run.
+    If `layer` switches evaluations off, `base`'s patience goes with them. If `layer` chooses
+    another text, `base`'s settings for its own (`BOUND_TO_TEXT`) fall back to the defaults, and the
+    run is named after the new text: in the old one's folder it would be refused as another run.
     """
     old, new = _text_of(base), _text_of(layer)
     if old is not None and new not in (None, old):
-        name = text_name(new[1]) if isinstance(new[1], str) else BLEND_NAME
+        name = text_name(new[1]) if isinstance(new[1], str) else MIXTURE_NAME
         base = {**_without(base, BOUND_TO_TEXT), "name": name}
     merged = _merge_keys(base, layer)
     if _evaluates(base) and not _evaluates(merged) and value_in(layer, PATIENCE) is None:
@@ -141,13 +140,13 @@ def _evaluates(tree: Tree) -> bool:
 
 
 def text_name(text: str) -> str:
-    """A run's name made of a corpus's name, or of the path of a file or folder."""
+    """Make a run's name from a corpus's name, or from a file's or folder's path."""
     stem = PurePath(text).name.partition(".")[0]  # also of novel.txt.gz
     return name_of(stem)
 
 
 def _text_of(tree: Tree) -> tuple[str, Any] | None:
-    """The key and the value with which `tree` chooses a text; None where it chooses none."""
+    """Return the key and the value by which `tree` chooses a text; None if it chooses none."""
     section, *keys = EXCLUSIVE[0]
     for key in keys:
         value = value_in(tree, f"{section}.{key}")
@@ -157,7 +156,7 @@ def _text_of(tree: Tree) -> tuple[str, Any] | None:
 
 
 def _without(tree: Tree, paths: Sequence[str], prefix: str = "") -> Tree:
-    """`tree` without the keys and sections at these dotted paths."""
+    """Copy `tree` without the keys and sections at these dotted paths."""
     return {
         key: _without(value, paths, f"{prefix}{key}.") if isinstance(value, dict) else value
         for key, value in tree.items()
@@ -180,16 +179,16 @@ def _merge_keys(base: Tree, layer: Tree) -> Tree:
 
 
 def _read_chain(source: str | Path) -> Tree:
-    """`source` merged over what it extends, over what that extends, and so on."""
+    """Read `source` and merge it over the layer that it extends, over that one's, and so on."""
     layers: list[Tree] = []
-    labels: dict[str, str] = {}  # place → how messages call it, in the order of extension
+    labels: dict[str, str] = {}  # location → how messages call it, in the order of extension
     folder, named_by = Path(), ""
     while True:
-        place, label, text = _read_source(source, folder, named_by)
-        if place in labels:
-            circle = [*list(labels.values())[list(labels).index(place) :], labels[place]]
+        location, label, text = _read_source(source, folder, named_by)
+        if location in labels:
+            circle = [*list(labels.values())[list(labels).index(location) :], labels[location]]
             raise ConfigError(f"extends runs in a circle: {' extends '.join(circle)}")
-        labels[place] = label
+        labels[location] = label
         layer = parse_toml(text, label)
         parent = layer.pop("extends", None)
         layers.append(layer)
@@ -199,7 +198,7 @@ def _read_chain(source: str | Path) -> Tree:
             raise ConfigError(
                 f"{label}: extends={shown(parent)} must be the name of a preset or a file"
             )
-        source, folder, named_by = parent, Path(place).parent, f"{label}: extends: "
+        source, folder, named_by = parent, Path(location).parent, f"{label}: extends: "
     tree: Tree = {}
     for layer in reversed(layers):
         tree = merge(tree, layer)
@@ -207,7 +206,7 @@ def _read_chain(source: str | Path) -> Tree:
 
 
 def _read_source(source: str | Path, folder: Path, named_by: str) -> tuple[str, str, bytes]:
-    """(place, label for messages, bytes) of `source`; a file is relative to `folder`."""
+    """Return (location, label for messages, bytes) for `source`; a file is relative to `folder`."""
     name = str(source)
     if not name:
         raise ConfigError(f"{named_by}name a preset ({', '.join(preset_names())}) or a TOML file")
@@ -229,7 +228,7 @@ def _read_source(source: str | Path, folder: Path, named_by: str) -> tuple[str, 
 
 
 def _configuration_in(folder: Path) -> str:
-    """The way from a folder, of a run or a model perhaps, to its configuration."""
+    """Describe the way from a folder, of a run or a model perhaps, to its configuration."""
     if (folder / "config.toml").is_file():
         return f"its configuration is {printable(str(folder / 'config.toml'))}"
     if (folder / "config.json").is_file():
@@ -241,9 +240,9 @@ def _configuration_in(folder: Path) -> str:
 
 
 def _read_file(path: Path, label: str) -> bytes:
-    """The bytes of a regular file that is as small as a configuration; ConfigError for another.
+    """Read a regular file that is as small as a configuration; ConfigError for another.
 
-    A pipe is opened without waiting for a writer, and nothing is read of what may have no end.
+    A pipe is opened without waiting for a writer, and nothing endless is read.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -270,8 +269,8 @@ def _not_found(path: Path, label: str) -> str:
 
 
 def parse_toml(text: bytes, label: str) -> Tree:
-    """The top-level table of a TOML file; ConfigError, which begins with `label`, for what is none
-    or nested more than DEEPEST levels."""
+    """Parse a TOML file's top-level table; ConfigError, which begins with `label`, for invalid TOML
+    and for more than DEEPEST levels."""
     found = _TOO_DEEP.search(text)
     if found is not None:
         line = text[: found.end()].count(b"\n") + 1
@@ -290,15 +289,15 @@ def parse_toml(text: bytes, label: str) -> Tree:
         ) from None
     except ValueError as error:  # TOMLDecodeError, and what tomllib lets through from int()
         match = re.fullmatch(r"(.*?)\s*\(at (.*)\)", str(error), flags=re.DOTALL)
-        reason, place = match.groups() if match else (str(error), "the file")
+        reason, position = match.groups() if match else (str(error), "the file")
         raise ConfigError(
-            f"{label}: {place}: not valid TOML: {printable(reason)} "
+            f"{label}: {position}: not valid TOML: {printable(reason)} "
             '(text needs quotes: name = "run")'
         ) from None
 
 
 def _is_deep(value: Any, n_levels: int = DEEPEST) -> bool:
-    """True if `value` holds tables and lists within each other on more than `n_levels` levels."""
+    """True if tables and lists in `value` are nested more than `n_levels` deep."""
     if not isinstance(value, dict | list):
         return False
     inner = value.values() if isinstance(value, dict) else value
@@ -309,7 +308,7 @@ def _is_deep(value: Any, n_levels: int = DEEPEST) -> bool:
 
 
 def _override_tree(overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Tree, list[str]]:
-    """The overrides as one layer, and the dotted paths among them that the schema does not have."""
+    """Return the overrides as one layer, and the dotted paths among them that the schema lacks."""
     if isinstance(overrides, str):
         raise TypeError("overrides must be a list of arguments, not one string")
     pairs: Sequence[tuple[str, Any]]
@@ -322,10 +321,10 @@ def _override_tree(overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Tree, 
             unknown.append(path)
             continue
         *section, key = path.split(".")
-        place = tree
+        table = tree
         for part in section:
-            place = place.setdefault(part, {})
-        place[key] = parse_value(leaf, value) if isinstance(value, str) else value
+            table = table.setdefault(part, {})
+        table[key] = parse_value(leaf, value) if isinstance(value, str) else value
     return tree, unknown
 
 

@@ -1,4 +1,4 @@
-"""The messages that refuse a configuration, one sentence per problem: path, value, rule, way out.
+"""Messages that refuse a configuration, one sentence per problem: path, value, rule, way out.
 
 pydantic finds the problems; the words are these, as its own name no path, value or near key.
 """
@@ -39,7 +39,7 @@ MISSING = dict.fromkeys(
     ("expert", "moe"),
     "there are no mixtures of experts; model.d_ff is the width of each feed-forward layer",
 )
-"""Part of a key → what is said of it, for what other programs have and this one lacks."""
+"""Part of a key → sentence about something that other programs have and this one lacks."""
 
 FAMILIAR_VALUES = {"gpu": "cuda", "float16": "fp16", "float32": "fp32", "bfloat16": "bf16"}
 """Other programs' names for our values."""
@@ -47,15 +47,16 @@ FAMILIAR_VALUES = {"gpu": "cuda", "float16": "fp16", "float32": "fp32", "bfloat1
 LONGEST_VALUE_SHOWN = 80
 
 MOST_PROBLEMS = 10
-"""Sentences of one refusal. A file of another kind has any number of unknown keys, and to find the
-nearest known one takes a while for each."""
+"""Maximum sentences in one refusal. A file of another kind has any number of unknown keys, and
+finding the nearest known one takes a while for each."""
 
 
 def problems(
     error: ValidationError | None, asked: dict[str, Any], unknown: Iterable[str] = ()
 ) -> tuple[list[str], int]:
-    """Sentences of what is wrong in `asked`, and the number of things that are: the paths `unknown`
-    to the schema, and what pydantic refused. One sentence stands for all beyond MOST_PROBLEMS."""
+    """Return sentences about everything wrong in `asked`, and the number of problems: the paths
+    `unknown` to the schema, and pydantic's errors. One sentence stands for all beyond
+    MOST_PROBLEMS."""
     sayings = {path: partial(_unknown_key, path) for path in unknown}
     for detail in error.errors(include_url=False, include_input=False) if error else ():
         if detail["type"] == "extra_forbidden":
@@ -70,7 +71,7 @@ def problems(
 
 
 def _problem(detail: Any, path: str, asked: dict[str, Any]) -> str:
-    """The sentence for what pydantic refused at `path`: a leaf, a section, or several keys."""
+    """Return the sentence for pydantic's error at `path`: a leaf, a section, or several keys."""
     if path not in leaves() and detail["type"] == "value_error":
         return str(detail["ctx"]["error"])  # our own validators name their paths
     value = value_in(asked, path)
@@ -92,8 +93,8 @@ def _problem(detail: Any, path: str, asked: dict[str, Any]) -> str:
 def _wrong_in_table(
     path: str, tables: Sequence[Any], inside: tuple[int | str, ...], keys: Mapping[str, Any]
 ) -> str:
-    """The sentence for what is wrong in one of a list of tables, whose place `inside` the list is
-    its number and perhaps a key; `keys` have their JSON schemas."""
+    """Return the sentence for an error in a list of tables: `inside` the list it is at a number and
+    perhaps a key; `keys` have their JSON schemas."""
     number, *rest = inside or (0,)
     path, table = f"{path}[{number}]", tables[int(number)]
     if not rest or not isinstance(table, dict):
@@ -106,7 +107,7 @@ def _wrong_in_table(
 
 
 def _unknown_key(path: str) -> str:
-    """The sentence for a path that the schema does not have, with the nearest that it has."""
+    """Return the sentence for a path that the schema lacks, with the nearest that it has."""
     path = shortened(printable(path))
     section = path.rpartition(".")[0]
     for leaf in leaves().values():  # of a table in a list, `data.sources.0.pth`
@@ -141,7 +142,7 @@ def _nearest_path(path: str) -> str | None:
 
 
 def shown(value: Any) -> str:
-    """`value` as an error shows it: TOML-like, printable, short."""
+    """Format `value` for an error: TOML-like, printable, short."""
     if value is None:
         return ABSENT
     if isinstance(value, bool):
@@ -154,12 +155,12 @@ def shown(value: Any) -> str:
 
 
 def shortened(text: str) -> str:
-    """`text`, cut where it would fill the screen."""
+    """Truncate `text` if it would fill the screen."""
     return text if len(text) <= LONGEST_VALUE_SHOWN else text[: LONGEST_VALUE_SHOWN - 1] + "…"
 
 
 def _known_path(location: tuple[int | str, ...]) -> str:
-    """The longest part of pydantic's location that is a path of the schema."""
+    """Return the longest path in the schema that begins pydantic's location."""
     parts = [str(part) for part in location]
     for n_parts in range(len(parts), 0, -1):
         path = ".".join(parts[:n_parts])

@@ -1,7 +1,7 @@
-"""Names of runs, of evaluations and of prepared files: letters and digits of any alphabet, safe for
-every file system.
+"""Names for runs, evaluations and prepared files: letters and digits of any alphabet, safe in every
+file system.
 
-A name is one part of a path, so it holds no separator, no control character and no mark of
+A name is one component of a path, so it holds no separator, no control character and no mark of
 direction, and does not begin as an option or a hidden file does. It is in NFC: the same word, typed
 on two machines, is one name.
 """
@@ -12,10 +12,10 @@ import re
 from unicodedata import category, normalize
 
 LONGEST_NAME = 100
-"""Characters of a name."""
+"""Maximum characters in a name."""
 
 LONGEST_NAME_BYTES = 180
-"""Bytes of a name in UTF-8. A file system's names have 255, and names of files have suffixes."""
+"""Maximum bytes in a name, in UTF-8. File systems allow 255, and files' names have suffixes."""
 
 NAME_IN_WORDS = (
     f"a name: letters and digits of any alphabet, and . _ -, a letter or digit first, at most "
@@ -24,7 +24,7 @@ NAME_IN_WORDS = (
 
 
 def checked_name(name: str) -> str:
-    """`name` in NFC; ValueError where it is no name."""
+    """Return `name` in NFC; ValueError if it is no name."""
     name = normalize("NFC", name)
     is_short = len(name) <= LONGEST_NAME and len(name.encode()) <= LONGEST_NAME_BYTES
     if not (name and name[0].isalnum() and is_short and all(map(_is_of_names, name))):
@@ -33,8 +33,8 @@ def checked_name(name: str) -> str:
 
 
 def name_of(text: str) -> str:
-    """The name that is made of a text, as of a file's name: what no name has becomes `-`; `text`
-    where nothing is left."""
+    """Make a name from a text, such as a file's name: characters that no name has become `-`;
+    `text` if nothing is left."""
     kept = "".join(c if _is_of_names(c) else "\0" for c in normalize("NFC", text))
     name = re.sub("\0+", "-", kept).lstrip("._-")
     name = name.encode()[:LONGEST_NAME_BYTES].decode(errors="ignore")[:LONGEST_NAME]

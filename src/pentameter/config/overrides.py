@@ -1,4 +1,4 @@
-"""`--section.key value`: the command line's share of a configuration, as text. No pydantic here."""
+"""`--section.key value`: overrides on the command line, as text. No pydantic here."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pentameter.errors import ConfigError
 def split_overrides(
     arguments: Sequence[str], own_options: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """A verb's own arguments, and the overrides, each in the order given.
+    """Separate a verb's own arguments from overrides, each in the order given.
 
     Every option but `own_options` (`{"run-dir", "resume", "help"}`) is an override, so that one
-    whose section was forgotten (`--n-layers 4`) reaches the loader, which knows the right path.
-    After `--` everything is the verb's own.
+    with a forgotten section (`--n-layers 4`) reaches the loader, which knows the right path. After
+    `--` everything is the verb's own.
     """
     own_names = {option.replace("_", "-") for option in own_options}
     own: list[str] = []
@@ -36,7 +36,7 @@ def split_overrides(
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str]]:
-    """(dotted path, text) of each override, in order.
+    """Parse overrides into (dotted path, text) pairs, in order.
 
     `arguments` holds `--section.key value`, `--section.key=value` or `section.key=value`; hyphens
     in a key are underscores. A value may be negative (`-3`); one that starts with `--` needs the

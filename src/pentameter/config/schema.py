@@ -1,7 +1,7 @@
 """The schema of a configuration: every section, key, default and rule; nothing derived.
 
-Everything that follows from these values (accumulation, padded vocabulary, parameter counts)
-is computed once, in `pentameter.planning`. A rule that needs only this file is checked here; the
+Everything that follows from these values (accumulation, padded vocabulary, parameter counts) is
+computed once, in `pentameter.planning`. A rule that needs only this file is checked here; the
 loader (`config/load.py`) turns a failed check into one sentence with the dotted path.
 """
 
@@ -9,16 +9,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    Field,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
-from pentameter.config.choices import (
-    DECAY_KEYS,
-    TAKES_SEVERAL_STAGES,
-    look_up,
-)
+from pentameter.config.choices import DECAY_KEYS, TAKES_SEVERAL_STAGES, Precision, look_up
 from pentameter.config.data_schema import DataConfig
 from pentameter.config.section import (
     ABSENT,
@@ -40,17 +33,17 @@ from pentameter.errors import nearest_divisors
 
 
 class RopeScalingConfig(Section):
-    """Rotary frequencies of a context that is longer than the one a model was first trained on."""
+    """Rotary frequencies for a longer context than the one a model was first trained on."""
 
     type: Literal["linear", "llama3"] | None = None
     """`linear`: positions divided by factor (Chen et al. 2023); `llama3`: slow frequencies divided
-    by factor, fast ones kept, those between blended (Llama 3.1). None ("none") leaves them."""
+    by factor, fast ones kept, those between interpolated (Llama 3.1). None ("none") leaves them."""
     factor: PositiveFloat = 8.0
-    """How many times slower they turn."""
+    """Factor by which frequencies fall."""
     low_frequency_factor: PositiveFloat = 1.0
-    """`llama3`: a frequency that turns fewer times than this in the original context is slow."""
+    """`llama3`: a frequency that rotates fewer times than this in the original context is slow."""
     high_frequency_factor: PositiveFloat = 4.0
-    """`llama3`: one that turns more often than this is fast."""
+    """`llama3`: one that rotates more often than this is fast."""
     original_context_length: Width = 8192
     """`llama3`: tokens of the context before it was extended."""
 
@@ -65,7 +58,7 @@ class RopeScalingConfig(Section):
 
 
 class ModelConfig(Section):
-    """The architecture. Names and shapes of its parameters: `pentameter.planning.architecture`."""
+    """The architecture. Names and shapes of its parameters: `pentameter.planning.gpt`."""
 
     vocab_size: Positive | None = None
     """Distinct tokens; taken from the tokenizer when absent."""
@@ -108,15 +101,15 @@ class ModelConfig(Section):
     """Attention and feed-forward layer of a block read the same stream, each through its own norm,
     and are added together (GPT-NeoX)."""
     positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
-    """How a token knows its place; `rotary` turns queries and keys by it (Su et al. 2021)."""
+    """Position encoding; `rotary` rotates queries and keys (Su et al. 2021)."""
     rope_theta: PositiveFloat = 10000.0
     """Rotary: the base of the frequencies, theta^(-2i / channels)."""
     rotary_fraction: Factor = 1.0
-    """Rotary: the part of a head's channels that turn, the first ones."""
+    """Rotary: fraction of a head's channels that are rotated, the first ones."""
     rope_scaling: RopeScalingConfig = RopeScalingConfig()
     """Rotary: frequencies for a longer context."""
     tied_head: Switch = True
-    """The output projection shares the token embedding's weight."""
+    """The output projection uses the token embedding's weight."""
     head_bias: Switch = False
     """A bias on the output projection."""
     qkv_bias: Switch = False
@@ -183,7 +176,7 @@ class ModelConfig(Section):
         return self
 
     def _check_rotary(self) -> None:
-        """Raise ValueError unless the channels that turn are pairs."""
+        """Raise ValueError unless the rotated channels are pairs."""
         size = self.head_size or self.d_model // self.n_heads
         n_turning = size * self.rotary_fraction
         if n_turning % 2:
@@ -256,15 +249,15 @@ class TrainConfig(Section):
     """Sequences per forward-backward; the whole batch when absent. Must divide it."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """`auto`: the fastest present."""
-    precision: Literal["auto", "fp64", "fp32", "tf32", "bf16", "fp16"] = "auto"
-    """Arithmetic of the matrix products; weights and optimizer stay fp32 (fp64 for fp64).
-    `auto` takes what the machine does well; `doctor` says which, and why."""
+    precision: Literal["auto", Precision] = "auto"
+    """Arithmetic of matmuls; weights and optimizer stay fp32 (fp64 for fp64). `auto` takes the best
+    that the machine supports; `doctor` says which, and why."""
     matmul_precision: MatmulPrecision | None = None
     """How exactly a GPU multiplies what stays fp32: `high` is TF32, `medium` may be bf16. When
     absent, `high` for precision tf32, else `highest`."""
     activation_checkpoint: Literal["selective", "full"] | None = None
-    """Recompute activations in the backward pass to save memory: `full` keeps a block's input
-    only, `selective` also the results of its matrix products and of fused attention."""
+    """Recompute activations in the backward pass to save memory: `full` keeps a block's input only,
+    `selective` also the results of its matmuls and of fused attention."""
     offload: Switch = False
     """Keep weights, gradients and optimizer state in the host's memory, bringing a layer's weights
     to the device for its turn; needs parallel.zero."""
@@ -280,9 +273,8 @@ class TrainConfig(Section):
     patience: Positive | None = None
     """Stop after this many evaluations in a row without a new best."""
     check_copies: Positive | None = None
-    """Steps between comparisons of the weights that several processes hold copies of; every
-    checkpoint compares them too. A difference ends the run with exit code 70, naming rank and
-    tensor."""
+    """Steps between comparisons of the weights that several ranks replicate; every checkpoint
+    compares them too. A difference ends the run with exit code 70, naming rank and tensor."""
     sample_interval: Positive | Literal["auto"] | None = None
     """Steps between text samples; `auto` is as for eval_interval."""
     sample_tokens: Positive = 256
@@ -315,7 +307,7 @@ TensorMode = Literal["1d", "2d", "2.5d", "3d"]
 class LoraConfig(Section):
     """Low-rank adapters, which alone are trained (Hu et al. 2021, "LoRA").
 
-    To each matrix W that they adapt they add (alpha ÷ rank) · B A, of A (rank, inputs) and B
+    To each matrix W that they adapt they add (alpha ÷ rank) · B A, with A (rank, inputs) and B
     (outputs, rank).
     """
 
@@ -329,53 +321,55 @@ class LoraConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the processes divide the work. The training is the same whatever stands here."""
+    """The layout: degrees of parallelism. The training is the same for every layout."""
 
     data: Positive | None = None
-    """Parts the batch is divided into; when absent, the processes ÷ all other degrees."""
+    """Data-parallel ranks, which split the batch; when absent, the processes ÷ all other
+    degrees."""
     zero: Literal[0, 1, 2, 3] = 0
-    """What the data-parallel processes share out instead of each holding a copy: 1 the optimizer's
-    state, 2 also the gradients, 3 also the weights (Rajbhandari et al. 2020, "ZeRO")."""
+    """State that data-parallel ranks shard instead of replicating it: 1 the optimizer's state, 2
+    also the gradients, 3 also the weights (Rajbhandari et al. 2020, "ZeRO")."""
     replicate: Positive = 1
-    """Copies of what `zero` shares out (HSDP): it is shared among data ÷ replicate processes."""
+    """Replicas of the state that `zero` shards (HSDP): it is sharded over data ÷ replicate
+    ranks."""
     tensor: Positive = 1
-    """Processes that share each matrix: attention by head, the feed-forward layer by column,
-    the vocabulary by row. They should be in one machine."""
+    """Ranks that shard each matrix: attention by head, the feed-forward layer by column, the
+    vocabulary by row. They should be in one machine."""
     tensor_mode: TensorMode = "1d"
-    """What they divide: `1d` matrices, by rows or by columns; `2d` matrices, activations and rows
-    of the batch, over q × q processes (SUMMA; Xu et al. 2021, "Optimus"); `2.5d` the same over
-    d × q × q, which have d copies of the matrices (Wang et al. 2021, "Tesseract"); `3d` all over
-    l × l × l (Bian et al. 2021). `tensor` is their number."""
+    """Way of sharding: `1d` matrices, by rows or by columns; `2d` matrices, activations and batch
+    rows, over q × q ranks (SUMMA; Xu et al. 2021, "Optimus"); `2.5d` the same over d × q × q, with
+    d replicas of the matrices (Wang et al. 2021, "Tesseract"); `3d` all over l × l × l (Bian et al.
+    2021). `tensor` is their number."""
     tensor_depth: Positive | None = None
     """d of `2.5d`; when absent the smallest above 1 that leaves a square of `tensor`."""
     sequence: Switch = False
-    """Between the shared matrices, the tensor-parallel processes also share out the tokens."""
+    """Between the sharded matrices, tensor-parallel ranks also shard the tokens."""
     context: Positive = 1
-    """Processes that divide the time of each sequence, for contexts too long for one."""
+    """Ranks that shard each sequence, for contexts too long for one."""
     context_mode: ContextMode = "ring"
-    """How attention reaches the other processes' tokens: keys and values travel round a `ring`
-    while a block of them is at work (Liu et al. 2023), or an `all-to-all` exchanges time for heads,
-    which `context` must divide (Jacobs et al. 2023, "DeepSpeed Ulysses")."""
+    """Communication in attention: keys and values travel round a `ring` while a block of them is at
+    work (Liu et al. 2023), or an `all-to-all` exchanges tokens for heads, which `context` must
+    divide (Jacobs et al. 2023, "DeepSpeed Ulysses")."""
     pipeline: Positive = 1
-    """Processes that each hold some of the layers."""
+    """Pipeline stages: ranks that each hold some of the layers."""
     schedule: ScheduleName = "1f1b"
-    """The order of a pipeline's forward and backward passes. `zero-bubble` fills gaps with the
-    gradients of weights (Qi et al. 2023); `zero-bubble-v` does so with two stages a process, which
-    run through the processes and back."""
+    """The order of a pipeline's forward and backward passes. `zero-bubble` fills bubbles with the
+    gradients of weights (Qi et al. 2023); `zero-bubble-v` does so with two stages a rank, which run
+    through the ranks and back."""
     virtual_stages: Positive = 1
-    """Stages that each process of an `interleaved` or `zero-bubble` pipeline holds; a
-    `zero-bubble-v` one has two, which need not be said."""
+    """Stages that each rank of an `interleaved` or `zero-bubble` pipeline holds; a `zero-bubble-v`
+    one has two, which need not be said."""
     partition: Literal["uniform", "weighted"] = "uniform"
-    """How layers are dealt out to stages: evenly, or so that stages take the same time, counting
-    the embedding and the head as the work they are."""
+    """Assignment of layers to stages: evenly, or so that stages take the same time, with the
+    embedding and the head counted at their cost."""
     timeout_seconds: Annotated[float, Field(strict=True, ge=1, le=2_592_000)] = 600.0
-    """Longest wait for another process; then the run ends with exit code 70 and names the rank that
+    """Longest wait for another rank; then the run ends with exit code 70 and names the rank that
     did not answer. A first step may compile for minutes in one of them."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill_in_a_v(cls, values: Any) -> Any:
-        """A V has two stages a process, also where the default of one is written out."""
+        """Give a V two stages a rank, also if the default of one is written out."""
         is_v = isinstance(values, dict) and values.get("schedule") == "zero-bubble-v"
         if is_v and values.get("virtual_stages", 1) == 1:
             return {**values, "virtual_stages": 2}
@@ -427,7 +421,7 @@ class ParallelConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When to save and what to keep."""
+    """When to save and which checkpoints to keep."""
 
     interval: Positive | None = None
     """Steps between checkpoints; train.eval_interval when absent. The last step always saves."""
@@ -435,13 +429,16 @@ class CheckpointConfig(Section):
     """Newest checkpoints kept; one from whose weights a finite loss was computed always stays."""
     keep_best: Switch = True
     """Also keep the one with the best validation loss."""
+    asynchronous: Literal["auto"] | Switch = "auto"
+    """Overlap writing checkpoints with training, which waits for a snapshot of weights and
+    optimizer in the host's memory and no longer; `auto` if that memory has room for it."""
     on_error: Literal["stop", "warn"] = "stop"
     """A save that fails (disk full): `stop` ends with exit 74, `warn` goes on until the last. A log
     that cannot be written is a warning in either case."""
 
 
 class LogConfig(Section):
-    """What is reported."""
+    """Reports: lines, metrics, trackers."""
 
     interval: Positive = 10
     """Steps between log lines."""

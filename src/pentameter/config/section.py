@@ -1,17 +1,10 @@
-"""The building blocks of the schema: a section of keys, and the kinds of numbers they take."""
+"""Building blocks for the schema: a section of keys, and the kinds of numbers they take."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from pentameter.config.naming import checked_name
 

@@ -1,23 +1,24 @@
-"""Text made of a configuration: TOML that `load_config` reads back, and the reference page."""
+"""A configuration as text: TOML that `load_config` reads back, and the reference page."""
 
 from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Collection
 from typing import Any
 
-from pentameter.config.fields import Leaf, leaves, sections, tables_of, values_of
+from pentameter.config.fields import leaves, sections, tables_of, values_of
 from pentameter.config.schema import Config
 from pentameter.config.section import ABSENT, Section
 
 LINE_LENGTH = 98
 
 
-def to_toml(config: Config) -> str:
-    """TOML that `load_config` reads back to an equal Config, every key with its meaning.
+def to_toml(config: Config, *, left_out_at_default: Collection[str] = ()) -> str:
+    """Return TOML that `load_config` reads back to an equal Config, every key with its meaning.
 
-    Nothing is left out: a value that is absent is written `"none"`, so that the file means the
-    same when a default changes.
+    A value that is absent is written `"none"`, so that the file means the same when a default
+    changes. Only the dotted paths `left_out_at_default` are left out if they have their default.
     """
     lines = ["# Every setting of a run, resolved. `pentameter train THIS-FILE` runs it again."]
     values = values_of(config)
@@ -25,7 +26,8 @@ def to_toml(config: Config) -> str:
         if section:
             lines += ["", f"# {_summary(kind)}", f"[{section}]"]
         for leaf in leaves().values():
-            if leaf.section != section:
+            is_default = values[leaf.path] == leaf.default
+            if leaf.section != section or (is_default and leaf.path in left_out_at_default):
                 continue
             meaning = " ".join(leaf.description.split())
             lines += [f"# {line}" for line in textwrap.wrap(meaning, LINE_LENGTH - 2)]
@@ -34,7 +36,7 @@ def to_toml(config: Config) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """`value` as TOML writes it, which is as JSON does; None as `"none"`, tables within a line."""
+    """Format `value` as TOML, which agrees with JSON; None as `"none"`, tables within a line."""
     if isinstance(value, dict):
         return f"{{ {', '.join(f'{key} = {toml_value(each)}' for key, each in value.items())} }}"
     if isinstance(value, list | tuple):
@@ -44,28 +46,23 @@ def toml_value(value: Any) -> str:
 
 
 def _summary(section: type[Section]) -> str:
-    """The first paragraph of a section's docstring, on one line."""
+    """Return the first paragraph of a section's docstring, on one line."""
     return " ".join((section.__doc__ or "").strip().split("\n\n")[0].split())
 
 
-def _tables(leaf: Leaf) -> list[str]:
-    """The keys of each table of a list of them; nothing for another key."""
-    keys = tables_of(leaf)
-    if not keys:
-        return []
-    lines = ["", f"Each `[[{leaf.path}]]` has", "", "| key | default | meaning |"]
-    lines.append("| --- | --- | --- |")
-    for key, described in keys.items():
-        value = described.get("default", ...)
-        shown = ABSENT if value is None else "–" if value is ... else toml_value(value)
-        default = f"`{shown}`"
-        meaning = " ".join(described.get("description", "").split())
-        lines.append(f"| `{key}` | {default} | {meaning} |")
-    return lines
+def _row(*cells: str) -> str:
+    """Format a row of a Markdown table."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _shown(default: Any) -> str:
+    """Format a default as code: the word for an absent value, a dash if the key is required."""
+    return f"`{ABSENT if default is None else '–' if default is ... else toml_value(default)}`"
 
 
 def reference_page() -> str:
-    """docs/configuration.md: every section and key with default, accepted values and meaning."""
+    """Write docs/configuration.md: every section and key with default, accepted values and
+    meaning."""
     lines = [
         "# Configuration",
         "",
@@ -81,14 +78,14 @@ def reference_page() -> str:
         title = f"`[{section}]`" if section else "Top level"
         lines += ["", f"## {title}", "", _summary(kind), ""]
         lines += ["| key | default | takes | meaning |", "| --- | --- | --- | --- |"]
-        for leaf in leaves().values():
-            if leaf.section != section:
-                continue
-            default = ABSENT if leaf.default is None else toml_value(leaf.default)
+        inside = [leaf for leaf in leaves().values() if leaf.section == section]
+        for leaf in inside:
             meaning = " ".join(leaf.description.split())
-            cells = (f"`{leaf.key}`", f"`{default}`", leaf.expected, meaning)
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        for leaf in leaves().values():
-            if leaf.section == section:
-                lines += _tables(leaf)
+            lines.append(_row(f"`{leaf.key}`", _shown(leaf.default), leaf.expected, meaning))
+        for leaf in filter(tables_of, inside):
+            lines += ["", f"Each `[[{leaf.path}]]` has", "", "| key | default | meaning |"]
+            lines.append("| --- | --- | --- |")
+            for key, described in tables_of(leaf).items():
+                meaning = " ".join(described.get("description", "").split())
+                lines.append(_row(f"`{key}`", _shown(described.get("default", ...)), meaning))
     return "\n".join(lines) + "\n"

@@ -1,1 +1,1 @@
-"""Text to the batch of a step, in five rooms; `open_dataset` joins the first four. No torch."""
+"""Text to a step's batch, in five rooms; `open_dataset` joins the first four. No torch."""

@@ -1,38 +1,35 @@
 """`open_dataset`: prepared shards as they are, or a text's shards from the cache, made if absent.
 
-The cache is keyed by the sha256 of the text itself with the settings that shape the tokens, so a
-changed file is never mistaken for the old one, at the price of reading the text once per start.
+The cache is keyed by the text's sha256 and the settings that shape the tokens, so a changed file is
+never mistaken for the old one, at the price of reading the text once per start.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pentameter.config.data_schema import FILE_DEFAULTS, DataConfig
-from pentameter.data.corpora.conversations import Conversations, conversations_at
+from pentameter.data.corpora.conversations import conversations_at
 from pentameter.data.corpora.registry import corpus_text
-from pentameter.data.corpora.text import Text
-from pentameter.data.prepare.from_conversations import (
-    chat_template,
-    prepare_conversations,
-    read_conversations,
-)
-from pentameter.data.prepare.from_text import Contents, prepare, read_contents
+from pentameter.data.prepare.contents import Contents, prepare_contents
+from pentameter.data.prepare.from_conversations import chat_template, read_conversations
+from pentameter.data.prepare.from_text import TextContents, read_contents
 from pentameter.data.prepare.splits import Splitting
-from pentameter.data.progress import Progress
-from pentameter.data.shards.dataset import Dataset, TokenSplit, joined, open_shards
+from pentameter.data.progress import Progress, no_progress
+from pentameter.data.shards.dataset import Dataset, TokenSplit, concatenated, open_shards
 from pentameter.data.shards.format import SPLITS, TOKENIZER_FILE, find_header
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.setting import (
     GPT2,
     chosen_tokenizer,
-    gpt2_is_at_hand,
+    gpt2_is_cached,
     is_gpt2,
     is_made_from_text,
     load_tokenizer,
@@ -48,86 +45,82 @@ def open_dataset(
     *,
     tokenizer: Tokenizer | None = None,
     verify: bool = True,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
     warnings: list[str] | None = None,
 ) -> Dataset:
-    """The data set that `data` describes, prepared into the cache if it is not there yet; of
-    several sources, each by itself and then joined.
+    """Open the data set that `data` describes, prepared into the cache if it is not there yet;
+    several sources are opened one by one and then concatenated.
 
-    `tokenizer` takes the place of `data.tokenizer`: a trained model's own, for other text.
-    With `verify` the files' content is checked against their hashes, which one process of each
-    machine has to do. `warnings` takes what the user should know of a preparation. Prepared shards,
-    named by `data.path`, are opened as they are: their own splits and tokenizer count.
+    `tokenizer` replaces `data.tokenizer`: a trained model's, for other text. `verify`: check the
+    files against their hashes, which one process per machine has to do. `warnings` collects
+    sentences for the user. Prepared shards, named by `data.path`, are opened with their own splits
+    and tokenizer.
 
-    Raises ConfigError (unknown corpus, missing path, empty text, a character the tokenizer does
-    not know, …), CorruptError (damaged shards, a file that is not UTF-8 text), StorageError
+    Raises ConfigError (unknown corpus, missing path, empty text, a character outside the
+    vocabulary, …), CorruptError (damaged shards, a file that is not UTF-8 text), StorageError
     (reading or writing fails).
     """
     if data.sources:
-        return _open_sources(data, tokenizer, verify, progress, warnings)
+        open_one = partial(open_dataset, verify=verify, progress=progress, warnings=warnings)
+        return _open_sources(data, tokenizer, open_one)
     if data.path is not None and (header := find_header(Path(data.path))) is not None:
         dataset = open_shards(header, verify=verify, progress=progress)
         _check_prepared(data, dataset.tokenizer, tokenizer or data.tokenizer)
         return dataset
-    wanted = chosen_tokenizer(tokenizer or data.tokenizer)
-    conversations = None if data.path is None else conversations_at(data, [Path(data.path)])
-    if conversations is not None:
-        header = _prepared_conversations(data, conversations, wanted, progress, warnings)
-        return _open_cached(header, verify, progress)
-    if data.chat_template is not None:
-        raise ConfigError(
-            f"data.chat_template={data.chat_template!r} is for conversations, and "
-            f"{data.path or data.corpus} holds text; leave it out"
-        )
-    given, text = wanted, corpus_text(data)
-    if text.warning is not None and warnings is not None:
-        warnings.append(text.warning)
+    given = wanted = chosen_tokenizer(tokenizer or data.tokenizer)
     splitting = Splitting(data.validation_fraction, data.test_fraction, data.split_by)
-    contents = None
-    if text.identity is None:
-        contents = read_contents(text, splitting, progress=progress)
-        wanted = _as_setting(data, text, contents, wanted)
-    folder = _cached_folder(data, text, contents, wanted)
-    header = folder / f"{text.name}.json"
+    conversations = None if data.path is None else conversations_at(data, [Path(data.path)])
+    contents: Contents | None = None
+    if conversations is not None:
+        chat = chat_template(data.chat_template, wanted)
+        contents = read_conversations(conversations, chat, wanted, splitting, progress=progress)
+        key = contents.key
+    else:
+        if data.chat_template is not None:
+            raise ConfigError(
+                f"data.chat_template={data.chat_template!r} is for conversations, and "
+                f"{data.path or data.corpus} holds text; leave it out"
+            )
+        text = corpus_text(data)
+        if text.warning is not None and warnings is not None:
+            warnings.append(text.warning)
+        key = {"name": text.name, "text": text.identity, "held_out": {}}
+        if text.identity is None:
+            contents = read_contents(text, splitting, progress=progress)
+            key = contents.key
+            wanted = _as_setting(data, contents, wanted)
+    folder = _cached_folder(data, key, wanted)
+    header = folder / f"{key['name']}.json"
     if not header.exists():
-        prepare(
-            text,
+        prepare_contents(
+            contents or read_contents(corpus_text(data), splitting, progress=progress),
             folder,
-            tokenizer=wanted,
-            splitting=splitting,
-            contents=contents,
+            wanted,
             progress=progress,
             warnings=warnings,
             keep_existing=True,
         )
-    dataset = _open_cached(header, verify, progress)
-    if isinstance(given, Tokenizer):  # the same tokens may have been prepared without it
-        dataset.tokenizer.chat = given.chat
+    try:
+        dataset = open_shards(header, verify=verify, progress=progress)
+    except CorruptError as error:
+        raise CorruptError(f"{error} (it is a cache: delete {folder} and start again)") from error
+    if isinstance(given, Tokenizer) and conversations is None:
+        dataset.tokenizer.chat = given.chat  # the same tokens may have been prepared without it
     return dataset
 
 
 def _open_sources(
-    data: DataConfig,
-    tokenizer: Tokenizer | None,
-    verify: bool,
-    progress: Progress | None,
-    warnings: list[str] | None,
+    data: DataConfig, tokenizer: Tokenizer | None, open_one: Callable[..., Dataset]
 ) -> Dataset:
-    """The data sets of all sources, joined; the first one's tokenizer cuts the text of the others.
+    """Open all sources and concatenate them; the first one's tokenizer encodes the others' text.
 
-    A tokenizer that is made from text is so made from the first source's.
+    A tokenizer that is made from text is made from the first source's.
     """
     opened: list[Dataset] = []
     for source in data.sources:
-        dataset = open_dataset(
-            _data_of(data, corpus=source.corpus, path=source.path),
-            tokenizer=tokenizer,
-            verify=verify,
-            progress=progress,
-            warnings=warnings,
-        )
-        tokenizer = dataset.tokenizer
-        opened.append(dataset)
+        section = _data_of(data, corpus=source.corpus, path=source.path)
+        opened.append(open_one(section, tokenizer=tokenizer))
+        tokenizer = opened[-1].tokenizer
     names = [str(source.corpus or source.path) for source in data.sources]
     splits = {}
     for split in SPLITS:
@@ -135,8 +128,8 @@ def _open_sources(
             replace(dataset.split(split), name=f"{split} of {name}")
             for name, dataset in zip(names, opened, strict=True)
         ]
-        splits[split] = joined(split, parts)
-    if data.chat_template is not None and splits["train"].answers is None:
+        splits[split] = concatenated(split, parts)
+    if data.chat_template is not None and splits["train"].assistant is None:
         raise ConfigError(
             f"data.chat_template={data.chat_template!r} is for conversations, and every one of "
             "data.sources holds text; leave it out"
@@ -153,10 +146,10 @@ def open_evaluations(
     tokenizer: Tokenizer,
     *,
     verify: bool = True,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> dict[str, TokenSplit]:
-    """The texts of `data.evaluations` by name, each whole, as tokens of `tokenizer`; errors are
-    those of `open_dataset`."""
+    """Open the texts in `data.evaluations` by name, each whole, as tokens of `tokenizer`; errors as
+    `open_dataset`."""
     found = {}
     for each in data.evaluations:
         dataset = open_dataset(
@@ -166,147 +159,79 @@ def open_evaluations(
             progress=progress,
         )
         parts = [split for split in dataset.splits.values() if split.n_tokens]
-        found[each.name] = replace(joined(each.name, parts), parts=())
+        found[each.name] = replace(concatenated(each.name, parts), parts=())
     return found
 
 
 def _data_of(data: DataConfig, **chosen: Any) -> DataConfig:
-    """`data` with a data set of its own in place of those that it names."""
-    own: dict[str, Any] = {
-        "corpus": None,
-        "path": None,
-        "sources": (),
-        "validation_path": None,
-        "test_path": None,
-    }
-    own |= {"evaluations": (), "max_bytes": None, **chosen}
-    path = own["path"]
-    is_prepared = path is not None and find_header(Path(path)) is not None
-    is_chat = (
-        not is_prepared
-        and path is not None
-        and bool(conversations_at(data.model_copy(update=own), [Path(path)]))
-    )
-    if not is_chat:
-        own["chat_template"] = None
-    if is_prepared or path is None:
-        own |= FILE_DEFAULTS
-    return data.model_copy(update=own)
+    """Copy `data` with other data in place of those that it names."""
+    absent = dict.fromkeys(("corpus", "path", "max_bytes", "validation_path", "test_path"))
+    named = {**absent, "sources": (), "evaluations": (), **chosen}
+    path = named["path"] and Path(named["path"])
+    is_prepared = path is not None and find_header(path) is not None
+    has_no_files = is_prepared or path is None
+    if has_no_files or not conversations_at(data.model_copy(update=named), [path]):
+        named["chat_template"] = None
+    if has_no_files:
+        named |= FILE_DEFAULTS
+    return data.model_copy(update=named)
 
 
-def _open_cached(header: Path, verify: bool, progress: Progress | None) -> Dataset:
-    try:
-        return open_shards(header, verify=verify, progress=progress)
-    except CorruptError as error:
-        raise CorruptError(
-            f"{error} (it is a cache: delete {header.parent} and start again)"
-        ) from error
-
-
-def _prepared_conversations(
-    data: DataConfig,
-    conversations: Conversations,
-    wanted: str | Tokenizer,
-    progress: Progress | None,
-    warnings: list[str] | None,
-) -> Path:
-    """The header of conversations' shards in the cache, prepared where they are not there yet."""
-    chat = chat_template(data.chat_template, wanted)
-    splitting = Splitting(data.validation_fraction, data.test_fraction, data.split_by)
-    contents = read_conversations(conversations, chat, wanted, splitting, progress=progress)
-    folder = _folder_of(
-        {
-            "name": conversations.name,
-            "conversations": contents.sha256,
-            "held_out": {split: other.sha256 for split, other in contents.held_out.items()},
-            "tokenizer": wanted if isinstance(wanted, str) else wanted.hash,
-            "chat": None if chat is None else chat.to_json(),  # which goes into the tokenizer
-            "splits": [data.split_by, data.validation_fraction, data.test_fraction],
-        }
-    )
-    header = folder / f"{conversations.name}.json"
-    if not header.exists():
-        prepare_conversations(
-            contents, folder, wanted, progress=progress, warnings=warnings, keep_existing=True
-        )
-    return header
-
-
-def is_at_hand(data: DataConfig) -> bool:
-    """True if `open_dataset` needs no download of GPT-2's tokenizer."""
+def needs_no_download(data: DataConfig) -> bool:
+    """True if `open_dataset` can do without downloading GPT-2's tokenizer."""
     paths = [source.path for source in data.sources] or [data.path]
     prepared = all(path is not None and find_header(Path(path)) is not None for path in paths)
-    return data.tokenizer != GPT2 or prepared or gpt2_is_at_hand()
+    return data.tokenizer != GPT2 or prepared or gpt2_is_cached()
 
 
 def _as_setting(
-    data: DataConfig, text: Text, contents: Contents, wanted: str | Tokenizer
+    data: DataConfig, contents: TextContents, wanted: str | Tokenizer
 ) -> str | Tokenizer:
-    """The setting that makes the wanted tokenizer of this text, if it is known to.
+    """Return the setting that makes the wanted tokenizer from this text, if one is known to; else
+    the tokenizer.
 
-    So a trained model's tokenizer finds what its training prepared: the same tokens are not kept
-    twice.
+    With a trained model's tokenizer, this finds the shards from its training: the same tokens are
+    not stored twice.
     """
     if isinstance(wanted, str):
         return wanted
     if wanted.hash == CharTokenizer(contents.characters).hash:
         return "char"
     if is_made_from_text(data.tokenizer):
-        made = _cached_folder(data, text, contents, data.tokenizer) / TOKENIZER_FILE
+        made = _cached_folder(data, contents.key, data.tokenizer) / TOKENIZER_FILE
         if made.exists() and load_tokenizer(made).hash == wanted.hash:
             return data.tokenizer
     return wanted
 
 
-def _cached_folder(
-    data: DataConfig, text: Text, contents: Contents | None, tokenizer: str | Tokenizer
-) -> Path:
-    """The folder in which the cache keeps this text, cut with these settings."""
-    held_out = contents.held_out if contents else {}
-    return _folder_of(
-        {
-            "name": text.name,
-            "text": contents.sha256 if contents else text.identity,
-            "held_out": {split: other.sha256 for split, other in held_out.items()},
-            "tokenizer": tokenizer if isinstance(tokenizer, str) else tokenizer.hash,
-            "splits": [data.split_by, data.validation_fraction, data.test_fraction],
-        }
-    )
-
-
-def _folder_of(settings: Mapping[str, Any]) -> Path:
-    """The folder in which the cache keeps what these settings give; `name` is one of them."""
-    settings = {"version": CACHE_VERSION, **settings}
-    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-    return cache_folder() / "prepared" / f"{settings['name']}-{key[:24]}"
+def _cached_folder(data: DataConfig, key: Mapping[str, Any], tokenizer: str | Tokenizer) -> Path:
+    """Return the cache's folder for contents with this key, encoded and split by these settings."""
+    settings = {
+        **key,
+        "version": CACHE_VERSION,
+        "tokenizer": tokenizer if isinstance(tokenizer, str) else tokenizer.hash,
+        "splits": [data.split_by, data.validation_fraction, data.test_fraction],
+    }
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    return cache_folder() / "prepared" / f"{key['name']}-{digest[:24]}"
 
 
 def _check_prepared(data: DataConfig, found: Tokenizer, wanted: str | Tokenizer) -> None:
-    """Raise ConfigError where `data`, or the `wanted` tokenizer, asks for what prepared shards with
-    the tokenizer `found` are not."""
-    if data.max_bytes is not None:
-        raise ConfigError(
-            f"data.max_bytes={data.max_bytes} cannot shorten prepared shards ({data.path}); "
-            "give it to `prepare`, or leave it out"
-        )
-    for key in ("validation_path", "test_path", "chat_template"):
-        if (value := getattr(data, key)) is not None:
-            raise ConfigError(
-                f"data.{key}={value!r} stands beside prepared shards ({data.path}), which are as "
-                "they were prepared; give it to `prepare`, or leave it out"
-            )
-    for key, usual in FILE_DEFAULTS.items():
+    """Raise ConfigError if `data`, or the `wanted` tokenizer, contradicts prepared shards with the
+    tokenizer `found`."""
+    absent = dict.fromkeys(("max_bytes", "validation_path", "test_path", "chat_template"))
+    for key, usual in {**absent, **FILE_DEFAULTS}.items():
         if (value := getattr(data, key)) != usual:
             raise ConfigError(
-                f"data.{key}={value!r} is of files of text, and {data.path} holds prepared shards; "
-                "leave it out"
+                f"data.{key}={value!r} cannot change prepared shards ({data.path}); give it to "
+                "`prepare`, or leave it out"
             )
     if wanted != GPT2:  # which is known by its hash: its files need not be at hand
         wanted = chosen_tokenizer(wanted)
     if isinstance(wanted, str):
         # `char` is the default, and says nothing of shards.
         kind, _, size = wanted.partition(":")
-        # A short text gives fewer pieces than were asked for.
+        # A short text gives fewer tokens than were asked for.
         differs = kind != found.kind or (size and found.vocab_size > int(size))
         differs = not is_gpt2(found) if wanted == GPT2 else differs
         if wanted != "char" and differs:

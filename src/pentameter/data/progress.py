@@ -1,4 +1,4 @@
-"""Progress of the passes over much data: their names, and lines that tell how far they are."""
+"""Progress in passes over much data: the passes' names, and lines that report it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from collections.abc import Callable
 from datetime import timedelta
 
 Progress = Callable[[str, int, int], None]
-"""Called with the pass (one of those below), the bytes done, and about how many there are."""
+"""Called with the pass (one of those below), the bytes done, and an estimate of all bytes."""
 
 READING, TRAINING, ENCODING = "reading", "training", "encoding"
 IMPORTING, VERIFYING = "importing", "verifying"
 AWAITING = "awaiting"  # another process prepares the same
 AWAITING_A_RANK = "awaiting a rank"  # which may be of the same run
 
+
+def no_progress(name: str, done: int, total: int) -> None:
+    """Report nothing."""
+
+
 LINE_SECONDS = 10.0
-"""Time between two lines: calm enough for a log, often enough for who waits."""
+"""Seconds between two lines: calm enough for a log, often enough for a person who waits."""
 
 _WORDS = {
     TRAINING: "training the tokenizer",
@@ -28,14 +33,14 @@ _WAITS = (AWAITING, AWAITING_A_RANK)
 
 
 def pass_in_words(name: str) -> str:
-    """The pass in words for a person: "encoding the text"."""
+    """Describe the pass for a person: "encoding the text"."""
     return _WORDS.get(name, f"{name} the text")
 
 
 class ProgressLines:
-    """A `Progress` for where there is no terminal: a plain line every `LINE_SECONDS`.
+    """A `Progress` without a terminal: a plain line every `LINE_SECONDS`.
 
-    The line has the pass, its share, its MB, MB/s, tokens (as told to `count_tokens`) and the time
+    The line has the pass, its percentage, MB, MB/s, tokens (as told to `count_tokens`) and the time
     left. `say` prints it; `clock` gives seconds.
     """
 
@@ -49,7 +54,7 @@ class ProgressLines:
         self._n_tokens = 0
 
     def __call__(self, name: str, done: int, total: int) -> None:
-        """Say how far the pass is, if the last line is long enough ago."""
+        """Print a line if the last one is long enough ago."""
         now = self._clock()
         if name != self._pass:
             self._pass, self._began, self._first_bytes = name, now, done
@@ -72,5 +77,5 @@ class ProgressLines:
         self._say(" · ".join(parts))
 
     def count_tokens(self, n_tokens: int) -> None:
-        """Take the number of tokens so far, for the next line."""
+        """Set the number of tokens so far, for the next line."""
         self._n_tokens = n_tokens

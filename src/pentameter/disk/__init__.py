@@ -1,1 +1,1 @@
-"""Files that survive a crash, locks between processes, and the folders of data."""
+"""Crash-safe files, locks between processes, and data folders."""

@@ -1,7 +1,7 @@
-"""Files and folders that survive a crash: written aside, synced, then renamed into place.
+"""Crash-safe files and folders: written under a temporary name, synced, then renamed.
 
-Everything goes through `os` functions, one system call each, so that a test can stop a save
-before any single one of them.
+Everything goes through `os` functions, one system call each, so that a test can stop a save before
+any single one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
-_PIECE_BYTES = 4 * 2**20  # handed to the hashing thread at once
+_BLOCK_BYTES = 4 * 2**20  # handed to the hashing thread at once
 _INLINE_BYTES = 2**20  # below this a thread costs more than it saves
 _MAX_UNHASHED = 64  # pieces the hashing may lag behind: what a save keeps in memory
 
@@ -46,7 +46,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file must hold: the size and hash that were written."""
+    """Name, size and hash that a file must have."""
 
     name: str
     n_bytes: int
@@ -54,14 +54,14 @@ class FileRecord:
 
 
 def storage_error(path: Path, doing: str, error: OSError) -> StorageError:
-    """The StorageError of a failed operation: what was done, where, why, what to do instead."""
+    """Return the StorageError for a failed operation: action, path, reason, remedy."""
     remedy = _REMEDIES.get(error.errno or 0, "check the disk, or use another folder")
     return StorageError(f"cannot {doing} {path}: {error.strerror or error}; {remedy}")
 
 
 @contextmanager
 def storage_errors(path: Path, doing: str) -> Iterator[None]:
-    """Turn an OSError of the body into a StorageError about `path`."""
+    """Turn the body's OSError into a StorageError about `path`."""
     try:
         yield
     except OSError as error:
@@ -69,19 +69,19 @@ def storage_errors(path: Path, doing: str) -> Iterator[None]:
 
 
 def temporary_name(name: str) -> str:
-    """A name beside `name` that never counts as finished: `name.tmp-<uuid>`."""
+    """Return `name.tmp-<uuid>`, which never counts as finished."""
     return f"{name}.tmp-{uuid.uuid4().hex}"
 
 
 def is_temporary(name: str) -> bool:
-    """Whether `temporary_name` made this name."""
+    """Return whether `temporary_name` made this name."""
     return _TEMPORARY.search(name) is not None
 
 
 def sync(path: Path) -> None:
-    """Make a file, or the entries of a folder (creations, renames), survive a power loss.
+    """Make a file, or a folder's entries (creations, renames), survive a power loss.
 
-    A folder on a network file system that does not sync folders does not need it.
+    A network file system that does not sync folders does not need it. Raises StorageError.
     """
     with storage_errors(path, "sync"):
         fd = os.open(path, os.O_RDONLY)
@@ -95,7 +95,8 @@ def sync(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents, each synced into its parent; an existing one is fine."""
+    """Create a folder and its parents, each synced into its parent; an existing one is fine. Raises
+    StorageError."""
     missing = []
     while not path.is_dir():
         missing.append(path)
@@ -112,11 +113,12 @@ def make_folder(path: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace a file's whole content; a reader, or a crash, finds the old or the new one."""
+    """Replace a file's whole content; a reader, or a crash, finds the old or the new one. Raises
+    StorageError."""
     temporary = path.with_name(temporary_name(path.name))
     try:
-        write_hashed(temporary, [data])
         with storage_errors(path, "write"):
+            _write_hashed(temporary, [data])
             os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
@@ -126,28 +128,34 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write a new file that holds `chunks`, and sync it; its size and sha256.
+    """Write a new file from `chunks`, sync it, and return its size and sha256.
 
-    A second thread hashes behind the writing and during the final sync, so a large file costs
-    about the slower of the two. The file must not exist. A failure is a StorageError and leaves
-    the torn file behind: it lies in a temporary place that the caller removes.
+    A second thread hashes behind the writing and during the final sync, so a large file costs about
+    the slower of the two. The file must not exist. Failure raises StorageError and leaves the torn
+    file behind, under a temporary name that the caller removes.
     """
+    with storage_errors(path, "write"):
+        return _write_hashed(path, chunks)
+
+
+def _write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
+    """Write like `write_hashed`, raising OSError."""
     digest = hashlib.sha256()
     n_bytes = 0
     unhashed: deque[Future[None]] = deque()
-    with storage_errors(path, "write"), ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             for chunk in chunks:
                 view = memoryview(chunk).cast("B")
-                for start in range(0, len(view), _PIECE_BYTES):
-                    piece = view[start : start + _PIECE_BYTES]
-                    if len(piece) < _INLINE_BYTES and not unhashed:
-                        digest.update(piece)
+                for start in range(0, len(view), _BLOCK_BYTES):
+                    block = view[start : start + _BLOCK_BYTES]
+                    if len(block) < _INLINE_BYTES and not unhashed:
+                        digest.update(block)
                     else:
-                        unhashed.append(pool.submit(digest.update, piece))
-                    n_bytes += len(piece)
-                    rest = piece
+                        unhashed.append(pool.submit(digest.update, block))
+                    n_bytes += len(block)
+                    rest = block
                     while rest:
                         rest = rest[os.write(fd, rest) :]
                     while len(unhashed) > _MAX_UNHASHED or (unhashed and unhashed[0].done()):
@@ -161,9 +169,10 @@ def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord
 
 
 def write_verified(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-    """As `write_hashed`, and read back, so that whoever wrote a file also answers for it.
+    """Write like `write_hashed`, then read the file back and check it, so that the writer answers
+    for it.
 
-    Raises StorageError where what is read is not what was written.
+    Raises StorageError if the content read differs.
     """
     record = write_hashed(path, chunks)
     try:
@@ -188,11 +197,11 @@ def check_free_space(folder: Path, n_bytes: int) -> None:
 
 
 class FolderExistsError(ConfigError):
-    """A folder to be made stands there already, with content."""
+    """A folder to create exists already and is not empty."""
 
 
 def refuse_existing(folder: Path) -> None:
-    """Raise FolderExistsError unless `folder` can be made: it is absent, or an empty folder."""
+    """Raise FolderExistsError unless `folder` can be created: it is absent, or empty."""
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if folder.exists() or folder.is_symlink():
@@ -203,8 +212,8 @@ def refuse_existing(folder: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder and what is in it, or a link or a file alone, without following links; one
-    already gone is fine."""
+    """Remove a folder with its content, or a link or a file alone, without following links; one
+    already gone is fine. Raises StorageError."""
     with storage_errors(path, "remove"), suppress(FileNotFoundError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -213,8 +222,8 @@ def remove_tree(path: Path) -> None:
 
 
 def read_regular(path: Path, *, max_bytes: int, follow_links: bool = False) -> bytes:
-    """The content of a regular file of at most `max_bytes`; CorruptError where it is larger, and
-    what `open_regular` raises."""
+    """Return a regular file's content. Raises CorruptError above `max_bytes`, and the errors in
+    `open_regular`."""
     with open_regular(path, follow_links=follow_links) as file:
         is_larger = os.fstat(file.fileno()).st_size > max_bytes
         data = b"" if is_larger else file.read(max_bytes + 1)
@@ -224,7 +233,7 @@ def read_regular(path: Path, *, max_bytes: int, follow_links: bool = False) -> b
 
 
 def check_file(folder: Path, record: FileRecord, *, hash_content: bool) -> None:
-    """Raise CorruptError, naming the file, unless it is there with its size (and its hash)."""
+    """Raise CorruptError, naming the file, unless it exists with its recorded size (and hash)."""
     path = folder / record.name
     with open_regular(path) as file:
         n_bytes = os.fstat(file.fileno()).st_size
@@ -240,17 +249,16 @@ def check_file(folder: Path, record: FileRecord, *, hash_content: bool) -> None:
 
 
 class MissingFileError(CorruptError):
-    """A file that is to be read is not there."""
+    """A file to read does not exist."""
 
 
 @contextmanager
 def open_regular(path: Path, *, follow_links: bool = False) -> Iterator[BufferedReader]:
-    """Open a regular file for reading: every file that others may have put there is opened here.
+    """Open a regular file for reading; every file that others may have placed is opened here.
 
-    A pipe is not waited for and a device, which may have no end, not read. Links are followed only
-    where `follow_links` says so; a folder in the path may be one. Raises CorruptError where it is
-    no regular file or a link, MissingFileError where it is not there, StorageError where it cannot
-    be read.
+    Does not wait for a pipe or read a device, which may have no end. Links are followed only with
+    `follow_links`; a folder in the path may be one. Raises CorruptError for other than a regular
+    file or for a link, MissingFileError if it is absent, StorageError if it cannot be read.
     """
     try:
         # Non-blocking, so that a pipe planted under the name cannot hang the reader.

@@ -1,4 +1,4 @@
-"""The data folder and the cache, and public files, which are downloaded once."""
+"""Data folder and cache, and public files, downloaded once."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ DOWNLOAD_TIMEOUT_SECONDS = 30
 
 @dataclass(frozen=True)
 class PublicFile:
-    """A public file of known content."""
+    """A public file with known content."""
 
-    place: str
-    """Its path below PENTAMETER_DATA_DIR or the cache, such as `shakespeare/input.txt`."""
+    path: str
+    """Path below PENTAMETER_DATA_DIR or the cache, such as `shakespeare/input.txt`."""
     url: str
     sha256: str | None
     n_bytes: int
-    """Its size; at most so many bytes where only git's id is known."""
+    """Size in bytes; an upper bound if only git's id is known."""
     git_blob: str | None = None
-    """Instead of sha256: the id that git gives the content."""
+    """git's id for the content, instead of sha256."""
 
     def checksum(self) -> str:
-        """The known checksum and its kind: `sha256 86c4…`."""
+        """Return the known checksum and its kind: `sha256 86c4…`."""
         return f"sha256 {self.sha256}" if self.sha256 else f"git blob id {self.git_blob}"
 
     def checksum_of(self, content: bytes) -> str:
-        """The checksum of any content, of the same kind."""
+        """Return any content's checksum, of the same kind."""
         if self.sha256:
             return f"sha256 {hashlib.sha256(content).hexdigest()}"
         blob = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
@@ -42,7 +42,7 @@ class PublicFile:
 
 
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/pentameter`, or `~/.cache/pentameter`."""
+    """Return `$XDG_CACHE_HOME/pentameter`, or `~/.cache/pentameter`."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG base directory specification: a relative value is invalid and must be ignored.
     folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
@@ -50,17 +50,17 @@ def cache_folder() -> Path:
 
 
 def data_folder() -> Path | None:
-    """`$PENTAMETER_DATA_DIR`, where public files are looked for first; None when it is not set."""
+    """Return `$PENTAMETER_DATA_DIR`, searched first for public files; None if it is not set."""
     folder = os.environ.get("PENTAMETER_DATA_DIR")
     return Path(folder) if folder else None
 
 
 def public_file(file: PublicFile) -> Path:
-    """The local path of a public file, checked against its checksum.
+    """Return a public file's local path, with its checksum verified.
 
-    It is looked for below PENTAMETER_DATA_DIR, then in the cache, then downloaded into the cache.
-    Raises CorruptError when a file or the download has another one, StorageError when it is
-    nowhere and cannot be downloaded or written.
+    Searches PENTAMETER_DATA_DIR, then the cache, then downloads it into the cache. Raises
+    CorruptError if a file or the download has another checksum, StorageError if it is nowhere and
+    cannot be downloaded or written.
     """
     path = local_file(file)
     if path is not None:
@@ -74,27 +74,24 @@ def public_file(file: PublicFile) -> Path:
                 "delete it and it is downloaded again"
             )
         return path
-    target = cache_folder() / file.place
+    target = cache_folder() / file.path
     content = _download(file, _public_folders())
     try:
         make_folder(target.parent)
         write_atomic(target, content)
     except StorageError as error:
-        reason = error.__cause__.strerror if isinstance(error.__cause__, OSError) else error
-        raise StorageError(
-            f"cannot write {target}: {reason}; set XDG_CACHE_HOME to a writable folder"
-        ) from error
+        raise StorageError(f"{error}, or set XDG_CACHE_HOME to a writable folder") from error
     return target
 
 
 def local_file(file: PublicFile) -> Path | None:
-    """Where a public file lies on this machine, unchecked; None where it must be downloaded."""
-    paths = (folder / file.place for folder in _public_folders())
+    """Return a public file's path on this machine, unchecked; None if it must be downloaded."""
+    paths = (folder / file.path for folder in _public_folders())
     return next((path for path in paths if path.exists()), None)
 
 
 def _public_folders() -> list[Path]:
-    """Where public files are looked for, in this order."""
+    """Return the folders to search for public files, in order."""
     given = data_folder()
     return [cache_folder()] if given is None else [given, cache_folder()]
 
@@ -106,10 +103,10 @@ def _download(file: PublicFile, folders: list[Path]) -> bytes:
     except (OSError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise StorageError(
-            f"{file.place} is in none of {', '.join(map(str, folders))}, and downloading "
+            f"{file.path} is in none of {', '.join(map(str, folders))}, and downloading "
             f"{file.url} failed ({reason}). Without a network: put the file "
-            f"({file.checksum()}) at {folders[0] / file.place}, or set "
-            f"PENTAMETER_DATA_DIR to a folder that has it as {file.place}"
+            f"({file.checksum()}) at {folders[0] / file.path}, or set "
+            f"PENTAMETER_DATA_DIR to a folder that has it as {file.path}"
         ) from error
     found = file.checksum_of(content)
     if found != file.checksum():

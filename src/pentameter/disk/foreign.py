@@ -1,4 +1,4 @@
-"""Files that other programs wrote, read whole: what is wrong with one is said by its path."""
+"""Files from other programs, read whole, with errors that name the path."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pentameter.disk.atomic import MissingFileError, read_regular
 from pentameter.errors import ConfigError, CorruptError
 
 LIMIT_BYTES = 1 << 28
-"""Size above which no such file is read."""
+"""Largest such file that is read, in bytes."""
 
 
 def read_text(path: Path, limit_bytes: int = LIMIT_BYTES) -> str:
-    """The UTF-8 text of a file; links are followed, as Hugging Face's cache consists of them.
+    """Return a file's UTF-8 text; links are followed, since Hugging Face's cache consists of them.
 
-    Raises ConfigError when it is absent, CorruptError when it is no text, no regular file or too
-    large, StorageError when it cannot be read.
+    Raises ConfigError if it is absent, CorruptError if it is no text, no regular file or too large,
+    StorageError if it cannot be read.
     """
     try:
         data = read_regular(path, max_bytes=limit_bytes, follow_links=True)
@@ -30,7 +30,7 @@ def read_text(path: Path, limit_bytes: int = LIMIT_BYTES) -> str:
 
 
 def read_json(path: Path, limit_bytes: int = LIMIT_BYTES) -> dict[str, Any]:
-    """The JSON object in a file; errors as `read_text`, CorruptError for anything else."""
+    """Return a file's JSON object; raises like `read_text`, and CorruptError for anything else."""
     try:
         content = json.loads(read_text(path, limit_bytes))
     except (ValueError, RecursionError) as error:

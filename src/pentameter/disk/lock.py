@@ -1,11 +1,11 @@
 """Locks between processes, on `flock`: the kernel drops it with the process, however that ends.
 
-`building` makes a folder while others wait. `scratch_folder` is one that goes with its process, or
-with the next one that makes any. `RunLock` (run.lock) refuses others and names the owner,
-so that one process at a time owns a run folder: there the file's record says who holds it, and
-decides where `flock` does not reach: another machine on a shared disk, or a file system without
-locks. Ages are never compared with a clock: a newcomer watches whether the owner's beat still
-moves, so a clock that jumps changes nothing.
+`building` makes a folder while others wait. `scratch_folder` makes one that goes with its process,
+or when the next one is made. `RunLock` (run.lock) refuses others and names the owner, so that one
+process at a time owns a run folder. There the file's record names the holder, and decides if
+`flock` does not reach: another machine on a shared disk, or a file system without locks. Ages are
+never compared with a clock: a newcomer watches whether the owner's beat still moves, so a clock
+that jumps changes nothing. `is_held` asks the same without taking the lock.
 """
 
 from __future__ import annotations
@@ -27,31 +27,34 @@ from pathlib import Path
 from typing import Self
 
 from pentameter.disk.atomic import (
+    MissingFileError,
     make_folder,
+    open_regular,
     refuse_existing,
     storage_errors,
     sync,
     temporary_name,
 )
-from pentameter.errors import RunFolderInUseError
+from pentameter.errors import CorruptError, RunFolderInUseError, StorageError
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
 _SCRATCH, _IN_USE = "pentameter-", "in-use.lock"  # a scratch folder's name begins so; its lock
+BEAT_SECONDS = 2.0
 _RECORD_BYTES = 4096  # one write, one page: a reader sees the old beat or the new one
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that holds a lock, told apart from every other on any machine."""
+    """The process that holds a lock, distinct from every other on any machine."""
 
     pid: int
     host: str
     boot: str
-    """The kernel's boot id: two machines of one name, or one before and after a restart, differ."""
+    """Kernel's boot id: two machines with one name, or one before and after a restart, differ."""
     pid_namespace: str
-    """Inside a container process numbers mean other processes."""
+    """Namespace that the pid is valid in; containers have their own."""
     process_start: int
-    """Clock ticks from boot to the process's start; a reused pid differs. 0 when unknown."""
+    """Clock ticks from boot to the process's start; a reused pid differs. 0 if unknown."""
     token: str
 
     def __str__(self) -> str:
@@ -59,7 +62,7 @@ class Owner:
 
 
 def current_owner() -> Owner:
-    """This process."""
+    """Return this process as an Owner."""
     pid = os.getpid()
     namespace = ""
     with suppress(OSError):
@@ -75,15 +78,15 @@ def current_owner() -> Owner:
 
 
 class RunLock:
-    """Ownership of the folder of `path` (`…/run.lock`) while entered; made if it is absent.
+    """Ownership of `path`'s folder (`…/run.lock`) while entered; creates the folder.
 
-    Entering raises RunFolderInUseError, naming the owner, when another process holds it. A dead
-    owner's lock is taken over: at once on this machine, after `stale_seconds` without a beat when
-    the owner was on another one. A thread writes a beat every `beat_seconds` and ends on leaving.
+    Entering raises RunFolderInUseError, naming the owner, if another process holds it. A dead
+    owner's lock is taken over: at once on this machine, after `stale_seconds` without a beat if the
+    owner was on another. A thread writes a beat every `beat_seconds` and ends on leaving.
     """
 
     def __init__(
-        self, path: Path, *, beat_seconds: float = 2.0, stale_seconds: float = 15.0
+        self, path: Path, *, beat_seconds: float = BEAT_SECONDS, stale_seconds: float = 15.0
     ) -> None:
         self.path = Path(path)
         self.beat_seconds = beat_seconds
@@ -101,29 +104,32 @@ class RunLock:
         self.release()
 
     def acquire(self) -> None:
-        """Take the lock or raise RunFolderInUseError; StorageError when it cannot be written."""
+        """Take the lock. Raises RunFolderInUseError, and StorageError if it cannot be written."""
         if self._owner is not None:
             raise RuntimeError(f"{self.path} is already held by this object")
         make_folder(self.path.parent)
         watched: tuple[Owner, int] | None = None  # an owner elsewhere whose beat stood still
         while self._owner is None:
             with storage_errors(self.path, "lock"), _folder_guard(self.path.parent) as guarded:
-                abroad = self._try_once(guarded, watched)
-            if abroad is not None:
-                watched = self._watch(abroad)
+                remote = self._try_once(guarded, watched)
+            if remote is not None:
+                pause = min(self.beat_seconds, self.stale_seconds) / 4
+                if (moved := _await_beat(self.path, remote, self.stale_seconds, pause)) is not None:
+                    raise self._in_use(moved)
+                watched = remote
         self._stop.clear()
         self._thread = threading.Thread(target=self._beat, args=[self._owner], daemon=True)
         self._thread.start()
 
     def release(self) -> None:
-        """Give the lock back and end the beat; a forked child leaves its parent's lock alone."""
+        """Release the lock and end the beat; a forked child leaves its parent's lock alone."""
         if self._owner is None:
             return
         if self._owner.pid == os.getpid():
             self._stop.set()
             if self._thread is not None:
                 self._thread.join()
-            _give_back(self._fd, self.path)
+            _release_file(self._fd, self.path)
         else:
             os.close(self._fd)
         self._owner, self._fd = None, -1
@@ -131,7 +137,8 @@ class RunLock:
     def _try_once(
         self, guarded: bool, watched: tuple[Owner, int] | None
     ) -> tuple[Owner, int] | None:
-        """None when the lock is ours or the file just vanished, else the owner abroad to watch."""
+        """Try to take the lock. Return None if it is ours or the file just vanished, else the
+        remote owner to watch."""
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             locked = _flock(fd)
@@ -162,22 +169,6 @@ class RunLock:
             if fd >= 0:
                 os.close(fd)
 
-    def _watch(self, seen: tuple[Owner, int]) -> tuple[Owner, int]:
-        """`seen` once its beat stood still for `stale_seconds`; RunFolderInUseError if it moves."""
-        deadline = time.monotonic() + self.stale_seconds
-        while time.monotonic() < deadline:
-            time.sleep(min(self.beat_seconds, self.stale_seconds) / 4)
-            with storage_errors(self.path, "read"), suppress(FileNotFoundError):
-                # Opened anew each time: that is what makes a network file system look again.
-                fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                try:
-                    record = _read_record(fd)
-                finally:
-                    os.close(fd)
-                if record is not None and record != seen:
-                    raise self._in_use(record)
-        return seen
-
     def _in_use(self, record: tuple[Owner, int] | None) -> RunFolderInUseError:
         owner = str(record[0]) if record else "another process"
         return RunFolderInUseError(
@@ -193,9 +184,45 @@ class RunLock:
                 _write_record(self._fd, owner, beat)
 
 
+def is_held(path: Path, *, watch_seconds: float = 3 * BEAT_SECONDS) -> bool:
+    """Return whether a process holds the RunLock at `path`, by reading only: others may have put a
+    file there. A remote owner is watched for up to `watch_seconds`, until its beat moves."""
+    with suppress(CorruptError, StorageError):
+        seen = _record_at(path)
+        if seen is None:
+            return False
+        me = current_owner()
+        if _is_same_machine(seen[0], me):
+            return not _is_dead(seen[0], me)
+        return _await_beat(path, seen, watch_seconds, BEAT_SECONDS / 4) is not None
+    return False
+
+
+def _await_beat(
+    path: Path, seen: tuple[Owner, int], seconds: float, pause: float
+) -> tuple[Owner, int] | None:
+    """Return the record at `path` once it differs from `seen`; None if it does not within
+    `seconds`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(pause)
+        record = _record_at(path)
+        if record is not None and record != seen:
+            return record
+    return None
+
+
+def _record_at(path: Path) -> tuple[Owner, int] | None:
+    """Return a lock file's record, None without one. Raises like `open_regular`."""
+    # Opened anew each time: that is what makes a network file system look again.
+    with suppress(MissingFileError), open_regular(path) as file:
+        return _read_record(file.fileno())
+    return None
+
+
 @contextmanager
 def _folder_guard(folder: Path) -> Iterator[bool]:
-    """Let one newcomer of this machine in at a time; whether the file system can do that."""
+    """Admit one newcomer on this machine at a time; yield whether the file system can do that."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield _flock(fd, wait=True) is not None
@@ -204,7 +231,7 @@ def _folder_guard(folder: Path) -> Iterator[bool]:
 
 
 def _flock(fd: int, *, wait: bool = False) -> bool | None:
-    """Whether the lock is now ours; None where the file system has no locks."""
+    """Return whether the lock is now ours; None if the file system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -216,8 +243,8 @@ def _flock(fd: int, *, wait: bool = False) -> bool | None:
     return True
 
 
-def _give_back(fd: int, path: Path) -> None:
-    """Remove a locked file, which whoever waits for it then finds gone, and let go of its lock."""
+def _release_file(fd: int, path: Path) -> None:
+    """Remove a locked file, so that processes waiting for it find it gone, and release its lock."""
     with suppress(OSError):
         if _is_same_file(fd, path):
             os.unlink(path)
@@ -228,17 +255,17 @@ def _give_back(fd: int, path: Path) -> None:
 
 @contextmanager
 def building(target: Path, waiting: Callable[[], None] | None = None) -> Iterator[Path]:
-    """A temporary folder that becomes `target`, synced and in one rename, on leaving.
+    """Yield a temporary folder that becomes `target` on leaving, synced and in one rename.
 
-    One process at a time: others call `waiting` once and wait for the first. An error on the way
-    leaves nothing, and what a killed process left, on whichever machine, is removed first. Where
-    the file system has no locks, each process has a folder of its own. Raises FolderExistsError
-    when `target` exists, also when it has appeared meanwhile, StorageError when writing fails.
+    One process at a time: others call `waiting` once and wait for the first. An error leaves
+    nothing behind, and a killed process's remains, on whichever machine, are removed first. If the
+    file system has no locks, each process builds in its own folder. Raises FolderExistsError if
+    `target` exists, also if it has appeared meanwhile, StorageError if writing fails.
     """
     with storage_errors(target, "write"):
         target.parent.mkdir(parents=True, exist_ok=True)
         lock, part = (target.with_name(f".{target.name}.{kind}") for kind in ("lock", "part"))
-        fd = _wait_for(lock, waiting)
+        fd = _await_lock(lock, waiting)
         folder = part.with_name(temporary_name(part.name)) if fd is None else part
         try:
             refuse_existing(target)
@@ -256,15 +283,16 @@ def building(target: Path, waiting: Callable[[], None] | None = None) -> Iterato
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             if fd is not None:
-                _give_back(fd, lock)
+                _release_file(fd, lock)
 
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A private temporary folder, removed on leaving; first those are that killed processes left.
+    """Yield a private temporary folder, removed on leaving; first remove those that killed
+    processes left.
 
-    A file in it is locked for as long as this process lives, so one whose lock can be had is
-    nobody's any more. Where the file system has no locks, what a killed process left stays.
+    A file in it stays locked while this process lives, so a folder whose lock can be taken has no
+    owner any more. If the file system has no locks, a killed process's folder stays.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*/{_IN_USE}"):
         _remove_if_left(left)
@@ -287,7 +315,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _remove_if_left(path: Path) -> None:
-    """Remove the scratch folder of the file `path` if its owner is certainly gone."""
+    """Remove the scratch folder around the file `path` if its owner is certainly gone."""
     with suppress(OSError):
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -300,9 +328,9 @@ def _remove_if_left(path: Path) -> None:
             os.close(fd)
 
 
-def _wait_for(path: Path, waiting: Callable[[], None] | None) -> int | None:
-    """The descriptor that holds the lock of the file `path`, which is made for it; None where there
-    are no locks or the file cannot be made: that is told later."""
+def _await_lock(path: Path, waiting: Callable[[], None] | None) -> int | None:
+    """Return the descriptor holding the lock on the file `path`, created if absent; None without
+    locks or if the file cannot be created: that error shows later."""
     while True:
         try:
             # A file, and writable: NFS has no other locks.
@@ -329,7 +357,7 @@ def _wait_for(path: Path, waiting: Callable[[], None] | None) -> int | None:
 
 
 def _is_same_file(fd: int, path: Path) -> bool:
-    """Whether the path still names the open file."""
+    """Return whether the path still names the open file."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
@@ -343,7 +371,7 @@ def _write_record(fd: int, owner: Owner, beat: int) -> None:
 
 
 def _read_record(fd: int) -> tuple[Owner, int] | None:
-    """Owner and beat; None when the file is empty or nobody's (damaged by a crash)."""
+    """Return owner and beat; None if the file is empty or damaged by a crash."""
     try:
         content = json.loads(os.pread(fd, _RECORD_BYTES, 0))
         beat = int(content.pop("beat"))
@@ -359,14 +387,14 @@ def _is_same_machine(owner: Owner, me: Owner) -> bool:
 
 
 def _is_free(owner: Owner, me: Owner, *, locked: bool) -> bool:
-    """Whether a recorded owner is certainly gone, given whether we hold the file's `flock`."""
+    """Return whether a recorded owner is certainly gone; `locked`: we hold the file's `flock`."""
     if locked and (_is_same_machine(owner, me) or (owner.boot == me.boot and owner.boot)):
         return True  # one kernel keeps both locks: had the owner lived, we would not have got it
     return _is_dead(owner, me)
 
 
 def _is_dead(owner: Owner, me: Owner) -> bool:
-    """Whether the owner ran on this machine and does no more; False when that cannot be known."""
+    """Return whether the owner ran on this machine and has ended; False if that cannot be known."""
     if not _is_same_machine(owner, me):
         return False
     with suppress(PermissionError):  # another user's
@@ -379,7 +407,7 @@ def _is_dead(owner: Owner, me: Owner) -> bool:
 
 
 def _process_start(pid: int) -> int | None:
-    """Field 22 of /proc/PID/stat (see proc(5)); -1 for a zombie, None where there is no /proc."""
+    """Return field 22 in /proc/PID/stat (see proc(5)); -1 for a zombie, None without /proc."""
     text = _read_text(f"/proc/{pid}/stat")
     if not text:
         return None

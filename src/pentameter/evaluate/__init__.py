@@ -1,1 +1,1 @@
-"""The loss over a whole split, and the accuracy on multiple-choice questions."""
+"""Loss over a whole split, and accuracy on multiple-choice questions."""

@@ -1,12 +1,12 @@
-"""Multiple choice: questions from a JSONL file, their choices scored, and the share answered right.
+"""Multiple choice: questions from a JSONL file, scores for their choices, and accuracy.
 
 A line is an object in one of two forms:
 
     {"ctx": "A man is sitting on a roof. he", "endings": ["…", "…", "…", "…"], "label": 3}
     {"context": "A man is sitting on a roof. He", "choices": ["…", "…"], "answer": 1}
 
-The first is HellaSwag's own (Zellers et al., 2019), where `ctx_a` and `ctx_b` may stand in place of
-`ctx`. The answer counts from 0, as a number or as digits. Other fields are left alone.
+The first is HellaSwag's own (Zellers et al., 2019), with `ctx_a` and `ctx_b` as alternatives to
+`ctx`. The answer counts from 0, as a number or as digits. Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ FORMS = '"ctx", "endings", "label" (HellaSwag), or "context", "choices", "answer
 
 @dataclass(frozen=True)
 class ChoiceMetrics:
-    """Shares of questions whose likeliest choice is right, by three measures of likeliest."""
+    """Accuracies from 0 to 1, with the likeliest choice determined by three measures."""
 
     examples: int
-    """Questions."""
+    """Number of questions."""
     accuracy: float
     """By log-probability, summed over the choice's tokens."""
     accuracy_per_token: float
-    """By that divided by the choice's tokens."""
+    """By log-probability per token in the choice."""
     accuracy_per_byte: float
-    """By that divided by the choice's UTF-8 bytes."""
+    """By log-probability per UTF-8 byte in the choice."""
     seconds: float
 
 
 def evaluate_multiple_choice(
     engine: Engine, tokenizer: Tokenizer, questions: Sequence[Question], *, batch_size: int
 ) -> ChoiceMetrics:
-    """The accuracies over `questions`, of choices equally likely the first.
+    """Compute accuracies over `questions`; among equally likely choices the first counts.
 
-    Raises ConfigError, with FILE:LINE, for what the model or the tokenizer cannot take (see
-    `encode_questions`).
+    Raises ConfigError, with FILE:LINE, for questions that the model or the tokenizer cannot take
+    (see `encode_questions`).
     """
     start = time.perf_counter()
     choices = encode_questions(questions, tokenizer, engine.plan.config.model.context_length)
@@ -72,10 +72,10 @@ def evaluate_multiple_choice(
 
 
 def choice_scores(engine: Engine, choices: Sequence[ChoiceTokens], *, batch_size: int) -> Floats:
-    """The log-probability, in nats, of each choice given its context: (n_choices,).
+    """Return each choice's log-probability, in nats, given its context: (n_choices,) float64.
 
-    `batch_size` choices of similar length run at once; the scores do not depend on it. Raises
-    CorruptError when the model's logits are not numbers.
+    `batch_size` choices with similar lengths run at once; scores do not depend on it. Raises
+    CorruptError if the model's logits are NaN.
     """
     scores = np.empty(len(choices))
     # The longest first: if memory is short, that shows at once.
@@ -90,10 +90,10 @@ def choice_scores(engine: Engine, choices: Sequence[ChoiceTokens], *, batch_size
 
 @torch.inference_mode()
 def _scores(engine: Engine, choices: Sequence[ChoiceTokens]) -> list[float]:
-    """The log-probabilities of choices that run together, the shorter ones padded at their end.
+    """Return log-probabilities for choices that run together, the shorter ones padded at their end.
 
-    Padding comes after all that counts, where a causal model cannot look. Logits are computed row
-    by row and for the choice alone: of a large vocabulary they are most of the memory.
+    Padding comes after everything that counts, so a causal model cannot see it. Logits are computed
+    one choice at a time and only for its tokens: for a large vocabulary they take most memory.
     """
     model = engine.model.eval()
     assert isinstance(model, GPT)  # as `eval` loads it
@@ -103,7 +103,7 @@ def _scores(engine: Engine, choices: Sequence[ChoiceTokens]) -> list[float]:
     for row, choice in enumerate(choices):
         inputs[row, : len(choice.tokens) - 1] = choice.tokens[:-1]
     losses = []
-    with engine.autocast():
+    with engine.arithmetic.autocast(engine.device):
         hidden = model.hidden_states(torch.from_numpy(inputs).to(engine.device))  # (B, T, D)
         for row, choice in enumerate(choices):
             end = len(choice.tokens) - 1
@@ -114,43 +114,45 @@ def _scores(engine: Engine, choices: Sequence[ChoiceTokens]) -> list[float]:
 
 
 def _accuracy(questions: Sequence[Question], scores: Floats) -> float:
-    """The share of questions whose right choice has the highest score."""
-    n_right = place = 0
+    """Return the fraction of questions whose right choice scores highest; `scores` (n_choices,)
+    follow the questions' order."""
+    n_right = first = 0
     for question in questions:
         n_choices = len(question.choices)
-        n_right += int(np.argmax(scores[place : place + n_choices])) == question.answer
-        place += n_choices
+        n_right += int(np.argmax(scores[first : first + n_choices])) == question.answer
+        first += n_choices
     return n_right / len(questions)
 
 
 @dataclass(frozen=True)
 class Question:
-    """A context, the choices that may follow it, and the right one of them."""
+    """A context, its possible choices, and the right one."""
 
-    place: str
+    source: str
     """FILE:LINE, for messages."""
     context: str
     choices: tuple[str, ...]
     answer: int
-    """Index of the right choice."""
+    """Right choice's index."""
 
 
 @dataclass(frozen=True)
 class ChoiceTokens:
-    """One choice of one question, behind its context."""
+    """One question's choice, behind its context."""
 
     tokens: Ids
-    """(n,) token ids of context and choice; at most context_length + 1, the context cut for it."""
+    """(n,) token ids for context and choice; at most context_length + 1, the context shortened to
+    fit."""
     n_scored: int
-    """How many of them, at the end, are the choice."""
+    """Number of tokens in the choice, at the end."""
     n_bytes: int
-    """UTF-8 bytes of the choice, without the space that joins it to the context."""
+    """UTF-8 bytes in the choice, without the space that joins it to the context."""
 
 
 def read_questions(path: Path) -> list[Question]:
-    """The questions of a JSONL file, in order; empty lines are passed over.
+    """Read the questions in a JSONL file, in order; empty lines are skipped.
 
-    Raises ConfigError when there is no such file, StorageError when it cannot be read, CorruptError
+    Raises ConfigError if there is no such file, StorageError if it cannot be read, CorruptError
     with FILE:LINE for a line that is no question, and for a file without any.
     """
     if not path.is_file():
@@ -172,16 +174,16 @@ def read_questions(path: Path) -> list[Question]:
 def encode_questions(
     questions: Sequence[Question], tokenizer: Tokenizer, context_length: int
 ) -> list[ChoiceTokens]:
-    """Every choice of every question as tokens, in order.
+    """Tokenize every choice in every question, in order.
 
-    Context and choice are encoded by themselves, joined by one space that belongs to the choice, as
-    GPT-2's evaluations do; there is no such space where the context is empty or ends with white
-    space, or the choice begins with it. A context that is too long loses its beginning. One without
-    tokens becomes the tokenizer's end_of_text.
+    Context and choice are encoded separately, joined by one space that belongs to the choice, like
+    in GPT-2's evaluations; no such space if the context is empty or ends with white space, or the
+    choice begins with it. A context that is too long loses its beginning. One without tokens
+    becomes the tokenizer's end_of_text.
 
-    Raises ConfigError, with FILE:LINE, for a choice longer than context_length tokens, one that
-    the tokenizer cannot encode or makes nothing of, and for an empty context where the tokenizer
-    has no end_of_text.
+    Raises ConfigError, with FILE:LINE, for a choice longer than context_length tokens, one that the
+    tokenizer cannot encode or encodes to nothing, and for an empty context if the tokenizer has no
+    end_of_text.
     """
     rows = []
     for question in questions:
@@ -189,18 +191,18 @@ def encode_questions(
         if not len(context):
             if tokenizer.end_of_text is None:
                 raise ConfigError(
-                    f"{question.place}: the context {shown(question.context)} has no token, and "
+                    f"{question.source}: the context {shown(question.context)} has no token, and "
                     f"the {tokenizer.kind} tokenizer has no end-of-text token to stand for it: the "
                     "first token of a choice cannot be predicted from nothing"
                 )
             context = np.array([tokenizer.end_of_text], dtype=np.int64)
         for index, choice in enumerate(question.choices):
-            joint = " " if question.context and not question.context[-1].isspace() else ""
-            text = choice if choice[0].isspace() else joint + choice
+            separator = " " if question.context and not question.context[-1].isspace() else ""
+            text = choice if choice[0].isspace() else separator + choice
             ids = _encode(tokenizer, question, f"choice {index}", text)
             if not 1 <= len(ids) <= context_length:
                 raise ConfigError(
-                    f"{question.place}: choice {index} has {len(ids)} tokens; the model can score "
+                    f"{question.source}: choice {index} has {len(ids)} tokens; the model can score "
                     f"1 … {context_length} (its context_length): {shown(choice)}"
                 )
             kept = context[-(context_length + 1 - len(ids)) :]
@@ -214,50 +216,50 @@ def encode_questions(
     return rows
 
 
-def _question(line: bytes, place: str) -> Question:
+def _question(line: bytes, source: str) -> Question:
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        raise CorruptError(f"{place}: not UTF-8 text (byte {error.start + 1})") from None
+        raise CorruptError(f"{source}: not UTF-8 text (byte {error.start + 1})") from None
     except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{place}: not JSON: {error}; one object a line is expected") from None
+        raise CorruptError(f"{source}: not JSON: {error}; one object a line is expected") from None
     if not isinstance(record, dict):
-        raise CorruptError(f"{place}: {shown(record)} is no object with {FORMS}")
+        raise CorruptError(f"{source}: {shown(record)} is no object with {FORMS}")
     names = ("endings", "label") if "endings" in record else ("choices", "answer")
     choices = record.get(names[0])
     if not isinstance(choices, list) or len(choices) < 2:
         given = "is missing" if choices is None else f"is {shown(choices)}"
         raise CorruptError(
-            f'{place}: "{names[0]}" {given}; a list of at least two texts is expected, in an '
+            f'{source}: "{names[0]}" {given}; a list of at least two texts is expected, in an '
             f"object with {FORMS}"
         )
     texts = tuple(
-        _text(choice, f"{place}: {names[0]}[{index}]") for index, choice in enumerate(choices)
+        _text(choice, f"{source}: {names[0]}[{index}]") for index, choice in enumerate(choices)
     )
     if "" in texts:
-        raise CorruptError(f"{place}: {names[0]}[{texts.index('')}] is empty: nothing to score")
+        raise CorruptError(f"{source}: {names[0]}[{texts.index('')}] is empty: nothing to score")
     if names[0] == "choices":
-        context = _text(record.get("context"), f'{place}: "context"')
+        context = _text(record.get("context"), f'{source}: "context"')
     elif "ctx" in record or "ctx_a" not in record:
-        context = _text(record.get("ctx"), f'{place}: "ctx"')
+        context = _text(record.get("ctx"), f'{source}: "ctx"')
     else:
-        parts = [_text(record.get(name, ""), f'{place}: "{name}"') for name in ("ctx_a", "ctx_b")]
+        parts = [_text(record.get(name, ""), f'{source}: "{name}"') for name in ("ctx_a", "ctx_b")]
         context = " ".join(part for part in parts if part)
-    return Question(place, context, texts, _answer(record, names[1], len(texts), place))
+    return Question(source, context, texts, _answer(record, names[1], len(texts), source))
 
 
-def _answer(record: Mapping[str, Any], name: str, n_choices: int, place: str) -> int:
+def _answer(record: Mapping[str, Any], name: str, n_choices: int, source: str) -> int:
     value = record.get(name)
     if value is None or value == "":
         raise CorruptError(
-            f'{place}: "{name}" is missing: the right choice is not known. The test files of '
+            f'{source}: "{name}" is missing: the right choice is not known. The test files of '
             "benchmarks lack it; take the validation file"
         )
     digits = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10
     number = int(value) if digits else value
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < n_choices:
         raise CorruptError(
-            f'{place}: "{name}" is {shown(value)}; one of 0 … {n_choices - 1} is expected'
+            f'{source}: "{name}" is {shown(value)}; one of 0 … {n_choices - 1} is expected'
         )
     return number
 
@@ -279,4 +281,4 @@ def _encode(tokenizer: Tokenizer, question: Question, what: str, text: str) -> I
     try:
         return tokenizer.encode(text)
     except ConfigError as error:
-        raise ConfigError(f"{question.place}: {what}, {shown(text)}: {error}") from error
+        raise ConfigError(f"{question.source}: {what}, {shown(text)}: {error}") from error

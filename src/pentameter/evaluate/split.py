@@ -1,4 +1,4 @@
-"""Evaluation: the loss of one pass over a whole split, in windows side by side or overlapping."""
+"""Evaluation: loss in one pass over a whole split, in adjacent or overlapping windows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from pentameter.config.choices import ROWS_ARE_DOCUMENTS, look_up
-from pentameter.data.batches.step import IGNORED, Batch, Int64, filled_batch, learnt_tokens
+from pentameter.data.batches.step import Batch, Int64, masked_tokens, padded_batch
 from pentameter.data.shards.dataset import TokenSplit
 from pentameter.errors import ConfigError
 from pentameter.parallel.engine import Engine, LossSum
+from pentameter.planning.architecture import IGNORED_TARGET
 from pentameter.planning.plan import Plan
 
 EVALUATION_TOKENS = 4096  # at least so many at once: short rows alone leave a machine idle
@@ -22,7 +23,7 @@ EVALUATION_TOKENS = 4096  # at least so many at once: short rows alone leave a m
 
 @dataclass(frozen=True)
 class EvalMetrics:
-    """Results of a pass over a whole split."""
+    """Metrics from a pass over a whole split."""
 
     step: int
     split: str
@@ -44,13 +45,14 @@ def evaluate(
     stride: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> EvalMetrics | None:
-    """Loss, perplexity and bits per byte of `split`; None if `should_stop` ended it half-way.
+    """Compute loss, perplexity and bits per byte over `split`; None if `should_stop` ended it
+    early.
 
-    Every target token counts once, so the figures do not depend on `batch_size`. Windows lie side
-    by side, or overlap where a `stride` is given (see `evaluation_batches`); where training reads a
-    document a row, so does evaluation, and of conversations always.
-    Bits per byte are nats per token ÷ ln 2 × tokens per UTF-8 byte of the split's text; they
-    compare models with different tokenizers. Of conversations, answers alone count in all of this.
+    Every target token counts once, so the figures do not depend on `batch_size`. Windows are
+    adjacent, or overlap with a `stride` (see `evaluation_batches`). If training reads one document
+    a batch row, so does evaluation, and for conversations always. Bits per byte are nats per token
+    ÷ ln 2 × tokens per UTF-8 byte in the split's text; they compare models with different
+    tokenizers. In conversations only assistant tokens count.
     """
     start = time.perf_counter()
     loss = LossSum(0.0, 0)
@@ -61,34 +63,35 @@ def evaluate(
         context_length=config.model.context_length,
         batch_size=batch_size,
         stride=stride,
-        within_documents=split.answers is not None or (are_documents and not config.data.packing),
+        within_documents=split.assistant is not None or (are_documents and not config.data.packing),
     )
     for batch in batches:
         if should_stop():
             return None
         loss += engine.evaluate(batch)
+    mean = loss.mean
     return EvalMetrics(
         step=step,
         split=name,
-        loss=loss.mean,
-        perplexity=perplexity(loss.mean),
-        bits_per_byte=loss.mean / math.log(2) * split.tokens_per_byte,
-        tokens=loss.n_targets,
+        loss=mean,
+        perplexity=perplexity(mean),
+        bits_per_byte=mean / math.log(2) * split.tokens_per_byte,
+        tokens=int(loss.n_targets),
         seconds=time.perf_counter() - start,
     )
 
 
 def evaluation_batch_size(plan: Plan) -> int:
-    """Number of rows in an evaluation batch during training.
+    """Return the batch rows per evaluation batch during training.
 
-    For each data-parallel part as many as a micro-batch has, or more where rows are short.
+    Per data-parallel rank as many as in a micro-batch, or more if rows are short.
     """
-    own = max(plan.micro_batch_size, EVALUATION_TOKENS // plan.config.model.context_length)
-    return plan.layout.n_row_parts * own
+    per_shard = max(plan.micro_batch_size, EVALUATION_TOKENS // plan.config.model.context_length)
+    return plan.layout.n_batch_shards * per_shard
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), infinite where that overflows."""
+    """Return exp(loss), infinity on overflow."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -96,7 +99,7 @@ def perplexity(loss: float) -> float:
 
 
 Window = tuple[int, int, int]
-"""(first input, end of the last target, number of the last targets that count)"""
+"""(first input, end of the last target, number of counted targets, the last ones)"""
 
 
 def evaluation_batches(
@@ -107,22 +110,22 @@ def evaluation_batches(
     stride: int | None = None,
     within_documents: bool = False,
 ) -> Iterator[Batch]:
-    """A pass over the whole split, each token but the first a target that counts exactly once
-    (of conversations, each of an answer).
+    """Yield batches that cover the whole split, each token but the first a counted target exactly
+    once (in conversations, each assistant token).
 
-    Windows of context_length inputs begin every `stride` tokens, side by side when it is absent.
-    The first counts all its targets, each later one only those that the window before did not
-    reach, so that each of them has more than context_length - stride tokens of context. A stride
-    of 1 gives every token the whole context, at context_length times the work. `within_documents`
-    starts anew at every document, whose first token is then no target.
+    Windows with context_length inputs begin every `stride` tokens, context_length by default. The
+    first counts all its targets, each later one only those beyond the previous window, so that each
+    has more than context_length - stride tokens before it. A stride of 1 gives every token the
+    whole context, at context_length times the work. `within_documents` starts anew at every
+    document, whose first token is then no target.
 
-    What does not count or is missing to a full row has target -1. All batches have batch_size rows
-    but the last, which may have fewer. After "Perplexity of fixed-length models" in the
-    documentation of Hugging Face's transformers, whose windows hold one target fewer: they begin
-    with a token that is input only, ours end with one that is target only.
+    Uncounted or missing targets are -1. All batches have batch_size rows; the last may have fewer.
+    After "Perplexity of fixed-length models" in the documentation of Hugging Face's transformers,
+    whose windows hold one target fewer: they begin with a token that is input only, ours end with
+    one that is target only.
 
-    Raises ConfigError, at once, for a stride outside 1 … context_length and a split that holds
-    nothing to predict: fewer than two tokens, or no document of two.
+    Raises ConfigError, at once, for a stride outside 1 … context_length and a split with nothing to
+    predict: fewer than two tokens, or no document with two.
     """
     stride = context_length if stride is None else stride
     if not 1 <= stride <= context_length:
@@ -141,10 +144,11 @@ def evaluation_batches(
             f"split {split.name!r} has no document of two tokens; there is nothing to predict"
         )
     windows = _windows(starts, split.n_tokens, context_length, stride)
-    return _filled(split, windows, context_length, batch_size)
+    return _to_batches(split, windows, context_length, batch_size)
 
 
 def _windows(starts: Int64, n_tokens: int, context_length: int, stride: int) -> Iterator[Window]:
+    """Yield windows document by document; `starts` holds each document's first token."""
     for number in range(len(starts)):
         start = int(starts[number])
         end = int(starts[number + 1]) if number + 1 < len(starts) else n_tokens
@@ -155,17 +159,17 @@ def _windows(starts: Int64, n_tokens: int, context_length: int, stride: int) -> 
             start, reached = start + stride, stop
 
 
-def _filled(
+def _to_batches(
     split: TokenSplit, windows: Iterator[Window], context_length: int, batch_size: int
 ) -> Iterator[Batch]:
-    """The windows as batches of `batch_size` rows, the last with what is left."""
+    """Yield windows as batches with `batch_size` rows, the last with the remainder."""
     n_done = 0
     while rows := list(itertools.islice(windows, batch_size)):
-        tokens = (learnt_tokens(split, [(start, stop)]) for start, stop, _ in rows)
+        tokens = (masked_tokens(split, [(start, stop)]) for start, stop, _ in rows)
         numbers = np.arange(n_done, n_done + len(rows), dtype=np.int64)
-        batch = filled_batch(tokens, numbers, context_length)
+        batch = padded_batch(tokens, numbers, context_length)
         for row, (start, stop, n_counted) in enumerate(rows):
             if n_counted < stop - start - 1:
-                batch.targets[row, : stop - start - 1 - n_counted] = IGNORED
+                batch.targets[row, : stop - start - 1 - n_counted] = IGNORED_TARGET
         yield batch
         n_done += len(rows)

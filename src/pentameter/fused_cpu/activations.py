@@ -1,6 +1,6 @@
-"""Activations of feed-forward layers, and their gradients, in one pass over memory each.
+"""Feed-forward activations and their gradients, one pass over memory each.
 
-In bf16 the native kernels (`cpp/activation.h`) have no formulas of their own: they read a table of
+In bf16 the native kernels (`cpp/activation.h`) contain no formulas: they read a table built from
 these.
 """
 
@@ -20,10 +20,11 @@ _GELU_TANH = math.sqrt(2 / math.pi)
 
 
 def _normal_cdf(x: Tensor, density: Tensor, *, exact: bool) -> Tensor:
-    """Φ(x), given `density` = exp(-x² / 2).
+    """Return Φ(x), given `density` = exp(-x² / 2), in x's shape.
 
-    Where the result is rounded to 16 bits anyway, formula 7.1.26 of Abramowitz and Stegun (error
-    below 1.5e-7) shares the exponential with the derivative, and takes 2/3 of the time.
+    Unless `exact`, when results are rounded to 16 bits anyway, use formula 7.1.26 by Abramowitz and
+    Stegun (error below 1.5e-7): it shares the exponential with the derivative and takes 2/3 as
+    long.
     """
     if exact:
         return 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
@@ -71,50 +72,50 @@ ACTIVATIONS = {
     "swiglu": _silu,
     "geglu": _gelu,
 }
-"""`model.activation` → the function that acts on the layer's inner width, or on its gate."""
+"""`model.activation` → its function on the layer's inner width, or on the gate."""
 
 
 class Curve(NamedTuple):
-    """An activation's table: coefficients (4, PIECES) of cubic polynomials, the constant ones
-    first, and the number of them for each unit of |x|."""
+    """Table for one activation: coefficients (4, N_SEGMENTS) for cubic polynomials, the constant
+    term first, and segments per unit |x|."""
 
-    pieces: Tensor
+    coefficients: Tensor
     per_unit: float
 
 
-PIECES = 32
+N_SEGMENTS = 32
 RANGE = {"gelu": 5.0, "gelu_tanh": 5.0, "swiglu": 16.0, "geglu": 5.0, "relu": 1.0}
-"""Activation → the largest |x| that its table holds. Beyond it the function is 0 or x, to less than
-bf16 tells apart."""
+"""Activation → largest |x| in its table. Beyond, the function is 0 or x to within bf16's
+precision."""
 
 
 @functools.cache
 def curve(kind: str) -> Curve | None:
-    """The table of an activation f(x) = x · s(x) with s(-x) = 1 - s(x), for the native kernels;
-    None for ReLU², which is not of this form.
+    """Build the native kernels' table for an activation f(x) = x · s(x) with s(-x) = 1 - s(x); None
+    for ReLU², which has another form.
 
-    Cubic polynomials in Hermite's form, of s - 1/2 over PIECES equal parts of 0 … RANGE. The error
-    of f is below 3e-5 and of f' below 2e-4, where bf16 rounds by 2e-3 of the value.
+    Cubic polynomials in Hermite form for s - 1/2, over N_SEGMENTS equal segments from 0 to RANGE. f
+    is off by less than 3e-5 and f' by less than 2e-4; bf16 rounds by 2e-3, relatively.
     """
     if kind not in RANGE:
         return None
-    width = RANGE[kind] / PIECES
+    width = RANGE[kind] / N_SEGMENTS
     # At 0, where s is f(x) / x, a point beside it.
-    x = torch.linspace(0, RANGE[kind], PIECES + 1, dtype=torch.float64).clamp(min=1e-6)
+    x = torch.linspace(0, RANGE[kind], N_SEGMENTS + 1, dtype=torch.float64).clamp(min=1e-6)
     y, slope = ACTIVATIONS[kind](x, True)
     u, du = y / x - 0.5, (slope - y / x) / x * width
     u[-1], du[-1] = 0.5, 0.0  # so that nothing jumps where the table ends
     first, last, rise, last_rise = u[:-1], u[1:], du[:-1], du[1:]
     step = last - first
     cubic = rise + last_rise - 2 * step
-    pieces = torch.stack([first, rise, step - rise - cubic, cubic]).float()
-    return Curve(pieces, 1 / width)
+    coefficients = torch.stack([first, rise, step - rise - cubic, cubic]).float()
+    return Curve(coefficients, 1 / width)
 
 
 @kernel
 def activate(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
-    """f(h + bias) in h's dtype; `kind` is one of ACTIVATIONS. Where it is `gated`, f of the first
-    half of h's channels (…, 2·n) times the other half: (…, n)."""
+    """Return f(h + bias) in h's dtype, (…, N) like h; `kind` is a key in ACTIVATIONS. If `gated`, f
+    acts on the first half of h's channels (…, 2·n) and multiplies the second: (…, n)."""
     exact = h.dtype.itemsize > 2
     x, factor = _gate(plus_bias(h, bias), gated)
     y = ACTIVATIONS[kind](x, exact)[0]
@@ -125,7 +126,8 @@ def activate(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
 def activation_gradients(
     g: Tensor, h: Tensor, bias: Tensor | None, kind: str, gated: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of h from that of what `activate` gives, and what it gives again."""
+    """Return two tensors: h's gradient, given `activate`'s output gradient g, and that output
+    computed again."""
     exact = h.dtype.itemsize > 2
     x, factor = _gate(plus_bias(h, bias), gated)
     y, slope = ACTIVATIONS[kind](x, exact)
@@ -137,6 +139,8 @@ def activation_gradients(
 
 
 def _gate(h: Tensor, gated: bool) -> tuple[Tensor, Tensor | None]:
+    """Split h (…, 2·n) into the gate's and the other channels, (…, n) each; without a gate return h
+    and None."""
     if not gated:
         return h, None
     x, factor = h.chunk(2, -1)

@@ -1,4 +1,4 @@
-"""Causal attention of bf16 on a CPU with AMX, by `cpp/attention.cpp`."""
+"""Causal bf16 attention on a CPU with AMX, by `cpp/attention.cpp`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from pentameter.config.schema import ModelConfig
-from pentameter.fused_cpu.heads import Heads
+from pentameter.fused_cpu.heads import Heads, HeadShape
 from pentameter.fused_cpu.native import address, library, serves
 from pentameter.model.dropout import keep_bound
 from pentameter.planning.architecture import head_size
 
 MAX_HEAD = 256
-"""Channels of a head that the kernels hold a row of."""
+"""Largest head size, in channels, that the kernels' buffers hold."""
 
 
 def attention_obstacle(config: ModelConfig) -> str | None:
-    """The reason why the kernels cannot compute a model's attention; None where they can."""
+    """Return why the kernels cannot compute a model's attention; None if they can."""
     size = head_size(config)
     if size % 32 or size > MAX_HEAD:
         return f"the AMX kernels want heads of a multiple of 32 up to {MAX_HEAD}, not {size}"
@@ -28,13 +28,13 @@ def attention_obstacle(config: ModelConfig) -> str | None:
 
 
 def can_attend(config: ModelConfig, parameters: torch.dtype, dtype: torch.dtype) -> bool:
-    """True if the kernels are loaded and take an architecture's attention in this dtype, its
-    biases and norms in that of the parameters."""
+    """Return whether the kernels are loaded and take this attention with matmuls in `dtype`, and
+    biases and norms in `parameters`' dtype."""
     return serves("AMX", parameters, dtype) and attention_obstacle(config) is None
 
 
 class _Part(ctypes.Structure):
-    """`Part` of cpp/heads.h."""
+    """`Part` in cpp/heads.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("data", "bias", "norm")),
@@ -43,7 +43,7 @@ class _Part(ctypes.Structure):
 
 
 class _Job(ctypes.Structure):
-    """`Job` of cpp/heads.h."""
+    """`Job` in cpp/heads.h."""
 
     _fields_ = (
         *((name, _Part) for name in ("q", "k", "v")),
@@ -54,13 +54,13 @@ class _Job(ctypes.Structure):
     )
 
 
-def attention_forward(heads: Heads, keys: Tensor, stride: int, p: float) -> tuple[Tensor, Tensor]:
-    """y (B, T, H·K) and the logarithms of each row's sum of weights; dropout with probability p,
-    its elements numbered by `stride`, the model's context length."""
+def attention_forward(heads: Heads, shape: HeadShape, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute y (B, T, H·K) and each row's log-sum-exp, (B, H, T rounded up to 32); dropout numbers
+    its elements by the context length."""
     B, T, H, K = heads.q.data.shape
     y = heads.q.data.new_empty(B, T, H * K)
     logs = torch.empty(B, H, -(-T // 32) * 32, dtype=torch.float32)
-    job = _job(heads, keys, stride, p)
+    job = _job(heads, shape, keys)
     library("AMX").pentameter_attention_forward(ctypes.byref(job), address(y), address(logs))
     return y, logs
 
@@ -71,23 +71,25 @@ def attention_backward(
     y: Tensor,
     logs: Tensor,
     heads: Heads,
+    shape: HeadShape,
     keys: Tensor,
-    stride: int,
-    p: float,
 ) -> tuple[Tensor, Tensor]:
-    """Write the gradients of queries, keys and values to `to`, which lie as their data do, given
-    that of y, `g` (B, T, H·K); return those of the norms' weights of queries and keys, (K,)."""
+    """Compute attention's gradients from y's gradient `g` (B, T, H·K).
+
+    Those for queries, keys and values are written to `to`, laid out like their data. Returns those
+    for the query norm's and the key norm's weight, (K,) each.
+    """
     B, _, H, K = heads.q.data.shape
     norms = [g.new_zeros(B * n, K, dtype=torch.float32) for n in (H, heads.k.data.shape[2])]
     addresses = [address(x) for x in (*to, *norms)]
-    job = _job(heads, keys, stride, p)
+    job = _job(heads, shape, keys)
     library("AMX").pentameter_attention_backward(
         ctypes.byref(job), (ctypes.c_void_p * 5)(*addresses), address(g), address(y), address(logs)
     )
     return norms[0].sum(0), norms[1].sum(0)
 
 
-def _job(heads: Heads, keys: Tensor, stride: int, p: float) -> _Job:
+def _job(heads: Heads, shape: HeadShape, keys: Tensor) -> _Job:
     B, T, H, K = heads.q.data.shape
     rotation = heads.rotation
     turns = rotation is not None or heads.q.norm is not None
@@ -101,16 +103,8 @@ def _job(heads: Heads, keys: Tensor, stride: int, p: float) -> _Job:
         for part in (heads.q, heads.k, heads.v)
     ]
     angles = (None, None) if rotation is None else rotation
-    sizes = (B, T, H, heads.k.data.shape[2], K)
     half = 0 if rotation is None else rotation.cosine.shape[1]
-    scale = 1 / (1 - p) if p else 0.0
-    return _Job(
-        *parts,
-        *map(address, (*angles, keys)),
-        *sizes,
-        half,
-        stride,
-        keep_bound(p),
-        scale,
-        heads.eps,
-    )
+    addresses = map(address, (*angles, keys))
+    sizes = (B, T, H, shape.n_kv_heads, K, half, shape.context_length)
+    scale = 1 / (1 - shape.p) if shape.p else 0.0
+    return _Job(*parts, *addresses, *sizes, keep_bound(shape.p), scale, heads.eps)

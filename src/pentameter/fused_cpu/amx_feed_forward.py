@@ -1,4 +1,4 @@
-"""Feed-forward layers and weight gradients of bf16 on a CPU with AMX, by `cpp/feed_forward.cpp` and
+"""bf16 feed-forward layers and weight gradients on a CPU with AMX, by `cpp/feed_forward.cpp` and
 `cpp/weight_gradient.cpp`."""
 
 from __future__ import annotations
@@ -13,30 +13,33 @@ from pentameter.fused_cpu.activations import Curve
 from pentameter.fused_cpu.native import address, library, serves
 
 ROWS_PER_CHUNK = 256
-"""Rows of a chunk of a weight's gradient: 32 columns of each factor, 16 KiB, fit the L1 cache."""
+"""Batch rows per chunk in a weight gradient: 32 columns from each factor, 16 KiB, fit the L1
+cache."""
 MAX_WEIGHT = 2**22
-"""Elements of a weight whose gradient is left to the kernels: those of a larger one do not stay in
-the cores' caches until all rows are added up, and PyTorch's product is faster."""
+"""Largest weight, in elements, whose gradient the kernels compute: a larger one does not stay in
+the cores' caches while batch rows are summed, and PyTorch's matmul is faster."""
 
 
 class Paired(NamedTuple):
-    """A matrix (M, n) as a weight's gradient reads it: ROWS_PER_CHUNK rows after another, in panels
-    of 32 columns, in pairs of rows."""
+    """A matrix (M, n) in the layout that weight gradients read: ROWS_PER_CHUNK matrix rows after
+    another, in panels 32 columns wide, two matrix rows interleaved."""
 
     data: Tensor
     n: int
 
 
-def can_multiply_over_rows(left: Tensor, right: Tensor) -> bool:
-    """True if the kernels are loaded and take leftᵀ · right for left (M, a) and right (M, b)."""
+def can_matmul_over_rows(left: Tensor, right: Tensor) -> bool:
+    """Return whether the kernels are loaded and take leftᵀ · right for left (M, a) and right (M,
+    b)."""
     sizes, fits = (*left.shape, right.shape[1]), left.shape[1] * right.shape[1] <= MAX_WEIGHT
     whole = all(size % 32 == 0 for size in sizes)
     lies = all(x.is_contiguous() and serves("AMX", torch.float32, x.dtype) for x in (left, right))
     return fits and whole and lies
 
 
-def product_over_rows(left: Tensor, right: Tensor | Paired, *, transposed: bool = False) -> Tensor:
-    """leftᵀ · right, (a, b) in fp32, for left (M, a) and right (M, b); or its transpose (b, a)."""
+def matmul_over_rows(left: Tensor, right: Tensor | Paired, *, transposed: bool = False) -> Tensor:
+    """Return leftᵀ · right, (a, b) in fp32, for left (M, a) and right (M, b); if `transposed`, (b,
+    a)."""
     (M, a), paired = left.shape, isinstance(right, Paired)
     b, data = (right.n, right.data) if isinstance(right, Paired) else (right.shape[1], right)
     out = left.new_empty((b, a) if transposed else (a, b), dtype=torch.float32)
@@ -47,8 +50,8 @@ def product_over_rows(left: Tensor, right: Tensor | Paired, *, transposed: bool 
 
 class FeedForwardLayer(NamedTuple):
     """A feed-forward layer: weights `up` (N, D) and `down` (D, n) in bf16, the bias (N) in fp32,
-    and the table of its activation, None for ReLU². Where N is 2 · n, of every 32 rows of `up` the
-    first 16 are the gate's."""
+    and the activation's table (None for ReLU²). If N is 2 · n, the gate takes the first 16 in every
+    32 rows in `up`."""
 
     up: Tensor
     bias: Tensor | None
@@ -57,7 +60,7 @@ class FeedForwardLayer(NamedTuple):
 
 
 class _FeedForward(ctypes.Structure):
-    """`FeedForward` of cpp/feed_forward.cpp."""
+    """`FeedForward` in cpp/feed_forward.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("up", "down", "bias", "pieces")),
@@ -67,15 +70,16 @@ class _FeedForward(ctypes.Structure):
 
 
 def can_feed_forward(x: Tensor, down: Tensor) -> bool:
-    """True if the kernels are loaded and take a feed-forward layer of x (…, D), `down` (D, n) being
-    the parameter that reads the channels between its products."""
+    """Return whether the kernels are loaded and take a feed-forward layer for x (…, D), with `down`
+    (D, n) as its second linear's parameter."""
     sizes = (x.numel() // x.shape[-1], *down.shape)
     whole = all(size % 32 == 0 for size in sizes) and x.is_contiguous()
     return serves("AMX", down.dtype, x.dtype) and whole and down.numel() <= MAX_WEIGHT
 
 
 def feed_forward(layer: FeedForwardLayer, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The layer's output for x (…, D), without a bias of `down`, and what its backward reads."""
+    """Return the layer's output for x (…, D), without `down`'s bias, and the tensor to save for
+    backward."""
     job, out = _feed_forward(layer, x), torch.empty_like(x)
     kept = x.new_empty(job.M * job.N)
     library("AMX").pentameter_feed_forward(ctypes.byref(job), *map(address, (out, kept, x)))
@@ -85,8 +89,11 @@ def feed_forward(layer: FeedForwardLayer, x: Tensor) -> tuple[Tensor, Tensor]:
 def feed_forward_backward(
     layer: FeedForwardLayer, g: Tensor, kept: Tensor
 ) -> tuple[Tensor, Paired, Paired, Tensor | None]:
-    """The gradients of x and of its product with `up`; what `down` reads; and the gradient of the
-    bias, if there is one. `g` is the output's gradient and `kept` what `feed_forward` gave."""
+    """Return four gradients or inputs to them: x's gradient (…, D), that before the activation, the
+    input that `down` read, and the bias's gradient (N) if there is one.
+
+    g: the output's gradient, (…, D). kept: the second result from `feed_forward`.
+    """
     job, g_x = _feed_forward(layer, g), torch.empty_like(g)
     g_h, y = g.new_empty(job.M * job.N), g.new_empty(job.M * job.n)
     g_bias = g.new_empty(job.M // 32, job.N, dtype=torch.float32)
@@ -98,6 +105,7 @@ def feed_forward_backward(
 
 
 def _feed_forward(layer: FeedForwardLayer, x: Tensor) -> _FeedForward:
+    """Describe one call to the C++ kernels for x (…, D) or for a gradient with its shape."""
     (N, D), n = layer.up.shape, layer.down.shape[1]
     M, rows = x.numel() // D, ROWS_PER_CHUNK
     # Two blocks of rows for each core, and none too large for its cache. No result depends on it.

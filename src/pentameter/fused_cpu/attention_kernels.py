@@ -1,12 +1,12 @@
-"""The element-wise work of attention between its products, compiled as that of kernels.py is.
+"""Element-wise work between attention's matmuls, compiled like that in kernels.py.
 
-The matrix of weights is cut into blocks of queries; a block reads only the keys it may see, so half
-a matrix of work is saved in the limit. The exponentials are kept unnormalised in the dtype of the
-products; each row's sum divides the small output instead. Heads that share keys and values stand
-one after another, so that a product of all their queries with these takes them as its rows.
+The attention matrix is split into query blocks; each block reads only keys it may see, which saves
+up to half the matrix. Exponentials stay unnormalised in the matmul dtype; the small output is
+divided by the row sums instead. Heads with common keys and values are adjacent, so one matmul takes
+all their queries as its rows.
 
-Shapes: B batch, T time, H heads, G heads of keys and values, K head size; N = B · H, M = B · G; Q
-queries and S keys of a block of the attention matrix.
+Shapes: B batch, T sequence, H query heads, G KV heads, K head size; N = B · H, M = B · G; Q queries
+and S keys per attention block.
 """
 
 from __future__ import annotations
@@ -17,41 +17,44 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pentameter.fused_cpu.heads import Heads, HeadShape, Part
+from pentameter.fused_cpu.heads import Heads, HeadShape, Projected
 from pentameter.fused_cpu.kernels import ROWS_PER_SUM, plus_bias, precise
 from pentameter.model.compiled import kernel
-from pentameter.model.dropout import keep_mask
+from pentameter.model.dropout import drop, weight_index
 from pentameter.model.positions import Rotation
 
 
-def _unit(x: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x (B, T, H, K) divided by its root mean square, over what the norm acts on, and 1 / that."""
+def _scale_to_unit(x: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Divide x (B, T, H, K) by its root mean square over the norm's dimensions; return it and the
+    factor."""
     scale = torch.rsqrt((x * x).mean(_normed(norm), keepdim=True) + eps)
     return x * scale, scale
 
 
 def _normed(norm: Tensor) -> tuple[int, ...]:
+    """Return the dimensions, counted from the end, that a norm with this weight acts on."""
     return tuple(range(-norm.dim(), 0))
 
 
-def _turned(part: Part, rotation: Rotation | None, eps: float) -> Tensor:
-    """Queries or keys as they are multiplied, (B, T, H, K), at least in fp32."""
+def _rotated(part: Projected, rotation: Rotation | None, eps: float) -> Tensor:
+    """Return queries or keys (B, T, H, K) ready for the matmul, at least in fp32: bias, norm and
+    rotation applied."""
     x = plus_bias(part.data, part.bias)
     if part.norm is not None:
-        x = _unit(x, part.norm, eps)[0] * part.norm
+        x = _scale_to_unit(x, part.norm, eps)[0] * part.norm
     return x if rotation is None else rotation(x)
 
 
-def _turned_gradient(
-    g: Tensor, part: Part | None, rotation: Rotation | None, eps: float
+def _rotated_gradient(
+    g: Tensor, part: Projected | None, rotation: Rotation | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of the part's data and of its norm's weight, given that of `_turned`; without
-    a norm the part is not needed."""
+    """Return gradients for the data and the norm's weight, given `g` (B, T, H, K) for `_rotated`'s
+    output. Without a norm `part` is not needed."""
     if rotation is not None:
         g = Rotation(rotation.cosine, -rotation.sine)(precise(g))
     if part is None or part.norm is None:
         return g, None
-    x, scale = _unit(plus_bias(part.data, part.bias), part.norm, eps)
+    x, scale = _scale_to_unit(plus_bias(part.data, part.bias), part.norm, eps)
     g = precise(g)
     rows = (g * x).reshape(-1, *part.norm.shape)
     group = math.gcd(len(rows), ROWS_PER_SUM)  # in two stages, as `sum_rows`
@@ -62,16 +65,13 @@ def _turned_gradient(
 
 @kernel
 def split_heads(heads: Heads, n_blocks: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """For each block its queries (N, Q, K), and the keys and values (M, S, K) that it may see; all
-    contiguous, as batched products want them."""
+    """Split heads into query blocks: a list each for queries (N, Q, K) and for the keys and values
+    (M, S, K) visible to each block; all contiguous, as batched matmuls need."""
     dtype = heads.q.data.dtype
     T, K = heads.q.data.shape[1], heads.q.data.shape[3]
-    made = (
-        _turned(heads.q, heads.rotation, heads.eps),
-        _turned(heads.k, heads.rotation, heads.eps),
-        plus_bias(heads.v.data, heads.v.bias),
-    )
-    q, k, v = (x.to(dtype).permute(0, 2, 1, 3).reshape(-1, T, K) for x in made)
+    q, k = (_rotated(part, heads.rotation, heads.eps) for part in (heads.q, heads.k))
+    v = plus_bias(heads.v.data, heads.v.bias)
+    q, k, v = (x.to(dtype).permute(0, 2, 1, 3).reshape(-1, T, K) for x in (q, k, v))
     ends = [T // n_blocks * (i + 1) for i in range(n_blocks)]
     return (
         [block.contiguous() for block in q.chunk(n_blocks, 1)],
@@ -89,9 +89,11 @@ def join_heads(
     rotation: Rotation | None,
     normed: Heads | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of the projection (B, T, width) and of the norms of queries and keys, given
-    those of what `split_heads` gives: what several blocks saw is summed. `normed` are the heads
-    where queries and keys have norms."""
+    """Return gradients for the projection (B, T, width) and for the query and key norms' weights.
+
+    The blocks are gradients for `split_heads`' results; keys and values that several blocks read
+    are summed. `normed`: the heads, if queries and keys have norms.
+    """
     K = shape.head_size
     q_rows, k_rows, v_rows = [], [], []
     first = 0
@@ -111,78 +113,70 @@ def join_heads(
         )
     )
     q_part, k_part = (None, None) if normed is None else (normed.q, normed.k)
-    g_q, g_q_norm = _turned_gradient(q, q_part, rotation, shape.norm_eps)
-    g_k, g_k_norm = _turned_gradient(k, k_part, rotation, shape.norm_eps)
-    joined = shape.joined(*(g.to(v.dtype) for g in (g_q, g_k, v)))
+    g_q, g_q_norm = _rotated_gradient(q, q_part, rotation, shape.norm_eps)
+    g_k, g_k_norm = _rotated_gradient(k, k_part, rotation, shape.norm_eps)
+    joined = shape.join(*(g.to(v.dtype) for g in (g_q, g_k, v)))
     return joined, g_q_norm, g_k_norm
 
 
 def _sum_blocks(blocks: Sequence[Tensor]) -> Tensor:
+    """Sum tensors with one shape in fp32; return the sum in their dtype."""
     total = precise(blocks[-1])
     for block in blocks[:-1]:
         total = total + block
     return total.to(blocks[0].dtype)
 
 
-def _attention_keep(keys: Tensor, shape: torch.Size, first: int, stride: int, p: float) -> Tensor:
-    N, Q, S = shape
-    B = keys.shape[0]
-    head = torch.arange(N // B, dtype=torch.int32)[:, None, None]
-    query = torch.arange(first, first + Q, dtype=torch.int32)[:, None]
+def _drop_weights(weights: Tensor, keys: Tensor, first: int, shape: HeadShape) -> Tensor:
+    """Apply the keyed mask from `keys` (B, 2) to weights (N, Q, S) or their gradients; `first` is
+    query 0's position."""
+    N, Q, S = weights.shape
+    query = torch.arange(first, first + Q, dtype=torch.int32)
     key = torch.arange(S, dtype=torch.int32)
-    index = (head * stride + query) * stride + key  # `AttentionDropout`'s numbering
-    return keep_mask(keys, index, p).view(shape)
+    index = weight_index(range(N // len(keys)), query, key, shape.context_length)
+    return drop(weights.view(len(keys), -1, Q, S), keys, index, shape.p).view(N, Q, S)
 
 
 @kernel
 def softmax_forward(
-    scores: Tensor, mask: Tensor, scale: float, first: int, keys: Tensor, stride: int, p: float
+    scores: Tensor, mask: Tensor, first: int, keys: Tensor, shape: HeadShape
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Unnormalised weights (N, Q, S), the same dropped, and 1 / row sums (N, Q, 1).
+    """Return unnormalised weights (N, Q, S), the same after dropout, and 1 / row sums (N, Q, 1).
 
-    `scores` are raw products: scaling them here is free. `mask` (Q, S) is 0 or -∞ (a table is
-    twice as fast as comparing places here). Sums are of the weights as they are stored, so that
-    rounding them does not change what a row adds up to. `first` is the time of query 0.
+    scores: raw matmul results (N, Q, S); scaling them here is free. mask: (Q, S), 0 or -∞ (twice as
+    fast as comparing positions here). first: query 0's position. Sums use the stored weights, so
+    that rounding does not change a row's total.
     """
     dtype = scores.dtype
-    scores = precise(scores) * scale + mask
+    scores = precise(scores) * shape.scale + mask
     e = torch.exp(scores - scores.amax(-1, keepdim=True)).to(dtype)
     inverse = 1 / precise(e).sum(-1, keepdim=True)
-    if p == 0:
+    if shape.p == 0:
         return e, e, inverse
-    keep = _attention_keep(keys, e.shape, first, stride, p)
-    return e, (precise(e) * (1 / (1 - p)) * keep).to(dtype), inverse
+    return e, _drop_weights(precise(e), keys, first, shape).to(dtype), inverse
 
 
 @kernel
 def softmax_backward(
-    g: Tensor,
-    e: Tensor,
-    delta: Tensor,
-    inverse: Tensor,
-    scale: float,
-    first: int,
-    keys: Tensor,
-    stride: int,
-    p: float,
+    g: Tensor, e: Tensor, delta: Tensor, inverse: Tensor, first: int, keys: Tensor, shape: HeadShape
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of the raw scores, and the dropped weights again, where any are dropped.
+    """Return the raw scores' gradient (N, Q, S), and the dropped weights again; None without
+    dropout.
 
-    `g` (N, Q, S) is the gradient of the dropped weights, `delta` (N, Q, 1) the sum over a row of
-    weight × gradient, which is also output · its gradient (Dao et al. 2022, section 3).
+    g: gradient (N, Q, S) for the dropped weights. delta: row sums (N, Q, 1) over weight × gradient,
+    equal to output · output gradient (Dao et al. 2022, section 3).
     """
     g, weights = precise(g), precise(e)
     dropped = None
-    if p > 0:
-        keep = _attention_keep(keys, e.shape, first, stride, p)
-        g = g * (1 / (1 - p)) * keep
-        dropped = (weights * (1 / (1 - p)) * keep).to(e.dtype)
-    return (weights * (g - delta) * (inverse * scale)).to(e.dtype), dropped
+    if shape.p > 0:
+        g = _drop_weights(g, keys, first, shape)
+        dropped = _drop_weights(weights, keys, first, shape).to(e.dtype)
+    return (weights * (g - delta) * (inverse * shape.scale)).to(e.dtype), dropped
 
 
 @kernel
 def merge_heads(blocks: Sequence[Tensor], inverses: Sequence[Tensor], n_heads: int) -> Tensor:
-    """Each block (N, Q, K) divided by its row sums, heads side by side: (B, T, H·K)."""
+    """Divide each block (N, Q, K) by its row sums and join heads side by side: (B, T, H·K)."""
     parts = [precise(y) * inverse for y, inverse in zip(blocks, inverses, strict=True)]
     y = torch.cat(parts, 1).to(blocks[0].dtype)
     N, T, K = y.shape
@@ -193,10 +187,10 @@ def merge_heads(blocks: Sequence[Tensor], inverses: Sequence[Tensor], n_heads: i
 def split_gradient(
     g: Tensor, y: Tensor, inverses: Sequence[Tensor], n_heads: int
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Three tensors for each block of queries: its g (N, Q, K), the same divided by the row sums,
-    and delta = Σ g·y (N, Q, 1).
+    """Return three tensors per query block: its g (N, Q, K), g divided by row sums, and delta = Σ
+    g·y (N, Q, 1).
 
-    g and y are (B, T, H·K).
+    g, y: (B, T, H·K).
     """
     B, T, width = g.shape
     K = width // n_heads
@@ -212,6 +206,6 @@ def split_gradient(
 
 
 def causal_mask(T: int, dtype: torch.dtype) -> Tensor:
-    """(T, T): 0 where the key is not after the query, -∞ where it is."""
+    """Return a mask (T, T): 0 for keys up to the query, -∞ for later ones."""
     precise = torch.promote_types(dtype, torch.float32)
     return torch.full((T, T), float("-inf"), dtype=precise).triu_(1)

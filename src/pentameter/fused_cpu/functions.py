@@ -1,16 +1,14 @@
-"""Forward and backward of each large operation, by hand, over the compiled kernels.
+"""Forward and backward for each large operation, by hand, over the compiled kernels.
 
-What each saves is the least that backward needs; dropout masks are never saved, their bits are
-computed again. Matrix products go to PyTorch's own kernels without a bias: the bias rides along
-in the element-wise kernel that follows, which reads the product anyway.
+Each saves the least that backward needs; dropout masks are never saved but computed again. Matmuls
+go to PyTorch's kernels without a bias: the element-wise kernel that follows reads the result
+anyway, and adds it.
 
-Shapes: T time, D d_model, H heads, K head size; N batch × heads, M batch × heads of keys and
-values.
+Shapes: T sequence, D d_model, H heads, K head size; N batch × heads, M batch × KV heads.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -31,13 +29,13 @@ from pentameter.fused_cpu.heads import HeadShape, heads_of, rotation_of
 QUERY_BLOCKS = 2  # more save products but add calls: 2 was fastest at 256 tokens
 
 
-class Product(Function):
-    """x (…, k) in the step's dtype, times weights · scale: weights (n, k) of the parameters' dtype,
-    their results side by side, and the weight (k,) of the norm that gave x, if one did."""
+class FoldedLinear(Function):
+    """Linear layers on a norm's output: x (…, k) in the step's dtype times weights (n, k), in the
+    parameters' dtype, scaled by the norm's weight (k,) if x comes from a norm."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor | None, *weights: Tensor) -> Tensor:
-        """(…, n of all weights)."""
+        """Return the results side by side, (…, n summed over weights)."""
         low = kernels.fold(weights, scale, x.dtype)
         ctx.save_for_backward(x, low, scale, *weights)
         return x @ low.t()
@@ -51,11 +49,11 @@ class Product(Function):
 
 
 class EmbeddingDropout(Function):
-    """Keyed dropout of the embedding."""
+    """Keyed dropout on the embedding."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keys: Tensor, p: float) -> Tensor:
-        """(B, T, D)."""
+        """Return x (B, T, D) after dropout with `keys` (B, 2)."""
         ctx.save_for_backward(keys)
         ctx.p = p
         return kernels.dropout(x, keys, p)
@@ -67,11 +65,11 @@ class EmbeddingDropout(Function):
 
 
 class Norm(Function):
-    """x normalised, in `dtype`; without the norm's weight and bias."""
+    """x normalised, in `dtype`, without the norm's weight and bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: kernels.NormKind, dtype: torch.dtype) -> Tensor:
-        """(B, T, D)."""
+        """Return x (B, T, D) normalised."""
         y, mean, scale = kernels.norm_forward(x, kind, dtype)
         ctx.save_for_backward(x, mean, scale)
         ctx.kind = kind
@@ -96,7 +94,7 @@ class AddNorm(Function):
         p: float,
         kind: kernels.NormKind,
     ) -> tuple[Tensor, Tensor]:
-        """Both (B, T, D): the stream in its own dtype, the norm in y's."""
+        """Return both, (B, T, D) each: the residual stream in its dtype, the norm in y's."""
         ctx.p, ctx.kind, ctx.native = p, kind, vector_kernels.can_add_norm(x, y)
         if ctx.native:
             how = vector_kernels.SubLayerEnd(bias, keys, p, *kind)
@@ -121,11 +119,12 @@ class AddNorm(Function):
 
 
 class FeedForward(Function):
-    """down · f(up · scale · x + bias), where `scale` is the weight of the norm that gave x.
+    """down · f(up · scale · x + bias), with `scale` the weight belonging to the norm that computed
+    x.
 
-    With a gate, f(gate · scale · x + its bias) times that of `up` with its own; `bias` is then
-    both, the gate's first. Only the products with `up` and `gate` are kept: backward computes the
-    activation again on its way, which costs less than storing and reading it.
+    With a gate, f(gate · scale · x + gate's bias) times up's output with its bias; `bias` then
+    holds both, the gate's first. Only the first matmul's results are saved: backward recomputes the
+    activation, which costs less than storing and reading it.
     """
 
     @staticmethod
@@ -138,7 +137,8 @@ class FeedForward(Function):
         kind: str,
         *up: Tensor,
     ) -> Tensor:
-        """(B, T, D), without the bias of `down`. `up` are the weights (gate, up), or up alone."""
+        """Return (B, T, D), without `down`'s bias, for x (B, T, D). up: the weights (gate, up), or
+        up alone."""
         low_up, low_down = kernels.fold(up, scale, x.dtype), kernels.fold((down,), None, x.dtype)
         h = x @ low_up.t()
         ctx.save_for_backward(x, h, low_up, low_down, bias, scale, down, *up)
@@ -156,6 +156,8 @@ class FeedForward(Function):
 
 
 def _activate(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
+    """Return the activation (…, n) by the native kernel if it is loaded, else by the compiled
+    one."""
     native = vector_kernels.can_activate(h, bias, gated)
     activate = vector_kernels.activate if native else activations.activate
     return activate(h, bias, kind, gated)
@@ -164,7 +166,7 @@ def _activate(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
 def _activation_gradients(
     g: Tensor, h: Tensor, bias: Tensor | None, kind: str, gated: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of h, what `_activate` gives again, and the gradient of the bias."""
+    """Return h's gradient, `_activate`'s output again, and the bias's gradient."""
     if vector_kernels.can_activate(h, bias, gated):
         return vector_kernels.activation_gradients(g, h, bias, kind, gated)
     g_h, y = activations.activation_gradients(g, h, bias, kind, gated)
@@ -172,7 +174,7 @@ def _activation_gradients(
 
 
 class AmxFeedForward(Function):
-    """The same as `FeedForward`, for bf16 on a CPU with AMX and the sizes that its kernels take."""
+    """`FeedForward` for bf16 on a CPU with AMX and sizes that its kernels take."""
 
     @staticmethod
     def forward(
@@ -184,7 +186,8 @@ class AmxFeedForward(Function):
         kind: str,
         *up: Tensor,
     ) -> Tensor:
-        """(B, T, D), without the bias of `down`. `up` are the weights (gate, up), or up alone."""
+        """Return (B, T, D), without `down`'s bias, for x (B, T, D). up: the weights (gate, up), or
+        up alone."""
         n_factors = len(up)
         layer = amx_feed_forward.FeedForwardLayer(
             _interleave(kernels.fold(up, scale, x.dtype), n_factors),
@@ -201,57 +204,56 @@ class AmxFeedForward(Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, kept, low_up, bias, low_down, scale, *up = ctx.saved_tensors
-        layer, g = (
-            amx_feed_forward.FeedForwardLayer(low_up, bias, low_down, ctx.curve),
-            g.contiguous(),
-        )
+        layer = amx_feed_forward.FeedForwardLayer(low_up, bias, low_down, ctx.curve)
+        g = g.contiguous()
         g_x, g_h, y, g_bias = amx_feed_forward.feed_forward_backward(layer, g, kept)
-        joined = amx_feed_forward.product_over_rows(x.flatten(0, -2), g_h, transposed=True)
+        joined = amx_feed_forward.matmul_over_rows(x.flatten(0, -2), g_h, transposed=True)
         g_up, g_scale = kernels.unfold(_separate(joined, len(up)), tuple(up), scale)
-        g_down = amx_feed_forward.product_over_rows(g.flatten(0, -2), y)
+        g_down = amx_feed_forward.matmul_over_rows(g.flatten(0, -2), y)
         if g_bias is not None:
             g_bias = _separate(g_bias, len(up))
         return g_x, g_scale, g_bias, g_down, None, *g_up
 
 
 def _interleave(x: Tensor, n_factors: int) -> Tensor:
-    """Rows of `n_factors` equal parts, one below the other, → 16 rows of each part in turn."""
+    """Reorder `n_factors` matrices stacked by rows into 16 rows from each in turn; x's shape."""
     return x.view(n_factors, -1, 16, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
 
 
 def _separate(x: Tensor, n_factors: int) -> Tensor:
-    """The inverse of `_interleave`."""
+    """Invert `_interleave`."""
     return x.reshape(-1, n_factors, 16, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
 
 
 def _weight_gradient(g: Tensor, x: Tensor) -> Tensor:
-    """gᵀ · x over all rows, (n, k), at least in the dtype of both.
+    """Return gᵀ · x summed over batch rows, (n, k), at least in both inputs' precision, for g (…,
+    n), x (…, k).
 
-    Without a native kernel the narrower side is transposed by copying, which takes a tenth of the
-    time that a product of many rows with a transposed view loses.
+    Without a native kernel the narrower side is transposed by copying; a matmul over many rows with
+    a transposed view would lose ten times as long.
     """
     g, x = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
     g_is_wider = g.shape[1] > x.shape[1]
     left, right = (x, g) if g_is_wider else (g, x)
-    if amx_feed_forward.can_multiply_over_rows(left, right):
-        return amx_feed_forward.product_over_rows(left, right, transposed=g_is_wider)
+    if amx_feed_forward.can_matmul_over_rows(left, right):
+        return amx_feed_forward.matmul_over_rows(left, right, transposed=g_is_wider)
     product = kernels.transpose(left) @ right
     return product.t() if g_is_wider else product
 
 
 class CausalAttention(Function):
-    """softmax(q·kᵀ / √K), dropped, times v, for all heads in a projection (B, T, width).
+    """softmax(q·kᵀ / √K), after dropout, times v, for all heads in a projection (B, T, width).
 
-    Its arguments are the HeadShape, dropout's keys (B, 2), and those of `heads_of` after its shape.
+    Takes the HeadShape, dropout's keys (B, 2), then `heads_of`'s arguments after its shape.
     """
 
     @staticmethod
     def forward(
         ctx: Any, shape: HeadShape, keys: Tensor, projected: Tensor, *others: Tensor | None
     ) -> Tensor:
-        """(B, T, H·K)."""
+        """Return attention's output (B, T, H·K)."""
         heads = heads_of(shape, projected, *others)
-        T, scale = heads.q.data.shape[1], 1 / math.sqrt(shape.head_size)
+        T = projected.shape[1]
         n_blocks = QUERY_BLOCKS if T % QUERY_BLOCKS == 0 else 1
         mask = attention_kernels.causal_mask(T, heads.q.data.dtype)
         queries, k, v = attention_kernels.split_heads(heads, n_blocks)
@@ -262,11 +264,9 @@ class CausalAttention(Function):
             e, dropped, inverse = attention_kernels.softmax_forward(
                 _multiply(queries[i], k[i].transpose(1, 2)),
                 mask[first:end, :end].contiguous(),
-                scale,
                 first,
                 keys,
-                shape.context_length,
-                shape.p,
+                shape,
             )
             outputs.append(_multiply(dropped, v[i]))
             weights.append(e)
@@ -294,11 +294,9 @@ class CausalAttention(Function):
                 weights[i],
                 deltas[i],
                 inverses[i],
-                1 / math.sqrt(shape.head_size),
                 k[i].shape[1] - queries[i].shape[1],
                 keys,
-                shape.context_length,
-                shape.p,
+                shape,
             )
             g_q.append(_multiply(g_scores, k[i]))
             g_k.append(_sum_products(g_scores, queries[i], len(k[i])))
@@ -314,27 +312,27 @@ class CausalAttention(Function):
 
 
 def _multiply(x: Tensor, y: Tensor) -> Tensor:
-    """x (N, Q, n) times y (M, n, m), of which N / M of x each share one: (N, Q, m)."""
+    """Return x (N, Q, n) times y (M, n, m), each y for N / M adjacent x: (N, Q, m)."""
     shared = x.view(len(y), -1, x.shape[2])
     return torch.bmm(shared, y).view(len(x), x.shape[1], -1)
 
 
 def _sum_products(x: Tensor, y: Tensor, n: int) -> Tensor:
-    """xᵀ (N, S, Q) times y (N, Q, m), summed over each N / n that share a result: (n, S, m)."""
+    """Return xᵀ (N, S, Q) times y (N, Q, m), summed over each N / n adjacent pairs: (n, S, m)."""
     x, y = (each.view(n, -1, each.shape[2]) for each in (x, y))
     return torch.bmm(x.transpose(1, 2), y)
 
 
 class AmxAttention(Function):
-    """The same as `CausalAttention`, for bf16 on a CPU with AMX; a norm acts on each head."""
+    """`CausalAttention` for bf16 on a CPU with AMX; a norm acts on each head by itself."""
 
     @staticmethod
     def forward(
         ctx: Any, shape: HeadShape, keys: Tensor, projected: Tensor, *others: Tensor | None
     ) -> Tensor:
-        """(B, T, H·K)."""
+        """Return attention's output (B, T, H·K)."""
         heads = heads_of(shape, projected, *others)
-        y, logs = amx_attention.attention_forward(heads, keys, shape.context_length, shape.p)
+        y, logs = amx_attention.attention_forward(heads, shape, keys)
         ctx.save_for_backward(y, logs, keys, projected, *others)
         ctx.shape = shape
         return y
@@ -346,14 +344,7 @@ class AmxAttention(Function):
         shape, (projected, bias, q_norm, k_norm, *_) = ctx.shape, made
         g_projected = torch.empty_like(projected)
         g_norms = amx_attention.attention_backward(
-            shape.parts(g_projected),
-            g.contiguous(),
-            y,
-            logs,
-            heads_of(shape, *made),
-            keys,
-            shape.context_length,
-            shape.p,
+            shape.split(g_projected), g.contiguous(), y, logs, heads_of(shape, *made), shape, keys
         )
         g_bias = None if bias is None else kernels.sum_rows(g_projected)
         g_q_norm, g_k_norm = (

@@ -1,10 +1,11 @@
-"""Queries, keys and values as they lie in what a linear layer made, and what they still lack.
+"""Queries, keys and values in a linear layer's output, before bias, norm and rotation.
 
-Shapes: B batch, T time, H heads, G heads of keys and values, K head size, R channels that turn.
+Shapes: B batch, T sequence, H query heads, G KV heads, K head size, R rotated channels.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -14,25 +15,30 @@ from pentameter.model.positions import Rotation
 
 
 class HeadShape(NamedTuple):
-    """Heads of an attention layer, how their queries and keys are normed, and its dropout."""
+    """An attention layer's heads, their norms' epsilon, and dropout."""
 
     n_heads: int
     n_kv_heads: int
     head_size: int
     norm_eps: float
     context_length: int
-    """Numbers the elements that are dropped, see `AttentionDropout`."""
+    """Numbers the dropped elements, see `AttentionDropout`."""
     p: float
 
     @property
+    def scale(self) -> float:
+        """Factor 1 / √K on query · key."""
+        return 1 / math.sqrt(self.head_size)
+
+    @property
     def fused(self) -> bool:
-        """Whether a row of the projection is (H, 3, K), head by head; else it is the queries
+        """Whether the projection's last dimension is (H, 3, K), head by head; else it is queries
         (H, K), then keys and values (G, 2, K)."""
         return self.n_heads == self.n_kv_heads
 
-    def parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views (…, H, K), (…, G, K) and (…, G, K) of queries, keys and values in x, the projection
-        or what lies like it."""
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return views (…, H, K), (…, G, K) and (…, G, K) for queries, keys and values in x, the
+        projection or a tensor laid out like it."""
         if self.fused:
             q, k, v = x.unflatten(-1, (-1, 3, self.head_size)).unbind(-2)
             return q, k, v
@@ -40,30 +46,31 @@ class HeadShape(NamedTuple):
         k, v = x[..., n_queries:].unflatten(-1, (-1, 2, self.head_size)).unbind(-2)
         return x[..., :n_queries].unflatten(-1, (-1, self.head_size)), k, v
 
-    def joined(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The inverse of `parts`: (…, width)."""
+    def join(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Invert `split`: (…, width)."""
         if self.fused:
             return torch.stack((q, k, v), -2).flatten(-3)
         return torch.cat((q.flatten(-2), torch.stack((k, v), -2).flatten(-3)), -1)
 
 
-class Part(NamedTuple):
-    """Queries, keys or values as the linear layer made them."""
+class Projected(NamedTuple):
+    """Queries, keys or values from a linear layer, with the bias and norm still to apply."""
 
     data: Tensor
-    """(B, T, H, K), a view of what the layer made."""
+    """(B, T, H, K), a view into the layer's output."""
     bias: Tensor | None
-    """(H, K): the layer's, not yet added."""
+    """(H, K): the layer's bias, not yet added."""
     norm: Tensor | None
-    """The weight of the norm that acts on them, (K,) on each head or (H, K) on all together."""
+    """The norm's weight: (K,) for each head or (H, K) for all heads together."""
 
 
 class Heads(NamedTuple):
-    """Queries, keys and values, and what is done to them before they are multiplied."""
+    """Queries, keys and values, with the rotation and the norms' epsilon to apply before the
+    matmul."""
 
-    q: Part
-    k: Part
-    v: Part
+    q: Projected
+    k: Projected
+    v: Projected
     rotation: Rotation | None
     eps: float
 
@@ -77,13 +84,14 @@ def heads_of(
     cosine: Tensor | None,
     sine: Tensor | None,
 ) -> Heads:
-    """The heads in a projection (B, T, width); cosine and sine (T, R / 2) are the Rotation's."""
-    data = shape.parts(projected)
-    biases = (None, None, None) if bias is None else shape.parts(bias)
-    q, k, v = map(Part, data, biases, (q_norm, k_norm, None))
+    """Return the heads in a projection (B, T, width); cosine and sine (T, R / 2) are the
+    Rotation's."""
+    data = shape.split(projected)
+    biases = (None, None, None) if bias is None else shape.split(bias)
+    q, k, v = map(Projected, data, biases, (q_norm, k_norm, None))
     return Heads(q, k, v, rotation_of(cosine, sine), shape.norm_eps)
 
 
 def rotation_of(cosine: Tensor | None, sine: Tensor | None) -> Rotation | None:
-    """The Rotation of these tables (T, R / 2), where there are any."""
+    """Return the Rotation with these tables (T, R / 2), None without tables."""
     return None if cosine is None or sine is None else Rotation(cosine, sine)

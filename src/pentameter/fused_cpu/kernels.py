@@ -1,12 +1,12 @@
 """Element-wise work in one pass over memory each, compiled one small function at a time.
 
-Why not compile the whole model: a graph of forward and backward together saves dropout masks as
-booleans, which the CPU backend writes one by one (54 ms for a mask that takes 2 ms to compute
-again), and computes activations a second time inside reductions over rows. Here each kernel
-says what it reads and writes; nothing is left to a partitioner. See docs/performance.md. Those of
-attention are in attention_kernels.py, activations in activations.py.
+Compiling the whole model is slower: a joint forward and backward graph saves dropout masks as
+booleans, which the CPU backend writes one by one (54 ms for a mask that takes 2 ms to recompute),
+and recomputes activations inside row reductions. Here each kernel says its inputs and outputs, with
+nothing left to a partitioner. See docs/performance.md. Attention's kernels are in
+attention_kernels.py, activations in activations.py.
 
-Shapes: M rows (batch × time), D d_model, B batch, T time.
+Shapes: M rows (batch × sequence), D d_model, B batch, T sequence.
 """
 
 from __future__ import annotations
@@ -18,33 +18,31 @@ import torch
 from torch import Tensor
 
 from pentameter.model.compiled import kernel
-from pentameter.model.dropout import keep_mask
+from pentameter.model.dropout import drop, stream_index
 
 ROWS_PER_SUM = 64
 PADDING = 64  # elements: one or two lines of a cache
 
 
 def precise(x: Tensor) -> Tensor:
-    """At least fp32: sums, exponentials and the residual stream are not for 8 bits."""
+    """Return x in at least fp32: sums, exponentials and the residual stream need more than 8
+    bits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def plus_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """x + bias, at least in fp32; the bias may be absent."""
+    """Return x + bias, at least in fp32; the bias may be absent."""
     x = precise(x)
     return x if bias is None else x + bias
 
 
 def _dropped(x: Tensor, keys: Tensor, p: float) -> Tensor:
-    """x (B, T, D) with the keyed mask of `keys` (B, 2), which is its own backward; the mask is
-    computed anew wherever it is needed."""
+    """Return x (B, T, D) after dropout with the keyed mask from `keys` (B, 2), which is its own
+    backward and is recomputed wherever needed."""
     if p == 0:
         return x
     T, D = x.shape[1:]
-    time = torch.arange(T, dtype=torch.int32)
-    channel = torch.arange(D, dtype=torch.int32)
-    keep = keep_mask(keys, time[:, None] * D + channel, p)
-    return x * (1 / (1 - p)) * keep  # as the plain model: what is not finite stays so
+    return drop(x, keys, stream_index(torch.arange(T, dtype=torch.int32), range(D), D), p)
 
 
 dropout = kernel(_dropped)
@@ -52,8 +50,8 @@ dropout = kernel(_dropped)
 
 @kernel
 def sum_rows(x: Tensor) -> Tensor:
-    """(…, D) summed over all rows. In two stages: one would stride through all of memory for
-    every few columns."""
+    """Return x (…, D) summed over its rows, (D,). Two stages: a single one would stride through all
+    memory for every few columns."""
     rows = math.prod(x.shape[:-1])
     group = math.gcd(rows, ROWS_PER_SUM)
     return precise(x.reshape(rows // group, group, x.shape[-1])).sum(1).sum(0)
@@ -66,10 +64,10 @@ def copy_transposed(out: Tensor, x: Tensor) -> None:
 
 
 def transpose(x: Tensor) -> Tensor:
-    """(M, n) → (n, M), its rows padded in memory.
+    """Return x (M, n) as (n, M), its rows padded in memory.
 
-    M is often a power of two. Rows that far apart fall on the same few lines of a cache: without
-    the padding, writing and reading them takes longer, the product that follows 8 %.
+    M is often a power of two. Rows that far apart fall on the same few cache lines: without
+    padding, writing and reading them takes longer, the matmul that follows 8 %.
     """
     M, n = x.shape
     padded = x.new_empty(n, M + PADDING)[:, :M]
@@ -83,8 +81,8 @@ def transpose(x: Tensor) -> Tensor:
 
 @kernel
 def fold(weights: tuple[Tensor, ...], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Weights (n, k) of linear layers that read the same, one below the other in `dtype`, times the
-    weight (k,) of the norm before them, if there is one."""
+    """Return the weights (n, k) stacked by rows in `dtype`, each times the preceding norm's weight
+    (k,) if there is one: linear layers that read one tensor."""
     return torch.cat([weight if scale is None else weight * scale for weight in weights]).to(dtype)
 
 
@@ -92,7 +90,8 @@ def fold(weights: tuple[Tensor, ...], scale: Tensor | None, dtype: torch.dtype) 
 def unfold(
     g: Tensor, weights: tuple[Tensor, ...], scale: Tensor | None
 ) -> tuple[list[Tensor], Tensor | None]:
-    """The gradients of `fold`'s weights and scale, contiguous and in their dtype."""
+    """Return gradients for `fold`'s weights and scale, contiguous and in their dtype, from g (n,
+    k)."""
     parts = g.to(weights[0].dtype).split([len(weight) for weight in weights])
     if scale is None:
         return [part.contiguous() for part in parts], None
@@ -105,7 +104,8 @@ def unfold(
 
 
 class NormKind(NamedTuple):
-    """Whether a norm subtracts the mean (RMSNorm does not), and what it adds to the mean square."""
+    """Whether a norm subtracts the mean (RMSNorm does not), and the epsilon added to the mean
+    square."""
 
     centred: bool
     eps: float
@@ -116,7 +116,7 @@ CENTRED = {"layernorm": True, "rmsnorm": False}
 
 
 def _normalise(x: Tensor, kind: NormKind, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x normalised, in `dtype`, and the mean and scale (M, 1) that its backward needs."""
+    """Return x (…, D) normalised, in `dtype`, and the mean and scale (…, 1) for its backward."""
     mean = x.mean(-1, keepdim=True) if kind.centred else torch.zeros_like(x[..., :1])
     x = x - mean
     scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + kind.eps)
@@ -126,7 +126,7 @@ def _normalise(x: Tensor, kind: NormKind, dtype: torch.dtype) -> tuple[Tensor, T
 def _norm_input_gradient(
     g: Tensor, x: Tensor, mean: Tensor, scale: Tensor, kind: NormKind
 ) -> Tensor:
-    """The gradient of x, of a gradient `g` of norm(x)."""
+    """Return x's gradient, given norm(x)'s gradient `g`; both (…, D)."""
     x = (x - mean) * scale
     g = precise(g)
     mean_g = g.mean(-1, keepdim=True) if kind.centred else 0.0
@@ -142,14 +142,10 @@ norm_backward = kernel(_norm_input_gradient)
 
 @kernel
 def add_norm_forward(
-    x: Tensor,
-    y: Tensor,
-    bias: Tensor | None,
-    keys: Tensor,
-    p: float,
-    kind: NormKind,
+    x: Tensor, y: Tensor, bias: Tensor | None, keys: Tensor, p: float, kind: NormKind
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x + dropout(y + bias), its norm in y's dtype, and the norm's mean and scale."""
+    """Return x + dropout(y + bias), (B, T, D), its norm in y's dtype, and the norm's mean and scale
+    (B, T, 1)."""
     x = x + _dropped(plus_bias(y, bias), keys, p)
     return x, *_normalise(x, kind, y.dtype)
 
@@ -165,7 +161,8 @@ def add_norm_backward(
     p: float,
     kind: NormKind,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the residual stream x and of y. `g` is what comes down the stream."""
+    """Return gradients for the residual stream x and for y, (B, T, D). g: gradient from later
+    sub-layers along the residual stream, None after the last norm."""
     total = _norm_input_gradient(g_norm, x, mean, scale, kind)
     if g is not None:
         total = total + g

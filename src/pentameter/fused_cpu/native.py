@@ -1,7 +1,7 @@
-"""Kernels in C++, built at run time: which there are, and what keeps one from being used.
+"""C++ kernels, built at run time, and the obstacles to using them.
 
-The files in `cpp/` say how they work. Where a library is not loaded, the step uses PyTorch's
-matmuls and kernels that `torch.compile` builds.
+The files in `cpp/` explain the algorithms. Without a library the step uses PyTorch's matmuls and
+kernels built by `torch.compile`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ FILES: dict[Name, tuple[str, ...]] = {
     "vector": ("add_norm.cpp", "activation.cpp"),
     "AMX": ("attention.cpp", "feed_forward.cpp", "weight_gradient.cpp"),
 }
-"""Library → the files in `cpp/` to compile: what needs vectors only, what needs matrix tiles."""
+"""Library → its sources in `cpp/`: vector instructions only, or matrix tiles."""
 DTYPES: dict[Name, tuple[torch.dtype, ...]] = {
     "vector": (torch.float32, torch.bfloat16),
     "AMX": (torch.bfloat16,),
 }
-"""Library → the dtypes of matmuls that it serves, where parameters are in fp32."""
+"""Library → supported matmul dtypes; parameters are fp32."""
 CHANNELS = 16
-"""The channels that the vector kernels take are a multiple of this: a register of AVX-512."""
+"""Divisor for channel counts in the vector kernels: one AVX-512 register."""
 FOLDER = Path(__file__).with_name("cpp")
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-Wno-psabi")
 BUILD_SECONDS = 120  # it takes some
@@ -47,9 +47,9 @@ _loaded: dict[Name, ctypes.CDLL] = {}
 
 
 def load(name: Name, capabilities: Capabilities) -> str | None:
-    """Load a library, built into the cache at the first call; the reason where that fails.
+    """Load a library, building it into the cache at the first call; return the reason on failure.
 
-    Its absence costs time, never a run, so nothing is raised.
+    Never raises: without the library a run is slower, not impossible.
     """
     machine = machine_flags(name, capabilities.cpu)
     if machine is None:
@@ -69,14 +69,14 @@ def load(name: Name, capabilities: Capabilities) -> str | None:
 
 
 def odd_widths(config: ModelConfig) -> list[str]:
-    """The widths of an architecture that the vector kernels do not take, as settings: of `d_model`,
-    that of the ends of sub-layers, and `d_ff`, that of activations."""
+    """Return the architecture's widths that the vector kernels refuse, as settings: `d_model` for
+    sub-layer ends, `d_ff` for activations."""
     widths = {"d_model": config.d_model, "d_ff": feed_forward_width(config)}
     return [f"model.{name}={width}" for name, width in widths.items() if width % CHANNELS]
 
 
 def machine_flags(name: Name, cpu: CpuCapabilities) -> tuple[str, ...] | None:
-    """The compiler's flags for a library on this CPU; None where it lacks the instructions."""
+    """Return the compiler flags for a library on this CPU; None if it lacks the instructions."""
     if name == "AMX":
         return ("-march=sapphirerapids",) if cpu.amx_bf16 else None
     match cpu.vector:
@@ -89,7 +89,8 @@ def machine_flags(name: Name, cpu: CpuCapabilities) -> tuple[str, ...] | None:
 
 
 def build(name: Name, machine: Sequence[str]) -> Path:
-    """The library's path; its name is the hash of sources and flags, so that none is out of date.
+    """Return the library's path, named by a hash over sources and flags, so that it is never out of
+    date.
 
     Raises:
         OSError: the cache cannot be written, or the compiler fails.
@@ -120,21 +121,21 @@ def build(name: Name, machine: Sequence[str]) -> Path:
 
 
 def unload(*names: Name) -> None:
-    """Use these libraries, or all where none is named, no more."""
+    """Stop using these libraries; all, if none is named."""
     for name in names or tuple(_loaded):
         _loaded.pop(name, None)
 
 
 def serves(name: Name, parameters: torch.dtype, products: torch.dtype) -> bool:
-    """True if a library is in use and takes parameters and matmuls of these dtypes."""
+    """Return whether a library is loaded and takes these dtypes for parameters and matmuls."""
     return name in _loaded and parameters is torch.float32 and products in DTYPES[name]
 
 
 def library(name: Name) -> ctypes.CDLL:
-    """A library in use."""
+    """Return a loaded library."""
     return _loaded[name]
 
 
 def address(x: Tensor | None) -> ctypes.c_void_p:
-    """The address of a tensor's first number, null where there is none."""
+    """Return the address for a tensor's first element; null for None."""
     return ctypes.c_void_p(None if x is None else x.data_ptr())

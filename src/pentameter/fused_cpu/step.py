@@ -1,8 +1,8 @@
-"""The loss of a GPT computed by fused operations, with the same parameters and the same bits.
+"""A GPT's loss by fused operations, with the same parameters and the same bits.
 
-The model stays the plain module that `model/gpt.py` defines; this file only walks over it in
-another order: a sub-layer's bias, dropout, residual sum and the next sub-layer's norm become one
-operation. A test holds both ways equal in fp64.
+The model stays the plain module from `model/gpt.py`; this file walks it in another order: a
+sub-layer's bias, dropout and residual sum join the next sub-layer's norm in one operation. A test
+holds both equal in fp64.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from pentameter.fused_cpu.functions import (
     CausalAttention,
     EmbeddingDropout,
     FeedForward,
+    FoldedLinear,
     Norm,
-    Product,
 )
 from pentameter.fused_cpu.heads import HeadShape
 from pentameter.fused_cpu.kernels import CENTRED, NormKind, precise
 from pentameter.model.attention import Attention
 from pentameter.model.compiled import kernel
 from pentameter.model.dropout import StreamDropout
-from pentameter.model.gpt import GPT, MLP, Block
+from pentameter.model.feed_forward import MLP
+from pentameter.model.gpt import GPT, Block
 from pentameter.model.loss import (
     chunked_loss_sum,
     compiled_row_loss,
@@ -47,11 +48,12 @@ from pentameter.planning.fused_step import architecture_obstacle
 def fused_loss_sum(
     model: GPT, tokens: Tensor, targets: Tensor, dropout_keys: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The summed cross-entropy of `targets` (B, T), as `loss_sum(model(tokens, …), …)`.
+    """Return the summed cross-entropy for `targets` (B, T), a scalar, like `loss_sum(model(tokens,
+    …), …)`.
 
-    Products run in `dtype`, the residual stream in the parameters' own. `dropout_keys` are those
-    of `pentameter.model.dropout_keys`, or None for no dropout. The model holds all layers.
-    Raises ConfigError for an architecture that has an obstacle.
+    Matmuls run in `dtype`, the residual stream in the parameters' dtype. dropout_keys: from
+    `pentameter.model.dropout_keys`, or None for no dropout. The model must hold all layers. Raises
+    ConfigError for an architecture with an obstacle.
     """
     config = model.config
     obstacle = architecture_obstacle(config)
@@ -69,7 +71,7 @@ def fused_loss_sum(
         x = EmbeddingDropout.apply(
             x, sites[model.embedding_dropout.site], model.embedding_dropout.p
         )
-    turning = rotation(positions, config, x.dtype) or (None, None)
+    rotation_tables = rotation(positions, config, x.dtype) or (None, None)
 
     blocks = [block for block in model.blocks.values() if isinstance(block, Block)]
     kind = NormKind(CENTRED[config.norm], config.norm_eps)
@@ -78,23 +80,25 @@ def fused_loss_sum(
     shape = _head_shape(config, dropping)
     h = Norm.apply(x, kind, dtype)
     for block in blocks:
-        attention, mlp = block.attention, block.mlp
+        (attention_norm, attention), (mlp_norm, mlp) = block.sub_layers()
+        assert isinstance(attention, Attention)
+        assert isinstance(mlp, MLP)
         keys = sites[attention.weights_dropout.site]
-        y = attend(shape, keys, *_heads(h, block.attention_norm, attention), *turning)
-        y = Product.apply(y, None, attention.out.weight)
+        y = attend(shape, keys, *_heads(h, attention_norm, attention), *rotation_tables)
+        y = FoldedLinear.apply(y, None, attention.out.weight)
         x, h = _add_norm(x, y, attention.out.bias, attention.dropout, sites, dropping, kind)
-        y = _fed_forward(h, block.mlp_norm, mlp, config.activation)
+        y = _feed_forward(h, mlp_norm, mlp, config.activation)
         x, h = _add_norm(x, y, mlp.down.bias, mlp.dropout, sites, dropping, kind)
 
     weight, bias = model.head_parameters()
     assert config.vocab_size is not None  # a GPT has one
     cap = config.logit_softcap
     if exceeds_chunk(targets.numel(), len(weight)):
-        x = _scaled(h, model.final_norm)
+        x = _apply_norm_weight(h, model.final_norm)
         return chunked_loss_sum(
             x, weight, bias, targets, config.vocab_size, compiled_row_loss, softcap=cap
         )
-    logits = Product.apply(h, model.final_norm.weight, weight)
+    logits = FoldedLinear.apply(h, model.final_norm.weight, weight)
     norm_bias = getattr(model.final_norm, "bias", None)
     if norm_bias is not None:
         bias = F.linear(norm_bias, weight, bias)
@@ -113,11 +117,11 @@ def _head_shape(config: ModelConfig, dropping: bool) -> HeadShape:
 
 
 def _heads(h: Tensor, norm: nn.Module, attention: Attention) -> tuple[Tensor | None, ...]:
-    """Arguments of `heads_of`: the projection of h, normalised by `norm`, its bias, and the weights
-    of the norms of queries and keys."""
+    """Return `heads_of`'s first arguments: h's projection (B, T, width) after `norm`, its bias, and
+    the query and key norms' weights."""
     layers = [attention.q, attention.kv] if attention.shares_kv else [attention.qkv]
     weights = (layer.weight for layer in layers)
-    projected = Product.apply(h, norm.get_parameter("weight"), *weights)
+    projected = FoldedLinear.apply(h, norm.get_parameter("weight"), *weights)
     made = projected, _folded_bias(layers, norm)
     if attention.qk_norm is None:
         return *made, None, None
@@ -127,8 +131,9 @@ def _heads(h: Tensor, norm: nn.Module, attention: Attention) -> tuple[Tensor | N
     return *made, *(each.unflatten(0, (-1, attention.head_size)) for each in norms)
 
 
-def _fed_forward(h: Tensor, norm: nn.Module, mlp: MLP, activation: str) -> Tensor:
-    """The output (B, T, D) of the feed-forward layer, without its bias, for h normalised."""
+def _feed_forward(h: Tensor, norm: nn.Module, mlp: MLP, activation: str) -> Tensor:
+    """Return the feed-forward layer's output (B, T, D), without its bias, for normalised h (B, T,
+    D)."""
     layers = [mlp.up] if mlp.gate is None else [mlp.gate, mlp.up]
     native = amx_feed_forward.can_feed_forward(h, mlp.down.weight)
     return (AmxFeedForward if native else FeedForward).apply(
@@ -149,16 +154,16 @@ def _biased_loss_sum(
     return loss_sum(softcapped(logits, softcap), targets, vocab_size)
 
 
-def _scaled(h: Tensor, norm: nn.Module) -> Tensor:
-    """h (B, T, D), normalised by `norm`, times its weight and with its bias, in h's dtype."""
+def _apply_norm_weight(h: Tensor, norm: nn.Module) -> Tensor:
+    """Return normalised h (B, T, D) times `norm`'s weight plus its bias, in h's dtype."""
     bias = getattr(norm, "bias", None)
     y = precise(h) * norm.get_parameter("weight")
     return (y if bias is None else y + bias).to(h.dtype)
 
 
 def _folded_bias(layers: Sequence[nn.Linear], norm: nn.Module) -> Tensor | None:
-    """The bias (n,) of linear layers that `norm` is folded into, side by side: each one's own plus
-    W · the norm's."""
+    """Return the bias (n,) for linear layers with `norm` folded in, side by side: each one's bias
+    plus W · the norm's."""
     norm_bias = getattr(norm, "bias", None)
     biases: list[Tensor] = []
     for layer in layers:
@@ -178,6 +183,7 @@ def _add_norm(
     dropping: bool,
     kind: NormKind,
 ) -> tuple[Tensor, Tensor]:
-    """x + dropout(y + bias) and its norm: the end of each sub-layer and the start of the next."""
+    """Return x + dropout(y + bias) and its norm, (B, T, D) each: one sub-layer's end and the next
+    one's start."""
     p = dropout.p if dropping else 0.0
     return AddNorm.apply(x, y, bias, sites[dropout.site], p, kind)

@@ -1,5 +1,5 @@
-"""The end of a sub-layer and the activation of a feed-forward layer on a CPU with AVX2 or AVX-512,
-by `cpp/add_norm.cpp` and `cpp/activation.cpp`."""
+"""Sub-layer ends and feed-forward activations on a CPU with AVX2 or AVX-512, by `cpp/add_norm.cpp`
+and `cpp/activation.cpp`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pentameter.fused_cpu.native import CHANNELS, address, library, serves
 from pentameter.model.dropout import keep_bound
 
 ROWS_PER_BIAS_SUM = 64
-"""Rows of a sum of a bias's gradient."""
+"""Batch rows per partial sum in a bias gradient."""
 
 
 class SubLayerEnd(NamedTuple):
-    """The end of a sub-layer: the bias of its output, dropout's keys (B, 2) and probability, and
-    whether the next norm subtracts the mean, and what it adds to the mean square."""
+    """A sub-layer's end: its output's bias, dropout's keys (B, 2) and probability, whether the next
+    norm subtracts the mean, and its epsilon."""
 
     bias: Tensor | None
     keys: Tensor
@@ -29,7 +29,7 @@ class SubLayerEnd(NamedTuple):
 
 
 class _AddNorm(ctypes.Structure):
-    """`AddNorm` of cpp/add_norm.cpp."""
+    """`AddNorm` in cpp/add_norm.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("bias", "keys")),
@@ -40,12 +40,13 @@ class _AddNorm(ctypes.Structure):
 
 
 def can_add_norm(x: Tensor, y: Tensor) -> bool:
-    """True if the kernels are loaded and take the residual stream x and y (B, T, D)."""
+    """Return whether the kernels are loaded and take the residual stream x and y (B, T, D)."""
     return serves("vector", x.dtype, y.dtype) and x.shape[-1] % CHANNELS == 0
 
 
 def add_norm(how: SubLayerEnd, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x + dropout(y + bias), its norm in y's dtype, and the norm's mean and scale, (B, T, 1)."""
+    """Return x + dropout(y + bias), its norm in y's dtype, and the norm's mean and scale (B, T, 1),
+    for x and y (B, T, D)."""
     x, y = x.contiguous(), y.contiguous()
     out, normed = torch.empty_like(x), torch.empty_like(y)
     mean, scale = (x.new_empty(*x.shape[:-1], 1) for _ in range(2))
@@ -58,7 +59,8 @@ def add_norm(how: SubLayerEnd, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Te
 def add_norm_backward(
     how: SubLayerEnd, g: Tensor | None, g_norm: Tensor, out: Tensor, mean: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of x, y and, if there is one, the bias. `g` is that of `out`, if it has one."""
+    """Return gradients for x, y and the bias, if any. g: `out`'s gradient (B, T, D), if any;
+    g_norm: the norm's."""
     g, g_norm = None if g is None else g.contiguous(), g_norm.contiguous()
     g_x, g_y = torch.empty_like(out), torch.empty_like(g_norm)
     job = _add_norm(how, g_norm)
@@ -78,11 +80,11 @@ def _add_norm(how: SubLayerEnd, y: Tensor) -> _AddNorm:
 
 _TABLE = 0
 _FORMULAS = {"relu2": 1, "relu": 2, "swiglu": 3, "gelu": 4, "geglu": 4, "gelu_tanh": 5}
-"""`model.activation` → its number in cpp/activation.cpp, where no table is read."""
+"""`model.activation` → its number in cpp/activation.cpp when no table is read."""
 
 
 class _Activation(ctypes.Structure):
-    """`Activation` of cpp/activation.cpp."""
+    """`Activation` in cpp/activation.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("bias", "pieces")),
@@ -92,15 +94,15 @@ class _Activation(ctypes.Structure):
 
 
 def can_activate(h: Tensor, bias: Tensor | None, gated: bool) -> bool:
-    """True if the kernels are loaded and take h (…, N), the result of a layer's first matmul, and
-    the bias (N)."""
+    """Return whether the kernels are loaded and take h (…, N), the first linear's output, and the
+    bias (N)."""
     n = h.shape[-1] // (1 + gated)
     parameters = torch.float32 if bias is None else bias.dtype
     return serves("vector", parameters, h.dtype) and n % CHANNELS == 0 and h.is_contiguous()
 
 
 def activate(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
-    """The same as `activations.activate`: (…, n)."""
+    """Return the same as `activations.activate`: (…, n)."""
     job = _activation(h, bias, kind, gated)
     y = h.new_empty(*h.shape[:-1], job.n)
     library("vector").pentameter_activate(ctypes.byref(job), address(y), address(h))
@@ -110,8 +112,8 @@ def activate(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
 def activation_gradients(
     g: Tensor, h: Tensor, bias: Tensor | None, kind: str, gated: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradient of h from that of what `activate` gives, what it gives again, and the gradient
-    of the bias, if there is one."""
+    """Return h's gradient (…, N), given `activate`'s output gradient g, that output again, and the
+    bias's gradient if there is one."""
     job, g = _activation(h, bias, kind, gated), g.contiguous()
     g_h, y = torch.empty_like(h), torch.empty_like(g)
     sums = h.new_empty(-(-job.M // job.rows), job.N, dtype=torch.float32)

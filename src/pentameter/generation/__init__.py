@@ -1,1 +1,1 @@
-"""Text from a model: the loop over a key/value cache, and how a token is drawn."""
+"""Text sampled from a trained model."""

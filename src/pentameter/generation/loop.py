@@ -1,12 +1,12 @@
-"""The sampling loop, several samples as one batch through the key/value cache, and ids to text.
+"""Sampling loop, with several samples as one batch through the key/value cache, and ids to text.
 
-A model's positions end at its context length. What it sees of a longer text is a function of the
-text's length alone (`window_tokens`): everything while it fits, and each time the window is full
-the last half of it, which is encoded anew and grows again. A token therefore costs one pass over
-one token, except one in context_length/2 that costs a pass over half a window; and continuing a
-text gives what an uninterrupted run would have given.
+A model's positions end at its context length. Its view into a longer text depends on the text's
+length alone (`window_tokens`): everything while it fits, and each time the window is full its last
+half, which is encoded anew and grows again. A token therefore costs one pass over one token, except
+one in context_length/2 that costs a pass over half a window; and resuming a text gives the same as
+an uninterrupted run.
 
-Shapes: B samples, T time, V vocabulary.
+Shapes: B samples, T sequence, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 
 from pentameter.data.shards.dataset import TokenSplit
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.data.tokenizers.chat import disarmed, pieces_of, unmarked
+from pentameter.data.tokenizers.chat import escaped, ids_and_texts, without_marks
 from pentameter.data.tokenizers.rendering import Asked, render
 from pentameter.errors import ConfigError
 from pentameter.generation.sampling import Floats, Sampling, Tokens, choose, uniform_numbers
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from pentameter.parallel.engine import Engine
 
 _PREFILL_LOGITS = 2**25
-"""At most this many logits (B · T · V) in one pass over a prompt: 128 MiB in fp32."""
+"""Most logits (B · T · V) in one pass over a prompt: 128 MiB in fp32."""
 _DRAWS_AT_ONCE = 1024
-"""Positions whose uniform numbers are computed in one go."""
+"""Positions per batch of uniform numbers."""
 
 
 def generate(
@@ -52,9 +52,9 @@ def generate(
     seed: int = 0,
     context_length: int | None = None,
 ) -> list[str]:
-    """Return the continuations of `prompt` (without it), one text per sample.
+    """Return continuations for `prompt` (without it), one text per sample.
 
-    Arguments and errors are those of `stream`.
+    Takes `stream`'s arguments and raises its errors.
     """
     texts = [""] * num_samples
     for sample, piece in stream(
@@ -86,20 +86,20 @@ def stream(
     seed: int = 0,
     context_length: int | None = None,
 ) -> Iterator[tuple[int, str]]:
-    """Return an iterator of (sample index, piece of text), pieces in order within a sample.
+    """Return an iterator over (sample index, text chunk), chunks in order within a sample.
 
-    prompt: what to continue; an empty one starts as `encode_prompt` says. max_new_tokens: tokens
-    per sample; a drawn end of text is one of them, reads `<|endoftext|>`, and another text
-    follows it. temperature: 0 takes the likeliest token. top_k, top_p: keep only the
-    likeliest tokens (see `Sampling`). num_samples: texts at once.
-    seed: the token of (seed, sample, position in the text) is drawn from bits keyed by them, so
-    sample 0 of 16 is the text of 1. The model is in `eval()` until the iterator ends.
+    prompt: text to continue; an empty one starts as `encode_prompt` says. max_new_tokens: tokens
+    per sample; a drawn end of text is one of them, reads `<|endoftext|>`, and another text follows
+    it. temperature: 0 takes the likeliest token. top_k, top_p: keep only the likeliest tokens (see
+    `Sampling`). num_samples: texts at once. seed: each token is drawn from bits keyed by (seed,
+    sample, position in the text), so sample 0 in 16 is the same as a single one. The model is in
+    `eval()` until the iterator ends.
 
-    model: a GPT, or any module that gives logits (B, T, V) of tokens (B, T); for each token such a
-    one takes a pass over the text, whose last `context_length` tokens it can see.
+    model: a GPT, or any module that maps tokens (B, T) to logits (B, T, V); the latter takes a pass
+    over the text per token, and can see its last `context_length` tokens.
 
-    Raises ConfigError for arguments out of range and for a prompt the tokenizer cannot encode,
-    at once, and CorruptError if the model's logits are not finite.
+    Raises ConfigError at once for arguments out of range and for a prompt that the tokenizer cannot
+    encode, CorruptError if the model's logits are not finite.
     """
     ids = encode_prompt(tokenizer, prompt)
     steps = stream_tokens(
@@ -112,7 +112,7 @@ def stream(
         seed=seed,
         context_length=context_length,
     )
-    return _pieces(steps, tokenizer, num_samples, ids.tolist() if prompt else [])
+    return _decoded(steps, tokenizer, num_samples, ids.tolist() if prompt else [])
 
 
 def stream_tokens(
@@ -126,10 +126,10 @@ def stream_tokens(
     seed: int = 0,
     context_length: int | None = None,
 ) -> Iterator[Tokens]:
-    """Return an iterator over the new tokens: num_samples ids (B,) for each position.
+    """Return an iterator over new tokens: ids (B,) int64 per position, B = num_samples.
 
-    prompt: ids (n,), at least one. vocab_size: ids from there on (padding) are never chosen.
-    The rest is as in `stream`, errors too.
+    prompt: ids (n,), at least one. vocab_size: ids from there on (padding) are never chosen. Other
+    arguments and errors are `stream`'s.
     """
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens} must be 1 or more")
@@ -142,7 +142,7 @@ def stream_tokens(
             f"context_length is not given: how many tokens a {type(model).__name__} can see is not "
             "known; give that of its configuration, config.model.context_length"
         )
-    text = _text(prompt, num_samples, max_new_tokens)
+    text = _with_room(prompt, num_samples, max_new_tokens)
 
     def tokens() -> Iterator[Tokens]:
         was_training = model.training
@@ -153,7 +153,7 @@ def stream_tokens(
             else:
                 assert context_length is not None
                 next_logits = partial(_full_pass, model, context_length, vocab_size)
-            yield from _chosen(next_logits, text, len(prompt), sampling, seed)
+            yield from _sampled(next_logits, text, len(prompt), sampling, seed)
         finally:
             model.train(was_training)
 
@@ -162,33 +162,33 @@ def stream_tokens(
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a sample continues."""
+    """Text for a sample to continue."""
 
     text: str
-    """What is shown of it."""
+    """Shown text; empty if the ids are not shown."""
     ids: Tokens
-    """Its token ids (n,), at least one."""
+    """Token ids (n,), at least one."""
     ends: Collection[int] = ()
-    """The tokens that end the sample, as an answer ends."""
+    """Tokens that end the sample, like an answer."""
 
 
 def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
-    """Return the prompt of a text; errors as `encode_prompt`."""
+    """Return a text as a Prompt, encoded like `encode_prompt`."""
     return Prompt(text, encode_prompt(tokenizer, text))
 
 
 def question_prompt(tokenizer: Tokenizer, split: TokenSplit, message: str) -> Prompt | None:
-    """Return a user's message as the conversations of `split` have it, or where it is empty the
-    beginning of the first conversation up to its first answer; None where there is neither.
+    """Return a user's message in the chat template; for an empty message the first conversation in
+    `split` up to its first answer; None if there is neither.
 
-    Errors are those of `encode_chat`.
+    Raises `encode_chat`'s errors.
     """
     if message:
         if tokenizer.chat is None:  # prompts and completions that are texts
             return None
         ids = encode_chat(tokenizer, message)
     else:
-        ids = split.first_question
+        ids = split.first_prompt
     if not len(ids):
         return None
     ends = {*tokenizer.special_tokens.values()}
@@ -200,11 +200,11 @@ def question_prompt(tokenizer: Tokenizer, split: TokenSplit, message: str) -> Pr
 def sample_text(
     engine: Engine, tokenizer: Tokenizer, prompt: Prompt, *, max_new_tokens: int, seed: int
 ) -> str | None:
-    """Return the prompt and its continuation by a model in training, whatever its layout: the text
-    of `stream`, in the main process; None in the others. Collective.
+    """Return a prompt and its continuation by a model in training, on any layout: `stream`'s text,
+    in the main process; None in the others. Collective.
 
-    Where each process has the whole model the main one samples alone, with a cache; else all
-    compute each token together, without one.
+    If each process has the whole model, the main one samples alone, with a cache; else all compute
+    each token together, without one.
     """
     context_length = engine.plan.config.model.context_length
     if engine.is_whole:
@@ -225,9 +225,9 @@ def sample_text(
             window = seen[:, -window_tokens(seen.shape[1], context_length) :]
             return engine.next_logits(window)[:, : tokenizer.vocab_size]
 
-        text = _text(prompt.ids, 1, max_new_tokens)
-        steps = _chosen(next_logits, text, len(prompt.ids), Sampling(), seed)
-    pieces = TextPieces(tokenizer, prompt.ids.tolist() if prompt.text else [], prompt.ends)
+        text = _with_room(prompt.ids, 1, max_new_tokens)
+        steps = _sampled(next_logits, text, len(prompt.ids), Sampling(), seed)
+    pieces = Detokenizer(tokenizer, prompt.ids.tolist() if prompt.text else [], prompt.ends)
     found = [prompt.text]
     for tokens in steps:  # in each process the same
         found.append(pieces.push(int(tokens[0])))
@@ -240,9 +240,9 @@ def sample_text(
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Tokens:
     """Return the prompt's ids (n,), n ≥ 1.
 
-    One without tokens (empty, or without words) becomes the tokenizer's end of text, behind
-    which a model has learned that a text begins; where there is none, a newline, or token 0.
-    Raises ConfigError for a prompt that the tokenizer cannot encode.
+    A prompt without tokens (empty, or without words) becomes the tokenizer's end of text, which
+    precedes texts in training; without one, a newline, or token 0. Raises ConfigError for a prompt
+    that the tokenizer cannot encode.
     """
     if len(ids := tokenizer.encode(prompt)):
         return ids
@@ -256,10 +256,10 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Tokens:
 
 
 def encode_chat(tokenizer: Tokenizer, message: str) -> Tokens:
-    """Return the ids (n,) of a user's message in the tokenizer's chat template, up to where the
-    answer begins.
+    """Return the ids (n,) for a user's message in the tokenizer's chat template, up to the answer's
+    start.
 
-    Raises ConfigError where the tokenizer has no template, or the template refuses the message.
+    Raises ConfigError if the tokenizer has no template, or the template refuses the message.
     """
     if tokenizer.chat is None:
         raise ConfigError(
@@ -267,20 +267,20 @@ def encode_chat(tokenizer: Tokenizer, message: str) -> Tokens:
             "write the prompt as the model knows it"
         )
     special = tokenizer.special_tokens
-    messages = disarmed([{"role": "user", "content": message}], special)
-    text = unmarked(render(tokenizer.chat, Asked(messages, add_generation_prompt=True)))
+    messages = escaped([{"role": "user", "content": message}], special)
+    text = without_marks(render(tokenizer.chat, Asked(messages, add_generation_prompt=True)))
     ids = [
         tokenizer.encode(piece) if isinstance(piece, str) else np.array([piece])
-        for piece in pieces_of(text, special)
+        for piece in ids_and_texts(text, special)
     ]
     return np.concatenate(ids) if ids else encode_prompt(tokenizer, "")
 
 
 def window_tokens(n_tokens: int, context_length: int) -> int:
-    """Return how many of the last tokens the model sees when the text has n_tokens (≥ 1).
+    """Return how many last tokens the model sees when the text has n_tokens (≥ 1).
 
-    All of them up to context_length; one more, and only context_length // 2 (at least one) are
-    kept, which then grow to context_length again.
+    All up to context_length; one more, and only context_length // 2 (at least one) are kept, which
+    then grow to context_length again.
     """
     if n_tokens <= context_length:
         return n_tokens
@@ -288,10 +288,11 @@ def window_tokens(n_tokens: int, context_length: int) -> int:
     return kept + (n_tokens - context_length - 1) % (context_length - kept + 1)
 
 
-def _pieces(
+def _decoded(
     steps: Iterator[Tokens], tokenizer: Tokenizer, num_samples: int, prompt: list[int]
 ) -> Iterator[tuple[int, str]]:
-    samples = [TextPieces(tokenizer, prompt) for _ in range(num_samples)]
+    """Yield (sample index, text chunk) for each step's tokens (B,)."""
+    samples = [Detokenizer(tokenizer, prompt) for _ in range(num_samples)]
     for tokens in steps:
         for sample, token in enumerate(tokens.tolist()):
             if piece := samples[sample].push(token):
@@ -301,21 +302,21 @@ def _pieces(
             yield sample, piece
 
 
-def _text(prompt: Tokens, n_samples: int, max_new_tokens: int) -> Tokens:
-    """The ids (n_samples, len(prompt) + max_new_tokens), as yet with the prompt alone."""
+def _with_room(prompt: Tokens, n_samples: int, max_new_tokens: int) -> Tokens:
+    """Return ids (n_samples, len(prompt) + max_new_tokens) that hold the prompt alone so far."""
     text = np.empty((n_samples, len(prompt) + max_new_tokens), dtype=np.int64)
     text[:, : len(prompt)] = prompt
     return text
 
 
-def _chosen(
+def _sampled(
     next_logits: Callable[[Tokens], Floats],
     text: Tokens,
     n_prompt: int,
     sampling: Sampling,
     seed: int,
 ) -> Iterator[Tokens]:
-    """Fill text (B, n) from n_prompt on, yielding each new column."""
+    """Fill text (B, n) from column n_prompt on, yielding each new column (B,)."""
     n_samples, n_total = text.shape
     for start in range(n_prompt, n_total, _DRAWS_AT_ONCE):
         positions = np.arange(start, min(start + _DRAWS_AT_ONCE, n_total), dtype=np.int32)
@@ -328,7 +329,7 @@ def _chosen(
 
 @torch.inference_mode()
 def _full_pass(model: nn.Module, context_length: int, vocab_size: int, text: Tokens) -> Floats:
-    """Return the logits (B, V) of the token after text (B, n), by a pass over all that is seen."""
+    """Return logits (B, V) for the token after text (B, n), by a pass over the visible window."""
     seen = text[:, -window_tokens(text.shape[1], context_length) :]
     device = next(model.parameters()).device
     logits = model(torch.from_numpy(np.ascontiguousarray(seen)).to(device))
@@ -336,7 +337,7 @@ def _full_pass(model: nn.Module, context_length: int, vocab_size: int, text: Tok
 
 
 class _Window:
-    """The model with its cache, always holding the last `window_tokens` of a growing text."""
+    """A model with its cache, holding the last `window_tokens` in a growing text."""
 
     def __init__(self, model: GPT, n_samples: int, vocab_size: int) -> None:
         weight = next(model.parameters())
@@ -351,7 +352,7 @@ class _Window:
             self._cache = KVCache(model.config, n_samples, weight.device, weight.dtype)
 
     def next_logits(self, text: Tokens) -> Floats:
-        """Return the logits (B, V) of the token after text (B, n); n grows by one each call."""
+        """Return logits (B, V) for the token after text (B, n); n grows by one each call."""
         n_seen = window_tokens(text.shape[1], self._context_length)
         n_cached = n_seen - 1
         if self._cache.length != n_cached:  # the first call, or the window starts anew
@@ -374,8 +375,8 @@ class _Window:
 def _without_onednn() -> Iterator[None]:
     """Run fp32 on the CPU without oneDNN, whose GELU sets itself up anew at every call.
 
-    On one token that costs ten times the GELU itself, 8 % of a step of the character GPT at
-    batch 1; the matrix products do not go through oneDNN in fp32 anyhow.
+    On one token that costs ten times the GELU itself, 8 % of the character GPT's step at batch 1;
+    fp32 matmuls do not go through oneDNN anyhow.
     """
     settings: Any = torch.backends.mkldnn
     before = settings.enabled
@@ -386,15 +387,15 @@ def _without_onednn() -> Iterator[None]:
         settings.enabled = before
 
 
-class TextPieces:
-    """Turns one sample's ids into text piece by piece; all pieces joined equal `decode(all ids)`.
+class Detokenizer:
+    """Incremental decoding of one sample's ids; all chunks joined equal `decode(all ids)`.
 
     A byte-level tokenizer can end in the middle of a character, which decodes to U+FFFD for now:
     that last character is held back until the next ids settle it. A tokenizer may also join its
-    tokens (words with spaces), so each piece is decoded behind the token before it.
+    tokens (words with spaces), so each chunk is decoded behind the token before it.
 
-    prompt: ids that the sample continues and that are shown already: the pieces are then what
-    decoding all of it adds to them, so that a word is set off from the prompt's last word.
+    prompt: ids that the sample continues and that are shown already: the chunks are then the text
+    added to theirs, so that a word is separated from the prompt's last word.
     """
 
     def __init__(
@@ -424,7 +425,7 @@ class TextPieces:
         return piece
 
     def flush(self) -> str:
-        """Return what was held back, at the end of the sample."""
+        """Return the text held back, at the sample's end."""
         piece = self._decode(self._ids)[self._n_shown :]
         self._ids, self._n_shown = [], 0
         return piece

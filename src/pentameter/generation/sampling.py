@@ -1,7 +1,8 @@
-"""From logits to a token: temperature, top-k, top-p and the keyed draw, in float64 on the CPU.
+"""Sampling a token from logits: temperature, top-k, top-p and the keyed draw, in float64 on the
+CPU.
 
-A token is drawn by inverting the cumulative distribution at a uniform number that is a function
-of (seed, sample, position) alone, so a text does not depend on what was sampled beside it.
+A token is drawn by inverting the cumulative distribution at a uniform number that depends on (seed,
+sample, position) alone, so a text does not depend on other samples in its batch.
 
 Shapes: B samples, V vocabulary (without padding).
 """
@@ -23,14 +24,15 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings by which a token is chosen from its distribution; checked when made."""
+    """Settings for drawing a token from its distribution. Raises ConfigError for values out of
+    range."""
 
     temperature: float = 1.0
-    """Logits are divided by it; 0 takes the likeliest token (the lowest id among equals)."""
+    """Divides the logits; 0 takes the likeliest token (the lowest id among equals)."""
     top_k: int | None = None
     """Keep the k likeliest tokens, and those as likely as the k-th."""
     top_p: float | None = None
-    """Then keep the smallest set of likeliest tokens that holds this much probability."""
+    """Then keep the smallest set of likeliest tokens with this total probability."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -49,7 +51,8 @@ class Sampling:
 
 
 def keep_top_k(logits: Floats, k: int) -> Floats:
-    """Return logits (B, V) with all but the k largest of each row (and ties) at minus infinity."""
+    """Return logits (B, V) with all but each sample's k largest (and ties) set to minus
+    infinity."""
     if k >= logits.shape[-1]:
         return logits
     smallest_kept = np.partition(logits, -k, axis=-1)[:, -k, None]
@@ -57,10 +60,10 @@ def keep_top_k(logits: Floats, k: int) -> Floats:
 
 
 def keep_top_p(probabilities: Floats, p: float) -> Floats:
-    """Return probabilities (B, V), zero outside each row's nucleus; not renormalised.
+    """Return probabilities (B, V), zero outside each sample's nucleus; not renormalised.
 
-    The nucleus is the shortest run of likeliest tokens whose sum reaches p of the row's sum, at
-    least one token; equals count in order of id (Holtzman et al. 2020, arXiv:1904.09751).
+    The nucleus is the shortest run of likeliest tokens whose sum reaches p times the total, at
+    least one token; ties count by id (Holtzman et al. 2020, arXiv:1904.09751).
     """
     if p >= 1:
         return probabilities
@@ -76,10 +79,10 @@ def keep_top_p(probabilities: Floats, p: float) -> Floats:
 
 
 def choose(logits: Floats, sampling: Sampling, uniforms: Floats) -> Tokens:
-    """Return one token id per row, (B,) int64.
+    """Return one token id per sample, (B,) int64.
 
-    logits: (B, V); uniforms: (B,) in (0, 1), unused when greedy.
-    Raises CorruptError for logits that are not numbers.
+    logits: (B, V); uniforms: (B,) in (0, 1), unused if greedy. Raises CorruptError for logits that
+    are not finite.
     """
     peak = logits.max(axis=-1, keepdims=True)
     if not np.isfinite(peak).all():

@@ -1,1 +1,1 @@
-"""The machine a run computes on: what it has, how busy it is, and what is chosen for it."""
+"""This machine: its devices and cores, choices that follow from them, and child processes."""

@@ -1,4 +1,4 @@
-"""Capabilities of this machine: processors, accelerators, memory, and a compiler that compiles."""
+"""This machine's capabilities: processors, accelerators, memory, and a compiler that compiles."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from pentameter.errors import ConfigError
 from pentameter.machine.cores import host_memory_bytes, usable_cores
 
 NAMES_OF_ANY = ("AMD Radeon Graphics",)
-"""Names that drivers give to different chips: an MI210's is one."""
+"""Driver names that several chips have: an MI210's is one."""
 
 
 @dataclass(frozen=True)
 class CpuCapabilities:
-    """The processor, and the two ways it can multiply bf16 matrices in hardware."""
+    """The processor, and its two instruction sets for bf16 matmuls."""
 
     name: str
     n_cores: int
@@ -33,17 +33,17 @@ class CpuCapabilities:
     amx_bf16: bool
     avx512_bf16: bool
     vector: str
-    """What torch's own kernels use: AVX512, AVX2, DEFAULT, …"""
+    """Instruction set that torch's kernels use: AVX512, AVX2, DEFAULT, …"""
 
     @property
     def fast_bf16(self) -> bool:
-        """Whether bf16 products run faster than fp32 ones here."""
+        """Whether bf16 matmuls run faster than fp32 ones."""
         return self.amx_bf16 or self.avx512_bf16
 
 
 @dataclass(frozen=True)
 class GpuCapabilities:
-    """One CUDA or ROCm device."""
+    """A CUDA or ROCm device."""
 
     name: str
     architecture: str
@@ -52,23 +52,24 @@ class GpuCapabilities:
 
     @property
     def compute_capability(self) -> int | None:
-        """CUDA's compute capability times ten (80 for 8.0); None for a chip of AMD's."""
+        """CUDA's compute capability times ten (80 for 8.0); None for an AMD chip."""
         number = self.architecture.removeprefix("sm_")
         return int(number) if number.isdigit() else None
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Processor and accelerators of a machine, as plain values, so that a test can fake them."""
+    """A machine's processor and accelerators as plain values, so that a test can fake them."""
 
     cpu: CpuCapabilities
     gpus: tuple[GpuCapabilities, ...]
     gpu_runtime: str | None
-    """`cuda 12.8`, `rocm 6.4`, or None for a torch built for the CPU only."""
+    """`cuda 12.8`, `rocm 6.4`, or None if torch is built for the CPU only."""
     mps: bool
 
     def gpu(self, device: torch.device) -> GpuCapabilities:
-        """The GPU that `device` names. Raises ConfigError where there is none of its number."""
+        """Return the GPU that `device` names. Raises ConfigError if there is none with its
+        number."""
         index = device.index or 0
         if index >= len(self.gpus):
             raise ConfigError(f"{device} is not here: this machine has {len(self.gpus)}")
@@ -85,7 +86,8 @@ class Compiler:
 
 
 def machine_capabilities() -> Capabilities:
-    """The Capabilities that torch finds here; builds nothing, allocates nothing on a device."""
+    """Return this machine's Capabilities as torch finds them; builds nothing, allocates nothing on
+    a device."""
     gpus = []
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
@@ -119,12 +121,12 @@ def machine_capabilities() -> Capabilities:
 
 
 def gpu_name(name: str, architecture: str) -> str:
-    """What a driver calls a GPU, with its chip where the name is that of all of AMD's."""
+    """Return a GPU's name, with its chip added if the driver gives all AMD chips that name."""
     return f"{name} ({architecture})" if name in NAMES_OF_ANY else name
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """Total memory of a device in bytes; None where the system does not say."""
+    """Return a device's total memory in bytes; None if the system does not say."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return host_memory_bytes()  # which a GPU of Apple's shares
@@ -137,14 +139,15 @@ extern "C" int pentameter_probe(void) { return PY_MAJOR_VERSION; }
 
 
 _TRITON_CAPABILITY = 70
-"""The least compute capability, times ten, of the GPUs that Triton generates kernels for."""
+"""Least compute capability, times ten, that Triton generates kernels for."""
 
 
 def find_compiler(device: torch.device, capabilities: Capabilities | None = None) -> Compiler:
-    """The compiler that `torch.compile` would call for a device, tried once (0.3 s on a CPU).
+    """Return the compiler that `torch.compile` would call for a device, tried once (0.3 s on a
+    CPU).
 
-    On a CPU the generated C++ includes Python.h and OpenMP, so a small source that does the same
-    is really built. On a GPU Triton generates the kernels; it needs only a C compiler.
+    On a CPU the generated C++ includes Python.h and OpenMP, so a small source that does the same is
+    really built. On a GPU Triton generates the kernels; it needs only a C compiler.
     """
     if device.type == "mps":
         return Compiler(None, False, "torch.compile for MPS is still a prototype")
@@ -172,7 +175,8 @@ def _find_triton(gpu: GpuCapabilities) -> Compiler:
 
 
 def _first_found(variable: str, names: tuple[str, ...]) -> str | None:
-    """The first of `names` that can be called, or the compiler that the variable names."""
+    """Return the compiler that the variable names, else the first callable one in `names`; None
+    without one."""
     named = os.environ.get(variable, "").strip()
     return next(filter(shutil.which, [named] if named else names), None)
 

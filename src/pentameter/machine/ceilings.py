@@ -1,10 +1,8 @@
-"""The fastest matrix product ever measured on this machine: where no peak is published, MFU is a
-share of it.
+"""Fastest matmul ever measured on this machine: the base for MFU if no peak is published.
 
-A measurement of some tenths of a second says how fast the machine was just then, which beside
-other programs may be a hundredth of what it can do. So the best one is kept in the cache, for each
-device, number of threads, number of processes that measure at once, type of number and release of
-torch.
+A measurement for some tenths of a second tells the machine's speed just then, which beside other
+programs may be a hundredth of its best. So the best is kept in the cache, by device, threads,
+processes that measure at once, dtype and torch release.
 """
 
 from __future__ import annotations
@@ -22,25 +20,24 @@ import torch
 from pentameter.disk.atomic import make_folder, read_regular, write_atomic
 from pentameter.disk.cache import cache_folder
 from pentameter.errors import CorruptError, StorageError
+from pentameter.formatting import flops
 from pentameter.machine.cores import BUSY_CORES, Collect, OtherPrograms
-from pentameter.machine.peaks import measure_product
-from pentameter.wording import flops
+from pentameter.machine.peaks import measure_matmul
 
 LARGEST_FILE_BYTES = 2**20
 FASTEST_FLOPS = 1e17
-"""FLOP/s that no device reaches; a file that claims more is damaged."""
+"""FLOP/s beyond any device; a file that claims more is damaged."""
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """FLOP/s of a matrix product, and how many cores other programs kept busy while it was
-    measured."""
+    """FLOP/s in a matmul, and the cores that other programs kept busy meanwhile."""
 
     flops: float
     busy_cores: float = 0.0
 
     def warning(self) -> str | None:
-        """A line for a person where the product was measured on a busy machine, else None."""
+        """Return a line for people if the machine was busy during the measurement, else None."""
         if self.busy_cores < BUSY_CORES:
             return None
         return (
@@ -56,13 +53,12 @@ def ceiling(
     dtype: torch.dtype,
     n_processes: int = 1,
     collect: Collect = lambda value: [value],
-    measure: Callable[[torch.device, torch.dtype], float] = measure_product,
+    measure: Callable[[torch.device, torch.dtype], float] = measure_matmul,
 ) -> Ceiling:
-    """The best matrix product of `dtype` that was ever measured here, by this call or before it.
+    """Return the best matmul in `dtype` ever measured here, by this call or before.
 
-    name: the device's. n_processes: of the run on this machine; they measure at once. Collective:
-    `collect` is that of the run's World. Raises ConfigError where the device cannot multiply this
-    type.
+    name: the device's. n_processes: the run's on this machine; they measure at once. collect: the
+    World's all-gather. Collective. Raises ConfigError if the device cannot multiply this dtype.
     """
     others = OtherPrograms()
     found = Ceiling(measure(device, dtype))
@@ -91,7 +87,7 @@ def ceiling(
 
 
 def _read(path: Path) -> dict[str, Ceiling]:
-    """The ceilings that the cache holds; without those that are damaged."""
+    """Return the cache's ceilings, without damaged ones."""
     content: Any = None
     with suppress(CorruptError, StorageError, ValueError, RecursionError):
         content = json.loads(read_regular(path, max_bytes=LARGEST_FILE_BYTES))

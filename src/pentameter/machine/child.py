@@ -1,13 +1,13 @@
 """Child processes: clean interpreters that end when this process ends, and say why they ended.
 
-`Child` runs any command. `PythonChild` runs a function of this package, which answers requests over
-a connection. `ForkServer` is one that has imported a module once and forks workers from there.
+`Child` runs any command. `PythonChild` runs a function in this package that answers requests over a
+connection. `ForkServer` is one that imports a module once and forks workers from there.
 
-Each is the leader of a session of its own, so that Ctrl-C reaches it through this process only, and
-holds the read end of a pipe whose write end is here: the pipe closes when this process is gone,
-however it went. None has the current folder on its search path. `multiprocessing` gives none of
-this: its children run the user's script again, look for modules in the current folder first, and
-outlive a parent that was killed while they compute.
+Each leads a session, so that Ctrl-C reaches it through this process only, and holds the read end of
+a pipe whose write end is here: the pipe closes when this process is gone, however it went. None has
+the current folder on its search path. `multiprocessing` gives none of this: its children run the
+user's script again, look for modules in the current folder first, and outlive a parent that was
+killed while they compute.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ if TYPE_CHECKING:  # `--help` would feel the 10 ms of its import
     from multiprocessing.connection import Connection
 
 LIFELINE = "PENTAMETER_LIFELINE"
-"""The descriptor of the pipe that closes with the parent, and the folder to remove then."""
+"""Environment variable with the descriptor for the pipe that closes with the parent, and the folder
+to remove then."""
 
 _LEAVING_SECONDS = 10.0
-"""Time between the end of a child's connection and that of the child, at most."""
+"""Longest wait from a child's closed connection to its end."""
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -55,8 +56,8 @@ serve(*sys.argv[2:])
 
 
 class ChildEndedError(EOFError):
-    """A child ended while something was asked of it. `code` is its exit code, below 0 the negative
-    number of the signal that killed it."""
+    """A child ended during a request. `code`: its exit code, or the negative number of the signal
+    that killed it."""
 
     def __init__(self, code: int) -> None:
         super().__init__(exit_reason(code))
@@ -78,8 +79,8 @@ class Child:
     ) -> None:
         """Start it, with nothing on its stdin.
 
-        The command must call `end_with_parent` early. It removes `folder`, a temporary one, where
-        this process is killed and cannot. Raises OSError where the system cannot start a process.
+        The command must call `end_with_parent` early. It removes `folder`, a temporary one, if this
+        process is killed and cannot. Raises OSError if the system cannot start a process.
         """
         read_end, self._lifeline = os.pipe()
         try:
@@ -100,17 +101,17 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process id, which is also that of the session and of the process group."""
+        """Process id, also the session's and the process group's."""
         return self.process.pid
 
     def kill(self) -> None:
-        """End the process with whatever it started, unless it is known to have ended."""
+        """Kill the process with everything it started, unless it is known to have ended."""
         if self.process.returncode is None:  # so the id is still its own
             with suppress(OSError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> int:
-        """The exit code, after the process was killed where it still ran."""
+        """Kill the process if it still runs, and return its exit code."""
         self.kill()
         code = self.process.wait()
         if self._lifeline >= 0:
@@ -120,7 +121,7 @@ class Child:
 
 
 class PythonChild(Child):
-    """A clean interpreter in which a function of this package answers requests."""
+    """A clean interpreter in which a function in this package answers requests."""
 
     _role = "interpreter"
 
@@ -134,9 +135,9 @@ class PythonChild(Child):
     ) -> None:
         """Start it; `function` is `module:name`.
 
-        The child calls it once, with `arguments`, for the callable that answers requests. What the
-        child writes to stdout and stderr goes to `output`; by default stderr is this process's, and
-        stdout nobody's.
+        The child calls it once, with `arguments`, for the callable that answers requests. The
+        child's stdout and stderr go to `output`; by default stderr is this process's, and stdout is
+        discarded.
         """
         from multiprocessing import Pipe
 
@@ -154,9 +155,9 @@ class PythonChild(Child):
             )
 
     def ask(self, request: Any) -> Any:
-        """The answer to `request`; raises the PentameterError that answering raised, and
+        """Return the answer to `request`. Raises the PentameterError that answering raised, and
         ChildEndedError."""
-        with self._ends_are_told():
+        with self._end_raised():
             self.connection.send(request)
             answer = self.connection.recv()
         if isinstance(answer, PentameterError):
@@ -164,7 +165,7 @@ class PythonChild(Child):
         return answer
 
     @contextmanager
-    def _ends_are_told(self) -> Iterator[None]:
+    def _end_raised(self) -> Iterator[None]:
         try:
             yield
         except (EOFError, OSError) as error:
@@ -173,7 +174,7 @@ class PythonChild(Child):
             raise ChildEndedError(self.close()) from error
 
     def close(self) -> int:
-        """The exit code, after the process was killed where it still ran."""
+        """Kill the process if it still runs, close the connection, and return the exit code."""
         code = super().close()
         self.connection.close()
         return code
@@ -181,11 +182,11 @@ class PythonChild(Child):
 
 @dataclass(frozen=True)
 class Forked:
-    """A worker that a ForkServer has forked."""
+    """A worker forked by a ForkServer."""
 
     pid: int
     connection: Connection
-    """Over which it answers requests."""
+    """Connection for its requests and answers."""
 
 
 class ForkServer(PythonChild):
@@ -198,27 +199,26 @@ class ForkServer(PythonChild):
     _role = "fork server"
 
     def fork(self, function: str) -> Forked:
-        """A new worker, which answers each request with what `function` (`module:name`) returns
-        for it. Raises ChildEndedError."""
+        """Fork a worker that answers each request with `function` (`module:name`). Raises
+        ChildEndedError."""
         from multiprocessing import Pipe
         from multiprocessing.reduction import send_handle
 
         ours, theirs = Pipe()
-        with theirs, self._ends_are_told():
+        with theirs, self._end_raised():
             self.connection.send(function)
             send_handle(self.connection, theirs.fileno(), self.pid)
             return Forked(self.connection.recv(), ours)
 
     def end(self, worker: Forked) -> int:
-        """The exit code of a worker, after it was killed where it still ran. Raises
-        ChildEndedError."""
+        """Kill a worker if it still runs, and return its exit code. Raises ChildEndedError."""
         code: int = self.ask(worker.pid)
         worker.connection.close()
         return code
 
 
 def exit_reason(code: int) -> str:
-    """How a process ended, as its exit code says: `was killed by SIGKILL (out of memory?)`."""
+    """Describe an exit code: `was killed by SIGKILL (out of memory?)`."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -232,9 +232,9 @@ def exit_reason(code: int) -> str:
 
 
 def end_with_parent(environ: MutableMapping[str, str] = os.environ) -> str:
-    """From now on, end this process and what it started when the one that started it is gone.
+    """End this process and its children once its parent is gone, from now on.
 
-    Returns the folder to remove then, empty where there is none.
+    Returns the folder to remove then, empty if there is none.
     """
     lifeline = environ.pop(LIFELINE, "")  # what this process starts has nothing to do with it
     descriptor, _, folder = lifeline.partition(" ")
@@ -245,13 +245,15 @@ def end_with_parent(environ: MutableMapping[str, str] = os.environ) -> str:
 
 
 def serve(role: str, descriptor: str, path: str, *arguments: str) -> None:
-    """Be a PythonChild or ForkServer, with the search path of the process that started it."""
+    """Run as a PythonChild or ForkServer, with the parent's search path."""
     from multiprocessing.connection import Connection
 
     # Where that one is in a folder of somebody's, which may hold a `numpy.py`, this one does not
     # look there. Beside the package may lie anything too: so that comes last.
     clean = [*sys.path]
-    sys.path[:] = [each for each in json.loads(path) if each in clean or not _is_here(each)]
+    sys.path[:] = [
+        each for each in json.loads(path) if each in clean or not _is_current_folder(each)
+    ]
     if str(_PACKAGE.parent) not in sys.path:
         sys.path.append(str(_PACKAGE.parent))
     connection = Connection(int(descriptor))
@@ -265,7 +267,7 @@ def serve(role: str, descriptor: str, path: str, *arguments: str) -> None:
 
 
 def _serve_forks(connection: Connection, module: str) -> NoReturn:
-    """Fork workers, until nobody is left who could ask for one."""
+    """Fork workers until nobody is left to ask for one."""
     from multiprocessing.connection import Connection
     from multiprocessing.reduction import recv_handle
 
@@ -291,7 +293,7 @@ def _serve_forks(connection: Connection, module: str) -> NoReturn:
 
 
 def _work(server: Connection, connection: Connection, function: str) -> NoReturn:
-    """Run a worker of a ForkServer."""
+    """Run a ForkServer's worker."""
     try:
         server.close()
         end_with_parent()
@@ -303,7 +305,7 @@ def _work(server: Connection, connection: Connection, function: str) -> NoReturn
 
 
 def _answer(connection: Connection, answer: Callable[[Any], Any]) -> None:
-    """Answer requests for as long as there can be any."""
+    """Answer requests until the connection closes."""
     for request in _requests(connection):
         try:
             result = answer(request)
@@ -314,14 +316,14 @@ def _answer(connection: Connection, answer: Callable[[Any], Any]) -> None:
 
 
 def _requests(connection: Connection) -> Iterator[Any]:
-    """The requests that come, until there can be none any more."""
+    """Yield requests until the connection closes."""
     with suppress(EOFError, OSError):
         while True:
             yield connection.recv()
 
 
-def _is_here(entry: str) -> bool:
-    """Whether an entry of a search path is the current folder."""
+def _is_current_folder(entry: str) -> bool:
+    """Return whether a search path's entry is the current folder."""
     try:
         return os.path.abspath(entry) == os.getcwd()
     except OSError:  # that has been removed
@@ -329,7 +331,8 @@ def _is_here(entry: str) -> bool:
 
 
 def _kill(worker: int) -> int:
-    """End a child process; its exit code. Until it was waited for its id is no other process's."""
+    """Kill a child process and return its exit code. Until waited for, its id is no other
+    process's."""
     os.kill(worker, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
 
@@ -340,7 +343,8 @@ def _watch(lifeline: int, folder: str) -> None:
 
 
 def _end(folder: str) -> NoReturn:
-    """End this process with what it started; its parent is gone, and cannot remove `folder`."""
+    """End this process and everything it started; its parent is gone, and cannot remove
+    `folder`."""
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
     if os.getpgrp() == os.getpid():

@@ -1,15 +1,15 @@
-"""Which device, which precision, compiled or not: each choice comes with its reason."""
+"""Choice of device, precision, compilation and allocator, each with its reason."""
 
 from __future__ import annotations
 
 import ctypes
 import platform
 import sys
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
-from pentameter.config.choices import refuse_unknown
+from pentameter.config.choices import Precision, refuse_unknown
 from pentameter.errors import ConfigError
 from pentameter.machine.capabilities import (
     Capabilities,
@@ -18,7 +18,9 @@ from pentameter.machine.capabilities import (
     machine_capabilities,
 )
 from pentameter.machine.peaks import peak_flops
+from pentameter.planning.auto_precision import auto_precision
 
+_PRECISIONS: tuple[str, ...] = get_args(Precision)
 # AMD chips whose matrix units take bf16; MI300's (gfx942) also take tf32, which MI350's (gfx950)
 # have no units for.
 _ROCM_BF16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
@@ -37,8 +39,8 @@ _EAGER_SHARE_OF_PEAK = 0.3
 
 
 def choose_device(name: str, capabilities: Capabilities | None = None) -> torch.device:
-    """The device for `train.device`: `auto` (CUDA or ROCm, else MPS, else the CPU), or one by name.
-    Raises ConfigError where the machine has no such device, saying what it has."""
+    """Return the device for `train.device`: `auto` (CUDA or ROCm, else MPS, else the CPU), or one
+    by name. Raises ConfigError, listing the devices present, if the machine lacks it."""
     capabilities = capabilities or machine_capabilities()
     present = ["cpu"]
     if capabilities.mps:
@@ -63,27 +65,28 @@ def choose_device(name: str, capabilities: Capabilities | None = None) -> torch.
 def choose_precision(
     setting: str, device: torch.device, capabilities: Capabilities | None = None
 ) -> tuple[str, str]:
-    """The arithmetic of the matrix products on `device` for `train.precision`, and why.
+    """Return the matmul precision on `device` for `train.precision`, and the reason.
 
-    `auto` is bf16 where the hardware multiplies it faster than fp32 (AMX or AVX-512 BF16 on a
-    CPU, sm_80 and later, AMD's matrix units), fp16 on older tensor cores, else fp32. Raises
-    ConfigError where the device cannot do what is asked, listing what it can.
+    `auto` (see `auto_precision`) is bf16 if the hardware multiplies it faster than fp32 (AMX or
+    AVX-512 BF16 on a CPU, sm_80 and later, AMD's matrix units), fp16 on older tensor cores, else
+    fp32. Raises ConfigError, listing the possible ones, if the device lacks the precision.
     """
     capabilities = capabilities or machine_capabilities()
     if device.type == "cuda":
-        supported, best, reason = _gpu_precisions(capabilities.gpu(device))
+        supported, faster, reason = _gpu_precisions(capabilities.gpu(device))
     elif device.type == "mps":
-        supported, best = ("fp32", "bf16", "fp16"), "fp32"
+        supported, faster = ("fp32", "bf16", "fp16"), ()
         reason = "on MPS fp32 is the safe choice; bf16 can be asked for"
     else:
-        supported = ("fp64", "fp32", "bf16", "fp16")
-        best = "bf16" if capabilities.cpu.fast_bf16 else "fp32"
+        supported = tuple(each for each in _PRECISIONS if each != "tf32")
+        faster = ("bf16",) if capabilities.cpu.fast_bf16 else ()
         if capabilities.cpu.amx_bf16:
             reason = "this CPU multiplies bf16 matrices in hardware (AMX)"
         elif capabilities.cpu.avx512_bf16:
             reason = "this CPU multiplies bf16 in hardware (AVX-512 BF16)"
         else:
             reason = "this CPU has neither AMX nor AVX-512 BF16, so bf16 would be slower"
+    best = auto_precision(faster)
     if setting == "auto":
         return best, reason
     if setting not in supported:
@@ -100,30 +103,31 @@ def choose_precision(
 
 
 def emulates(precision: str, device: torch.device, capabilities: Capabilities) -> bool:
-    """Whether a device multiplies a precision in fp32, widening what it reads: a CPU fp16, and bf16
-    where it has no hardware for it. Then fp32's peak is the one that products can reach."""
+    """Return whether a device multiplies this precision in fp32, widening its inputs: a CPU fp16,
+    and bf16 without hardware for it. Then fp32's peak is the limit."""
     if device.type != "cpu":
         return False
     return precision == "fp16" or (precision == "bf16" and not capabilities.cpu.fast_bf16)
 
 
-def _gpu_precisions(gpu: GpuCapabilities) -> tuple[tuple[str, ...], str, str]:
-    """Precisions a GPU supports, the best of them, and the reason."""
-    where = f"{gpu.name}, {gpu.architecture}"
+def _gpu_precisions(gpu: GpuCapabilities) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+    """Return a GPU's supported precisions, the 16-bit ones that its matrix units multiply, and the
+    reason."""
+    chip = f"{gpu.name}, {gpu.architecture}"
     if gpu.architecture.startswith("gfx"):  # AMD
         if not gpu.architecture.startswith(_ROCM_BF16):
-            return ("fp64", "fp32", "fp16"), "fp16", f"{where} has no bf16 matrix units"
+            return ("fp64", "fp32", "fp16"), ("fp16",), f"{chip} has no bf16 matrix units"
         tf32 = ("tf32",) if gpu.architecture.startswith(_ROCM_TF32) else ()
-        return ("fp64", "fp32", *tf32, "bf16", "fp16"), "bf16", f"{where} has bf16 matrix units"
+        supported = ("fp64", "fp32", *tf32, "bf16", "fp16")
+        return supported, ("bf16", "fp16"), f"{chip} has bf16 matrix units"
     capability = gpu.compute_capability
     assert capability is not None
     if capability >= 80:
-        all_of_them = ("fp64", "fp32", "tf32", "bf16", "fp16")
-        return all_of_them, "bf16", f"{where} has bf16 tensor cores"
+        return _PRECISIONS, ("bf16", "fp16"), f"{chip} has bf16 tensor cores"
     if capability >= 70:
-        reason = f"{where} has fp16 tensor cores and no bf16"
-        return ("fp64", "fp32", "fp16"), "fp16", reason
-    return ("fp64", "fp32", "fp16"), "fp32", f"{where} has no tensor cores"
+        reason = f"{chip} has fp16 tensor cores and no bf16"
+        return ("fp64", "fp32", "fp16"), ("fp16",), reason
+    return ("fp64", "fp32", "fp16"), (), f"{chip} has no tensor cores"
 
 
 def choose_compile(
@@ -134,13 +138,12 @@ def choose_compile(
     precision: str | None = None,
     capabilities: Capabilities | None = None,
 ) -> tuple[bool, str]:
-    """Whether to `torch.compile` the step for `train.compile`, and why.
+    """Return whether to `torch.compile` the step for `train.compile`, and the reason.
 
-    `auto` compiles when a compiler works and the whole run, of `total_flops`, is long enough for
-    the saved time to pay for about 40 s of compiling. The whole run and not what is left of it, so
-    that a resumed run chooses the same. Products have the `precision` that `choose_precision` gave,
-    by default that of its `auto`. Raises ConfigError where compiling is asked for and no compiler
-    works.
+    `auto` compiles if a compiler works and the whole run, with `total_flops`, is long enough for
+    the saved time to pay for about 40 s of compiling. The whole run, not its rest, so that a
+    resumed run chooses the same. precision: from `choose_precision`, by default its `auto`. Raises
+    ConfigError if compiling is required and no compiler works.
     """
     capabilities = capabilities or machine_capabilities()
     match setting:
@@ -166,8 +169,26 @@ def choose_compile(
             refuse_unknown(unknown, "train.compile", "the engine")
 
 
+def choose_asynchronous(
+    setting: Literal["auto"] | bool, needed_bytes: int, host_bytes: int | None
+) -> bool:
+    """Return whether to write checkpoints while training, for `checkpoint.asynchronous`.
+
+    `auto` does if the machine's `host_bytes`, when known, hold the bytes that its processes need
+    while they save.
+    """
+    match setting:
+        case bool():
+            return setting
+        case "auto":
+            return host_bytes is None or needed_bytes <= host_bytes
+        case unknown:
+            refuse_unknown(unknown, "checkpoint.asynchronous", "the trainer")
+
+
 def _eager_flops(device: torch.device, precision: str | None, capabilities: Capabilities) -> float:
-    """FLOP/s to expect of uncompiled training, from tables only, so that it does not vary."""
+    """Return the FLOP/s to expect from uncompiled training, by tables only, so that it does not
+    vary."""
     if precision is None:
         precision = choose_precision("auto", device, capabilities)[0]
     if device.type == "cpu":
@@ -185,17 +206,17 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
 
 
 def tune_allocator(*, sparing: bool = False) -> bool:
-    """Set glibc's malloc up for training on a CPU; True if it took the settings.
+    """Set glibc's malloc up for training on a CPU; return whether it took the settings.
 
-    It is told to keep freed memory, or with `sparing` to give large tensors back at once.
+    It keeps freed memory, or with `sparing` returns large tensors at once.
 
-    As delivered, glibc gives every large tensor its own mapping and returns it to the system when
-    freed, so each step pays for the same page faults again. With this a bf16 linear layer of
-    16384×384×1536 went from 26.8 ms to 6.0 ms on two cores with AMX. The process keeps its
-    peak memory until it ends. A heap kept so has holes, though: under ZeRO, whose gathered weights
-    come and go, it held twice what tensors took; given back, 1.1 times. Each thread keeps a heap of
-    its own: PyTorch's bf16 attention allocates in all of them, and took three times as long where
-    they waited for one. Elsewhere than on Linux with glibc nothing happens.
+    By default glibc gives every large tensor its own mapping and returns it to the system when
+    freed, so each step pays for the same page faults again. With this a bf16 linear layer with
+    16384×384×1536 went from 26.8 ms to 6.0 ms on two cores with AMX. The process keeps its peak
+    memory until it ends. A heap kept so has holes, though: under ZeRO, whose gathered weights come
+    and go, it held twice the tensors' bytes; given back, 1.1 times. Each thread keeps its own heap:
+    PyTorch's bf16 attention allocates in all threads, and took three times as long when they waited
+    for one heap. Other systems than Linux with glibc are left alone.
     """
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return False

@@ -1,5 +1,5 @@
-"""The cores of this machine: which a run may use, how many processes and threads they carry, how
-busy other programs keep them."""
+"""This machine's cores: those usable by a run, the processes and threads they carry, and the load
+from other programs."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from typing import Any
 from pentameter.errors import ConfigError
 
 PROCESSES_PER_CORE = 4
-"""Processes of a run that a core may have: enough to try any layout out, too many to train fast."""
+"""Most processes per core in a run: enough to try any layout out, too many to train fast."""
 
 INTERPRETER_BYTES = 300_000_000
-"""Memory of a process before it has a model: Python, torch, and what trains with it."""
+"""A process's memory before it has a model: Python, torch, and the training code."""
 
 Collect = Callable[[Any], list[Any]]
-"""Returns what each process of the run gave, by rank."""
+"""All-gather: returns each process's value in the run, by rank."""
 
 _LOOK = "--dry-run shows what each process would hold, and starts none"
 
 BUSY_CORES = 0.5
-"""Cores that other programs keep busy; fewer are the noise of a machine that does nothing else."""
+"""Cores kept busy by other programs; fewer are an idle machine's noise."""
 
 
 def usable_cores() -> frozenset[int]:
-    """Logical cores this process may run on, which in a container or under SLURM is not all."""
+    """Return logical cores that this process may run on; in a container or under SLURM not all."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def chosen_threads(environ: Mapping[str, str] = os.environ) -> int | None:
-    """The number that the user chose with OMP_NUM_THREADS; None where nobody did.
+    """Return the thread count that the user set by OMP_NUM_THREADS; None if unset.
 
-    torchrun sets it to 1 where it is not set. That 1 cannot be told from a user's, and would
-    leave most of a machine's cores idle, so under torchrun a 1 is nobody's choice.
+    torchrun sets it to 1 if unset. That 1 cannot be told from a user's, and would leave most of a
+    machine's cores idle, so under torchrun a 1 counts as unset.
     """
     text = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if not text.isdecimal() or int(text) == 0:
@@ -46,19 +46,19 @@ def chosen_threads(environ: Mapping[str, str] = os.environ) -> int | None:
     return None if text == "1" and "TORCHELASTIC_RUN_ID" in environ else int(text)
 
 
-def fair_share(mine: frozenset[int], of_the_machine: Iterable[frozenset[int]]) -> int:
-    """Threads for a process that may use the cores `mine`, at least one.
+def fair_thread_count(cores: frozenset[int], all_cores: Iterable[frozenset[int]]) -> int:
+    """Return the threads, at least one, for a process that may use `cores`.
 
-    `of_the_machine` holds what each process of the machine may use, this one included. Processes
-    that SLURM bound to cores of their own use all of those; the others divide what they share.
+    all_cores: cores for each process on the machine, including this one. Processes that SLURM bound
+    to separate cores use all of theirs; the others split their common ones.
     """
-    n_sharing = sum(1 for cores in of_the_machine if cores & mine)
-    return max(1, len(mine) // max(1, n_sharing))
+    n_users = sum(1 for other in all_cores if other & cores)
+    return max(1, len(cores) // max(1, n_users))
 
 
 def check_processes(n_processes: int, *, oversubscribe: bool = False) -> None:
-    """Raise ConfigError where this machine cannot carry the interpreters of `n_processes`, or has
-    too few cores for them and nobody asked to `oversubscribe` it."""
+    """Raise ConfigError if this machine lacks memory for `n_processes` interpreters, or cores for
+    them without `oversubscribe`."""
     n_cores = len(usable_cores())
     most = PROCESSES_PER_CORE * n_cores
     if n_processes > most and not oversubscribe:
@@ -71,8 +71,8 @@ def check_processes(n_processes: int, *, oversubscribe: bool = False) -> None:
 
 
 def check_memory(n_processes: int, needed_bytes: int) -> None:
-    """Raise ConfigError where `n_processes` do not fit this machine's memory, each with an
-    interpreter and `needed_bytes` of tensors."""
+    """Raise ConfigError if `n_processes`, each an interpreter with `needed_bytes` for tensors,
+    exceed this machine's memory."""
     total, each = host_memory_bytes(), INTERPRETER_BYTES + needed_bytes
     if total is not None and n_processes * each > total:
         raise ConfigError(
@@ -84,7 +84,7 @@ def check_memory(n_processes: int, needed_bytes: int) -> None:
 
 
 def host_memory_bytes() -> int | None:
-    """Total memory of this machine in bytes; None where the system does not say."""
+    """Return this machine's total memory in bytes; None if the system does not say."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
@@ -95,22 +95,21 @@ WAIT_POLICIES = {
     "quiet": {"GOMP_SPINCOUNT": "60000", "KMP_BLOCKTIME": "3"},
     "busy": {"OMP_WAIT_POLICY": "PASSIVE"},
 }
-"""Settings of OpenMP runtimes: how long a thread without work spins before it sleeps. GNU's counts
-in turns of some 140 cycles, 3 ms in all; Intel's in ms. Passive threads sleep at once."""
+"""OpenMP runtime settings: how long an idle thread spins before it sleeps. GNU's counts turns, some
+140 cycles each, 3 ms in all; Intel's is in ms. Passive threads sleep at once."""
 
 _BUSY_SHARE = 0.75  # of the cores' time: below it a core is left for the thread that is waited for
 _LOOK_SECONDS = 0.05
 
 
 def choose_wait_policy(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Choose how idle OpenMP threads wait, by how busy other programs keep the machine now, unless
-    the user chose.
+    """Choose how idle OpenMP threads wait, by the machine's current load, unless the user chose.
 
-    Call it before torch is imported, which loads the OpenMP runtime: that reads these variables
-    once. Threads that sleep make every short wait inside a step one of the kernel's, which costs a
-    quarter to a third of a step; threads that spin hold the core that the thread they wait for
-    needs, where others have the remaining ones, which costs three quarters. Workers inherit the
-    choice of their launcher. docs/performance.md has the figures.
+    Call it before importing torch, which loads the OpenMP runtime: that reads these variables once.
+    Sleeping threads turn every short wait inside a step into a kernel call, which costs a quarter
+    to a third of a step; spinning threads hold the core that the awaited thread needs if other
+    programs have the rest, which costs three quarters. Workers inherit their launcher's choice.
+    docs/performance.md has the figures.
     """
     if environ.keys() & {"OMP_WAIT_POLICY", *WAIT_POLICIES["quiet"]}:
         return
@@ -122,23 +121,24 @@ def choose_wait_policy(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 class OtherPrograms:
-    """How many of the cores that this process may use other programs keep busy, from here on."""
+    """Load on this process's cores from other programs, measured from construction on."""
 
     def __init__(self) -> None:
         self._cores = usable_cores()
-        self._start = _busy_seconds(self._cores), _own_seconds(), time.monotonic()
+        self._start = _busy_seconds(self._cores), _process_seconds(), time.monotonic()
 
     def cores(self, collect: Collect) -> float:
-        """Cores, on average since the start, that programs other than this run kept busy on this
-        machine. Collective: `collect` is that of the run's World."""
-        busy, own, now = _busy_seconds(self._cores), _own_seconds(), time.monotonic()
-        here = platform.node()
-        of_all = collect((here, own - self._start[1]))
-        of_the_run = sum(seconds for machine, seconds in of_all if machine == here)
-        return max(0.0, busy - self._start[0] - of_the_run) / max(now - self._start[2], 1e-3)
+        """Return the cores, on average since the start, that programs outside this run kept busy on
+        this machine. collect: the World's all-gather. Collective."""
+        busy, used, now = _busy_seconds(self._cores), _process_seconds(), time.monotonic()
+        node = platform.node()
+        by_process = collect((node, used - self._start[1]))
+        used_by_run = sum(seconds for machine, seconds in by_process if machine == node)
+        return max(0.0, busy - self._start[0] - used_by_run) / max(now - self._start[2], 1e-3)
 
     def warning(self, collect: Collect) -> str | None:
-        """A line for a person where others keep this machine busy, else None. Collective."""
+        """Return a line for people if other programs keep this machine busy, else None.
+        Collective."""
         cores, n = self.cores(collect), len(self._cores)
         if cores < BUSY_CORES or _has_quota():
             return None
@@ -149,21 +149,21 @@ class OtherPrograms:
 
 
 def _has_quota() -> bool:
-    """Whether a container's share of time, not other programs, decides how fast this process is."""
+    """Return whether a container's CPU quota, not other programs, limits this process."""
     try:
         return not Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").startswith("max")
     except (OSError, ValueError):
         return False
 
 
-def _own_seconds() -> float:
-    """Processor seconds of this process and of its children that have ended."""
+def _process_seconds() -> float:
+    """Return processor seconds spent by this process and its ended children."""
     return sum(os.times()[:4])
 
 
 def _busy_seconds(cores: Collection[int]) -> float:
-    """Processor seconds that all programs have used on `cores` since the machine started; 0 where
-    the system does not say (proc(5): user, nice, system, idle, iowait, irq, softirq, steal)."""
+    """Return processor seconds that all programs have used on `cores` since the machine started; 0
+    if the system does not say (proc(5): user, nice, system, idle, iowait, irq, softirq, steal)."""
     wanted = {f"cpu{number}" for number in cores}
     used = 0
     try:

@@ -1,4 +1,4 @@
-"""The surroundings of a run: the content of a run folder's environment.json, and of `doctor`."""
+"""A run's environment: the content for a run folder's environment.json, and for `doctor`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -21,8 +22,8 @@ PACKAGES = ("pentameter", "torch", "numpy", "safetensors", "tokenizers", "pydant
 def environment(
     device: torch.device | None = None, capabilities: Capabilities | None = None
 ) -> dict[str, Any]:
-    """Versions, devices, git commit, command line and flags, as JSON values; and the `device` that
-    the run trains on, where it is given."""
+    """Return versions, devices, git commit, command line and flags, as JSON values; and the
+    training `device`, if given."""
     devices = asdict(capabilities or machine_capabilities())
     cpu = devices["cpu"]
     cpu["cores"], cpu["threads"] = cpu.pop("n_cores"), cpu.pop("n_threads")
@@ -45,27 +46,25 @@ def environment(
 
 
 def versions(names: tuple[str, ...]) -> dict[str, str | None]:
-    """Package name → installed version, None where it is not installed."""
-    found: dict[str, str | None] = {}
+    """Return package name → installed version, None if not installed."""
+    found: dict[str, str | None] = dict.fromkeys(names)
     for name in names:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
     if found.get("torch") is not None:
         found["torch"] = str(torch.__version__)  # with its "+cpu", which the metadata may lack
     return found
 
 
 def device_name(device: torch.device, capabilities: Capabilities) -> str:
-    """The name of a device's product, as its driver or the kernel says it."""
+    """Return a device's product name from its driver or the kernel."""
     if device.type == "cuda":
         return capabilities.gpu(device).name
     return f"{capabilities.cpu.name}{' (MPS)' if device.type == 'mps' else ''}"
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """`commit` and `dirty` of the git checkout around a folder, None outside of one."""
+    """Return `commit` and `dirty` for the git checkout around a folder, None outside one."""
     try:
         result = subprocess.run(
             ["git", "describe", "--always", "--abbrev=64", "--exclude=*", "--dirty"],

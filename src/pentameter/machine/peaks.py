@@ -1,15 +1,14 @@
-"""FLOP/s that MFU is a share of: a GPU's published peak, else the fastest product measured here."""
+"""Base for MFU, in FLOP/s: a GPU's published peak, or a matmul measured here."""
 
 from __future__ import annotations
 
-import functools
 import time
 
 import torch
 
 from pentameter.config.schema import MatmulPrecision
 from pentameter.errors import ConfigError
-from pentameter.planning.cluster import device_of_driver
+from pentameter.estimating.cluster import device_of_driver
 
 _CPU_SIZES = (256, 512, 1024, 2048, 4096)
 # 8192³ fills every current GPU; smaller ones may already, and fit where memory is short
@@ -19,36 +18,24 @@ _GPU_SIZES = (2048, 4096, 8192)
 def peak_flops(
     device_name: str, precision: str, matmul_precision: MatmulPrecision | None = None
 ) -> float | None:
-    """The published dense peak in FLOP/s of a device that its driver calls `device_name` ("NVIDIA
-    A100-SXM4-80GB") in the products of `train.precision` and `train.matmul_precision`; None where
-    none is known.
+    """Return the published dense peak, in FLOP/s, for a device with the driver name `device_name`
+    ("NVIDIA A100-SXM4-80GB"), by `train.precision` and `train.matmul_precision`; None if unknown.
 
-    A CPU has no figure worth the name, because clocks fall under wide vectors: there MFU is
-    counted against the measured product (`product_ceiling`). The same goes for
-    a device or a precision that the table lacks.
+    A CPU has no meaningful figure, because clocks fall under wide vectors: there MFU counts against
+    a measured matmul (`measure_matmul`). The same goes for a device or a precision missing from the
+    table.
     """
     device = device_of_driver(device_name)
     return None if device is None else device.peak_flops(precision, matmul_precision)
 
 
-def product_ceiling(device: torch.device | str, dtype: torch.dtype, seconds: float = 0.3) -> float:
-    """FLOP/s of the best of several n×n×n products of `dtype`, measured for about `seconds`.
+def measure_matmul(device: torch.device | str, dtype: torch.dtype, seconds: float = 0.3) -> float:
+    """Return the best FLOP/s among several n×n×n matmuls in `dtype`, measured for about `seconds`.
 
-    The best and not the mean: others' load on the machine only ever subtracts. A product counts
-    2·n³. Sizes grow up to 4096 on a CPU and 8192 on a GPU, as long as one product leaves time for
-    three more. Measured once a process for the same arguments. Raises ConfigError where the device
-    cannot multiply this type (float64 on MPS).
+    The best and not the mean: other load only ever subtracts. A matmul counts 2·n³. Sizes grow up
+    to 4096 on a CPU and 8192 on a GPU, as long as one matmul leaves time for three more. Raises
+    ConfigError if the device cannot multiply this dtype (float64 on MPS).
     """
-    return _measured(str(device), dtype, seconds)
-
-
-@functools.cache
-def _measured(device: str, dtype: torch.dtype, seconds: float) -> float:
-    return measure_product(device, dtype, seconds)
-
-
-def measure_product(device: torch.device | str, dtype: torch.dtype, seconds: float = 0.3) -> float:
-    """As `product_ceiling`, measured anew at every call."""
     device = str(device)
     best = 0.0
     sizes = _CPU_SIZES if torch.device(device).type == "cpu" else _GPU_SIZES
@@ -72,7 +59,7 @@ def measure_product(device: torch.device | str, dtype: torch.dtype, seconds: flo
 
 
 def _best_seconds(device: str, dtype: torch.dtype, n: int, budget_seconds: float) -> float:
-    """The shortest time of one n×n×n product, repeated until the budget is spent."""
+    """Return the shortest time for one n×n×n matmul, repeated until the budget is spent."""
     generator = torch.Generator().manual_seed(n)
     # random, since a GPU slows down for what switches many transistors; in bands, since drawing
     # 4096² numbers takes longer than multiplying them

@@ -1,24 +1,30 @@
-"""The cluster that a run is on: GPUs by the name that their driver gives, else this machine as
-`doctor --measure` has measured it, else usual figures of a CPU."""
+"""The run's cluster: GPUs by driver name, else this machine as measured by `doctor --measure`, else
+typical CPU figures."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from pentameter.disk.cache import cache_folder
-from pentameter.machine.capabilities import Capabilities, machine_capabilities
-from pentameter.machine.cores import host_memory_bytes
-from pentameter.planning.cluster import (
+from pentameter.estimating.cluster import (
     MEASURED_FILE,
     UNCALIBRATED,
     Cluster,
     Device,
     device_of_driver,
+    parse_cluster,
     read_devices,
 )
+from pentameter.machine.cores import host_memory_bytes
+
+if TYPE_CHECKING:
+    from pentameter.machine.capabilities import Capabilities
 
 CORE_TFLOPS = {"fp32": 0.08, "bf16": 0.03, "fp64": 0.04}
 CORE_TFLOPS_BF16 = 0.4
-"""Products of a core, without and with bf16 in hardware (docs/performance.md: 0.33 TFLOP/s in fp32
-and 0.78 to 2.2 in bf16 on two cores)."""
+"""TFLOP/s per core in matmuls, with bf16 hardware; CORE_TFLOPS without (docs/performance.md: 0.33
+TFLOP/s in fp32 and 0.78 to 2.2 in bf16 on two cores)."""
 CORE_BYTES_PER_SECOND = 8e9
 SHARED_MEMORY_BYTES_PER_SECOND = 2e9
 
@@ -26,8 +32,10 @@ SHARED_MEMORY_BYTES_PER_SECOND = 2e9
 def this_cluster(
     world_size: int, local_size: int, capabilities: Capabilities | None = None
 ) -> tuple[Cluster, bool]:
-    """The Cluster of so many processes, `local_size` in each machine, and whether its figures are
-    published or measured ones, not usual ones."""
+    """Return the Cluster for `world_size` processes, `local_size` per machine, and whether its
+    figures are published or measured rather than typical."""
+    from pentameter.machine.capabilities import machine_capabilities  # it imports torch
+
     capabilities = capabilities or machine_capabilities()
     n_nodes = max(1, world_size // local_size)
     shape = {"node_size": local_size, "n_nodes": n_nodes}
@@ -37,15 +45,27 @@ def this_cluster(
         if device is not None and device.can_be_planned:
             device = device.model_copy(update={"memory_bytes": float(gpu.memory_bytes)})
             return Cluster(device_key=gpu.name, device=device, **shape), True
-    measured = cache_folder() / MEASURED_FILE
-    if not capabilities.gpus and n_nodes == 1 and measured.is_file():
+    measured = None if capabilities.gpus or n_nodes > 1 else _measured_file()
+    if measured is not None:
         (device,) = read_devices(measured).values()
         return Cluster(device_key="this machine", device=device, **shape), True
-    return Cluster(device_key="cpu", device=usual_cpu(capabilities), **shape), False
+    return Cluster(device_key="cpu", device=typical_cpu(capabilities), **shape), False
 
 
-def usual_cpu(capabilities: Capabilities) -> Device:
-    """A CPU by its number of cores alone."""
+def measured_cluster() -> Cluster | None:
+    """Return one process on this machine as measured by `doctor --measure`; None if it is not
+    measured."""
+    measured = _measured_file()
+    return None if measured is None else parse_cluster(f"{measured}:1x1")
+
+
+def _measured_file() -> Path | None:
+    measured = cache_folder() / MEASURED_FILE
+    return measured if measured.is_file() else None
+
+
+def typical_cpu(capabilities: Capabilities) -> Device:
+    """Return a CPU with typical figures for its number of cores."""
     cpu = capabilities.cpu
     tflops = {name: each * cpu.n_cores for name, each in CORE_TFLOPS.items()}
     if cpu.fast_bf16:

@@ -1,7 +1,7 @@
-"""Causal self-attention: the projections, and softmax(q·kᵀ / √K) · v in the fastest form there is.
+"""Causal self-attention: the projections, and softmax(q·kᵀ / √K) · v in the fastest available form.
 
-Shapes: B batch, T time, D d_model, H heads, G heads of keys and values (H where none are shared), K
-head size; Q the new tokens (queries), S all tokens (keys), of which the last Q are the new ones.
+Shapes: B batch, T tokens, D d_model, H heads, G KV heads (G = H without grouping), K head size; Q
+new tokens (queries), S all tokens (keys), the last Q being the new ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pentameter.planning.architecture import head_size, n_kv_heads, shares_kv_he
 
 
 class Attend(Protocol):
-    """Causal attention of queries to keys and values, as `attend` below computes it."""
+    """Causal attention from queries to keys and values, with the interface of `attend` below."""
 
     def __call__(
         self,
@@ -41,21 +41,21 @@ class Attend(Protocol):
         positions: Tensor,
         window: int | None,
     ) -> Tensor:
-        """Return each query's mix of values, (B, H, Q, K)."""
+        """Return the values mixed for each query, (B, H, Q, K)."""
 
 
 class Read(Protocol):
-    """What several linear layers make of the same input, as `read` below computes it."""
+    """Application of several linear layers to one input, with the interface of `read` below."""
 
     def __call__(self, x: Tensor, *linears: nn.Linear) -> Sequence[Tensor]:
-        """Return (B, T, N) for each of the layers."""
+        """Return (B, T, N) for each linear."""
 
 
 class Attention(nn.Module):
     """Causal multi-head self-attention.
 
-    Rows of the fused projection `qkv` are (H, 3, K), head by head; where several heads share keys
-    and values, there are `q` with rows (H, K) and `kv` with rows (G, 2, K).
+    Rows in the fused projection `qkv` are (H, 3, K), head by head. With grouped KV heads there are
+    instead `q` with rows (H, K) and `kv` with rows (G, 2, K).
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -71,8 +71,8 @@ class Attention(nn.Module):
         else:
             self.qkv = nn.Linear(D, 3 * H * K, bias=config.qkv_bias)
         self.read: Read = read
-        """How the stream is multiplied with the matrices that read it; processes that share these
-        put another function here, which gathers the stream and sums its gradient."""
+        """Applies the column-parallel linears to the residual stream. Tensor parallelism replaces
+        this function by one that all-gathers the stream and sums its gradient."""
         self.qk_norm = config.qk_norm
         match config.qk_norm:
             case None:
@@ -88,8 +88,8 @@ class Attention(nn.Module):
             attention_weights_site(layer), config.attention_dropout, config.context_length
         )
         self.attend: Attend = attend
-        """How queries, keys and values become a mix of values; processes that divide time put
-        another function here, which reaches the keys and values of the others."""
+        """Computes attention from queries, keys and values. Context parallelism replaces this
+        function by one that reaches the keys and values on other ranks."""
         self.out = nn.Linear(H * K, D, bias=config.bias)
         self.dropout = StreamDropout(attention_output_site(layer), config.dropout)
 
@@ -100,7 +100,7 @@ class Attention(nn.Module):
         dropout_keys: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Return (B, T, D): what each token gathers from itself and the tokens before it."""
+        """Return (B, T, D): for each token, the attention over itself and the tokens before it."""
         q, k, v = (each.transpose(1, 2) for each in self.project(x, positions.rotation))
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, G, past + T, K)
@@ -117,8 +117,8 @@ class Attention(nn.Module):
         return self.dropout(self.out(y), dropout_keys, positions.stream)
 
     def project(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries (B, T, H, K), keys and values (B, T, G, K): made of x (B, T, D), normed
-        and turned."""
+        """Project x (B, T, D) to queries (B, T, H, K), keys and values (B, T, G, K); queries and
+        keys are normed and rotated."""
         K = self.head_size
         if self.shares_kv:
             q, kv = self.read(x, self.q, self.kv)
@@ -133,7 +133,7 @@ class Attention(nn.Module):
         if rotation is not None:
             q, k = rotation(q), rotation(k)
         if q is not q_made:
-            v = v.contiguous()  # so that what all three were made in can be freed
+            v = v.contiguous()  # so that the projection's output, shared by all three, can be freed
         return q, k, v
 
     def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
@@ -146,7 +146,7 @@ class Attention(nn.Module):
 
 
 def read(x: Tensor, *linears: nn.Linear) -> Sequence[Tensor]:
-    """Return what each of the linear layers makes of x (B, T, D)."""
+    """Apply each linear to x (B, T, D): (B, T, N) for each."""
     return [linear(x) for linear in linears]
 
 
@@ -160,12 +160,12 @@ def attend(
     positions: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Return each query's mix of values, (B, H, Q, K); a query sees no key after its own, and with
-    a `window` that many, its own included.
+    """Return the values mixed for each query, (B, H, Q, K). A query sees keys up to its own
+    position; with a `window`, only the last `window` keys, its own included.
 
-    q is (B, H, Q, K), k and v are (B, G, S, K) with S ≥ Q: the first S - Q keys come from a
-    cache. `dropout` is applied to the attention weights where `dropout_keys` are given; `positions`
-    (S,) are those of the keys, 0 … S - 1 where absent.
+    q is (B, H, Q, K), k and v are (B, G, S, K) with S ≥ Q: the first S - Q keys come from a cache.
+    `dropout` is applied to the attention weights if `dropout_keys` are given. `positions` (S,) are
+    the keys' positions, by default 0 … S - 1.
     """
     Q, S = q.shape[2], k.shape[2]
     if dropout is not None and dropout.acts(dropout_keys):
@@ -198,8 +198,9 @@ def attend(
 def _attend_in_windows(
     q: Tensor, k: Tensor, v: Tensor, window: int, attention: Callable[..., Tensor]
 ) -> Tensor:
-    """Return what `attend` returns, where S is a multiple of the window: each block of `window`
-    queries looks at its own keys and the block before, so work grows with T and not its square."""
+    """Compute `attend` for an S divisible by the window: each block of `window` queries attends to
+    its own keys and to the block before, so work grows with T and not with its square. Returns (B,
+    H, T, K)."""
     B, n = len(q), q.shape[2] // window
 
     def with_block_before(x: Tensor) -> Tensor:  # (B, G, T, K) → (B · n, G, 2 · window, K)
@@ -224,12 +225,13 @@ def attend_explicitly(
     positions: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Return the same as `attend`, with the weights written out so that they can be dropped."""
+    """Compute `attend` with the weights (B, H, Q, S) in memory, so that dropout can act on them.
+    Returns (B, H, Q, K)."""
     Q, S, K = q.shape[2], k.shape[2], q.shape[3]
     k, v = for_each_head(k, q), for_each_head(v, q)
     scores = (q * K**-0.5) @ k.transpose(-2, -1)  # (B, H, Q, S)
     scores = scores.masked_fill(_hidden(Q, S, window, q.device), float("-inf"))
-    # The sum of many exponentials needs fp32 even where the products are bf16 or fp16.
+    # The sum of many exponentials needs fp32 even if the matmuls are bf16 or fp16.
     weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
     if dropout is not None:
         positions = torch.arange(S, device=q.device) if positions is None else positions
@@ -238,13 +240,13 @@ def attend_explicitly(
 
 
 def for_each_head(x: Tensor, q: Tensor) -> Tensor:
-    """Return keys or values x (B, G, S, K) once for each head of q (B, H, Q, K): (B, H, S, K)."""
+    """Repeat keys or values x (B, G, S, K) for each head in q (B, H, Q, K): (B, H, S, K)."""
     n_sharing = q.shape[1] // x.shape[1]
     return x if n_sharing == 1 else x.repeat_interleave(n_sharing, dim=1)
 
 
 def _hidden(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return bool (Q, S): true where the key lies after the query, or before its window."""
+    """Return a mask, bool (Q, S): true if the key lies after the query, or before its window."""
     query = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]
     key = torch.arange(n_keys, device=device)
     return key > query if window is None else (key > query) | (key <= query - window)

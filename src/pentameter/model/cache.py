@@ -1,6 +1,6 @@
-"""The key/value cache: keys and values of the tokens seen, which generation need not compute again.
+"""The key/value cache: keys and values for past tokens, so that generation need not recompute them.
 
-Shapes: B batch, T time, H heads of keys and values, K head size.
+Shapes: B batch, T tokens, H KV heads, K head size.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pentameter.planning.architecture import head_size, n_kv_heads
 
 
 class KVCache:
-    """Keys and values of up to `context_length` tokens of `batch_size` sequences, allocated once.
+    """Keys and values for up to `context_length` tokens in `batch_size` sequences, allocated once.
 
-    `model(tokens, cache=cache)` takes the tokens as the continuation of what the cache holds,
-    and appends them. `length` is the number of tokens held.
+    `model(tokens, cache=cache)` takes the tokens as the continuation of the cached ones, and
+    appends them. `length` is the number of cached tokens.
     """
 
     def __init__(
@@ -37,9 +37,10 @@ class KVCache:
         self.length = 0
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all keys and values of a layer (B, H, length + T, K), the new ones included.
+        """Append k and v (B, H, T, K), and return all keys and values in a layer, (B, H, length +
+        T, K), the new ones included.
 
-        k and v are (B, H, T, K). `length` moves only with `advance`, after the last layer.
+        `length` changes only in `advance`, after the last layer.
         """
         end = self.length + k.shape[2]
         keys, values = self.keys[layer], self.values[layer]

@@ -1,4 +1,4 @@
-"""Functions that `torch.compile` compiles one by one, each kind of arguments apart.
+"""Functions that `torch.compile` compiles one by one, separately for each kind of arguments.
 
 Importing a file that uses this compiles nothing: the first call does.
 """
@@ -15,9 +15,9 @@ from torch import Tensor
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with a copy of its code, to be compiled.
+    """Return `function` with its own copy of the code object, to be compiled.
 
-    PyTorch counts recompilations per code object and gives up after eight: a process may train
+    PyTorch counts recompilations per code object and gives up after eight, and a process may train
     several models.
     """
     own = FunctionType(
@@ -31,14 +31,14 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, compiled at its first call for each kind of arguments.
+    """Return `function`, compiled at its first call for each kind of arguments.
 
-    Each kind (shapes, types, numbers) gets code of its own. Importing this file compiles nothing.
+    Each kind (shapes, types, numbers) gets its own code. Importing this file compiles nothing.
     """
 
     @functools.cache
     def compiled(kind: Hashable) -> Callable[..., Any]:
-        # Fused multiply-add: a tenth faster here, and rounds less.
+        # Fused multiply-add: a tenth faster in these kernels, and rounds less.
         options: dict[str, str | int | bool | Callable[..., Any]] = {
             "cpp.enable_floating_point_contract_flag": "fast"
         }
@@ -53,7 +53,7 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kind(argument: Any) -> Hashable:
-    """The properties of an argument that its compilation depends on."""
+    """Return the properties of an argument that its compilation depends on."""
     if isinstance(argument, Tensor):
         return argument.shape, argument.dtype, argument.requires_grad
     if isinstance(argument, tuple | list):

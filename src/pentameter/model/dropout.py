@@ -1,10 +1,10 @@
-"""Dropout whose mask is a function of (seed, step, site, global row, place in the row).
+"""Dropout whose mask is a function of (seed, step, site, global batch row, index in the row).
 
-No generator, no saved mask state: any slice of a batch, any positions, any heads drop exactly
-what the whole would drop there, on any device, eager or compiled. And a hash fuses into
-its neighbours under `torch.compile`, where a generator's call cannot.
+It needs no generator and no saved mask: any slice of a batch, any positions and any heads drop
+exactly the elements that the whole would drop, on any device, eager or compiled. And a hash fuses
+into its neighbours under `torch.compile`; a generator's call cannot.
 
-Shapes: B batch, T time, D channels, H heads; Q and S the times of queries and of keys.
+Shapes: B batch, T tokens, D channels, H heads; Q query tokens, S key tokens.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ EMBEDDING_SITE = 0
 
 
 def attention_weights_site(layer: int) -> int:
-    """Return the dropout site of a layer's attention weights."""
+    """Return the dropout site for a layer's attention weights."""
     return 1 + 3 * layer
 
 
 def attention_output_site(layer: int) -> int:
-    """Return the dropout site of a layer's attention output projection."""
+    """Return the dropout site for a layer's attention output projection."""
     return 2 + 3 * layer
 
 
 def mlp_output_site(layer: int) -> int:
-    """Return the dropout site of a layer's feed-forward output."""
+    """Return the dropout site for a layer's feed-forward output."""
     return 3 + 3 * layer
 
 
 def dropout_keys(
     config: ModelConfig, seed: int, step: int, rows: Sequence[int] | np.ndarray | Tensor
 ) -> Tensor:
-    """Return the keys of one step's dropout masks, int32 (B, n_sites, 2), on the CPU.
+    """Return the keys for one step's dropout masks, int32 (B, n_sites, 2), on the CPU.
 
-    `rows` (B,) are the rows' numbers in the global batch, so that a row keeps its mask wherever
-    it is computed. Sites: 0 the embedding, then for each layer attention weights, attention
-    output, feed-forward output. The batch comes first, so that micro-batches split it.
+    `rows` (B,) are batch-row numbers in the global batch, so that a batch row keeps its mask on any
+    rank. Sites: 0 is the embedding, followed for each layer by attention weights, attention output
+    and feed-forward output. The batch comes first, so that micro-batches split it.
     """
     n_sites = 1 + 3 * config.n_layers
     site_keys = np.array(
@@ -56,9 +56,9 @@ def dropout_keys(
 
 
 def keep_mask(row_keys: Tensor, index: Tensor, p: float) -> Tensor:
-    """Return where to keep: bool (B, *index.shape), true with probability 1 - p.
+    """Return the mask of elements to keep: bool (B, *index.shape), true with probability 1 - p.
 
-    `row_keys` is int32 (B, 2), `index` the int32 number of each element within its row.
+    `row_keys` is int32 (B, 2); `index` is the int32 number of each element within its batch row.
     """
     shape = (-1,) + (1,) * index.ndim
     key = (row_keys[:, 0].view(shape), row_keys[:, 1].view(shape))
@@ -66,20 +66,20 @@ def keep_mask(row_keys: Tensor, index: Tensor, p: float) -> Tensor:
 
 
 def keep_bound(p: float) -> int:
-    """Return the bound below which a share p of the hash lies, uniform over -2^31 … 2^31 - 1."""
+    """Return the bound below which a fraction p of hashes lies, uniform over -2^31 … 2^31 - 1."""
     return round(p * 2**32) - 2**31
 
 
 def drop(x: Tensor, row_keys: Tensor, index: Tensor, p: float) -> Tensor:
-    """Return x (B, *index.shape) with a share p zeroed and the rest scaled by 1 / (1 - p); what is
-    not finite stays so where it is dropped."""
-    # Multiplied, as PyTorch's own dropout: choosing between numbers and zeros (`torch.where`) takes
+    """Zero a fraction p of x (B, *index.shape) and scale the rest by 1 / (1 - p). Returns x's
+    shape. A dropped element that is not finite stays so."""
+    # Multiplied, as in PyTorch's own dropout: selecting numbers or zeros (`torch.where`) takes
     # a CPU three times as long, in both passes.
     return x * (1 / (1 - p)) * keep_mask(row_keys, index, p)
 
 
 class KeyedDropout(nn.Module):
-    """The base of both kinds of dropout: a site, a probability, and when they act."""
+    """Base for both kinds of dropout: a site, a probability, and the condition for dropping."""
 
     def __init__(self, site: int, p: float) -> None:
         super().__init__()
@@ -87,23 +87,23 @@ class KeyedDropout(nn.Module):
         self.p = p
 
     def acts(self, keys: Tensor | None) -> bool:
-        """Return whether anything is dropped: in training, given keys, with p above 0."""
+        """Return True if elements are dropped: in training, given keys, with p above 0."""
         return self.training and keys is not None and self.p > 0
 
     def drop(self, x: Tensor, keys: Tensor, index: Tensor) -> Tensor:
-        """Return x (B, *index.shape) with a share p zeroed and the rest scaled by 1 / (1 - p)."""
+        """Zero a fraction p of x (B, *index.shape) and scale the rest by 1 / (1 - p). Returns x's
+        shape."""
         return drop(x, keys[:, self.site], index, self.p)
 
     def extra_repr(self) -> str:
-        """Return what `print(model)` shows."""
+        """Return the description that `print(model)` shows."""
         return f"site={self.site}, p={self.p}"
 
 
 class StreamDropout(KeyedDropout):
-    """Dropout on the residual stream (B, T, D); channel d at position t has number t · D + d.
+    """Dropout on the residual stream (B, T, D), whose elements `stream_index` numbers.
 
-    Where processes divide channels, `first_channel` is the first that is here, `d_model` the number
-    of all.
+    If channels are sharded, `first_channel` is the first local one, `d_model` the number of all.
     """
 
     def __init__(self, site: int, p: float) -> None:
@@ -112,25 +112,22 @@ class StreamDropout(KeyedDropout):
         self.d_model: int | None = None
 
     def forward(self, x: Tensor, keys: Tensor | None, positions: Tensor) -> Tensor:
-        """Return x (B, T, D), dropped from where `keys` (B, n_sites, 2) are given in training.
+        """Return x (B, T, D), with dropout in training if `keys` (B, n_sites, 2) are given.
 
-        `positions` (T,) are those of x in the sequence: any part of the time drops what the whole
-        drops there.
+        `positions` (T,) are x's positions in the sequence: any slice of the sequence drops the
+        elements that the whole sequence drops there.
         """
         if keys is None or not self.acts(keys):
             return x
-        first, last = self.first_channel, self.first_channel + x.shape[2]
-        channel = torch.arange(first, last, dtype=torch.int32, device=x.device)
-        D = x.shape[2] if self.d_model is None else self.d_model
-        return self.drop(x, keys, _word(positions)[:, None] * D + channel)  # index (T, D)
+        channels = range(self.first_channel, self.first_channel + x.shape[2])
+        return self.drop(x, keys, stream_index(positions, channels, self.d_model or len(channels)))
 
 
 class AttentionDropout(KeyedDropout):
-    """Dropout on attention weights (B, H, Q, S); query q of head h looking at key s has number
-    (h · context_length + q) · context_length + s.
+    """Dropout on attention weights (B, H, Q, S), whose elements `weight_index` numbers.
 
-    `head_offset` is the first head that is here. `kernel` computes attention with it without
-    writing weights out, as `attend_in_kernel` does; None where nothing here can.
+    `head_offset` is the first local head. `kernel` computes attention with dropout without storing
+    the weights, as `attend_in_kernel` does; None if no such kernel is available.
     """
 
     def __init__(self, site: int, p: float, context_length: int) -> None:
@@ -146,9 +143,10 @@ class AttentionDropout(KeyedDropout):
         query_positions: Tensor,
         key_positions: Tensor,
     ) -> Tensor:
-        """Return the weights (B, H, Q, S), dropped where `keys` are given in training.
+        """Return the weights (B, H, Q, S), with dropout in training if `keys` (B, n_sites, 2) are
+        given.
 
-        `query_positions` (Q,) and `key_positions` (S,) say which block of the matrix it is.
+        `query_positions` (Q,) and `key_positions` (S,) locate this block in the whole matrix.
         """
         if keys is None or not self.acts(keys):
             return weights
@@ -159,15 +157,28 @@ class AttentionDropout(KeyedDropout):
         return self.drop(weights, keys, index)
 
 
+# The numbering of elements within a batch row: every mask in Python uses it. Kernels in
+# C++ (`fused_cpu/cpp`) and Triton (`dropout_kernels.py`) repeat it, and tests compare their masks.
+
+
+def stream_index(positions: Tensor, channels: range, d_model: int) -> Tensor:
+    """Number the elements in a residual stream, int32 (T, D): position · d_model + channel."""
+    channel = torch.arange(
+        channels.start, channels.stop, dtype=torch.int32, device=positions.device
+    )
+    return _word(positions)[:, None] * d_model + channel
+
+
 def weight_index(
     heads: range, query_positions: Tensor, key_positions: Tensor, context_length: int
 ) -> Tensor:
-    """Return the numbers of attention weights within their row, int32 (H, Q, S)."""
+    """Number attention weights, int32 (H, Q, S): (head · context_length + query) · context_length +
+    key."""
     head = torch.arange(heads.start, heads.stop, dtype=torch.int32, device=query_positions.device)
     row = head[:, None] * context_length + _word(query_positions)  # (H, Q)
     return row[:, :, None] * context_length + _word(key_positions)
 
 
 def _word(positions: Tensor) -> Tensor:
-    """Return positions in the 32-bit words that `bits` counts in."""
+    """Convert positions to the 32-bit words that `bits` counts in."""
     return positions.to(torch.int32)

@@ -1,30 +1,33 @@
-"""Fused causal attention with keyed dropout of its weights on a GPU: three kernels in Triton.
+"""Fused causal attention with keyed dropout on its weights, for GPUs: three Triton kernels.
 
-FlashAttention-2 (Dao 2023, "FlashAttention-2: faster attention with better parallelism and work
-partitioning", algorithms 1 and 2), with dropout as in FlashAttention (Dao et al. 2022, appendix
-B.4). The attention weights exist a tile at a time and are never written to memory; so is the mask,
-which every kernel computes again from the keys of the rows, with the arithmetic of `keyed.bits`.
+They implement FlashAttention-2 (Dao 2023, "FlashAttention-2: faster attention with better
+parallelism and work partitioning", algorithms 1 and 2), with dropout as in FlashAttention (Dao et
+al. 2022, appendix B.4). The attention weights exist one tile at a time and are never written to
+memory. Neither is the mask: every kernel recomputes it from the batch rows' keys, with the
+arithmetic of `keyed.bits`.
 
-Forward, for queries q, keys k and values v of a head, K their size, ∘ element by element:
+Forward, for one head's queries q, keys k and values v, with K the head size and ∘ the element-wise
+product:
 
-    S = q·kᵀ / √K, −∞ where hidden      ℓ = log Σ exp S, over each row      P = exp(S − ℓ)
-    Z = keep / (1 − p)                  y = (P ∘ Z)·v
+    S = q·kᵀ / √K, −∞ if hidden          ℓ = log Σ exp S, over each row      P = exp(S − ℓ)
+    Z = keep / (1 − p)                   y = (P ∘ Z)·v
 
-ℓ sums all weights, the dropped ones too, so a row that drops every key is 0 and no special case.
-Backward, for the gradient g of y:
+ℓ sums all weights, the dropped ones too, so a row that drops every key gives 0 and needs no special
+case. Backward, for the gradient g with respect to y:
 
     dv = (P ∘ Z)ᵀ·g      dP = (g·vᵀ) ∘ Z      D = Σ P ∘ dP = Σ g ∘ y, over each row
     dS = P ∘ (dP − D)    dq = dS·k / √K       dk = dSᵀ·q / √K
 
-One kernel makes dq, a tile of queries at a time, another dk and dv, a tile of keys at a time, for
-all heads that share the keys. So no two programs add to the same number, and results do not depend
-on the order in which they run. Logarithms are to base 2, in which a GPU computes exponentials.
+One kernel computes dq, one tile of queries at a time; another computes dk and dv, one tile of keys
+at a time, for all heads that use the keys. So no two programs add to the same number, and results
+do not depend on the order in which they run. Logarithms are to base 2, in which a GPU computes
+exponentials.
 
-Importing this imports Triton, which comes with a PyTorch that is built for GPUs. `fused_dropout.py`
-does so where a run can use it. On a CPU Triton interprets the kernels if TRITON_INTERPRET=1 is in
-the environment beforehand.
+Importing this file imports Triton, which comes with a PyTorch built for GPUs. `fused_dropout.py`
+imports it only if a run can use it. On a CPU, Triton interprets the kernels if TRITON_INTERPRET=1
+was set in the environment beforehand.
 
-Shapes: B batch, T time, H heads, G heads of keys and values, K head size, W a window.
+Shapes: B batch, T tokens, H heads, G KV heads, K head size, W a window.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ LOG2_E = math.log2(math.e)
 
 
 class Tiles(NamedTuple):
-    """The rows of a program's tile, those of the tiles it goes through, and its warps."""
+    """Sizes for one launch: rows in a program's own tile, rows in the tiles it iterates over, and
+    warps."""
 
     own: int
     others: int
@@ -59,13 +63,13 @@ class Tiles(NamedTuple):
 
 
 def tiles(head_size: int, element_bytes: int, *, backward: bool) -> Tiles:
-    """Return the Tiles of a kernel: the largest for which the compiler leaves numbers in registers
-    and each kernel within 99 KiB of shared memory, which GPUs of compute capability 8.6 have.
+    """Return a kernel's Tiles: the largest for which the compiler keeps values in registers and
+    each kernel needs at most 99 KiB of shared memory, which GPUs with compute capability 8.6 have.
 
-    They are a table, and not searched for by timing: the order of sums would then depend on which
-    candidate won, and a run on more than itself.
+    They come from a table, not from a timed search: the order of sums would then depend on the
+    candidate that won, and a run on more than itself.
     """
-    # A warp of AMD's GPUs is twice as wide.
+    # A warp on AMD GPUs is twice as wide.
     few, many = (4, 8) if torch.version.hip is None else (4, 4)
     if element_bytes > 2:
         return Tiles(32, 32, many) if head_size <= 64 else Tiles(32, 16, many)
@@ -76,8 +80,8 @@ def tiles(head_size: int, element_bytes: int, *, backward: bool) -> Tiles:
 
 @triton.jit
 def _bits(index, key_0, key_1):
-    """Return `keyed.bits` of int32 numbers, line by line: the same operations on words that wrap.
-    The masks make an arithmetic shift a logical one."""
+    """Compute `keyed.bits` for int32 numbers, line by line: the same operations on words that wrap.
+    The masks turn an arithmetic shift into a logical one."""
     x = index ^ key_0
     x = x * _MULTIPLIER_1
     x = x ^ ((x >> _SHIFT_1) & _MASK_1)
@@ -90,7 +94,8 @@ def _bits(index, key_0, key_1):
 
 @triton.jit
 def _load_tile(at, rows, stride, T, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return rows of a head, (rows, COLUMNS), which begins `at`; 0 beyond T and K."""
+    """Load rows of a head that begins at the pointer `at`: (rows, COLUMNS), with 0 beyond T and
+    K."""
     column = tl.arange(0, COLUMNS)
     inside = (rows < T)[:, None] & (column < K)[None, :]
     offsets = rows.to(tl.int64)[:, None] * stride + column[None, :]
@@ -99,7 +104,7 @@ def _load_tile(at, rows, stride, T, K: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _store_tile(at, rows, stride, tile, T, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Write a tile (rows, COLUMNS) where `_load_tile` would read it."""
+    """Store a tile (rows, COLUMNS) at the addresses that `_load_tile` would read."""
     column = tl.arange(0, COLUMNS)
     inside = (rows < T)[:, None] & (column < K)[None, :]
     offsets = rows.to(tl.int64)[:, None] * stride + column[None, :]
@@ -108,7 +113,8 @@ def _store_tile(at, rows, stride, tile, T, K: tl.constexpr, COLUMNS: tl.constexp
 
 @triton.jit
 def _visible(queries, keys, T, window):
-    """Return where a query (…) sees a key (…): its own and those before, back to its window."""
+    """Return the mask of keys (…) that a query (…) sees: its own and earlier ones, back to its
+    window."""
     return (keys <= queries) & (keys > queries - window) & (queries < T)
 
 
@@ -121,7 +127,7 @@ def _forward_kernel(
     K: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write y (B, T, H, K) and the base-2 logarithms (B, H, T) of a tile of queries of a head."""
+    """Write y (B, T, H, K) and the base-2 logarithms (B, H, T) for one head's tile of queries."""
     row, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
     first_query = tl.program_id(0) * QUERIES
     queries = first_query + tl.arange(0, QUERIES)
@@ -144,7 +150,7 @@ def _forward_kernel(
         visible = _visible(queries[:, None], keys[None, :], T, window)
         scores = tl.where(visible, scores, float("-inf"))
         now = tl.maximum(most, tl.max(scores, 1))
-        shift = tl.where(now == float("-inf"), 0.0, now)  # of a row that has seen no key yet
+        shift = tl.where(now == float("-inf"), 0.0, now)  # for a row that has seen no key yet
         weights = tl.exp2(scores - shift[:, None])
         shrink = tl.exp2(most - shift)
         total = total * shrink + tl.sum(weights, 1)
@@ -171,7 +177,7 @@ def _queries_kernel(
     K: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write dq (B, T, H, K) and D (B, H, T), `sums`, of a tile of queries of a head."""
+    """Write dq (B, T, H, K) and D (B, H, T), named `sums`, for one head's tile of queries."""
     row, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
     first_query = tl.program_id(0) * QUERIES
     queries = first_query + tl.arange(0, QUERIES)
@@ -215,8 +221,8 @@ def _keys_kernel(
     K: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write dk and dv (B, T, G, K) of a tile of keys, summed over the heads that share them.
-    Tiles lie transposed here: keys are rows, queries columns."""
+    """Write dk and dv (B, T, G, K) for a tile of keys, summed over the heads that use them. Tiles
+    are transposed in this kernel: keys are matrix rows, queries columns."""
     G = H // n_sharing
     row, kv_head = (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
     first_key = tl.program_id(0) * KEYS
@@ -229,7 +235,7 @@ def _keys_kernel(
 
     dk = tl.zeros([KEYS, COLUMNS], tl.float32)
     dv = tl.zeros([KEYS, COLUMNS], tl.float32)
-    last = tl.minimum(first_key + KEYS - 1 + window, T)  # no query from here on sees a key of these
+    last = tl.minimum(first_key + KEYS - 1 + window, T)  # later queries see none of these keys
     for head in range(kv_head * n_sharing, (kv_head + 1) * n_sharing):
         for start in range(first_key // QUERIES * QUERIES, last, QUERIES):
             queries = start + tl.arange(0, QUERIES)
@@ -266,12 +272,12 @@ def attend_dropping(
     first_head: int,
     context_length: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return each query's mix of values (B, H, T, K), and the base-2 logarithms of the sums of its
-    weights, fp32 (B, H, T).
+    """Return the values mixed for each query (B, H, T, K), and the base-2 logarithm of the sum over
+    its weights, fp32 (B, H, T).
 
-    q is (B, H, T, K), k and v are (B, G, T, K), of one dtype: fp32, bf16 or fp16. `row_keys`, int32
-    (B, 2), `p`, `first_head` and `context_length` are those of an AttentionDropout, `positions`
-    (T,) those of queries and keys; a query sees `window` keys, its own included.
+    q is (B, H, T, K), k and v are (B, G, T, K), all in one dtype: fp32, bf16 or fp16. `row_keys`,
+    int32 (B, 2), `p`, `first_head` and `context_length` come from an AttentionDropout; `positions`
+    (T,) are those of queries and keys. A query sees `window` keys, its own included.
     """
     B, H, T, K = q.shape
     q, k, v = map(_by_rows, (q, k, v))
@@ -280,7 +286,7 @@ def attend_dropping(
     if q.numel():
         at = (q, k, v, y, logs, row_keys, positions)
         strides = (*_strides(q, k, v), *row_keys.stride())
-        numbers = (T, H, H // k.shape[1], window, first_head, context_length, *_dropping(p, K))
+        numbers = (T, H, H // k.shape[1], window, first_head, context_length, *_factors(p, K))
         _launch(_forward_kernel, (*at, *strides, *numbers), q, H, backward=False)
     return y, logs
 
@@ -299,14 +305,14 @@ def attend_dropping_backward(
     first_head: int,
     context_length: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, given that of y, `g` (B, H, T, K), what `attend_dropping`
-    read and what it returned."""
+    """Return the gradients of q (B, H, T, K), k and v (B, G, T, K), given y's gradient `g` (B, H,
+    T, K), the inputs to `attend_dropping` and its results."""
     (B, H, T, K), G = q.shape, k.shape[1]
     g, q, k, v, y = map(_by_rows, (g, q, k, v, y))
     dq, dk, dv = (q.new_empty(B, T, n, K).transpose(1, 2) for n in (H, G, G))
     if q.numel():
         sums = torch.empty_like(logs)
-        numbers = (T, H, H // G, window, first_head, context_length, *_dropping(p, K), K**-0.5)
+        numbers = (T, H, H // G, window, first_head, context_length, *_factors(p, K), K**-0.5)
         keys = row_keys.stride()
         at = (q, k, v, y, g, logs, sums, dq, row_keys, positions)
         launched = (*at, *_strides(q, k, v, y, g), *keys, *numbers)
@@ -320,13 +326,13 @@ def attend_dropping_backward(
 def _launch(
     kernel: Any, arguments: tuple[Any, ...], q: Tensor, n_heads: int, *, backward: bool
 ) -> None:
-    """Run a kernel for every tile of so many heads of the rows of q (B, H, T, K)."""
+    """Run a kernel on every tile of `n_heads` heads in each batch row of q (B, H, T, K)."""
     B, _, T, K = q.shape
     own, others, warps = tiles(K, q.element_size(), backward=backward)
     queries, keys = (others, own) if kernel is _keys_kernel else (own, others)
-    # A GPU of AMD's has no tf32 in Triton on most chips; its full precision is always there.
+    # Most AMD chips have no tf32 in Triton; full precision is always available.
     rounds = torch.get_float32_matmul_precision() != "highest" and torch.version.hip is None
-    with torch.cuda.device_of(q):  # Triton launches on the current device; of a CPU: nothing
+    with torch.cuda.device_of(q):  # Triton launches on the current device; a no-op for a CPU
         kernel[(triton.cdiv(T, own), B * n_heads)](
             *arguments,
             K=K,
@@ -339,19 +345,20 @@ def _launch(
         )
 
 
-def _dropping(p: float, head_size: int) -> tuple[int, float, float]:
-    """Return the bound below which bits drop, the factor from products to scores in base 2, and
-    that of the weights that are left."""
+def _factors(p: float, head_size: int) -> tuple[int, float, float]:
+    """Return the bound below which bits drop, the factor from dot products to base-2 scores, and
+    the factor for the weights that are kept."""
     return keep_bound(p), head_size**-0.5 * LOG2_E, 1 / (1 - p)
 
 
 def _by_rows(x: Tensor) -> Tensor:
-    """Return x with its last dimension's numbers one after another, as the kernels read them."""
+    """Return x with its last dimension contiguous, as the kernels read it."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Return the strides of rows, time and heads of tensors (B, H, T, K), one after another."""
+    """Return the strides for batch, sequence and head of each tensor (B, H, T, K), one after
+    another."""
     return tuple(x.stride(dimension) for x in tensors for dimension in (0, 2, 1))
 
 
@@ -376,7 +383,7 @@ def _(g: Tensor, q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor, Te
     return dq, dk, dv
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.numbers = inputs[5:]
     ctx.save_for_backward(*inputs[:3], *output, *inputs[3:5])
 
@@ -386,7 +393,7 @@ def _backward(ctx: Any, g: Tensor, _g_logs: Tensor) -> tuple[Tensor | None, ...]
     return dq, dk, dv, *(None,) * 6
 
 
-dropped_attention.register_autograd(_backward, setup_context=_remember)
+dropped_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 def attend_in_kernel(
@@ -399,8 +406,8 @@ def attend_in_kernel(
     positions: Tensor | None,
     window: int | None,
 ) -> Tensor:
-    """Return what `attend_explicitly` returns of as many queries as keys, up to rounding; weights
-    are dropped alike."""
+    """Compute `attend_explicitly` for equally many queries and keys, (B, H, T, K), up to rounding;
+    the same weights are dropped."""
     T = q.shape[2]
     positions = torch.arange(T, device=q.device) if positions is None else positions
     numbers = (dropout.p, min(window or T, T), dropout.head_offset, dropout.context_length)

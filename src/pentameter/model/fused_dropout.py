@@ -1,11 +1,12 @@
-"""Attention that drops its weights without writing them out, on a GPU where that proves right.
+"""Attention with dropout computed by kernels that never store its weights, on GPUs that pass a
+check.
 
-The kernels are in `dropout_kernels.py`, which imports Triton. Nobody has Triton but whose PyTorch
-is built for GPUs, and a kernel that compiles need not be right on a chip and a release that it was
-never run on. So `kernel_obstacle` looks before a run begins, and where something is in the way, the
-run computes with weights written out, which differs in rounding, memory and time alone.
+`dropout_kernels.py` holds the kernels and imports Triton, which comes only with a PyTorch built for
+GPUs. A kernel that compiles need not be correct on a chip and a release on which it was never run.
+So `kernel_obstacle` checks before a run begins. If there is an obstacle, the run computes attention
+with its weights stored, which differs only in rounding, memory and time.
 
-Shapes: B batch, T time, H heads, G heads of keys and values, K head size.
+Shapes: B batch, T tokens, H heads, G KV heads, K head size.
 """
 
 from __future__ import annotations
@@ -24,23 +25,25 @@ from pentameter.model.dropout import AttentionDropout
 from pentameter.planning.architecture import head_size, n_kv_heads, window
 
 LEAST_CAPABILITY = 80
-"""Below 8.0 Triton (3.7) multiplies without tensor cores, and spills registers."""
+"""Minimum compute capability × 10. Below 8.0, Triton (3.7) multiplies without tensor cores and
+spills registers."""
 AMD_CHIPS = ("gfx90a", "gfx94", "gfx95")
-"""The chips of AMD for whose registers the kernels' tiles were chosen: MI200, MI300, MI350."""
+"""AMD chips for whose registers the kernels' tiles were chosen: MI200, MI300, MI350."""
 
-CHECKED_TOKENS = 200  # two tiles of each kernel and a part of one, at least
+CHECKED_TOKENS = 200  # at least two tiles and a partial one in each kernel
 MOST_ROUNDINGS = 32.0
-"""Roundings by which a number of a checked result may be off, in that of its largest in a row.
-Weights, their gradients and results are each rounded once, and as many as CHECKED_TOKENS of either
-sign are summed. As Triton interprets them the kernels are within 8 of fp64 in bf16 and fp16, the
-weights written out within 4; where a bound drops 6 % more elements, 190 in bf16, 1,500 in fp16."""
+"""Maximum error in a checked result, in roundings of the largest number in its matrix row. Weights,
+their gradients and results are each rounded once, and up to CHECKED_TOKENS such errors of either
+sign are summed. In Triton's interpreter, the kernels are within 8 roundings of fp64 in bf16 and
+fp16, stored weights within 4. A bound that drops 6 % more elements is off by 190 in bf16 and 1,500
+in fp16."""
 LEAST_BOUND = 2.0**-15
-"""The bound in fp32, where a GPU's exponentials are off by more than a rounding."""
+"""Minimum error bound, for fp32: a GPU's exponentials are off by more than one rounding."""
 
 
 class Problem(NamedTuple):
-    """Inputs and a gradient of attention: q and g (B, H, T, K), k and v (B, G, T, K), the keys of
-    rows (B, 1, 2), and the rest of what `attend` takes."""
+    """Inputs and an output gradient for attention: q and g (B, H, T, K), k and v (B, G, T, K), the
+    batch rows' keys (B, 1, 2), and the other arguments to `attend`."""
 
     q: Tensor
     k: Tensor
@@ -53,8 +56,8 @@ class Problem(NamedTuple):
 
 
 def drop_in_kernel(model: nn.Module) -> None:
-    """From now on compute the attention of a model that drops its weights by the kernels, where a
-    `kernel_obstacle` was looked for and is not."""
+    """Switch a model's attention dropout to the kernels, for use after `kernel_obstacle` found
+    none."""
     from pentameter.model.dropout_kernels import attend_in_kernel
 
     for module in model.modules():
@@ -63,7 +66,8 @@ def drop_in_kernel(model: nn.Module) -> None:
 
 
 def chip_obstacle(gpu: GpuCapabilities) -> str | None:
-    """Return what keeps the kernels from a GPU, a phrase; None where its matrix units serve."""
+    """Return a phrase that says why the kernels cannot run on a GPU; None if its matrix units
+    can."""
     capability = gpu.compute_capability
     if capability is None and not gpu.architecture.startswith(AMD_CHIPS):
         return f"they are for {', '.join(AMD_CHIPS)} of AMD's GPUs, not {gpu.architecture}"
@@ -74,18 +78,18 @@ def chip_obstacle(gpu: GpuCapabilities) -> str | None:
 
 
 def kernel_obstacle(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return what keeps the kernels from an architecture's attention on a device, products being in
-    `dtype`: a phrase, or None once they were compiled, run, and found to agree with the weights
-    written out, in fp64 on the same device, for each window that the model has.
+    """Return a phrase that says why the kernels cannot compute an architecture's attention on a
+    device with matmuls in `dtype`. None means that they were compiled, run, and agreed with stored
+    weights in fp64 on the same device, for each window in the model.
 
-    Their absence costs memory, never a run, so nothing is raised.
+    A missing kernel costs memory, never a run, so nothing is raised.
     """
     try:
         for size in sorted({window(model, layer) or 0 for layer in range(model.n_layers)}):
             obstacle = _disagreement(_problem(model, dtype, device, size or None))
             if obstacle is not None:
                 return obstacle
-    except Exception as error:  # of an import, a compiler, a driver: whatever it is
+    except Exception as error:  # from an import, a compiler, a driver: whatever it is
         said = next(iter(str(error).strip().splitlines()), "")
         return f"{type(error).__name__}: {said}" if said else type(error).__name__
     return None
@@ -94,8 +98,9 @@ def kernel_obstacle(model: ModelConfig, dtype: torch.dtype, device: torch.device
 def _problem(
     model: ModelConfig, dtype: torch.dtype, device: torch.device, size: int | None
 ) -> Problem:
-    """Return the last tokens of a context of two rows, of one or two groups of heads that share
-    keys, its numbers drawn from a key; of a `size` of window, of which no tile is whole, a part."""
+    """Build a check on the last tokens in a context: two batch rows, and one or two groups of heads
+    with common keys, all numbers drawn from a key. With a window `size`, the window is at most a
+    third of the tokens, so that no tile lies wholly inside it."""
     K, G = head_size(model), min(2, n_kv_heads(model))
     H = G * (model.n_heads // n_kv_heads(model))
     T = min(CHECKED_TOKENS, model.context_length)
@@ -105,7 +110,7 @@ def _problem(
     def draw(name: str, n_heads: int) -> Tensor:
         index = torch.arange(2 * n_heads * T * K, dtype=torch.int32)
         drawn = bits(make_key("dropout kernel", name), index).view(2, n_heads, T, K)
-        # Uniform, of variance 1; laid out as a projection leaves it.
+        # Uniform with variance 1, in the memory layout that a projection gives.
         x = drawn.to(device, torch.float64) * (3**0.5 / 2**31)
         return x.transpose(1, 2).contiguous().transpose(1, 2).to(dtype)
 
@@ -117,8 +122,8 @@ def _problem(
 
 
 def _disagreement(problem: Problem) -> str | None:
-    """Return how far the kernels' result or a gradient is from that of the weights written out,
-    where it is more than rounding explains."""
+    """Describe the first result or gradient whose error against stored weights exceeds rounding;
+    None if there is none."""
     dtype = problem.q.dtype
     precise = problem._replace(
         **{name: getattr(problem, name).double() for name in ("q", "k", "v", "g")}
@@ -127,13 +132,14 @@ def _disagreement(problem: Problem) -> str | None:
     bound = rounding_bound(dtype)
     for name, one, other in zip(("y", "dq", "dk", "dv"), found, expected, strict=True):
         off = row_error(one, other)
-        if not off <= bound:  # nor is nan
+        if not off <= bound:  # true for nan, too
             return f"their {name} is off by {off:.1e} in {dtype}, more than {bound:.1e}"
     return None
 
 
 def _computed(problem: Problem, *, in_kernel: bool) -> tuple[Tensor, ...]:
-    """Return the result of a problem, and the gradients of q, k and v."""
+    """Return a problem's result y and the gradients of q, k and v, each in the shape of its
+    tensor."""
     q, k, v = (x.detach().requires_grad_() for x in problem[:3])
     attend: Callable[..., Tensor] = attend_explicitly
     if in_kernel:
@@ -152,16 +158,17 @@ def _computed(problem: Problem, *, in_kernel: bool) -> tuple[Tensor, ...]:
 
 
 def rounding_bound(dtype: torch.dtype) -> float:
-    """Return the error that rounding explains, where products are computed in `dtype`."""
+    """Return the error that rounding explains if matmuls are computed in `dtype`."""
     tf32 = dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
     rounding = 2.0**-11 if tf32 else torch.finfo(dtype).eps / 2
     return max(MOST_ROUNDINGS * rounding, LEAST_BOUND)
 
 
 def row_error(x: Tensor, expected: Tensor) -> float:
-    """Return the largest error of a row (…, K) ÷ the largest number of that row, or of a usual row
-    where that is larger, or a tenth, as of inputs of variance 1: gradients of the first query,
-    which sees one key, are 0 but for rounding."""
+    """Return the largest error in x (…, K), each matrix row's relative to its scale. The scale is
+    the largest number in that row of `expected`, at least that of a usual row, and at least a
+    tenth, for inputs with variance 1: gradients for the first query, which sees one key, are 0
+    except for rounding."""
     largest = expected.abs().amax(-1)
     scale = largest.clamp_min(largest.mean()).clamp_min(0.1)
     off: float = ((x.to(expected.dtype) - expected).abs().amax(-1) / scale).max().item()

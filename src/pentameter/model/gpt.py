@@ -1,58 +1,55 @@
-"""A GPT, whole or a slice of its layers. It is read in the order in which it runs.
+"""A GPT, whole or a slice of its layers, written in the order in which it runs.
 
-It is plain: it knows nothing of devices, processes or precision, which are applied from outside.
+It is plain: it knows nothing of devices, ranks or precision, which are applied from outside.
 
-Shapes: B batch, T time, D d_model, H heads, K head size, V vocabulary (padded).
+Shapes: B batch, T tokens, D d_model, H heads, K head size, V vocabulary (padded).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pentameter.config.choices import look_up, refuse_unknown
 from pentameter.config.schema import ModelConfig
-from pentameter.model.attention import Attention, Read, read
+from pentameter.model.attention import Attention
 from pentameter.model.cache import KVCache
-from pentameter.model.dropout import EMBEDDING_SITE, StreamDropout, mlp_output_site
+from pentameter.model.dropout import EMBEDDING_SITE, StreamDropout
+from pentameter.model.feed_forward import MLP
 from pentameter.model.initial import initialize
 from pentameter.model.loss import HeadLoss, softcapped
+from pentameter.model.matmul import PLAIN, Matmul
 from pentameter.model.positions import Positions, rotation, sinusoidal_positions
 from pentameter.planning.architecture import (
     embedding_dropout,
-    feed_forward_width,
     has_final_norm,
-    has_gate,
     has_position_table,
-    layer_range,
     norm_has_bias,
     padded_vocab_size,
 )
+from pentameter.planning.gpt import layer_range, sub_layers
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "swiglu": F.silu,
-    "geglu": F.gelu,
+SUB_LAYERS: dict[str, Callable[[ModelConfig, int], nn.Module]] = {
+    "attention": Attention,
+    "mlp": MLP,
 }
-"""`model.activation` → what acts on the layer's inner width, or on its gate."""
+"""Name of a sub-layer in `planning/sub_layers/` → its module, built from the configuration and the
+block's index and called as `MLP.forward` is."""
 
 
 class GPT(nn.Module):
-    """Layers `first_layer` up to and without `last_layer` (n_layers when absent) of a GPT.
+    """Layers `first_layer` up to but excluding `last_layer` (default n_layers) of a GPT.
 
-    The slice that begins at layer 0 embeds tokens, the one that ends at n_layers gives logits;
-    blocks keep their global numbers, so that names survive slicing. A slice with a tied head but
-    without the embeddings holds its own `token_embedding.weight`, to be kept equal to the other.
+    The slice that begins at layer 0 embeds tokens, the one that ends at n_layers gives logits.
+    Blocks keep their global numbers, so parameter names survive slicing. A slice with a tied head
+    but without the embeddings holds its own `token_embedding.weight`, to be kept equal to the
+    other.
 
-    Names and shapes of its parameters are those of `planning.architecture.parameter_table`.
-    Parameters are not meaningful before `initialize` or loading; `build_model` does both steps.
+    Names and shapes of its parameters are those in `planning.gpt.parameter_table`.
+    Parameters are not meaningful before `initialize` or loading; `build_model` builds and
+    initializes.
 
     Raises:
         ConfigError: the configuration's `vocab_size` is not set.
@@ -69,13 +66,13 @@ class GPT(nn.Module):
         self.is_last = self.last_layer == config.n_layers
         self.has_final_norm = has_final_norm(config)
         self.attention_positions: Callable[[Tensor], Tensor] | None = None
-        """Picks from the positions (context_length,) of a sequence those that this process's
-        attention gets, where processes divide the context; None where it gets all."""
+        """Selects, from a sequence's positions (context_length,), those that this rank's attention
+        gets under context parallelism; None if it gets all."""
         self.stream_positions: Callable[[Tensor], Tensor] | None = None
-        """Picks from these the ones whose residual stream is here, where processes that share
-        matrices divide time; None where all of it is."""
+        """Selects, from the attention's positions, those whose residual stream is local, if the
+        stream is sharded along the sequence; None if all of it is local."""
         self.stream_channels = slice(None)
-        """Channels of the residual stream that are here, where processes divide them."""
+        """Local channels of the residual stream, if channels are sharded."""
         V, D = padded_vocab_size(config), config.d_model
 
         if self.is_first or (self.is_last and config.tied_head):
@@ -94,7 +91,7 @@ class GPT(nn.Module):
                 self.head: nn.Module = TiedHead(V if config.head_bias else None)
             else:
                 self.head = nn.Linear(D, V, bias=config.head_bias)
-            assert config.vocab_size is not None  # padded_vocab_size has refused that
+            assert config.vocab_size is not None  # padded_vocab_size has refused None
             self.head_loss = HeadLoss(config.vocab_size, config.logit_softcap)
 
     @property
@@ -111,11 +108,11 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Return the summed loss of `targets` from the last layers, logits (B, T, V) where none are
-        given; from other layers the residual stream (B, T, D).
+        """Return the summed loss against `targets`, 0-dim, from a slice with the last layer, or
+        logits (B, T, V) without targets; from any other slice the residual stream (B, T, D).
 
-        `targets` are int64 (B, T), with -1 for places that do not count; the caller divides by
-        the step's global number of target tokens. The other arguments are `hidden_states`'.
+        `targets` are int64 (B, T), -1 for tokens that the loss mask excludes; the caller divides by
+        the step's global number of target tokens. The other arguments are those of `hidden_states`.
         """
         x = self.hidden_states(x, dropout_keys=dropout_keys, cache=cache, positions=positions)
         if not self.is_last:
@@ -132,12 +129,12 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Return what the head reads, the final norm included, or the residual stream (B, T, D).
+        """Return the head's input after the final norm, or the residual stream: (B, T, D).
 
-        x is tokens, int64 (B, T), where the slice begins at layer 0, else (B, T, D). Dropout acts
-        in training when `dropout_keys` (B, n_sites, 2) are given. With a `cache`, x continues
-        what the cache holds, and is appended to it. `positions`, int64 (T,), are those of all
-        tokens that attention sees, in order; where absent they follow what the cache holds.
+        x is tokens, int64 (B, T), if the slice begins at layer 0, else (B, T, D). Dropout acts in
+        training if `dropout_keys` (B, n_sites, 2) are given. With a `cache`, x continues the cached
+        tokens and is appended to them. `positions`, int64 (T,), are those of all tokens that
+        attention sees, in order; by default they follow the cached ones.
 
         Raises:
             ValueError: the context is longer than `context_length`, or dropout meets a cache.
@@ -151,10 +148,10 @@ class GPT(nn.Module):
         if self.is_first:
             x = self.embed(x, of_stream)
             x = self.embedding_dropout(x, dropout_keys, of_stream)
-        turning = rotation(positions, self.config, x.dtype)
-        both = Positions(of_stream, positions, turning)
+        rotary = rotation(positions, self.config, x.dtype)
+        all_positions = Positions(of_stream, positions, rotary)
         for block in self.blocks.values():
-            x = block(x, both, dropout_keys, cache)
+            x = block(x, all_positions, dropout_keys, cache)
         if cache is not None:
             cache.advance(n_new)
         if self.is_last and self.has_final_norm:
@@ -166,15 +163,15 @@ class GPT(nn.Module):
         if self.attention_positions is not None:
             whole = torch.arange(self.config.context_length, device=device)
             return self.attention_positions(whole)
-        # A later slice gets its part of a divided stream, of which the whole is the context.
-        divided = self.stream_positions is not None and not self.is_first
-        n_seen = self.config.context_length if divided else n_new
+        # A later slice gets a local block of a sharded stream; the whole stream is the context.
+        is_sharded = self.stream_positions is not None and not self.is_first
+        n_seen = self.config.context_length if is_sharded else n_new
         return torch.arange(n_past, n_past + n_seen, device=device)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return what the first block sees, (B, T, D), of tokens (B, T) at `positions` (T,).
+        """Embed tokens (B, T) at `positions` (T,) into the first block's input (B, T, D).
 
-        Where the embedding gives a part of the time only, `positions` are that part's.
+        If the embedding returns only a local block of the sequence, `positions` are that block's.
         """
         x = self.token_embedding(tokens)
         if self.config.embedding_scale:
@@ -191,12 +188,12 @@ class GPT(nn.Module):
                 refuse_unknown(unknown, "model.positions", "the model")
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return logits (B, T, V) of hidden states (B, T, D)."""
+        """Return logits (B, T, V) for hidden states (B, T, D)."""
         weight = (self.token_embedding.weight,) if self.config.tied_head else ()
         return softcapped(self.head(x, *weight), self.config.logit_softcap)
 
     def head_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Return the head's weight (V, D), the embedding's where it is tied, and bias (V,)."""
+        """Return the head's weight (V, D), the embedding's if tied, and its bias (V,) or None."""
         weight = (self.token_embedding if self.config.tied_head else self.head).weight
         bias = self.head.bias
         assert isinstance(weight, Tensor)
@@ -216,16 +213,21 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each added to the residual stream."""
+    """One layer: sub-layers, each with a norm and added to the residual stream."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.norm_position = config.norm_position
         self.parallel_residual = config.parallel_residual
-        self.attention_norm = _norm(config)
-        self.attention = Attention(config, layer)
-        self.mlp_norm = _norm(config)
-        self.mlp = MLP(config, layer)
+        self.names = [each.name for each in sub_layers(config)]
+        for name in self.names:
+            self.add_module(f"{name}_norm", _norm(config))
+            build = look_up(SUB_LAYERS, name, "a sub-layer's name", "the model")
+            self.add_module(name, build(config, layer))
+
+    def sub_layers(self) -> list[tuple[nn.Module, nn.Module]]:
+        """Return each sub-layer after its norm, in execution order."""
+        return [(getattr(self, f"{name}_norm"), getattr(self, name)) for name in self.names]
 
     def forward(
         self,
@@ -234,63 +236,32 @@ class Block(nn.Module):
         dropout_keys: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Return the residual stream (B, T, D) after this layer."""
-        match self.norm_position:
-            case "pre":
-                attended = x + self.attention(
-                    self.attention_norm(x), positions, dropout_keys, cache
-                )
-                reads = x if self.parallel_residual else attended
-                x = attended + self.mlp(self.mlp_norm(reads), positions, dropout_keys)
-            case "post":
-                x = self.attention_norm(x + self.attention(x, positions, dropout_keys, cache))
-                x = self.mlp_norm(x + self.mlp(x, positions, dropout_keys))
-            case "output":
-                x = x + self.attention_norm(self.attention(x, positions, dropout_keys, cache))
-                x = x + self.mlp_norm(self.mlp(x, positions, dropout_keys))
-            case unknown:
-                refuse_unknown(unknown, "model.norm_position", "the model")
+        """Return the residual stream (B, T, D) after this layer, from x (B, T, D)."""
+        stream = x
+        for norm, sub_layer in self.sub_layers():
+            match self.norm_position:
+                case "pre":
+                    reads = stream if self.parallel_residual else x
+                    x = x + sub_layer(norm(reads), positions, dropout_keys, cache)
+                case "post":
+                    x = norm(x + sub_layer(x, positions, dropout_keys, cache))
+                case "output":
+                    x = x + norm(sub_layer(x, positions, dropout_keys, cache))
+                case unknown:
+                    refuse_unknown(unknown, "model.norm_position", "the model")
         return x
 
 
-class MLP(nn.Module):
-    """The feed-forward layer, token by token."""
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        D, d_ff = config.d_model, feed_forward_width(config)
-        name = config.activation
-        self.activation = look_up(ACTIVATIONS, name, "model.activation", "the model")
-        self.gate = nn.Linear(D, d_ff, bias=config.bias) if has_gate(config) else None
-        self.up = nn.Linear(D, d_ff, bias=config.bias)
-        self.down = nn.Linear(d_ff, D, bias=config.bias)
-        self.read: Read = read
-        """As in `Attention`."""
-        self.dropout = StreamDropout(mlp_output_site(layer), config.dropout)
-
-    def forward(
-        self, x: Tensor, positions: Positions, dropout_keys: Tensor | None = None
-    ) -> Tensor:
-        """Return (B, T, D)."""
-        if self.gate is None:
-            (up,) = self.read(x, self.up)
-            inner = self.activation(up)  # (B, T, d_ff)
-        else:
-            gate, up = self.read(x, self.gate, self.up)
-            inner = self.activation(gate) * up
-        return self.dropout(self.down(inner), dropout_keys, positions.stream)
-
-
 class TiedHead(nn.Module):
-    """The output projection that shares the token embedding's weight; a bias of n_rows, or none."""
+    """The output projection with the token embedding's weight, and a bias (n_rows,) or none."""
 
     def __init__(self, n_rows: int | None) -> None:
         super().__init__()
         self.bias = None if n_rows is None else nn.Parameter(torch.zeros(n_rows))
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return logits (B, T, V) of x (B, T, D) with the weight (V, D)."""
-        return F.linear(x, weight, self.bias)
+    def forward(self, x: Tensor, weight: Tensor, matmul: Matmul = PLAIN) -> Tensor:
+        """Return logits (B, T, V) for x (B, T, D) and the weight (V, D)."""
+        return matmul.linear(x, weight, self.bias)
 
 
 def build_model(
@@ -302,10 +273,10 @@ def build_model(
     first_layer: int = 0,
     last_layer: int | None = None,
 ) -> GPT:
-    """Return an initialised GPT, or a slice of one, on `device` in `dtype`.
+    """Build and initialize a GPT, or a slice of one, on `device` in `dtype`.
 
-    It is shaped without memory first, so that no random generator is used and nothing is
-    written twice. `seed` picks the weights.
+    It is first built on the meta device, without memory, so that no random generator is used and
+    nothing is written twice. `seed` determines the weights.
     """
     with torch.device("meta"):
         model = GPT(config, first_layer=first_layer, last_layer=last_layer).to(dtype)

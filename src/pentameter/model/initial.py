@@ -1,7 +1,7 @@
-"""Initial weights as a function of (seed, parameter name, flat index): any part, anywhere.
+"""Initial weights as a function of (seed, parameter name, flat index): any region, on any rank.
 
 A rank that owns a slice of a tensor computes that slice only. Values are drawn on the CPU, in
-float64, and rounded to fp32: the same ones for every device and layout.
+float64, and rounded to fp32: the same values for every device and layout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from pentameter.config.schema import ModelConfig
 from pentameter.keyed import bits, make_key
 from pentameter.machine.cores import usable_cores
-from pentameter.planning.architecture import ParameterSpec, parameter_table
+from pentameter.planning.architecture import ParameterSpec
+from pentameter.planning.gpt import parameter_table
 
 BLOCK_ELEMENTS = 2**16  # its float64 temporaries stay in a core's cache; divides 2^32
 CHUNK_ELEMENTS = 2**22
@@ -26,14 +27,14 @@ CONSTANTS = {"zeros": 0.0, "ones": 1.0}
 """Kinds of `Init` that draw nothing."""
 
 Region = tuple[tuple[int, int], ...]
-"""A part of a parameter: (start, stop) of each of its dimensions."""
+"""A region of a parameter: (start, stop) for each of its dimensions."""
 
 
 def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Set every parameter of a whole GPT, or of a slice of it, to its initial value, in place.
+    """Set every parameter in a GPT, or in a slice of one, to its initial value, in place.
 
-    `seed` picks the values; a slice gets those that the whole model has there. Memory beyond
-    the model's own stays at some tens of MB, whatever the sizes.
+    `seed` determines the values; a slice gets the same values as in the whole model. Extra memory
+    stays at some tens of MB, whatever the sizes.
 
     Raises:
         KeyError: the model has a parameter that the table of `config` does not know.
@@ -45,19 +46,19 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
 
 
 def fill(spec: ParameterSpec, own: Tensor, region: Region, seed: int) -> None:
-    """Set `own`, which is this `region` of a parameter, to its initial value, in place."""
+    """Set `own`, the local `region` of a parameter, to its initial value, in place."""
     if own.numel() == 0:
         return
     (start, stop), *others = region
     width = math.prod(spec.shape[1:])  # elements of a whole row
-    is_cut = [tuple(other) for other in others] != [(0, size) for size in spec.shape[1:]]
+    is_sliced = [tuple(other) for other in others] != [(0, size) for size in spec.shape[1:]]
     n_rows = max(1, CHUNK_ELEMENTS // width)
 
     def fill_rows(first: int) -> None:
         last = min(first + n_rows, stop)
         values = initial_values(spec, seed, first * width, last * width)
         rows = values.view(last - first, *spec.shape[1:])
-        if is_cut:
+        if is_sliced:
             rows = rows[:, slice(*others[0])]
         own[first - start : last - start].copy_(rows)
 
@@ -69,10 +70,11 @@ def fill(spec: ParameterSpec, own: Tensor, region: Region, seed: int) -> None:
 def initial_values(
     spec: ParameterSpec, seed: int, start: int = 0, stop: int | None = None
 ) -> Tensor:
-    """Return the flat elements [start, stop) of a parameter's initial value, fp32, on the CPU.
+    """Return flat elements [start, stop) of a parameter's initial value, fp32 (stop - start,), on
+    the CPU.
 
-    `stop` is the parameter's end when absent. Any two calls agree, bit for bit, where their
-    ranges meet.
+    `stop` defaults to the parameter's end. Any two calls agree, bit for bit, on elements that both
+    compute.
 
     Raises:
         ValueError: the range leaves the parameter.
@@ -92,8 +94,8 @@ def initial_values(
 
 
 def _draw(spec: ParameterSpec, seed: int, start: int, stop: int) -> np.ndarray:
-    """Return elements [start, stop) in float64; the range lies in one block."""
-    # The low 32 bits of the index are the counter, as a signed word; the rest joins the key.
+    """Draw elements [start, stop), float64 (stop - start,); the range lies in one block."""
+    # The index's low 32 bits are the counter, as a signed word; the rest joins the key.
     index = np.arange(start, stop, dtype=np.int64).astype(np.uint32).view(np.int32)
 
     def uniform(word: int) -> np.ndarray:

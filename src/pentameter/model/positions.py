@@ -1,6 +1,6 @@
-"""Positions of tokens in their sequence: how they travel through the model, and what knows them.
+"""Token positions in their sequence: how they pass through the model, and how they are encoded.
 
-Shapes: B batch, T time, D d_model, H heads, K head size, R channels of a head that turn.
+Shapes: B batch, T tokens, D d_model, H heads, K head size, R rotated channels in a head.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from pentameter.planning.architecture import turning_channels
 class Positions(NamedTuple):
     """Positions of a forward pass's tokens, int64 (T,), counted from 0.
 
-    Two tensors, because what shares the matrices of a model out may divide time between them: the
-    residual stream is then a part of it, while attention sees every token.
+    There are two tensors because tensor parallelism may shard the residual stream along the
+    sequence: the stream is then a block of the sequence, while attention sees every token.
     """
 
     stream: Tensor
-    """Positions of the residual stream that is here: embedding and dropout act on it."""
+    """Positions in the local residual stream: embedding and dropout use them."""
     attention: Tensor
     """Positions of the tokens whose queries, keys and values attention gets."""
     rotation: Rotation | None
-    """What turns these queries and keys, where positions are rotary."""
+    """Rotates these queries and keys, if positions are rotary."""
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines (T, R / 2) of the angles by which pairs of channels turn, fp32 or fp64."""
+    """Cosines and sines (T, R / 2) of the angles that rotate pairs of channels, fp32 or fp64."""
 
     cosine: Tensor
     sine: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return x (B, T, H, K), its first R channels turned: number i of them with i + R / 2."""
+        """Return x (B, T, H, K) with its first R channels rotated: channel i paired with i + R /
+        2."""
         half = self.cosine.shape[1]
         precise = x.to(torch.promote_types(x.dtype, self.cosine.dtype))
         a, b = precise[..., :half], precise[..., half : 2 * half]
@@ -48,10 +49,12 @@ class Rotation(NamedTuple):
 
 
 def rotation(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> Rotation | None:
-    """Return the Rotation of queries and keys at int64 positions (T,); None where nothing turns.
+    """Return the Rotation for queries and keys at int64 positions (T,); None unless positions are
+    rotary.
 
-    "RoFormer" (Su et al. 2021), in the order of channels that Hugging Face's models have. Angles
-    are fp32 whatever the model's dtype, as published weights were trained with them.
+    It follows "RoFormer" (Su et al. 2021), with channels in the order that Hugging Face's models
+    use. Angles are fp32 whatever the model's dtype, because published weights were trained with
+    them.
     """
     if config.positions != "rotary":
         return None
@@ -64,7 +67,7 @@ def rotation(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> Rota
 
 
 def _scaled(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    """Return the frequencies (R / 2,), in radians a token, for a longer context."""
+    """Scale the frequencies (R / 2,), in radians per token, for a longer context."""
     scaling = config.rope_scaling
     match scaling.type:
         case None:

@@ -1,1 +1,1 @@
-"""Optimizer groups from the parameter table, the learning rate as a function, gradient clipping."""
+"""Optimizer groups from the parameter table, the learning-rate schedule, and Muon for shards."""

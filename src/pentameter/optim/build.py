@@ -1,4 +1,4 @@
-"""An optimizer whose groups come from the parameter table, not from guesses about names."""
+"""Optimizers whose parameter groups come from the parameter table, not from guesses about names."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ DECAYS_ALL = {"matrices": False, "all": True}
 
 
 class JointOptimizer:
-    """Several torch optimizers, each with parameters of its own, stepping as one."""
+    """Several torch optimizers with disjoint parameters, stepping as one."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all parts; writing to one writes to its optimizer."""
+        """The groups of all its optimizers; writing to a group writes to its optimizer."""
         return [group for part in self.parts for group in part.param_groups]
 
     def step(self) -> None:
@@ -36,7 +36,7 @@ class JointOptimizer:
             part.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of every parameter."""
+        """Reset the gradients of every parameter."""
         for part in self.parts:
             part.zero_grad(set_to_none=set_to_none)
 
@@ -49,13 +49,13 @@ def parameter_groups(
     table: Sequence[ParameterSpec],
     config: OptimizerConfig,
 ) -> list[dict[str, Any]]:
-    """Groups of the parameters that learn, those that decay and those that do not, in the order of
+    """Group the trainable parameters into those that decay and those that do not, in the order of
     `named_parameters`.
 
-    One of each, and where parameters are shards one for each mesh they lie on: an optimizer updates
-    the parameters of a group together, which those of different meshes cannot be. With
-    `decay = "matrices"` only parameters the table marks (matrices and embeddings) decay; with
-    `"all"` every parameter does, which is PyTorch's own default.
+    There is one group for each, and for sharded parameters one per device mesh: an optimizer
+    updates a group's parameters together, which is impossible across meshes. With `decay =
+    "matrices"`, only parameters that the table marks (matrices and embeddings) decay; with `"all"`,
+    every parameter does, which is PyTorch's own default.
     """
     decays_all = look_up(DECAYS_ALL, config.decay, "optimizer.decay", "the optimizer")
     decays: Mapping[str, bool] = {spec.name: spec.decay for spec in table}
@@ -77,11 +77,11 @@ def build_optimizer(
     config: OptimizerConfig,
     muon: type[torch.optim.Muon] = torch.optim.Muon,
 ) -> AnyOptimizer:
-    """The configuration's update rule over the table's groups, of the parameters that are trained;
-    fused, one kernel for all, where torch has that.
+    """Build the configured optimizer over the table's groups of trainable parameters; fused, one
+    kernel for all, if torch has that.
 
-    `muon` is the class for Muon's part, where its matrices may be sharded. The learning rate here
-    is a placeholder: `set_learning_rate` writes the schedule's each step.
+    `muon` is the class for Muon's matrices, which may be sharded. The initial learning rate is a
+    placeholder: `set_learning_rate` writes the scheduled rate each step.
     """
     named = [pair for pair in named_parameters if pair[1].requires_grad]
     if config.name != "muon":
@@ -98,7 +98,7 @@ def build_optimizer(
             adjust_lr_fn="match_rms_adamw",
         )
         parts.append(matrix_rule)
-    # Torch refuses an optimizer of nothing, and all that adapters train are matrices.
+    # Torch refuses an empty optimizer, and adapters train matrices only.
     if rest := [(n, p) for n, p in named if n not in in_block]:
         parts.append(_one_rule(rest, table, config))
     return JointOptimizer(*parts)
@@ -107,14 +107,14 @@ def build_optimizer(
 def _one_rule(
     named: NamedParameters, table: Sequence[ParameterSpec], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """SGD, Adam or AdamW, which is also what Muon leaves its remainder to."""
+    """Build SGD, Adam or AdamW; with Muon, AdamW updates the remaining parameters."""
     groups = parameter_groups(named, table, config)
     parameters = [parameter for group in groups for parameter in group["params"]]
     fused = {parameter.device.type for parameter in parameters} <= {"cpu", "cuda", "mps"}
     rate, betas, eps = config.learning_rate, config.betas, config.eps
     match config.name:
         case "sgd":
-            # DTensor knows the fused update of Adam, not that of SGD.
+            # DTensor supports Adam's fused update, not SGD's.
             fused = fused and not any(hasattr(each, "device_mesh") for each in parameters)
             return torch.optim.SGD(groups, lr=rate, momentum=momentum(config), fused=fused)
         case "adam":
@@ -129,3 +129,30 @@ def set_learning_rate(optimizer: AnyOptimizer, rate: float) -> None:
     """Use `rate` from the next step on."""
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+def can_step_unless(optimizer: AnyOptimizer) -> bool:
+    """Return True if `step_unless` may pass this optimizer a tensor: the fused update of Adam and
+    AdamW. SGD's would leave a first momentum without values, and Muon, like an optimizer of a
+    user's own, knows of no such tensor."""
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
+        group["fused"] for group in optimizer.param_groups
+    )
+
+
+def step_unless(optimizer: AnyOptimizer, is_off: torch.Tensor | None) -> None:
+    """Make the optimizer's step. If `is_off`, float32 () on the parameters' device, holds 1, the
+    step leaves weights and state as they are; the host does not know.
+
+    This is how `torch.amp.GradScaler` tells a fused optimizer of an infinite gradient. The kernel
+    returns early: nothing is multiplied by zero, nothing decays.
+    """
+    if is_off is None:
+        optimizer.step()
+        return
+    fused: Any = optimizer
+    fused.found_inf = is_off
+    try:
+        fused.step()
+    finally:
+        del fused.found_inf

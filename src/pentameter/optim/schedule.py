@@ -9,10 +9,11 @@ from pentameter.config.schema import OptimizerConfig, ScheduleConfig
 
 
 def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> float:
-    """The rate of optimizer step `step` (0-based) under a resolved schedule.
+    """Return the learning rate for optimizer step `step` (0-based) under a resolved schedule.
 
-    Everything is counted from `schedule.start_step`; earlier steps were made under another
-    schedule, which this one does not know, and have the rate of the first.
+    Steps count from `schedule.start_step`. Earlier steps were made under another schedule, unknown
+    to this one, and get the first step's rate.
+
     Warm-up is linear, `learning_rate · (step + 1) / warmup_steps`, so that step 0 already learns
     and the peak is reached at step `warmup_steps - 1`. Then:
 
@@ -20,7 +21,7 @@ def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfi
     - `cosine` falls along half a cosine to `min_learning_rate`, reached at `decay_steps`
       (Loshchilov & Hutter 2017, one cycle), and stays there;
     - `linear` falls in a straight line to the same end;
-    - `wsd` (warm-up, stable, decay: Hu et al. 2024, "MiniCPM", section 4) stays, and falls in a
+    - `wsd` (warm-up, stable, decay: Hu et al. 2024, "MiniCPM", section 4) stays, then falls in a
       straight line over the last `cooldown_steps` of `decay_steps`;
     - `step` multiplies by `gamma` every `decay_interval` steps, counted from step 0.
     """
@@ -47,8 +48,9 @@ def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfi
 
 
 def _progress(step: int, schedule: ScheduleConfig, longest: int | None = None) -> float:
-    """The share of the decay that is done at `step`: 0 up to its beginning, 1 from `decay_steps`
-    on. It begins after the warm-up, or where it would else take more than the `longest` steps."""
+    """Return the fraction of the decay completed at `step`: 0 until it begins, 1 from `decay_steps`
+    on. It begins after the warm-up, or later if it would otherwise take more than `longest`
+    steps."""
     assert schedule.decay_steps is not None  # the plan resolved it
     first = schedule.warmup_steps
     if longest is not None:

@@ -1,1 +1,1 @@
-"""The one place that sees both the model and the devices it runs on."""
+"""The one package that sees both the model and the devices it runs on."""

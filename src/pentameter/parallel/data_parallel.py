@@ -1,8 +1,8 @@
-"""Data parallelism: processes that compute different rows, with whole copies or with shards.
+"""Data parallelism: ranks that compute different batch rows, with full copies or with shards.
 
-DDP sums the gradients of whole copies while the backward pass runs; `fully_shard` (FSDP2) shares
-out optimizer state, gradients and weights as ZeRO does (Rajbhandari et al. 2020). Both sum: the
-loss is already divided by the global count of targets, so a mean would be one too many.
+DDP all-reduces the gradients of full copies during the backward pass. `fully_shard` (FSDP2) shards
+optimizer state, gradients and weights, as ZeRO does (Rajbhandari et al. 2020). Both sum and do not
+average: the loss is already divided by the global target count, so a mean would divide twice.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,10 +30,12 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from pentameter.parallel.precision import arithmetic
+from pentameter.parallel.sources.model_source import ModelSource
 from pentameter.parallel.stage_module import StageModule
+from pentameter.planning.buckets import COPIES_BUCKET_BYTES
+from pentameter.planning.plan import Plan
 from pentameter.planning.rules import LayoutRules
-from pentameter.planning.traffic import COPIES_BUCKET_BYTES
+from pentameter.planning.sharding import Placement
 
 # torch 2.13 renamed the argument, and warns of the old name.
 _NEW_NAME = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
@@ -42,102 +45,121 @@ _NO_BROADCASTS: dict[str, Any] = {
 
 
 def with_copies(
-    module: StageModule, mesh: DeviceMesh, *, may_leave_unused: bool
-) -> DistributedDataParallel:
-    """DDP around `module`: the backward pass of a step's last micro-batch sums gradients
-    over the dimension `data` of `mesh`. Where the module `may_leave_unused` some parameters in a
-    pass, DDP still hears of each, which it waits for."""
+    module: StageModule, source: ModelSource, mesh: DeviceMesh, plan: Plan
+) -> nn.Module:
+    """Wrap `module` in DDP if its parameters' placements say so; return it unchanged otherwise. DDP
+    all-reduces gradients during the backward pass of a step's last micro-batch. If a pass may leave
+    some parameters unused, their DDP hooks still fire: DDP waits for every one."""
+    (over,) = set(_dimensions(module, plan, attrgetter("ddp_over")).values())
+    if not over:
+        return module
     parameters = [each for each in module.parameters() if each.requires_grad]
-    if may_leave_unused:
-        # A search for them, `find_unused_parameters`, costs a walk over the graph, and warns.
+    if source.may_leave_unused:
+        # The alternative, `find_unused_parameters`, walks the graph in each pass, and warns.
         module.register_forward_hook(partial(_touched, parameters))
-    group = mesh["data"].get_group()
+    group = mesh[over].get_group()
     ddp = DistributedDataParallel(
         module,
         process_group=group,
         init_sync=False,  # every copy draws the same initial values
-        **_NO_BROADCASTS,  # which are constants
+        **_NO_BROADCASTS,  # buffers are constants
         bucket_cap_mb=COPIES_BUCKET_BYTES / 2**20,
         gradient_as_bucket_view=True,
     )
     # A lambda, as DDP refuses a hook whose annotations are strings.
-    ddp.register_comm_hook(group, lambda group, bucket: _sum(group, bucket))  # noqa: PLW0108
+    ddp.register_comm_hook(group, lambda group, bucket: _all_reduce_bucket(group, bucket))  # noqa: PLW0108
     return ddp
 
 
+def _dimensions(
+    module: StageModule, plan: Plan, field: Callable[[Placement], tuple[str, ...]]
+) -> dict[nn.Parameter, tuple[str, ...]]:
+    """Map each parameter to the mesh dimensions in one field of its Placement."""
+    return {each: field(plan.placements[name]) for name, each in module.model.named_parameters()}
+
+
 def _touched(
-    parameters: Sequence[nn.Parameter], module: nn.Module, given: object, y: Tensor
+    parameters: Sequence[nn.Parameter], module: nn.Module, inputs: object, y: Tensor
 ) -> Tensor:
+    """Forward hook: tie the output y (any shape) to every parameter, so that backward
+    reaches each."""
     return _EveryParameter.apply(y, *parameters) if torch.is_grad_enabled() else y
 
 
 class _EveryParameter(Function):
-    """Passes on its first argument, and lets the backward pass come to parameters that had no part
-    in it, with no gradient."""
+    """Identity on its first argument, through which the backward pass also reaches parameters that
+    took no part in it, with no gradient."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, *parameters: Tensor) -> Tensor:
+        """Return a view with the shape and values of y; `parameters` only enter the graph."""
         ctx.n_parameters = len(parameters)
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient g for y unchanged, and None for each parameter."""
         return g, *(None for _ in range(ctx.n_parameters))
 
 
-def _sum(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _all_reduce_bucket(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP communication hook: all-reduce a bucket's flat buffer (n,) over `group`, without
+    averaging."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def share_state(
-    module: StageModule,
-    units: Sequence[tuple[nn.Module, bool]],
-    mesh: DeviceMesh,
-    rules: LayoutRules,
-    *,
-    offload: bool,
+def shard_state(
+    module: StageModule, source: ModelSource, mesh: DeviceMesh, plan: Plan, *, offload: bool
 ) -> None:
-    """Shard the parameters of `module` over the dimension `shard` of `mesh`, in place; the replicas
-    of HSDP lie along `data`.
+    """Shard the parameters of `module` by FSDP, in place, over the mesh dimensions that their
+    placements name; without ZeRO these name none.
 
-    `units` are gathered together, in the products' dtype where products alone read them, and the
-    rest (embeddings, norms, head) in its own: what autocast would round is rounded before it is
-    sent, and nothing else is.
+    Each of the source's units is all-gathered as a whole: in the matmul dtype if only matmuls read
+    it, since autocast would round these weights anyway, and they are then rounded before they are
+    sent. Everything else (embeddings, norms, head) is gathered in its own dtype.
     """
-    shared = mesh["data", "shard"] if rules.sums_shard_copies else mesh["shard"]
+    over = _dimensions(module, plan, attrgetter("fsdp_over"))
+    rules, dimensions = plan.rules, {each for each in over.values() if each}
+    if not dimensions:
+        return
+
+    def shard(unit: nn.Module, policy: MixedPrecisionPolicy) -> None:
+        """Shard a unit's parameters, except those that FSDP has sharded already."""
+        (along,) = {over[each] for each in unit.parameters() if each in over} or dimensions
+        fully_shard(unit, mesh=mesh[along], mp_policy=policy, **options)
+
     offload_policy: OffloadPolicy = OffloadPolicy()
     if offload:
         offload_policy = CPUOffloadPolicy(pin_memory=module.device.type == "cuda")
     options: dict[str, Any] = {
-        "mesh": shared,
         "reshard_after_forward": not rules.weights_stay_gathered,
         "offload_policy": offload_policy,
     }
-    rounded = arithmetic(module.precision).autocast
-    products = MixedPrecisionPolicy(
+    rounded = module.arithmetic.autocast_dtype
+    matmul_policy = MixedPrecisionPolicy(
         param_dtype=rounded,
         reduce_dtype=None if rounded is None else torch.float32,
         cast_forward_inputs=False,
     )
-    # What a unit returns may be a view, and nothing here writes into one: no word to the user.
+    # FSDP warns if a unit returns a view. No code here writes into one: users need no warning.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    for unit, holds_products in units:
-        policy = products if holds_products else MixedPrecisionPolicy()
-        fully_shard(unit, mp_policy=policy, **options)
-    fully_shard(module, **options)
+    units = source.gathered_units(module.model)
+    for unit, feeds_matmuls_only in units:
+        shard(unit, matmul_policy if feeds_matmuls_only else MixedPrecisionPolicy())
+    shard(module, MixedPrecisionPolicy())
     modules = [unit for unit, _ in units]
     if rules.prefetches_weights:
         _prefetch(modules)
     for unit in (*modules, module):
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        unit.set_force_sum_reduction_for_comms(True)  # gloo has no average
 
 
 def _prefetch(units: Sequence[nn.Module]) -> None:
-    """Gather each unit's weights while the one before it computes, also in the backward pass."""
+    """All-gather each unit's weights while the previous unit computes, in the backward pass too."""
     for earlier, later in itertools.pairwise(units):
         assert isinstance(earlier, FSDPModule)
         assert isinstance(later, FSDPModule)
@@ -148,13 +170,13 @@ def _prefetch(units: Sequence[nn.Module]) -> None:
 def micro_batch(
     module: nn.Module, rules: LayoutRules, *, is_last: bool
 ) -> contextlib.AbstractContextManager[object]:
-    """The context of a micro-batch's forward and backward pass, in which its gradients are summed
-    over the data or left to be added up, as the rules say."""
+    """Return the context in which a micro-batch runs forward and backward. Its gradients are
+    reduced over the data-parallel ranks or accumulated locally, as the rules say."""
     if isinstance(module, DistributedDataParallel):
         return contextlib.nullcontext() if is_last else module.no_sync()
     if isinstance(module, FSDPModule):
         module.set_is_last_backward(is_last)
         module.set_requires_gradient_sync(is_last or rules.reduces_each_micro_batch)
-        module.set_requires_all_reduce(is_last)  # over copies of the shards
+        module.set_requires_all_reduce(is_last)  # over the shards' replicas
         module.set_reshard_after_backward(is_last or not rules.weights_stay_gathered)
     return contextlib.nullcontext()

@@ -1,8 +1,8 @@
-"""The work on gradients after the backward pass, so that each is that of the global loss.
+"""Gradients after the backward pass: make each one that of the global loss.
 
-A parameter may be whole in each process, a shard, or a copy of a tied one in another stage. Here
-gradients get their parameters' placements, sums over processes that backward did not make, one
-norm in which every element counts once, and are divided by the loss scale and clipped.
+A parameter may be replicated, a shard, or a copy of a tied parameter in another stage. This module
+redistributes gradients to their parameters' placements, all-reduces those that backward did not,
+computes one norm that counts every element once, divides by the loss scale, and clips.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn import Parameter
 
-from pentameter.planning.traffic import filled_buckets
+from pentameter.planning.buckets import filled_buckets
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The local shard of a DTensor; any other tensor is returned as it is."""
+    """Return the local shard of a DTensor, and any other tensor as it is (any shape)."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def placed_as_parameters(parameters: Iterable[Parameter]) -> None:
-    """Give each gradient the placements of its parameter.
+    """Redistribute each gradient to its parameter's placements.
 
-    DTensor leaves some gradients whole where only a part is needed (that of a vocabulary-parallel
-    embedding), or partial where the sum is.
+    DTensor leaves some gradients Replicate although the parameter is sharded (a vocabulary-parallel
+    embedding), or Partial although the sum is needed.
     """
     for parameter in parameters:
         gradient = parameter.grad
@@ -39,25 +39,25 @@ def placed_as_parameters(parameters: Iterable[Parameter]) -> None:
 
 
 def add_up(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """All-reduce each tensor over the group, in place; by buckets, a few large messages."""
+    """All-reduce each tensor (any shape) over the group, in place, in a few large buckets."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for same in by_dtype.values():
         sizes = [tensor.nbytes for tensor in same]
-        for bucket in (same[part] for part in filled_buckets(sizes)):
+        for bucket in (same[indices] for indices in filled_buckets(sizes)):
             if len(bucket) == 1 and bucket[0].is_contiguous():
                 dist.all_reduce(bucket[0], group=group)
                 continue
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             dist.all_reduce(flat, group=group)
-            parts = flat.split([tensor.numel() for tensor in bucket])
-            for tensor, part in zip(bucket, parts, strict=True):
-                tensor.copy_(part.view(tensor.shape))
+            reduced = flat.split([tensor.numel() for tensor in bucket])
+            for tensor, chunk in zip(bucket, reduced, strict=True):
+                tensor.copy_(chunk.view(tensor.shape))
 
 
-def is_divided(parameter: Tensor, dimension: str) -> bool:
-    """Whether processes along a dimension of the mesh hold different parts of it."""
+def is_sharded(parameter: Tensor, dimension: str) -> bool:
+    """Return whether ranks along a mesh dimension hold different shards of the parameter."""
     return any(
         name == dimension and not placement.is_replicate()
         for name, placement in _placements(parameter)
@@ -65,39 +65,41 @@ def is_divided(parameter: Tensor, dimension: str) -> bool:
 
 
 def lies_on(parameter: Tensor, dimension: str) -> bool:
-    """Whether the parameter's own mesh has this dimension."""
+    """Return whether the parameter's own mesh has this dimension."""
     return any(name == dimension for name, _ in _placements(parameter))
 
 
 def _placements(parameter: Tensor) -> list[tuple[str, Placement]]:
+    """Return (mesh dimension, placement) pairs for a DTensor; none for a plain tensor."""
     if not isinstance(parameter, DTensor):
         return []
     names = parameter.device_mesh.mesh_dim_names
-    assert names is not None  # all ours have names
+    assert names is not None  # every mesh here has dimension names
     return list(zip(names, parameter.placements, strict=True))
 
 
 def norm_here(parameters: Iterable[Parameter]) -> Tensor:
-    """The Euclidean norm of all gradients of this process together, 0-dim; a parameter without one
-    counts 0."""
+    """Compute the Euclidean norm over all gradients on this rank, 0-dim. A parameter without a
+    gradient counts as 0."""
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
 def global_norm(parameters: Iterable[Parameter], mesh: DeviceMesh) -> Tensor:
-    """The Euclidean norm of all gradients, each element counted once, 0-dim; the same everywhere.
+    """Compute the Euclidean norm over all gradients, each element counted once, 0-dim; the same on
+    every rank.
 
-    An element counts in the one process whose place is 0 along every dimension of `mesh` in which
-    the parameter is not divided. Copies of tied parameters in other stages are left out by the
-    caller. Collective over the world.
+    An element is counted on the one rank whose coordinate is 0 along every dimension of `mesh` that
+    does not shard the parameter. The caller leaves out copies of tied parameters in other stages.
+    Collective over the world.
     """
-    places = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
+    coordinates = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
     counted = [
         local(parameter.grad)
         for parameter in parameters
         if parameter.grad is not None
         and all(
-            place == 0 or name == "pipeline" or is_divided(parameter, name)
-            for name, place in places.items()
+            coordinate == 0 or name == "pipeline" or is_sharded(parameter, name)
+            for name, coordinate in coordinates.items()
         )
     ]
     device = torch.device(mesh.device_type)
@@ -116,11 +118,12 @@ def unscale(parameters: Iterable[Parameter], scale: float) -> None:
 
 
 def clip(parameters: Iterable[Parameter], norm: Tensor, limit: float) -> None:
-    """Shrink all gradients together so that their norm, now `norm`, is at most `limit`.
+    """Scale all gradients by one factor, in place, so that their norm, now `norm` (0-dim), is at
+    most `limit`.
 
-    A limit of 0 does not clip. The norm is given, not recomputed: under a mesh only its owner
-    knows how to count each element once. Parameters that lie on different meshes cannot be scaled
-    by one operation, so each mesh takes its turn.
+    A limit of 0 does not clip. The norm is passed in, not recomputed: under a mesh only the engine
+    knows how to count each element once. One operation cannot scale parameters on different meshes,
+    so each mesh takes its turn.
     """
     if limit <= 0:
         return

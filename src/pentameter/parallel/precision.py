@@ -1,62 +1,70 @@
-"""The values of `train.precision` as torch's dtypes and settings, one literal table; and the scale
-that keeps fp16's gradients representable."""
+"""What `train.precision` stands for in torch: dtypes, autocast and the matmul of linear layers; and
+the loss scale that keeps fp16 gradients representable."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from pentameter.config.choices import look_up, refuse_unknown
+from pentameter.config.choices import PRECISIONS, look_up, refuse_unknown
 from pentameter.config.section import NonNegative, Positive, PositiveFloat
+from pentameter.model.matmul import PLAIN, Matmul
+
+MATMULS: Mapping[str, Matmul] = {
+    "fp64": PLAIN,
+    "fp32": PLAIN,
+    "tf32": PLAIN,
+    "bf16": PLAIN,
+    "fp16": PLAIN,
+}
+"""`train.precision` → the matmul of linear layers, plain or sharded, of head and adapters."""
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The dtypes of a precision."""
+    """What a run computes in. `assemble` hands it to whatever multiplies."""
 
+    precision: str
+    """`train.precision`; custom operations, which take no objects, find the rest by it."""
     weights: torch.dtype
-    """The dtype of weights, gradients, optimizer state and the residual stream."""
+    """Dtype of weights, gradients, optimizer state and the residual stream."""
     products: torch.dtype
-    """The dtype of the inputs of a matrix product."""
-    matmul: Literal["highest", "high"] = "highest"
-    """How exactly a GPU multiplies fp32 where `train.matmul_precision` is absent."""
+    """Dtype of matmul inputs."""
+    matmul: Matmul
 
     @property
-    def autocast(self) -> torch.dtype | None:
-        """The dtype that products are rounded to; None where they are the weights'."""
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The dtype that autocast rounds matmul inputs to; None if it is the weights' dtype."""
         return None if self.products is self.weights else self.products
 
-
-PRECISIONS = {
-    "fp64": Arithmetic(torch.float64, torch.float64),
-    "fp32": Arithmetic(torch.float32, torch.float32),
-    "tf32": Arithmetic(torch.float32, torch.float32, matmul="high"),
-    "bf16": Arithmetic(torch.float32, torch.bfloat16),
-    "fp16": Arithmetic(torch.float32, torch.float16),
-}
+    def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
+        """Return the autocast context of a forward pass."""
+        if self.autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(device.type, self.autocast_dtype)
 
 
 def arithmetic(precision: str) -> Arithmetic:
-    """The dtypes of a precision that was chosen (not `auto`); ConfigError for one not known."""
-    return look_up(PRECISIONS, precision, "train.precision", "the engine")
-
-
-def product_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype in which a matrix product reads x where autocast is as it is."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    """Return the Arithmetic of a resolved precision (not `auto`). Raises ConfigError for an
+    unknown one."""
+    numbers = look_up(PRECISIONS, precision, "train.precision", "the engine")
+    weights, products = (getattr(torch, name) for name in (numbers.weights, numbers.products))
+    return Arithmetic(precision, weights, products, MATMULS[precision])
 
 
 def set_matmul_precision(
     asked: Literal["highest", "high", "medium"] | None, precision: str
 ) -> None:
-    """Set torch's precision of fp32 products to `train.matmul_precision`, or to what `precision`
-    implies where that is absent. Raises ConfigError for a word that torch would pass over."""
+    """Set torch's fp32 matmul precision to `train.matmul_precision`, or to the one that `precision`
+    implies if that is absent. Raises ConfigError for a word that torch would silently accept."""
     match asked:
         case None:
-            torch.set_float32_matmul_precision(arithmetic(precision).matmul)
+            numbers = look_up(PRECISIONS, precision, "train.precision", "the engine")
+            torch.set_float32_matmul_precision(numbers.float32_matmul)
         case "highest" | "high" | "medium":
             torch.set_float32_matmul_precision(asked)
         case unknown:
@@ -65,10 +73,10 @@ def set_matmul_precision(
 
 @dataclass
 class LossScale:
-    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018): a step whose gradients overflow
+    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018). A step whose gradients overflow
     halves the scale and is skipped; `growth_interval` good steps in a row double it.
 
-    The overflow test is the gradient norm itself, which every rank already agrees on.
+    The overflow test is the gradient norm itself, on which every rank already agrees.
     """
 
     scale: PositiveFloat = 2.0**16
@@ -76,7 +84,7 @@ class LossScale:
     growth_interval: Positive = 2000
 
     def update(self, *, finite: bool) -> None:
-        """Record whether the step's gradients were finite."""
+        """Record whether the step's gradients were finite, and adjust the scale."""
         if not finite:
             self.scale = max(1.0, self.scale / 2)
             self.good_steps = 0

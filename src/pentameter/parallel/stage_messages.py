@@ -1,10 +1,10 @@
-"""Messages between pipeline stages of which each tensor-parallel process sends its part.
+"""Messages between pipeline stages, sharded over the tensor-parallel ranks that send them.
 
-After Narayanan et al. 2021, section 4.1. Where the stream is whole in each of n processes that
-share a stage's matrices, all of them would send the same: each sends the n-th part of the time, and
-the receivers gather it, which in a node takes less than sending the whole from node to node.
+After Narayanan et al. 2021, section 4.1. If n tensor-parallel ranks hold the residual stream
+replicated, all would send the same. Instead each sends 1/n of the sequence, and the receivers
+all-gather it, which takes less within a node than sending the full stream from node to node.
 
-Shapes: B batch, T time, D channels of the stream; t is T / n.
+Shapes: B batch rows, T tokens, D channels in the residual stream; t is T / n.
 """
 
 from __future__ import annotations
@@ -15,36 +15,39 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from pentameter.parallel.tensor_products import gathered
+from pentameter.parallel.tensor.tensor_products import gathered
 
 
-class Parts(NamedTuple):
-    """The parts of a message: this process's place among the `n` of a group, by its name."""
+class MessageShards(NamedTuple):
+    """The shards of a message: this rank's index among the `n` ranks in a group, and the group's
+    name."""
 
     place: int
     n: int
     group_name: str
 
     def own(self, whole: Tensor) -> Tensor:
-        """This process's part (B, t, D) of what all have, (B, T, D), in memory of its own."""
+        """Copy this rank's shard (B, t, D) out of a replicated tensor (B, T, D)."""
         return whole.chunk(self.n, 1)[self.place].clone(memory_format=torch.contiguous_format)
 
     def gather(self, own: Tensor) -> Tensor:
-        """(B, T, D) of all parts. Collective."""
+        """All-gather the shards (B, t, D) along the sequence into (B, T, D). Collective."""
         return gathered(own, own.dtype, "by_time", self.group_name)
 
 
 class Message(Function):
-    """The stream on its way between stages: it `cuts` the whole into this process's part, to be
-    sent, or joins the parts that were received. The gradient goes the other way."""
+    """The residual stream on its way between stages. If `shards`, take this rank's shard, to be
+    sent; otherwise all-gather received shards. The gradient takes the inverse."""
 
     @staticmethod
-    def forward(ctx: Any, stream: Tensor, parts: Parts, cuts: bool) -> Tensor:
-        """(B, t, D), or (B, T, D)."""
-        ctx.parts, ctx.cuts = parts, cuts
-        return parts.own(stream) if cuts else parts.gather(stream)
+    def forward(ctx: Any, stream: Tensor, parts: MessageShards, shards: bool) -> Tensor:
+        """Shard the stream, (B, T, D) → (B, t, D), if `shards`; else all-gather it, (B, t, D) →
+        (B, T, D)."""
+        ctx.parts, ctx.shards = parts, shards
+        return parts.own(stream) if shards else parts.gather(stream)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        """(B, T, D), or (B, t, D)."""
-        return ctx.parts.gather(g) if ctx.cuts else ctx.parts.own(g), None, None
+        """All-gather the gradient, (B, t, D) → (B, T, D), if `shards`; else shard it, (B, T, D) →
+        (B, t, D)."""
+        return ctx.parts.gather(g) if ctx.shards else ctx.parts.own(g), None, None

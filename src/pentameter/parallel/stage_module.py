@@ -1,4 +1,4 @@
-"""One pipeline stage's slice of the model: its precision, and how it is run."""
+"""One pipeline stage's slice of the model: its precision, and how it runs."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from pentameter.data.batches.tree import Tree
 from pentameter.fused_cpu.step import fused_loss_sum
 from pentameter.model.compiled import with_own_code
 from pentameter.model.gpt import GPT
-from pentameter.parallel.model_source import Call, ModelSource
-from pentameter.parallel.precision import arithmetic
-from pentameter.parallel.stage_messages import Message, Parts
+from pentameter.parallel.linear import use_matmul
+from pentameter.parallel.precision import Arithmetic
+from pentameter.parallel.sources.model_source import Call, ModelSource
+from pentameter.parallel.stage_messages import Message, MessageShards
 from pentameter.planning.plan import Plan
 
 
 class StageModule(nn.Module):
-    """Runs one pipeline stage's slice of the model (plain, compiled or fused); DDP and FSDP wrap
+    """Runs one pipeline stage's slice of the model (eager, compiled or fused); DDP and FSDP wrap
     this module.
 
-    `model` is the slice, whose parameters keep the names of the table, and `call` runs it. In
-    training it runs as `run_compiled` or `run_fused` asked, in evaluation fused or plainly. With a
-    `generator_offset` PyTorch's generator is seeded for each micro-batch, by the key of its first
-    row and that offset. A slice that `reads_inputs` is called with (x, the batch's inputs).
+    `model` is the slice, whose parameters keep the names in the parameter table and whose linear
+    layers multiply by the matmul of `arithmetic`; `call` runs it. In training it runs as
+    `run_compiled` or `run_fused` set it up; evaluation is fused or eager. With a
+    `generator_offset`, PyTorch's generator is seeded for each micro-batch with the key of its first
+    row plus that offset. If the slice `reads_inputs`, it is called with (x, the batch's inputs).
     """
 
     def __init__(
@@ -36,25 +38,26 @@ class StageModule(nn.Module):
         model: nn.Module,
         call: Call,
         device: torch.device,
-        precision: str,
+        arithmetic: Arithmetic,
         *,
         generator_offset: int | None = None,
         reads_inputs: bool = False,
     ) -> None:
         super().__init__()
+        use_matmul(model, arithmetic.matmul)
         self.model = model
         self.device = device
-        self.precision = precision
+        self.arithmetic = arithmetic
         self._call = call
         self._generator_offset = generator_offset
         self.reads_inputs = reads_inputs
         self._train: Callable[..., Tensor] = self._plain
         self._evaluate: Callable[..., Tensor] = self._plain
-        self._received: Parts | None = None
-        self._sent: Parts | None = None
+        self._received: MessageShards | None = None
+        self._sent: MessageShards | None = None
         self.replays = False
-        """Whether a CUDA graph is replayed in training, which writes over what the replay before it
-        returned: gradients are added to `.grad`, which stays."""
+        """Whether training replays a CUDA graph. A replay overwrites the tensors that the previous
+        one returned, so gradients must be added to a `.grad` that stays."""
 
     def forward(
         self,
@@ -63,11 +66,12 @@ class StageModule(nn.Module):
         dropout_keys: Tensor | None = None,
         inputs: Tree | None = None,
     ) -> Tensor:
-        """What the slice returns of a Call's arguments: the last layers the summed loss (1,) of
-        `targets`, or logits where there are none; other layers the residual stream.
+        """Run the slice with a Call's arguments: x is int64 (B, T) in the GPT's first stage, else
+        the residual stream (B, T, D). Returns the summed loss (1,) of `targets` in nats, or logits
+        (B, T, V) without targets, from the last stage; (B, T, D) from any other.
 
-        Without targets, which is to sample, products are in the weights' precision, as `generate`
-        computes them; but weights that are gathered from shards come rounded.
+        Without targets, for sampling, matmuls run in the weights' dtype, as in `generate`; but
+        weights all-gathered by FSDP come rounded.
         """
         run = self._train if self.training else self._evaluate
         if targets is None:
@@ -79,36 +83,29 @@ class StageModule(nn.Module):
             x = Message.apply(x, self._received, False)
         if self.reads_inputs:
             x = (x, inputs)
-        with self.autocast() if rounds else contextlib.nullcontext():
+        with self.arithmetic.autocast(self.device) if rounds else contextlib.nullcontext():
             y = run(x, targets, dropout_keys)
         if self._sent is not None:
             y = Message.apply(y, self._sent, True)
-        # Not a view, which FSDP's hook on what a module returns would be lost on.
+        # `stack` and not a view: FSDP's hook on module outputs would be lost on a view.
         return torch.stack((y,)) if y.ndim == 0 else y
 
-    def cut_messages(self, parts: Parts, *, receives: bool, sends: bool) -> None:
-        """From now on take a part of the stream where the slice `receives` it from another stage,
-        and return one where it `sends` it."""
+    def shard_messages(self, parts: MessageShards, *, receives: bool, sends: bool) -> None:
+        """Exchange sharded messages from now on: take a shard if the slice `receives` the stream
+        from another stage, and return one if it `sends` it."""
         self._received = parts if receives else None
         self._sent = parts if sends else None
 
-    def autocast(self) -> contextlib.AbstractContextManager[object]:
-        """The arithmetic of the run's precision, for a forward pass."""
-        dtype = arithmetic(self.precision).autocast
-        if dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype)
-
     def run_compiled(self, *, replays: bool = False) -> None:
-        """Train by what `torch.compile` makes of the slice, from now on; its launches recorded once
-        as CUDA graphs if it `replays` them. Then autograd must find each `.grad` there, or it would
-        take the graph's own memory for it."""
-        # It imports PyTorch's compiler, which a run that compiles nothing starts without.
-        from pentameter.parallel.recomputed_attention import WithoutGenerator
+        """Train with `torch.compile` from now on. If it `replays`, launches are recorded once as
+        CUDA graphs; each `.grad` must then exist before autograd runs, which would otherwise take
+        the graph's own memory for it."""
+        # Imports PyTorch's compiler, which runs that compile nothing need not load.
+        from pentameter.parallel.memory.recomputed_attention import WithoutGenerator
 
         self.replays = replays
         for parameter in self.model.parameters() if replays else ():
-            if not parameter.requires_grad:  # beside adapters
+            if not parameter.requires_grad:  # frozen, next to adapters
                 continue
             parameter.grad = torch.zeros_like(parameter)
         self._train = torch.compile(
@@ -121,26 +118,27 @@ class StageModule(nn.Module):
         )
 
     def run_fused(self) -> None:
-        """Train and evaluate by the fused operations of `fused_cpu`, which know whole GPTs."""
+        """Train and evaluate with the fused operations in `fused_cpu`, which support full GPTs
+        only."""
         assert isinstance(self.model, GPT)
-        dtype = arithmetic(self.precision).autocast or next(self.model.parameters()).dtype
-        self._train = self._evaluate = partial(_fused, self.model, dtype)
+        self._train = self._evaluate = partial(_fused, self.model, self.arithmetic.products)
 
     def _plain(self, x: Tree, targets: Tree | None, dropout_keys: Tensor | None) -> Tensor:
+        """Run the slice eagerly, with the shapes that `forward` has."""
         return self._call(self.model, x, targets, dropout_keys)
 
 
 def slice_module(
-    source: ModelSource, plan: Plan, number: int, device: torch.device, precision: str
+    source: ModelSource, plan: Plan, number: int, device: torch.device, arithmetic: Arithmetic
 ) -> StageModule:
-    """The StageModule of pipeline stage `number`, whose parameters have no memory yet."""
+    """Build the StageModule for pipeline stage `number`, its parameters without memory yet."""
     layers = plan.stages[number]
-    model = source.build_slice(plan.config, layers, arithmetic(precision).weights)
+    model = source.build_slice(plan.config, layers, arithmetic.weights)
     return StageModule(
         model,
         source.call(model, plan.config, layers),
         device,
-        precision,
+        arithmetic,
         generator_offset=number if source.draws_from_generator else None,
         reads_inputs=number > 0 and source.reads_inputs(model),
     )
@@ -149,5 +147,7 @@ def slice_module(
 def _fused(
     model: GPT, dtype: torch.dtype, tokens: Tensor, targets: Tensor, dropout_keys: Tensor | None
 ) -> Tensor:
-    with torch.autocast(tokens.device.type, enabled=False):  # it chooses its dtypes itself
+    """Compute the summed loss, 0-dim, from tokens and targets (B, T) by the fused CPU
+    operations."""
+    with torch.autocast(tokens.device.type, enabled=False):  # the kernels choose their dtypes
         return fused_loss_sum(model, tokens, targets, dropout_keys, dtype)

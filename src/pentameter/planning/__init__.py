@@ -1,1 +1,1 @@
-"""Everything that follows from a configuration, in pure Python. Imports no torch."""
+"""Everything derived from a configuration, in pure Python. Imports no torch."""

@@ -1,8 +1,9 @@
-"""Low-rank adapters: which matrices they adapt; what a run with them holds, trains and computes.
+"""Low-rank adapters: the matrices they adapt, and the parameters and operations they add to a run.
 
-To a matrix W (outputs, inputs) an adapter adds (alpha ÷ rank) · B A, of A (rank, inputs) and B
-(outputs, rank) (Hu et al. 2021, "LoRA"). A begins as `torch.nn.Linear` does and as in PEFT, uniform
-within ± inputs^-0.5, B at zero, so that an adapted model begins as it was.
+An adapter adds (alpha ÷ rank) · B A to a matrix W (outputs, inputs), with A (rank, inputs) and B
+(outputs, rank) (Hu et al. 2021, "LoRA"). Initialization follows `torch.nn.Linear` and PEFT: A is
+uniform within ± inputs^-0.5 and B is zero, so that an adapted model initially computes exactly the
+plain model's function.
 """
 
 from __future__ import annotations
@@ -15,28 +16,22 @@ from functools import cached_property, lru_cache
 from pentameter.config.messages import shown
 from pentameter.config.schema import Config, LoraConfig, ModelConfig
 from pentameter.errors import ConfigError, nearest
-from pentameter.planning.architecture import (
-    ActivationTensor,
-    Init,
-    Operation,
-    ParameterSpec,
-    operations,
-    parameter_table,
-)
+from pentameter.planning.architecture import ActivationTensor, Init, Operation, ParameterSpec
+from pentameter.planning.gpt import operations, parameter_table
 from pentameter.planning.layout import Layout
 
 A, B = "lora_a", "lora_b"
-"""Names of an adapter's parameters in the linear layer that it adapts."""
+"""Names of an adapter's two parameters within the linear layer that it adapts."""
 
 
 def training_table(
     config: Config, *, first_layer: int = 0, last_layer: int | None = None
 ) -> tuple[ParameterSpec, ...]:
-    """The parameters of a run, or of a slice of its layers as in `parameter_table`: the model's,
-    and those of its adapters, which alone are trained where there are any.
+    """Return a run's parameters, or those in a slice of its layers as in `parameter_table`: the
+    model's parameters and its adapters'. With adapters, only theirs are trained.
 
-    Raises ConfigError for targets that are no linear layers of the model's blocks, and for a rank
-    above the smaller side of a matrix that is adapted.
+    Raises ConfigError if a target is not a linear layer in the model's blocks, or if the rank
+    exceeds the smaller side of an adapted matrix.
     """
     model, lora = config.model, config.lora
     table = parameter_table(model, first_layer=first_layer, last_layer=last_layer)
@@ -49,8 +44,9 @@ def training_table(
 def with_adapters(
     table: Sequence[ParameterSpec], adapted: Sequence[ParameterSpec], rank: int
 ) -> tuple[ParameterSpec, ...]:
-    """The parameters of `table`, frozen, and the trained ones of adapters of the matrices
-    `adapted`. Raises ConfigError for a rank above the smaller side of one of these."""
+    """Return the parameters in `table`, frozen, followed by the trained adapter parameters for the
+    matrices `adapted`. Raises ConfigError if `rank` exceeds the smaller side of an adapted matrix.
+    """
     smallest = min(adapted, key=lambda spec: min(spec.shape), default=None)
     if smallest is not None and rank > min(smallest.shape):
         raise ConfigError(
@@ -63,12 +59,12 @@ def with_adapters(
 
 
 class Run(tuple[Operation, ...]):
-    """The operations of a run, or of a slice of it, as they run."""
+    """A run's operations, or those in a slice of its layers, in execution order."""
 
     @cached_property
     def alike_blocks(self) -> list[tuple[list[Operation], int]]:
-        """A block of each kind, and how many there are: those that differ in names alone read, make
-        and save the same bytes."""
+        """One block of each kind, with its count. Blocks are equal if their operations differ in
+        names alone; they then read, compute and save the same bytes."""
         found: dict[object, tuple[list[Operation], int]] = {}
         for layer, group in itertools.groupby(self, key=lambda op: op.layer):
             if layer is not None:
@@ -81,29 +77,29 @@ class Run(tuple[Operation, ...]):
 
 @lru_cache(maxsize=1024)
 def run_operations(model: ModelConfig, lora: LoraConfig, layers: range | None = None) -> Run:
-    """The operations of a run, or of a slice of its layers as in `operations`: the model's, with
-    those of an adapter ahead of the product that it adds to."""
+    """Return a run's operations, or those in a slice of its layers as in `operations`: the model's
+    operations, with an adapter's ahead of the matmul whose result it adds to."""
     run = operations(model, layers)
     if lora.rank is None:
         return Run(run)
     adapted = set(adapted_modules(model, lora))
-    # Nothing before the first adapter is trained, so backward ends there; a later stage sends the
-    # gradient of what it received.
+    # Nothing before the first adapter is trained, so the backward pass ends there. A later pipeline
+    # stage still sends back the gradient of its input.
     is_first = run[0].layer is None
     first = next((i for i, op in enumerate(run) if op.name in adapted), len(run)) if is_first else 0
-    without = run[first].reads if is_first and first < len(run) else ()
+    frozen_inputs = run[first].reads if is_first and first < len(run) else ()
     found: list[Operation] = []
     for index, op in enumerate(run):
-        constant = index < first or (bool(without) and op.reads == without)
+        is_frozen = index < first or (bool(frozen_inputs) and op.reads == frozen_inputs)
         if op.name in adapted:
-            found += _adapting(op, lora.rank, not constant)
-        found.append(_frozen(op, index >= first, not constant))
+            found += _adapting(op, lora.rank, not is_frozen)
+        found.append(_frozen(op, index >= first, not is_frozen))
     return Run(found)
 
 
 def _nameless(op: Operation, layer: int) -> object:
-    """What an operation of a block reads, makes and saves, with names that say nothing of the
-    block's place."""
+    """Return a key for an operation in a block: the tensors it reads, computes and saves, without
+    the block's index in their names."""
 
     def nameless(tensor: ActivationTensor) -> object:
         name = tensor.name.removeprefix(f"blocks.{layer}")
@@ -121,8 +117,8 @@ def _nameless(op: Operation, layer: int) -> object:
 
 
 def adapted_modules(model: ModelConfig, lora: LoraConfig) -> list[str]:
-    """The linear layers that are adapted, by their paths in the model, such as
-    `blocks.0.attention.qkv`. Raises ConfigError for targets that are none."""
+    """Return the adapted linear layers as paths in the model. Raises ConfigError for a target that
+    is not a linear layer."""
     linear = [
         spec.name.removesuffix(".weight")
         for spec in parameter_table(model)
@@ -132,8 +128,8 @@ def adapted_modules(model: ModelConfig, lora: LoraConfig) -> list[str]:
 
 
 def targeted(linear: Sequence[str], lora: LoraConfig) -> list[str]:
-    """Those of the paths of linear layers whose last name is a target; all where there is none.
-    Raises ConfigError for a target that is none of them."""
+    """Select the linear layers whose last path component is a target, or all of them if there are
+    no targets. Raises ConfigError for a target that matches no path."""
     kinds = list(dict.fromkeys(path.rpartition(".")[2] for path in linear))
     for target in lora.targets:
         if target not in kinds:
@@ -147,27 +143,26 @@ def targeted(linear: Sequence[str], lora: LoraConfig) -> list[str]:
 
 
 def is_of_adapter(spec: ParameterSpec) -> bool:
-    """Whether a parameter is one of an adapter's two."""
+    """Whether a parameter belongs to an adapter: its A or B."""
     return "rank" in spec.axes
 
 
 def adapter_factor(lora: LoraConfig) -> float:
-    """The factor of B A in what an adapter adds."""
+    """The scale alpha ÷ rank by which an adapter multiplies B A."""
     assert lora.rank is not None
     return lora.alpha / lora.rank
 
 
-def adapters_obstacle(lora: LoraConfig, layout: Layout) -> str | None:
-    """The first setting of a layout on which adapters cannot be trained, with the reason; None
-    where they can, or where there are none."""
+def adapters_obstacle(lora: LoraConfig, layout: Layout, kv_copies: int = 1) -> str | None:
+    """Return a layout's first setting with which adapters cannot be trained, and the reason. Return
+    None if they can be, or if there are no adapters. `kv_copies` is `Sharding.kv_copies`."""
     if lora.rank is None:
         return None
-    if layout.tensor_mode != "1d":
-        mode = layout.tensor_mode
-        return f"parallel.tensor_mode='{mode}', whose products know no adapters; use '1d'"
-    if layout.kv_copies > 1:
+    if layout.is_grid:
+        return f"{layout.grid_setting}, whose products know no adapters; use '1d'"
+    if kv_copies > 1:
         return (
-            f"parallel.tensor={layout.tensor}, of which {layout.kv_copies} processes compute the "
+            f"parallel.tensor={layout.tensor}, of which {kv_copies} processes compute the "
             "same keys and values, each by its own rows; lower it"
         )
     if layout.splits_backward:
@@ -178,27 +173,42 @@ def adapters_obstacle(lora: LoraConfig, layout: Layout) -> str | None:
     return None
 
 
-def check_adapters(lora: LoraConfig, layout: Layout) -> None:
-    """Raise ConfigError where adapters cannot be trained as a layout divides the model."""
-    if (obstacle := adapters_obstacle(lora, layout)) is not None:
+def check_adapters(lora: LoraConfig, layout: Layout, kv_copies: int = 1) -> None:
+    """Raise ConfigError if adapters cannot be trained with the way a layout shards the model."""
+    if (obstacle := adapters_obstacle(lora, layout, kv_copies)) is not None:
         raise ConfigError(f"lora.rank={lora.rank} is not possible with {obstacle}")
 
 
 def _adapter(spec: ParameterSpec, rank: int) -> Iterator[ParameterSpec]:
-    """The two parameters that adapt a matrix."""
+    """Yield the two parameters A and B that adapt a matrix."""
     n_outputs, n_inputs = spec.shape
     init, path = Init("uniform", n_inputs**-0.5), _module(spec)
+    outputs, inputs = spec.axes
     yield ParameterSpec(
-        f"{path}.{A}", (rank, n_inputs), ("rank", spec.axes[1]), init, True, spec.layer
+        f"{path}.{A}",
+        (rank, n_inputs),
+        ("rank", inputs),
+        init,
+        True,
+        spec.layer,
+        sums_over=(*spec.sums_over, outputs),
     )
     yield ParameterSpec(
-        f"{path}.{B}", (n_outputs, rank), (spec.axes[0], "rank"), Init("zeros"), True, spec.layer
+        f"{path}.{B}",
+        (n_outputs, rank),
+        (outputs, "rank"),
+        Init("zeros"),
+        True,
+        spec.layer,
+        sums_over=(*spec.sums_over, inputs),
     )
 
 
 def _frozen(op: Operation, reads_gradient: bool, gives_gradient: bool) -> Operation:
-    """An operation whose parameters are not trained: what only their gradients read is not kept.
-    The head's gradient is as large as what it reads, and made with the loss."""
+    """Return an operation with frozen parameters. It does not save tensors that only the
+    parameters' gradients need: a matmul or a look-up then saves nothing. The head still saves as
+    many bytes as its input, namely the input's gradient, which is computed together with the loss.
+    """
     parameters = tuple(replace(spec, is_trained=False) for spec in op.parameters)
     keeps = gives_gradient and op.kind not in ("product", "look_up")
     return replace(
@@ -211,8 +221,8 @@ def _frozen(op: Operation, reads_gradient: bool, gives_gradient: bool) -> Operat
 
 
 def _adapting(op: Operation, rank: int, gives_gradient: bool) -> Iterator[Operation]:
-    """The two products of the adapter of a matrix."""
-    of_inputs, of_ranks = _adapter(op.parameters[0], rank)
+    """Yield the adapter's two matmuls for an adapted matrix: x → A x, then B (A x)."""
+    a_spec, b_spec = _adapter(op.parameters[0], rank)
     low, added = (f"{op.name}.{each}" for each in (A, B))
     shape = (op.result.shape[0], rank)
     inner = ActivationTensor(low, shape, ("context", "rank"), "products")
@@ -223,14 +233,14 @@ def _adapting(op: Operation, rank: int, gives_gradient: bool) -> Iterator[Operat
         op.layer,
         op.reads,
         inner,
-        (of_inputs,),
+        (a_spec,),
         op.contracts,
         op.saves,
         gives_gradient=gives_gradient,
     )
-    yield Operation(added, "product", op.layer, (inner,), result, (of_ranks,), "rank", (inner,))
+    yield Operation(added, "product", op.layer, (inner,), result, (b_spec,), "rank", (inner,))
 
 
 def _module(spec: ParameterSpec) -> str:
-    """The path of the module whose weight this is; "" for another parameter."""
+    """Return the path of the module that owns a weight, or "" for any other parameter."""
     return spec.name.removesuffix(".weight") if spec.name.endswith(".weight") else ""

@@ -1,4 +1,4 @@
-"""Sequences of a step, and of a forward pass, where the configuration leaves them to be derived."""
+"""Batch sizes in sequences, per step and per micro-batch, if the configuration leaves them open."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pentameter.planning.layout import Layout
 
 
 def global_batch_size(config: Config) -> int:
-    """Sequences of a step, over all devices and micro-batches.
+    """Return the sequences per step, summed over all devices and micro-batches.
 
-    Raises ConfigError when `tokens_per_step` is no multiple of the context length.
+    Raises ConfigError if `tokens_per_step` is not a multiple of the context length.
     """
     if config.train.batch_size is not None:
         return config.train.batch_size
@@ -27,15 +27,17 @@ def global_batch_size(config: Config) -> int:
 
 
 def micro_batch_size(asked: int | None, batch_size: int, layout: Layout) -> int:
-    """Sequences of a process's forward pass: as asked, or all of them at once; a pipeline takes
-    at least four micro-batches for each of its processes, where the batch has them."""
-    n_parts = layout.n_row_parts
-    rows, rest = divmod(batch_size, n_parts)
+    """Return the sequences in one rank's forward pass: `asked`, or all of the rank's sequences at
+    once. A pipeline gets at least four micro-batches per rank along `pipeline` if the batch is
+    large enough. Raises ConfigError if the batch does not split evenly over the data-parallel
+    ranks, or a rank's sequences do not split evenly into micro-batches of `asked`."""
+    n_shards = layout.n_batch_shards
+    rows, rest = divmod(batch_size, n_shards)
     if rest:
-        batches = [n * n_parts for n in (rows, rows + 1) if n]
+        batches = [n * n_shards for n in (rows, rows + 1) if n]
         raise ConfigError(
-            f"{_row_parts(layout)} must divide the {batch_size} sequences of a step; "
-            f"nearest possible: {', '.join(map(str, nearest_divisors(batch_size, n_parts)))}, "
+            f"{_batch_settings(layout)} must divide the {batch_size} sequences of a step; "
+            f"nearest possible: {', '.join(map(str, nearest_divisors(batch_size, n_shards)))}, "
             f"or a batch of {' or '.join(map(str, batches))} sequences"
         )
     if asked is None:
@@ -45,7 +47,7 @@ def micro_batch_size(asked: int | None, batch_size: int, layout: Layout) -> int:
         )
         return rows // n_micro
     if rows % asked:
-        whose = "of a step" if n_parts == 1 else "that a step gives each part of the data"
+        whose = "of a step" if n_shards == 1 else "that a step gives each part of the data"
         raise ConfigError(
             f"train.micro_batch_size={asked} must divide the {rows} sequences {whose}; "
             f"nearest possible: {', '.join(map(str, nearest_divisors(rows, asked)))}"
@@ -53,10 +55,10 @@ def micro_batch_size(asked: int | None, batch_size: int, layout: Layout) -> int:
     return asked
 
 
-def _row_parts(layout: Layout) -> str:
-    """What divides the rows of a step, in words."""
-    in_mode = layout.n_row_parts // layout.data
+def _batch_settings(layout: Layout) -> str:
+    """Name, for an error message, the settings that split the batch."""
+    in_mode = layout.n_batch_shards // layout.data
     data = f"parallel.data={layout.data}"
     if in_mode == 1:
         return data
-    return f"{data} × {in_mode} of parallel.tensor_mode='{layout.tensor_mode}'"
+    return f"{data} × {in_mode} of {layout.grid_setting}"

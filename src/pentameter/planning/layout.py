@@ -1,10 +1,11 @@
-"""The layout of a run: degrees of parallelism, the mesh of ranks, what divides which axis."""
+"""A run's layout: degrees of parallelism, the device mesh, and the batch rows and positions on each
+rank."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,63 +22,37 @@ from pentameter.config.choices import (
 )
 from pentameter.config.schema import (
     ContextMode,
-    ModelConfig,
     ParallelConfig,
     ScheduleName,
     TensorMode,
 )
 from pentameter.errors import ConfigError, either, listed, nearest, nearest_divisors
-from pentameter.planning.architecture import Axis, n_kv_heads
 
 MESH_DIMENSIONS = ("pipeline", "data", "shard", "context", "depth", "row", "tensor")
-"""Dimensions of the mesh, from far apart to close together: neighbouring ranks, which share a
-machine, differ in `tensor`. `data` holds copies, `shard` parts of what ZeRO shares out; together
-they divide the batch. `context` divides the time of each sequence. `depth` and `row` have several
-processes in tensor modes of two and three dimensions, and divide the batch there."""
+"""The device mesh's dimensions, outermost first. Neighbouring ranks, which are on the same machine,
+differ in `tensor`. `shard` holds ZeRO's shards and `data` the replicas; together they split the
+batch. `context` splits each sequence. `depth` and `row` have more than one rank only in tensor
+modes with two or three dimensions, and split the batch there."""
+
+BATCH_DIMENSIONS = ("data", "shard", "depth", "row")
+"""Mesh dimensions whose ranks have different batch rows, outermost first."""
 
 PARAMETER_DIMENSIONS = ("pipeline", "data", "shard", "row", "tensor")
-"""Dimensions of the mesh that parameters lie on. Processes that divide time hold the same
-parameters, as those that divide the batch do: here `context` is part of `shard` with ZeRO, and of
-`data` without. So is `depth` in 2.5 dimensions; in three it divides parameters, and is part of
-`row`."""
-
-AXIS_DIMENSIONS: Mapping[Axis, tuple[str, ...]] = {
-    "vocab": ("tensor",),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "mlp": ("tensor",),
-    "context": ("context",),
-    "time": ("context", "tensor"),
-    "message": ("context", "tensor"),
-}
-"""Axis of a parameter or an activation → the mesh dimensions whose processes divide it, one after
-the other; `tensor` divides `time` with `sequence` only, and a `message` where that leaves equal
-parts. An axis that is not here is whole in every process."""
-
-GRID_DIMENSIONS: Mapping[TensorMode, Mapping[Axis, tuple[str, ...]]] = {
-    "2d": dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "embed"), ("tensor",)),
-    "2.5d": dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "embed"), ("tensor",)),
-    "3d": {
-        **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("depth",)),
-        "embed": ("tensor",),
-    },
-}
-"""The same of activations in the other tensor modes, which leave `context`, `time` and `message` to
-`context`, and divide rows of the batch over `depth` and `row`. In three dimensions rows of the
-stream are so divided; rows of what is between two products of a layer over `tensor` and `row`."""
+"""Mesh dimensions for parameter placement. Ranks that split the sequence hold the same parameters,
+as ranks that split the batch do: `context` is folded into `shard` with ZeRO, and into `data`
+without. `depth` is folded likewise in mode 2.5d; in mode 3d it shards parameters, and is folded
+into `row`."""
 
 NOT_OF_A_LAYOUT = ("partition", "timeout_seconds")
-"""Keys of `[parallel]` that a layout's text does not name."""
-
-Shape = tuple[int, ...]
+"""Keys in `[parallel]` that a layout's text form leaves out."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism; 1 (or ZeRO stage 0) means not used. One process is the default."""
+    """Degrees of parallelism; 1 (or ZeRO stage 0) means not used. The default is a single rank."""
 
     data: int = 1
-    """Parts of the batch: copies × shards."""
+    """Data-parallel degree: replicas × ZeRO shards."""
     zero: int = 0
     replicate: int = 1
     tensor: int = 1
@@ -89,33 +64,31 @@ class Layout:
     context_mode: ContextMode = "ring"
     tensor_mode: TensorMode = "1d"
     tensor_depth: int = 1
-    kv_copies: int = 1
-    """Processes of `tensor` that compute the same heads of keys and values, where a model has fewer
-    of them than `tensor`; no degree of its own, see `for_model`."""
-
-    def for_model(self, model: ModelConfig) -> Layout:
-        """The layout with what a model adds to it: `kv_copies`."""
-        n, n_processes = n_kv_heads(model), self.tensor if self.tensor_mode == "1d" else 1
-        return replace(self, kv_copies=n_processes // n if n_processes % n == 0 else 1)
 
     @property
     def world_size(self) -> int:
-        """Processes the layout needs."""
+        """The number of ranks that the layout needs."""
         return math.prod(self.sizes.values())
 
     @property
     def shard(self) -> int:
-        """Processes that share out what ZeRO shares."""
+        """The number of ranks that ZeRO shards over."""
         return self.parameter_sizes["shard"]
 
     @property
+    def is_data_parallel(self) -> bool:
+        """Whether every rank computes with the whole model, though ZeRO may shard it."""
+        sizes = self.parameter_sizes
+        return sizes["data"] * sizes["shard"] == self.world_size
+
+    @property
     def n_stages(self) -> int:
-        """Slices of the model in a row: several to a process of an interleaved pipeline."""
+        """Pipeline stages in total: several per rank in an interleaved pipeline."""
         return self.pipeline * self.virtual_stages
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Processes along each of MESH_DIMENSIONS, by name and in their order."""
+        """Ranks along each dimension in MESH_DIMENSIONS, by name and in that order."""
         shard = self.data // self.replicate if self.zero else 1
         depth, row, tensor = grid_sizes(self.tensor_mode, self.tensor, self.tensor_depth)
         return {
@@ -130,159 +103,84 @@ class Layout:
 
     @cached_property
     def parameter_sizes(self) -> dict[str, int]:
-        """Processes along each of PARAMETER_DIMENSIONS, by name and in their order."""
+        """Ranks along each dimension in PARAMETER_DIMENSIONS, by name and in that order."""
         sizes = dict(self.sizes)
         copies = "shard" if self.zero else "data"
         sizes[copies] *= sizes.pop("context")
-        sizes["row" if self.tensor_mode == "3d" else copies] *= sizes.pop("depth")
+        sizes["row" if self.is_3d else copies] *= sizes.pop("depth")
         return sizes
 
     @property
-    def n_row_parts(self) -> int:
-        """Parts that the rows of the batch are divided into: by data, and by tensor modes."""
+    def is_grid(self) -> bool:
+        """Whether ranks along `depth`, `row` and `tensor` shard matrices in 2, 2.5 or 3
+        dimensions."""
+        return self.tensor_mode != "1d"
+
+    @property
+    def is_3d(self) -> bool:
+        """Whether the tensor mode is 3-D, in which depth and tensor swap roles from matmul to
+        matmul."""
+        return self.tensor_mode == "3d"
+
+    @property
+    def grid_width(self) -> str:
+        """The mesh dimension that shards heads, feed-forward width and vocabulary between a layer's
+        two matmuls."""
+        return "depth" if self.is_3d else "tensor"
+
+    @property
+    def grid_setting(self) -> str:
+        """The tensor mode as an error message names it."""
+        return f"parallel.tensor_mode='{self.tensor_mode}'"
+
+    @property
+    def n_batch_shards(self) -> int:
+        """Equal shards of the global batch: data-parallel ranks × the ranks in a tensor
+        mode that also split the batch."""
         return self.data * self.sizes["depth"] * self.sizes["row"]
 
-    @cached_property
-    def divided_axes(self) -> dict[Axis, tuple[str, ...]]:
-        """The axes that this layout divides, and the mesh dimensions that do: AXIS_DIMENSIONS,
-        where such a dimension has several processes."""
-        divided: dict[Axis, tuple[str, ...]] = {}
-        table = AXIS_DIMENSIONS
-        if self.tensor_mode != "1d":
-            grid = GRID_DIMENSIONS[self.tensor_mode]
-            table = {**AXIS_DIMENSIONS, "message": ("context",), **grid}
-        for axis, dimensions in table.items():
-            if axis == "kv_heads" and self.kv_copies > 1:
-                continue  # a process has all rows of the matrix, and multiplies with some
-            dividing = tuple(
-                dimension
-                for dimension in dimensions
-                if self.sizes[dimension] > 1
-                and (self.sequence or (axis, dimension) != ("time", "tensor"))
-            )
-            if dividing:
-                divided[axis] = dividing
-        return divided
-
-    @cached_property
-    def dividing_dimensions(self) -> tuple[str, ...]:
-        """The mesh dimensions that divide some axis."""
-        return tuple(dict.fromkeys(itertools.chain(*self.divided_axes.values())))
-
-    def local_shape(
-        self, shape: Shape, axes: Sequence[Axis], places: Mapping[str, int] | None = None
-    ) -> Shape:
-        """The shape of what the process at `places` has of a tensor whose dimensions run over
-        `axes`; a mesh dimension that is left out is at 0, which has the largest part."""
-        places = places or {}
-        local = list(shape)
-        for index, axis in enumerate(axes):
-            if axis == "kv_heads" and self.kv_copies > 1:
-                local[index] //= self.tensor // self.kv_copies
-            for dimension in self.divided_axes.get(axis, ()):
-                place = places.get(dimension, 0)
-                local[index] = self._part(local[index], axis, dimension, place)
-        return tuple(local)
-
-    def cuts_messages(self, context_length: int) -> bool:
-        """Whether the stream is whole in tensor-parallel processes, and each sends a part of it to
-        the next pipeline stage."""
-        time, message = (
-            self.local_shape((context_length,), (axis,)) for axis in ("time", "message")
-        )
-        return self.pipeline > 1 and time != message
-
-    def _part(self, n: int, axis: Axis, dimension: str, place: int) -> int:
-        """The part of n that the process at a place of a dimension has. In three dimensions `row`
-        cuts what `depth` has cut of a vocabulary, and all cuts are where both would cut at once."""
-        size = self.sizes[dimension]
-        if axis == "message" and n % size:
-            return n
-        if (axis, dimension) != ("vocab", "depth"):
-            return part_size(n, size, place)
-        most = part_size(n, size * self.sizes["row"], 0) * self.sizes["row"]
-        return min(most, max(0, n - place * most))
-
-    def parameter_divisions(self, axes: Sequence[Axis]) -> tuple[str | None, ...]:
-        """For each dimension of a parameter the one of PARAMETER_DIMENSIONS that divides it in a
-        tensor mode of several dimensions; None where it is whole. Positions are looked up alike by
-        all rows, so only their channels are divided; what all heads share is whole."""
-        if self.tensor_mode == "3d":
-            of_axis: Mapping[Axis, str | None] = {"embed": "tensor", "position": None, "head": None}
-            return tuple(of_axis.get(axis, "row") for axis in axes)
-        if len(axes) == 1:
-            return (None if axes[0] == "head" else "tensor",)
-        return (None if axes[0] == "position" else "row", "tensor")
-
-    def parameter_shape(
-        self, shape: Shape, axes: Sequence[Axis], places: Mapping[str, int] | None = None
-    ) -> Shape:
-        """The shape of the part of a parameter at `places` of PARAMETER_DIMENSIONS, before ZeRO
-        shards it; a dimension that is left out is at 0, which has the largest part."""
-        if places:
-            return self._parameter_shape(shape, axes, places)
-        key = shape, tuple(axes)
-        if key not in self._largest_shapes:
-            self._largest_shapes[key] = self._parameter_shape(shape, axes, {})
-        return self._largest_shapes[key]
-
-    def _parameter_shape(
-        self, shape: Shape, axes: Sequence[Axis], places: Mapping[str, int]
-    ) -> Shape:
-        if self.tensor_mode == "1d" and self.kv_copies > 1 and "kv_heads" in axes:
-            return shape
-        if self.tensor_mode == "1d":
-            return self.local_shape(shape, axes, places)
-        return tuple(
-            n if name is None else part_size(n, self.parameter_sizes[name], places.get(name, 0))
-            for n, name in zip(shape, self.parameter_divisions(axes), strict=True)
-        )
-
-    @cached_property
-    def _largest_shapes(self) -> dict[tuple[Shape, tuple[Axis, ...]], Shape]:
-        """`parameter_shape` without places, as far as it was asked for: layers are alike."""
-        return {}
-
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The place of a rank along each of MESH_DIMENSIONS; ranks count them row by row."""
-        return _places(rank, self.sizes)
+        """Return a rank's coordinates along MESH_DIMENSIONS; ranks are in row-major order."""
+        return _coordinates(rank, self.sizes)
 
     def parameter_coordinates(self, rank: int) -> dict[str, int]:
-        """The place of a rank along each of PARAMETER_DIMENSIONS."""
-        return _places(rank, self.parameter_sizes)
+        """Return a rank's coordinates along PARAMETER_DIMENSIONS."""
+        return _coordinates(rank, self.parameter_sizes)
 
-    def rank_of(self, **places: int) -> int:
-        """The rank at a place of the mesh; dimensions that are left out are at 0."""
+    def rank_of(self, **coordinates: int) -> int:
+        """Return the rank at mesh coordinates; an omitted dimension has coordinate 0."""
         rank = 0
         for name, size in self.sizes.items():
-            rank = rank * size + places.get(name, 0)
+            rank = rank * size + coordinates.get(name, 0)
         return rank
 
     def data_index(self, rank: int) -> int:
-        """The part of the batch that a rank computes, in 0 … n_row_parts - 1."""
-        places, index = self.coordinates(rank), 0
-        for name in ("data", "shard", "depth", "row"):
-            index = index * self.sizes[name] + places[name]
+        """Return which batch shard a rank computes, in 0 … n_batch_shards - 1."""
+        coordinates, index = self.coordinates(rank), 0
+        for name in BATCH_DIMENSIONS:
+            index = index * self.sizes[name] + coordinates[name]
         return index
 
     def rows(self, rank: int, batch_size: int) -> range:
-        """Numbers, in the global batch of `batch_size`, of the rows that a rank computes."""
-        n_rows = batch_size // self.n_row_parts
+        """Return the batch rows that a rank computes, as indices into the global batch (batch_size
+        rows)."""
+        n_rows = batch_size // self.n_batch_shards
         first = self.data_index(rank) * n_rows
         return range(first, first + n_rows)
 
     def attention_rows(self, rank: int, batch_size: int) -> range:
-        """Numbers of the rows that a rank has between two products of a layer: in three dimensions
-        those that its mirror image, `depth` for `tensor`, has of the stream; else its own."""
-        if self.tensor_mode != "3d":
+        """Return the batch rows that a rank has between a layer's two matmuls. In mode 3d these are
+        the residual stream's rows on the mirror rank, with `depth` and `tensor` coordinates
+        swapped. In other modes they are the same as `rows`."""
+        if not self.is_3d:
             return self.rows(rank, batch_size)
-        places = self.coordinates(rank)
-        mirrored = {**places, "depth": places["tensor"], "tensor": places["depth"]}
+        coordinates = self.coordinates(rank)
+        mirrored = {**coordinates, "depth": coordinates["tensor"], "tensor": coordinates["depth"]}
         return self.rows(self.rank_of(**mirrored), batch_size)
 
     @property
     def chunks_of_time(self) -> int:
-        """Pieces of each sequence that a process computes."""
+        """Chunks that one rank computes from each sequence."""
         if self.context == 1:
             return 1
         key = "parallel.context_mode"
@@ -290,86 +188,81 @@ class Layout:
 
     @property
     def exchanges_heads(self) -> bool:
-        """Whether processes that divide time exchange it for heads."""
+        """Whether context-parallel ranks exchange sequence shards for head shards (all-to-all)."""
         mode, key = self.context_mode, "parallel.context_mode"
         return self.context > 1 and look_up(EXCHANGES_HEADS, mode, key, "the layout")
 
     def positions(self, context_place: int, context_length: int) -> tuple[range, ...]:
-        """Positions in each sequence that the processes at `context_place` compute, in order.
+        """Return the positions in each sequence that ranks with this `context` coordinate compute,
+        in order.
 
-        In a ring each has an early and a late chunk of 2 · context equal ones, so that all have as
-        many earlier tokens to attend to (zig-zag); otherwise one piece.
+        In a ring, the sequence has 2 · context equal chunks and each rank has an early and a late
+        one, so that all ranks attend to equally many earlier tokens (zig-zag). In other modes each
+        rank has one contiguous chunk.
         """
         n_chunks = self.chunks_of_time * self.context
-        own = (context_place, n_chunks - 1 - context_place)[: self.chunks_of_time]
+        chunks = (context_place, n_chunks - 1 - context_place)[: self.chunks_of_time]
         size = context_length // n_chunks
-        return tuple(range(chunk * size, (chunk + 1) * size) for chunk in own)
+        return tuple(range(chunk * size, (chunk + 1) * size) for chunk in chunks)
 
     def holder(self, position: int, context_length: int) -> tuple[int, int]:
-        """The place along `context` of the processes that compute a position of each sequence, and
-        its index among the positions that they compute."""
-        for place in range(self.context):
-            own = list(itertools.chain(*self.positions(place, context_length)))
-            if position in own:
-                return place, own.index(position)
+        """Return the `context` coordinate whose ranks compute a position in each sequence, and the
+        position's index among their local positions. Raises ValueError for a position outside the
+        context."""
+        for coordinate in range(self.context):
+            local = list(itertools.chain(*self.positions(coordinate, context_length)))
+            if position in local:
+                return coordinate, local.index(position)
         raise ValueError(f"position {position} is not in 0 … {context_length - 1}")
 
-    def n_heads_here(self, n_heads: int) -> int:
-        """Of so many heads those that a process computes, of all the time that it has."""
-        return self.local_shape((n_heads,), ("heads",))[0]
-
-    def n_kv_heads_here(self, n_heads: int) -> int:
-        """Of so many heads of keys and values those that a process computes, of all the time that
-        it has."""
-        return self.local_shape((n_heads,), ("kv_heads",))[0]
-
     def stages_of(self, pipeline_index: int) -> tuple[int, ...]:
-        """The stages that a process of the pipeline holds: every `pipeline`-th one, or of a V the
-        one on the way there and the one on the way back."""
+        """Return the stages on a pipeline rank: every `pipeline`-th one, or in a V schedule one on
+        the way down and one on the way back up."""
         if self.turns_back:
             return pipeline_index, self.n_stages - 1 - pipeline_index
         return tuple(range(pipeline_index, self.n_stages, self.pipeline))
 
     @property
     def turns_back(self) -> bool:
-        """Whether the stages run through the pipeline's processes and back."""
+        """Whether stages run down the pipeline's ranks and back up (V schedule)."""
         return look_up(TURNS_BACK, self.schedule, "parallel.schedule", "the layout")
 
     @property
     def splits_backward(self) -> bool:
-        """Whether a backward pass is two: the gradients of inputs, then those of weights."""
+        """Whether the backward pass is split in two: the inputs' gradients, then the weights'
+        gradients."""
         splits = look_up(SPLITS_BACKWARD, self.schedule, "parallel.schedule", "the layout")
         return splits and self.pipeline > 1
 
     @cached_property
-    def place_of_stage(self) -> dict[int, int]:
-        """The process of the pipeline that holds each stage."""
+    def pipeline_rank_of_stage(self) -> dict[int, int]:
+        """Maps each stage to the `pipeline` coordinate of its rank."""
         return {stage: i for i in range(self.pipeline) for stage in self.stages_of(i)}
 
     def to_json(self) -> dict[str, Any]:
-        """The degrees by name, as `train --dry-run` prints them."""
-        return {name: value for name, value in asdict(self).items() if name != "kv_copies"}
+        """Return the degrees by name, as `train --dry-run` prints them."""
+        return asdict(self)
 
     def degrees(self) -> dict[str, int]:
-        """The degrees alone, which a checkpoint's manifest records."""
+        """Return the integer degrees only, which a checkpoint's manifest records."""
         return {name: value for name, value in self.to_json().items() if type(value) is int}
 
     def __str__(self) -> str:
-        """The layout as it is written on a command line: what differs from one process."""
+        """Format the layout as on a command line: the values that differ from a single rank's."""
         plain = Layout().to_json()
-        parts = [
+        changed = [
             f"{name}={str(value).lower()}"
             for name, value in self.to_json().items()
             if value != plain[name]
         ]
-        return ",".join(parts) or "data=1"
+        return ",".join(changed) or "data=1"
 
 
 def parse_layout(text: str, *, also: Sequence[str] = ()) -> Layout:
-    """The Layout that `data=2,tensor=2,pipeline=2,zero=3,schedule=1f1b` describes.
+    """Parse a layout such as `data=2,tensor=2,pipeline=2,zero=3,schedule=1f1b`.
 
-    What is left out is 1 (`zero` 0). Raises ConfigError for what cannot be, saying what can: `also`
-    what else may stand where the text comes from.
+    Omitted degrees are 1 (`zero` 0). Raises ConfigError for an unknown name or an impossible value,
+    naming the possible ones; `also` lists further names that are allowed in the text's source.
     """
     return make_layout(parse_parallel(text, also=also))
 
@@ -377,9 +270,9 @@ def parse_layout(text: str, *, also: Sequence[str] = ()) -> Layout:
 def parse_parallel(
     text: str, base: ParallelConfig | None = None, *, also: Sequence[str] = ()
 ) -> ParallelConfig:
-    """The `[parallel]` section that a layout's text describes; `data` is None where it is left out.
-    What no layout names (`partition`, `timeout_seconds`) is that of `base`. Errors as
-    `parse_layout`."""
+    """Parse a layout's text into a `[parallel]` section; `data` is None if omitted. Keys outside
+    the text form (`partition`, `timeout_seconds`) are copied from `base`. Raises as `parse_layout`
+    does."""
     values: dict[str, Any] = {}
     known = [name for name in ParallelConfig.model_fields if name not in NOT_OF_A_LAYOUT]
     base = base or ParallelConfig()
@@ -419,7 +312,7 @@ def _value(text: str, name: str, value: str) -> Any:
 
 
 def grid_sizes(mode: TensorMode, tensor: int, depth: int) -> tuple[int, int, int]:
-    """Processes along `depth`, `row` and `tensor` that `tensor` processes of a mode make up."""
+    """Return the ranks along `depth`, `row` and `tensor` that `tensor` ranks form in a mode."""
     match mode:
         case "1d":
             return 1, 1, tensor
@@ -434,8 +327,9 @@ def grid_sizes(mode: TensorMode, tensor: int, depth: int) -> tuple[int, int, int
 
 
 def _resolved_depth(parallel: ParallelConfig) -> int:
-    """The depth of a configuration's tensor mode: its own, or the smallest above 1 that makes up
-    `tensor`. Raises ConfigError, with the nearest numbers of processes that can be, for others."""
+    """Return the depth for a configuration's tensor mode: the configured one, or the smallest above
+    1 that fits `tensor`. Raises ConfigError, with the nearest possible rank counts, if none fits.
+    """
     mode, n, asked = parallel.tensor_mode, parallel.tensor, parallel.tensor_depth
     if n == 1:
         return 1
@@ -461,14 +355,14 @@ def _resolved_depth(parallel: ParallelConfig) -> int:
 
 
 def make_layout(parallel: ParallelConfig, world_size: int | None = None) -> Layout:
-    """The Layout that a configuration asks for, of `world_size` processes.
+    """Return the Layout that a configuration requests, for `world_size` ranks.
 
-    Without `world_size`, `data` is the configuration's (1 when absent). Raises ConfigError where
-    the degrees do not make up the number of processes.
+    Without `world_size`, `data` is the configured value (1 when absent). Raises ConfigError if the
+    product over all degrees is not the rank count.
     """
-    sharing = ("context", "tensor", "pipeline")
-    rest = math.prod(getattr(parallel, name) for name in sharing)
-    degrees = [name for name in sharing if getattr(parallel, name) > 1]
+    model_parallel = ("context", "tensor", "pipeline")
+    rest = math.prod(getattr(parallel, name) for name in model_parallel)
+    degrees = [name for name in model_parallel if getattr(parallel, name) > 1]
     named = " × ".join(f"parallel.{name}={getattr(parallel, name)}" for name in degrees)
     lower = " ".join(f"--parallel.{name} 1" for name in degrees)
     are = "is" if world_size == 1 else "are"
@@ -480,26 +374,26 @@ def make_layout(parallel: ParallelConfig, world_size: int | None = None) -> Layo
             raise ConfigError(
                 f"{named} {'need' if len(degrees) > 1 else 'needs'} a multiple of {rest} "
                 f"processes, there {are} {world_size}: start {either(fitting)} "
-                f"({_starting(fitting[0])}), or lower a degree ({lower})"
+                f"({_launcher(fitting[0])}), or lower a degree ({lower})"
             )
     elif world_size is not None and data * rest != world_size:
         raise ConfigError(
             f"parallel.data={data}{' × ' if named else ''}{named} {'need' if named else 'needs'} "
             f"{data * rest} processes, there {are} {world_size}: start {data * rest} "
-            f"({_starting(data * rest)}), or leave parallel.data out to use those that are there"
+            f"({_launcher(data * rest)}), or leave parallel.data out to use those that are there"
         )
     if data % parallel.replicate:
         raise ConfigError(
             f"parallel.replicate={parallel.replicate} must divide parallel.data={data}; nearest "
             f"possible: {listed(nearest_divisors(data, parallel.replicate))}"
         )
-    match parallel.zero:  # elsewhere it is compared as a number
+    match parallel.zero:  # other code compares it as a number
         case 0 | 1 | 2 | 3:
             pass
         case unknown:
             refuse_unknown(unknown, "parallel.zero", "the layout")
     depth = _resolved_depth(parallel)
-    copied = set(Layout.__dataclass_fields__) - {"data", "tensor_depth", "kv_copies"}
+    copied = set(Layout.__dataclass_fields__) - {"data", "tensor_depth"}
     values = parallel.model_dump(include=copied, warnings="none")
     layout = Layout(data=data, tensor_depth=depth, **values)
     if layout.tensor == 1:
@@ -509,21 +403,23 @@ def make_layout(parallel: ParallelConfig, world_size: int | None = None) -> Layo
     return replace(layout, virtual_stages=1, schedule="1f1b") if layout.pipeline == 1 else layout
 
 
-def part_size(n: int, n_parts: int, place: int) -> int:
-    """Rows of the part at `place` of n rows: parts of ⌈n / n_parts⌉ each, as long as there are
-    any. The first is the largest."""
-    most = -(-n // n_parts)
-    return min(most, max(0, n - place * most))
+def shard_size(n: int, n_shards: int, coordinate: int) -> int:
+    """Return the shard size at `coordinate`, when n elements are split into shards with up to ⌈n /
+    n_shards⌉ elements. The first shard is the largest; trailing shards may be smaller or empty."""
+    most = -(-n // n_shards)
+    return min(most, max(0, n - coordinate * most))
 
 
 def stage_layers(
     n_layers: int, n_stages: int, first_weight: float = 0.0, last_weight: float = 0.0
 ) -> tuple[range, ...]:
-    """Layer ranges of each pipeline stage, as even as can be; earlier stages take the remainder.
+    """Return each pipeline stage's layer range, as even as possible; earlier stages take the
+    remainder.
 
-    Later stages also hold the head, so the extra layers of an uneven cut go to the front. The
-    weights say how many layers the embedding and the head are worth: with them the slowest stage
-    is as fast as possible, and of such cuts the most even one is taken. Each stage has a layer.
+    Later stages also hold the head, so an uneven split puts the extra layers at the front. The
+    weights are the embedding's and the head's cost in units of one layer. With weights, the slowest
+    stage is as fast as possible; among equally fast splits the most even one is chosen. Every stage
+    has a layer.
     """
     if not first_weight and not last_weight:
         size, rest = divmod(n_layers, n_stages)
@@ -533,7 +429,7 @@ def stage_layers(
     load = [1.0] * n_stages
     load[0] += first_weight
     load[-1] += last_weight
-    for _ in range(n_layers - n_stages):  # to whoever is done first, the front before the back
+    for _ in range(n_layers - n_stages):  # next to the least loaded stage, earlier stages first
         stage = min(range(n_stages), key=lambda index: (load[index], index))
         counts[stage] += 1
         load[stage] += 1
@@ -541,13 +437,13 @@ def stage_layers(
     return tuple(range(a, b) for a, b in itertools.pairwise(starts))
 
 
-def _places(rank: int, sizes: dict[str, int]) -> dict[str, int]:
-    """The place of a rank along dimensions of these sizes; ranks count them row by row."""
-    places: dict[str, int] = {}
+def _coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
+    """Return a rank's coordinates along dimensions with these sizes, in row-major order."""
+    coordinates: dict[str, int] = {}
     for name, size in reversed(sizes.items()):
-        rank, places[name] = divmod(rank, size)
-    return {name: places[name] for name in sizes}
+        rank, coordinates[name] = divmod(rank, size)
+    return {name: coordinates[name] for name in sizes}
 
 
-def _starting(n_processes: int) -> str:
+def _launcher(n_processes: int) -> str:
     return f"--nproc {n_processes}, or torchrun's --nproc-per-node"

@@ -1,4 +1,4 @@
-"""Checks of a layout against a model and a step: refusals that name what is possible."""
+"""Checks that a layout fits a model and a step; each refusal names the possible values."""
 
 from __future__ import annotations
 
@@ -8,39 +8,57 @@ from collections.abc import Sequence
 from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import ModelConfig, TrainConfig
 from pentameter.errors import ConfigError, either, listed
-from pentameter.planning.architecture import even_sizes, n_kv_heads, padded_vocab_size
-from pentameter.planning.layout import Layout, part_size
+from pentameter.planning.architecture import (
+    Axis,
+    n_kv_heads,
+    padded_vocab_size,
+)
+from pentameter.planning.gpt import sub_layers
+from pentameter.planning.layout import Layout, shard_size
+from pentameter.planning.sharding import sharding_of
 
 MOST_PASSES = 1 << 16
-"""Forward passes that fill a pipeline, at most: its processes × stages. Planning simulates some
-eight times as many, a few hundred thousand a second."""
+"""Maximum forward passes to fill a pipeline: its ranks × stages. Planning simulates about eight
+times as many, at a few hundred thousand per second."""
 
 
 def check_layout(layout: Layout, model: ModelConfig, local_size: int | None = None) -> None:
-    """Raise ConfigError unless a model can be cut so, naming the values that are possible.
+    """Raise ConfigError if the layout cannot shard the model, naming the possible values.
 
-    `local_size` is the number of processes in each machine, where it is known.
+    `local_size` is the rank count per machine, if known.
     """
-    layout = layout.for_model(model)
-    if layout.tensor_mode == "1d":
-        for dimension in layout.dividing_dimensions:
-            _check_division(layout, model, dimension)
-    else:
+    if layout.is_grid:
         _check_grid(layout, model)
+    else:
+        for dimension in sharding_of(layout, model).sharding_dimensions:
+            _check_even_shards(layout, model, dimension)
     check_places(layout, model, local_size)
-    if layout.turns_back and layout.zero and model.tied_head:
+    if layout.turns_back and model.tied_head:  # the V's first and last stage are on one rank
+        held = "holds the embedding and the tied head on one process"
+        check_tied_copies(layout, held, "parallel.zero to 0, model.tied_head to false")
+
+
+def check_tied_copies(layout: Layout, held: str, remedy: str = "parallel.zero to 0") -> None:
+    """Raise ConfigError if ZeRO would shard a parameter that two stages on one rank hold as copies,
+    as the phrase `held` says."""
+    if layout.zero:
         raise ConfigError(
-            f"parallel.schedule='{layout.schedule}' holds the embedding and the tied head on one "
-            f"process, where parallel.zero={layout.zero} would share the weight out twice; set "
-            "parallel.zero to 0, model.tied_head to false, or use 'zero-bubble'"
+            f"parallel.schedule='{layout.schedule}' {held}, where parallel.zero={layout.zero} "
+            f"would shard it twice; set {remedy}, or use another schedule"
         )
 
 
+def divides_heads(model: ModelConfig, tensor: int) -> bool:
+    """Whether `parallel.tensor` ranks can have equally many heads each; key and value heads are
+    replicated if there are fewer than ranks."""
+    return all(size % tensor == 0 for size in _even_sizes(model)["heads"].values())
+
+
 def check_passes(layout: Layout, train: TrainConfig) -> None:
-    """Raise ConfigError for what wants the backward pass whole where a schedule splits it, and for
-    compilation where there is an obstacle to it."""
+    """Raise ConfigError for features that need an unsplit backward pass under a schedule that
+    splits it, and for compilation if something prevents it."""
     if layout.splits_backward and train.activation_checkpoint is not None:
-        # PyTorch asks autograd for each group of weights anew: each call computes its block again.
+        # PyTorch calls autograd once per weight group, and each call would recompute its block.
         raise ConfigError(
             f"train.activation_checkpoint='{train.activation_checkpoint}' computes again what a "
             f"single backward pass needs, and parallel.schedule='{layout.schedule}' splits it into "
@@ -52,12 +70,13 @@ def check_passes(layout: Layout, train: TrainConfig) -> None:
 
 
 def may_compile(layout: Layout, train: TrainConfig) -> bool:
-    """Whether a run of a layout compiles its training steps, if it is long and has a compiler."""
+    """Whether a run with this layout compiles its training steps, provided that it is long enough
+    and has a compiler."""
     return train.compile is not False and compile_obstacle(layout) is None
 
 
 def compile_obstacle(layout: Layout) -> str | None:
-    """Why a layout's training steps cannot be compiled, or None where they can."""
+    """Return why a layout's training steps cannot be compiled, or None if they can."""
     if layout.splits_backward:
         return (
             f"parallel.schedule='{layout.schedule}' splits the backward pass in two, which "
@@ -67,10 +86,10 @@ def compile_obstacle(layout: Layout) -> str | None:
 
 
 def check_places(layout: Layout, model: ModelConfig, local_size: int | None) -> None:
-    """Raise ConfigError unless the time of a sequence, the processes of a machine and the layers
-    can be divided so, whatever the layers are."""
-    _check_time(layout, model)
-    _check_normed_heads(layout, model)
+    """Raise ConfigError if the layout cannot split the sequence, a machine's ranks or the layers,
+    whichever operations a layer contains."""
+    _check_sequence_split(layout, model)
+    _check_normalized_heads(layout, model)
     t = layout.tensor
     if local_size is not None and local_size % t:
         raise ConfigError(
@@ -95,12 +114,19 @@ def check_places(layout: Layout, model: ModelConfig, local_size: int | None) -> 
         )
 
 
-def _check_division(layout: Layout, model: ModelConfig, dimension: str) -> None:
-    """Raise ConfigError unless a mesh dimension can divide its axes: those of `even_sizes` into
-    equal parts, the vocabulary so that every process has rows."""
+def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
+    """Return, per axis, the sizes that a sharded axis must split into equal shards, by key in
+    `[model]`."""
+    return {k: v for each in sub_layers(model) for k, v in each.even_sizes(model).items()}
+
+
+def _check_even_shards(layout: Layout, model: ModelConfig, dimension: str) -> None:
+    """Raise ConfigError if a mesh dimension cannot shard its axes: the sizes in `_even_sizes` into
+    equal shards, and the vocabulary so that every rank has rows."""
     n = layout.sizes[dimension]
-    axes = [axis for axis, dividing in layout.divided_axes.items() if dimension in dividing]
-    even = even_sizes(model)
+    sharded = sharding_of(layout, model).sharded_axes
+    axes = [axis for axis, dimensions in sharded.items() if dimension in dimensions]
+    even = _even_sizes(model)
     sizes = {k: v for axis in axes for k, v in even.get(axis, {}).items()}
     for key, size in sizes.items():
         if size % n:
@@ -111,41 +137,42 @@ def _check_division(layout: Layout, model: ModelConfig, dimension: str) -> None:
             )
     if "vocab" in axes and model.vocab_size is not None:
         n_rows = padded_vocab_size(model)
-        if not part_size(n_rows, n, n - 1):
+        if not shard_size(n_rows, n, n - 1):
             raise ConfigError(
                 f"parallel.{dimension}={n} cuts the {n_rows} rows of the vocabulary into parts of "
-                f"{part_size(n_rows, n, 0)}, which leaves the last process none; pad it: "
+                f"{shard_size(n_rows, n, 0)}, which leaves the last process none; pad it: "
                 f"--model.vocab-multiple {n}"
             )
 
 
 def _check_grid(layout: Layout, model: ModelConfig) -> None:
-    """Raise ConfigError unless a tensor mode of several dimensions can divide heads, widths and
-    vocabulary. In three dimensions a width is cut twice, by `depth` and by `row`."""
+    """Raise ConfigError if a 2-D, 2.5-D or 3-D tensor mode cannot shard heads, widths and
+    vocabulary. Mode 3d shards a width twice, by `depth` and by `row`."""
     edge = layout.sizes["tensor"]
-    cuts = edge * edge if layout.tensor_mode == "3d" else edge
-    whose = f"parallel.tensor_mode='{layout.tensor_mode}' over parallel.tensor={layout.tensor}"
-    even = even_sizes(model)
-    sizes = {**even["heads"], **even["kv_heads"], "d_model": model.d_model, **even["mlp"]}
+    n_shards = edge * edge if layout.is_3d else edge
+    whose = f"{layout.grid_setting} over parallel.tensor={layout.tensor}"
+    even = _even_sizes(model)
+    sizes = {k: v for each in even.values() for k, v in each.items()} | {"d_model": model.d_model}
     for key, size in sizes.items():
-        n = edge if key in ("n_heads", "n_kv_heads") else cuts
+        n = edge if key in ("n_heads", "n_kv_heads") else n_shards
         if size % n:
             raise ConfigError(
                 f"{whose} divides model.{key}={size} by {n}; possible: "
                 f"{listed(_nearest_multiples(size, n))}"
             )
-    n_rows = padded_vocab_size(model) if model.vocab_size is not None else cuts
-    if not part_size(n_rows, cuts, cuts - 1):
+    n_rows = padded_vocab_size(model) if model.vocab_size is not None else n_shards
+    if not shard_size(n_rows, n_shards, n_shards - 1):
         raise ConfigError(
             f"{whose} cuts the {n_rows} rows of the vocabulary into parts of "
-            f"{part_size(n_rows, cuts, 0)}, which leaves the last of {cuts} none; pad it: "
-            f"--model.vocab-multiple {cuts}"
+            f"{shard_size(n_rows, n_shards, 0)}, which leaves the last of {n_shards} none; pad it: "
+            f"--model.vocab-multiple {n_shards}"
         )
 
 
-def _check_normed_heads(layout: Layout, model: ModelConfig) -> None:
-    """Raise ConfigError where keys are normed by all heads' channels, and no process has them."""
-    if layout.kv_copies > 1 and model.qk_norm == "width":
+def _check_normalized_heads(layout: Layout, model: ModelConfig) -> None:
+    """Raise ConfigError if keys are normalized over all heads' channels but no rank has all these
+    heads."""
+    if sharding_of(layout, model).kv_copies > 1 and model.qk_norm == "width":
         raise ConfigError(
             f"model.qk_norm='width' norms the channels of all model.n_kv_heads={model.n_kv_heads} "
             f"heads together, of which each of parallel.tensor={layout.tensor} processes computes "
@@ -153,37 +180,38 @@ def _check_normed_heads(layout: Layout, model: ModelConfig) -> None:
         )
 
 
-def _nearest_multiples(n: int, of: int) -> list[int]:
-    """The multiples of a number on both sides of n, 0 left out."""
-    return [each for each in (n // of * of, -(-n // of) * of) if each]
+def _nearest_multiples(n: int, base: int) -> list[int]:
+    """Return the multiples of `base` next to n, below and above, without 0."""
+    return [each for each in (n // base * base, -(-n // base) * base) if each]
 
 
-def _check_time(layout: Layout, model: ModelConfig) -> None:
-    """Raise ConfigError unless the time of a sequence can be cut into equal parts: two chunks for
-    each process of a ring, and those into equal parts again with `sequence`."""
+def _check_sequence_split(layout: Layout, model: ModelConfig) -> None:
+    """Raise ConfigError if a sequence cannot be split into equal shards: two chunks per rank in a
+    ring, and each rank's chunks evenly again with `sequence`."""
     ways = []
-    n_parts = 1
+    n_shards = 1
     if layout.context > 1:
         chunks = layout.chunks_of_time
-        n_parts = chunks * layout.context
+        n_shards = chunks * layout.context
         ways.append(f"parallel.context={layout.context}")
         ways += [f"two chunks each of parallel.context_mode='{layout.context_mode}'"] * (chunks > 1)
         _check_exchanged_heads(layout, model)
     if layout.sequence:
-        n_parts = math.lcm(n_parts, layout.context * layout.tensor)
+        n_shards = math.lcm(n_shards, layout.context * layout.tensor)
         ways.append(f"parallel.sequence=true over parallel.tensor={layout.tensor}")
-    if model.context_length % n_parts:
+    if model.context_length % n_shards:
         raise ConfigError(
-            f"{' with '.join(ways)} needs a multiple of {n_parts} as model.context_length, not "
+            f"{' with '.join(ways)} needs a multiple of {n_shards} as model.context_length, not "
             f"{model.context_length}: set "
-            f"{either(_nearest_multiples(model.context_length, n_parts))}, or lower a degree"
+            f"{either(_nearest_multiples(model.context_length, n_shards))}, or lower a degree"
         )
 
 
 def _check_exchanged_heads(layout: Layout, model: ModelConfig) -> None:
-    """Raise ConfigError unless heads can be exchanged for time: each process then has some."""
+    """Raise ConfigError if context parallelism's all-to-all cannot give each rank equally many
+    heads."""
     few = n_kv_heads(model) < model.n_heads
-    n_heads = layout.n_kv_heads_here(n_kv_heads(model))
+    n_heads = sharding_of(layout, model).n_kv_heads_here
     if layout.exchanges_heads and n_heads % layout.context:
         raise ConfigError(
             f"parallel.context_mode='all-to-all' gives each of parallel.context={layout.context} "
@@ -194,10 +222,10 @@ def _check_exchanged_heads(layout: Layout, model: ModelConfig) -> None:
 
 
 def check_micro_batches(layout: Layout, n_micro_batches: int, micro_batch_size: int) -> None:
-    """Raise ConfigError unless the pipeline's schedule can take so many micro-batches.
+    """Raise ConfigError if the pipeline's schedule cannot run `n_micro_batches` micro-batches.
 
-    1F1B fills the pipeline before it alternates between forward and backward; schedules that
-    alternate between stages too work in rounds of `pipeline` micro-batches.
+    1F1B fills the pipeline before it alternates between forward and backward passes. Schedules that
+    also alternate between stages work in rounds with `pipeline` micro-batches each.
     """
     if layout.pipeline == 1:
         return
@@ -205,7 +233,7 @@ def check_micro_batches(layout: Layout, n_micro_batches: int, micro_batch_size: 
         case "1f1b" if n_micro_batches < layout.pipeline:
             remedy = "lower train.micro_batch_size"
             if n_micro_batches * micro_batch_size < layout.pipeline:
-                least = layout.n_row_parts * layout.pipeline
+                least = layout.n_batch_shards * layout.pipeline
                 remedy = f"raise train.batch_size to {least}, or lower parallel.data or pipeline"
             raise ConfigError(
                 f"parallel.schedule='1f1b' over parallel.pipeline={layout.pipeline} processes "

@@ -1,14 +1,13 @@
-"""The outline of a model: what planning asks of it, be it the built-in GPT or a module of
-somebody's own.
+"""A model's outline: the facts that planning needs, for the built-in GPT or a custom model.
 
-Of the GPT every operation is known (`planning/architecture.py`), of another module its parameters
-and what it says of itself.
+Every operation in the GPT is known (`planning/gpt.py`). A custom model provides its
+parameters and its own declarations.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -16,48 +15,49 @@ from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
 from pentameter.planning.adapters import check_adapters, training_table
 from pentameter.planning.architecture import ParameterSpec
-from pentameter.planning.costs import CONVENTION, flops_per_token
+from pentameter.planning.flops import CONVENTION, flops_per_token
 from pentameter.planning.layout import Layout
+from pentameter.planning.layout_checks import check_tied_copies
 
 OWN_CONVENTION = "3 × the products of a forward pass that torch.utils.flop_counter counts"
 
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """The facts of one model, for a resolved configuration."""
+    """The facts that planning needs about one model, for a resolved configuration."""
 
     table: tuple[ParameterSpec, ...]
     """Every parameter, in the order of the model's `named_parameters()`."""
     names_of: Callable[[range], frozenset[str]]
-    """Names of the parameters that a slice of these layers has."""
+    """Maps a layer range to the names of the parameters in that slice."""
     flops_per_token: int | None
-    """Forward and backward FLOPs per trained token; None where nobody could count them."""
+    """Forward and backward FLOPs per trained token; None if they could not be counted."""
     built_by: str | None = None
-    """The function that builds a module of somebody's own, `module:name`; None for the GPT."""
+    """The function that builds a custom model, as `module:name`; None for the GPT."""
     divided_by: frozenset[str] = frozenset()
-    """Of such a module, the dimensions beside the data's that it says how to divide by: `tensor`,
-    `pipeline`."""
+    """Model parallelism that a custom model declares: `tensor`, `pipeline`. Data parallelism needs
+    no declaration."""
     recomputes: bool = False
-    """Whether such a module names the sub-modules whose activations can be recomputed."""
+    """Whether a custom model names the sub-modules whose activations can be recomputed."""
     gives_logits: bool = True
-    """Whether text can be sampled from the model: it needs no targets."""
+    """Whether text can be sampled: the model computes logits without targets."""
 
     @property
     def flops_convention(self) -> str:
-        """How FLOPs are counted, in words."""
+        """The FLOP counting convention, in words."""
         return CONVENTION if self.built_by is None else OWN_CONVENTION
 
     def names_of_stages(self, stages: Sequence[range]) -> tuple[frozenset[str], ...]:
-        """Names of the parameters that each pipeline stage has. Raises ConfigError for a parameter
-        that no stage has, and for a stage that trains nothing."""
+        """Return the parameter names in each pipeline stage. Raises ConfigError for a parameter
+        that belongs to no stage, and for a stage with nothing to train."""
         names = tuple(map(self.names_of, stages))
         if missing := {spec.name for spec in self.table}.difference(*names):
             raise ConfigError(
                 f"{min(missing)} is a parameter of the whole module and of no slice of its layers"
             )
         trained = {spec.name for spec in self.table if spec.is_trained}
-        for layers, here in zip(stages, names, strict=True):
-            if not here & trained:
+        for layers, stage_names in zip(stages, names, strict=True):
+            if not stage_names & trained:
                 raise ConfigError(
                     f"the stage of layers {layers.start}–{layers.stop - 1} has nothing to train, "
                     "as no layer of it is adapted; lower parallel.pipeline, or see lora.targets "
@@ -67,7 +67,7 @@ class ModelOutline:
 
 
 def outline_of_gpt(config: Config) -> ModelOutline:
-    """The outline of the built-in model. Its layouts are checked by its axes."""
+    """Return the built-in GPT's outline. Layout checks use its axes."""
     model = config.model
 
     def names_of(layers: range) -> frozenset[str]:
@@ -77,9 +77,9 @@ def outline_of_gpt(config: Config) -> ModelOutline:
     return ModelOutline(training_table(config), names_of, flops_per_token(model, config.lora))
 
 
-def check_own_layout(layout: Layout, config: Config, outline: ModelOutline) -> None:
-    """Raise ConfigError unless a module of somebody's own can be divided so, naming what would have
-    to be said of it."""
+def check_custom_layout(layout: Layout, config: Config, outline: ModelOutline) -> None:
+    """Raise ConfigError if a custom model cannot run with this layout, naming the declaration that
+    it lacks."""
     whose = f"the module that {outline.built_by} builds"
     check_adapters(config.lora, layout)
     if layout.context > 1:
@@ -88,9 +88,9 @@ def check_own_layout(layout: Layout, config: Config, outline: ModelOutline) -> N
             "positions (by attention, say) in code that would have to ask other processes for "
             "theirs; set it to 1, or use parallel.sequence, which splits it between the layers"
         )
-    if layout.tensor_mode != "1d":
+    if layout.is_grid:
         raise ConfigError(
-            f"parallel.tensor_mode='{layout.tensor_mode}' splits activations by row and width, so "
+            f"{layout.grid_setting} splits activations by row and width, so "
             f"that each operation between two matmuls of {whose}, a norm or a softmax, would have "
             "to be a distributed one; use '1d'"
         )
@@ -130,13 +130,15 @@ def check_own_layout(layout: Layout, config: Config, outline: ModelOutline) -> N
 def tied_parameters(
     layout: Layout, stage_names: Sequence[frozenset[str]]
 ) -> dict[str, tuple[int, ...]]:
-    """The parameters that several stages have, sorted, with the coordinates along `pipeline` of the
-    processes that hold them, each once, in the order of the stages."""
+    """Map each parameter that several stages hold, sorted by name, to its ranks' `pipeline`
+    coordinates: each coordinate once, in stage order."""
     count = Counter(chain.from_iterable(stage_names))
     return {
         name: tuple(
             dict.fromkeys(
-                layout.place_of_stage[stage] for stage, own in enumerate(stage_names) if name in own
+                layout.pipeline_rank_of_stage[stage]
+                for stage, held in enumerate(stage_names)
+                if name in held
             )
         )
         for name in sorted(count)
@@ -144,15 +146,9 @@ def tied_parameters(
     }
 
 
-def check_tied_copies(
-    layout: Layout, tied: Mapping[str, tuple[int, ...]], stage_names: Sequence[frozenset[str]]
-) -> None:
-    """Raise ConfigError where two stages of one process share a parameter that ZeRO shards."""
-    for name, holders in tied.items() if layout.zero else ():
+def check_tied_within(layout: Layout, stage_names: Sequence[frozenset[str]]) -> None:
+    """Raise ConfigError if two stages on one rank hold a parameter that ZeRO shards."""
+    for name, holders in tied_parameters(layout, stage_names).items():
         if len(holders) < sum(name in own for own in stage_names):
-            raise ConfigError(
-                f"parallel.schedule='{layout.schedule}' with {layout.virtual_stages} stages a "
-                f"process holds two copies of {name} on one of them, where parallel.zero="
-                f"{layout.zero} would shard it twice; set parallel.zero to 0, or use another "
-                "schedule"
-            )
+            stages = f"with {layout.virtual_stages} stages a process"
+            check_tied_copies(layout, f"{stages} holds two copies of {name} on one of them")

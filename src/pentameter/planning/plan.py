@@ -1,11 +1,13 @@
-"""The Plan: everything that follows from a configuration. Each derived number is born here."""
+"""The Plan: everything that follows from a configuration. Each derived number originates in
+this module."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, Literal
 
 from pentameter.config.choices import DECAY_KEYS, MOMENTUM, look_up, refuse_unknown
@@ -17,10 +19,10 @@ from pentameter.planning.architecture import (
     embedding_dropout,
     feed_forward_width,
     padded_vocab_size,
-    parameter_table,
 )
 from pentameter.planning.batch_sizes import global_batch_size, micro_batch_size
-from pentameter.planning.costs import end_weights, padding_elements, step_sizes
+from pentameter.planning.flops import end_weights, padding_elements
+from pentameter.planning.gpt import parameter_table
 from pentameter.planning.layout import Layout, make_layout, stage_layers
 from pentameter.planning.layout_checks import (
     check_layout,
@@ -28,32 +30,28 @@ from pentameter.planning.layout_checks import (
     check_passes,
     check_places,
 )
-from pentameter.planning.memory import Memory, StateBytes, state_bytes, step_memory
 from pentameter.planning.outline import (
     ModelOutline,
-    check_own_layout,
-    check_tied_copies,
+    check_custom_layout,
+    check_tied_within,
     outline_of_gpt,
     tied_parameters,
 )
 from pentameter.planning.rules import LayoutRules
-from pentameter.planning.timeline import planned_bubble
-from pentameter.planning.traffic import StepTraffic, busiest, by_dimension, step_traffic
-from pentameter.wording import size, whole
+from pentameter.planning.sharding import Placement, Sharding, sharding_of
 
 UNKNOWN_EPOCH = 1 << 40
-"""Rows that stand in for an epoch that nobody could count."""
-DEFAULT_STEPS = 1000  # of a configuration that names neither steps nor epochs
+"""Placeholder row count for an epoch whose length could not be counted."""
+DEFAULT_STEPS = 1000  # for a configuration with neither steps nor epochs
 AUTO_INTERVALS = (1000, 500, 200, 100, 50, 20, 10, 5, 2, 1)
-"""Steps between evaluations that `auto` chooses from, as a person would."""
+"""Round intervals in steps between evaluations, among which `auto` chooses."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a run obeys. `config` is resolved: nothing in it is left to be derived.
+    """Everything that a run obeys. `config` is resolved: no value in it remains to be derived.
 
-    Of a module of somebody's own, activations, messages and the idle time of a pipeline are not
-    known, and left out.
+    The resulting bytes, messages and seconds are in `pentameter.estimating`.
     """
 
     config: Config
@@ -61,33 +59,31 @@ class Plan:
     table: tuple[ParameterSpec, ...]
     stages: tuple[range, ...]
     stage_names: tuple[frozenset[str], ...]
-    """Names of the parameters of each stage."""
+    """Each stage's parameter names."""
     built_by: str | None
-    """The function that builds a module of somebody's own; None for the built-in GPT."""
+    """The function that builds a custom model; None for the built-in GPT."""
     gives_logits: bool
     """Whether text can be sampled from the model."""
     vocab_size_padded: int
     n_parameters: int
     n_parameters_padded: int
-    """Those of the model; `n_trained` are trained, which may be adapters' beside them."""
+    """The model's parameters, with vocabulary padding. `n_trained` counts the trained ones, which
+    may be additional adapter parameters."""
     rows_per_epoch: int | None
-    """Rows of the training split; None where the plan was made without the data."""
+    """Rows in the training split; None if the plan was made without the data."""
     batch_size: int
     micro_batch_size: int
     n_micro_batches: int
     tokens_per_step: int
     total_tokens: int
     flops_per_token: int | None
-    """None of a module whose FLOPs could not be counted."""
+    """None for a custom model whose FLOPs could not be counted."""
     flops_convention: str
-    planned_memory: Memory | StateBytes
-    """The fullest process's, in the configuration's own precision, dropped attention weights
-    written out: what another precision, or a GPU, makes of it says `memory`."""
     asked_micro_batch_size: int | None
 
     @property
     def portable_config(self) -> Config:
-        """`config` without what was derived from the layout, to be loaded on another one."""
+        """`config` without the values derived from the layout, for loading on another layout."""
         train = self.config.train.model_copy(
             update={"micro_batch_size": self.asked_micro_batch_size}
         )
@@ -95,101 +91,55 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the run."""
+        """Optimizer steps in the run."""
         assert self.config.train.steps is not None  # resolved
         return self.config.train.steps
 
     @property
     def n_trained(self) -> int:
-        """Parameters that the optimizer updates, padding included."""
+        """Elements that the optimizer updates, padding included."""
         return sum(spec.n_elements for spec in self.table if spec.is_trained)
 
     def epoch(self, step: int) -> int:
-        """Whole passes over the training split that `step` completed steps have made."""
+        """Return how many whole passes over the training split `step` completed steps make."""
         return step * self.batch_size // self.rows_per_epoch if self.rows_per_epoch else 0
 
     @property
     def has_known_length(self) -> bool:
-        """Whether the steps of the run are known, and not counted in UNKNOWN_EPOCH."""
+        """Whether the step count is known, rather than derived from UNKNOWN_EPOCH."""
         in_epochs = self.steps * self.batch_size >= UNKNOWN_EPOCH >> 10
         return self.rows_per_epoch != UNKNOWN_EPOCH or not in_epochs
 
     @property
-    def weights_bytes(self) -> int:
-        """Bytes of the fullest process's weights."""
-        return self.planned_memory.weights_bytes
+    def sharding(self) -> Sharding:
+        """The model's sharding under the layout."""
+        return sharding_of(self.layout, self.config.model)
 
-    @property
-    def gradients_bytes(self) -> int:
-        """Bytes of the fullest process's gradients, from one micro-batch to the next."""
-        return self.planned_memory.gradients_bytes
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """Bytes of the fullest process's optimizer state."""
-        return self.planned_memory.optimizer_bytes
+    @cached_property
+    def placements(self) -> dict[str, Placement]:
+        """Each parameter's placement on the mesh, by name."""
+        return {spec.name: self.sharding.placement(spec) for spec in self.table}
 
     @property
     def rules(self) -> LayoutRules:
-        """Who sums gradients and when, and how long gathered weights stay."""
+        """The rules for summing gradients and for keeping gathered weights."""
         return LayoutRules(self.layout)
 
     @property
     def tied(self) -> dict[str, tuple[int, ...]]:
-        """The parameters that several stages have, and the coordinates along `pipeline` that hold
-        them, in the order of the stages: the first owns it, others have a copy."""
+        """Maps each parameter that several stages hold to their `pipeline` coordinates, in stage
+        order: the first rank owns the parameter, the others have a copy."""
         return tied_parameters(self.layout, self.stage_names)
 
     @property
     def least_flops_per_token(self) -> int:
-        """`flops_per_token`, or where nobody counted them those of one product with each parameter,
-        for choices that need a number."""
+        """`flops_per_token`, or if it could not be counted the FLOPs for one matmul with each
+        parameter. For choices that need a number."""
         return self.flops_per_token or 6 * self.n_parameters
 
-    @property
-    def bubble_fraction(self) -> float | None:
-        """Idle time of a pipeline's processes ÷ the time they compute; 0 without a pipeline."""
-        if self.layout.pipeline == 1:
-            return 0.0
-        if self.built_by is not None:
-            return None
-        return planned_bubble(self.config, self.layout, self.stages, self.n_micro_batches)
-
-    def memory(self, precision: str | None = None, *, fused_dropout: bool = False) -> Memory:
-        """Bytes that the fullest process holds; `precision` is the run's, where the configuration
-        leaves it open, and `fused_dropout` whether a GPU's kernels drop attention's weights. Raises
-        ConfigError for a module of somebody's own."""
-        if not isinstance(self.planned_memory, Memory):
-            raise ConfigError(f"the activations of the module of {self.built_by} are not known")
-        if precision is None and not fused_dropout:
-            return self.planned_memory
-        parts = (self.config, self.layout, self.stages, precision)
-        return step_memory(*parts, fused_dropout=fused_dropout)
-
-    def traffic(self, rank: int = 0, precision: str | None = None) -> StepTraffic:
-        """Calls and bytes that a rank sends and receives in a step, by (dimension, kind). Raises
-        ConfigError for a module of somebody's own."""
-        if self.built_by is not None:
-            raise ConfigError(f"the messages of the module of {self.built_by} are not known")
-        return step_traffic(self.config, self.layout, self.stages, rank, precision)
-
-    def in_words(self) -> str:
-        """The model and its layout, the memory and the length of the run, a line each."""
-        steps, memory = self.steps if self.has_known_length else None, ""
-        if isinstance(self.planned_memory, Memory):
-            memory = f"memory  {size(self.planned_memory.total_bytes)} in the fullest process\n"
-        return (
-            f"{self.config.name}: {self.n_parameters:,} parameters, {self.layout}, micro-batch "
-            f"{self.micro_batch_size} × {self.n_micro_batches}\n{memory}"
-            f"run     {whole(steps)} steps × {whole(self.tokens_per_step)} tokens"
-        )
-
     def to_json(self) -> dict[str, Any]:
-        """The Plan as `train --dry-run` prints it and a run folder's plan.json holds it; null is
-        what is not known of a module of somebody's own."""
-        flops, sent = self.flops_per_token, None
-        if self.built_by is None:
-            sent = by_dimension(busiest(self.config, self.layout, self.stages))
+        """Return the Plan with the keys of a run folder's plan.json; uncounted FLOPs are null."""
+        flops = self.flops_per_token
         return {
             "model": {
                 "built_by": self.built_by,
@@ -212,9 +162,6 @@ class Plan:
             "rows_per_epoch": self.rows_per_epoch,
             "total_tokens": self.total_tokens,
             "total_flops": None if flops is None else self.total_tokens * flops,
-            "memory": asdict(self.planned_memory),
-            "communication": sent,
-            "time": {"bubble_fraction": self.bubble_fraction},
         }
 
 
@@ -227,13 +174,13 @@ def make_plan(
     local_size: int | None = None,
     outline_of: Callable[[Config], ModelOutline] = outline_of_gpt,
 ) -> Plan:
-    """The Plan of `config`, for the built-in GPT or the model that `outline_of` outlines.
+    """Return the Plan for `config`, for the built-in GPT or the model that `outline_of` describes.
 
-    `vocab_size` is the tokenizer's, and needed when the configuration does not state one;
-    `rows_per_epoch` counts the rows of the training split, and is needed where the configuration
-    counts in epochs. There are `world_size` processes (as many as `[parallel]` names when absent),
-    `local_size` of them in each machine. Raises ConfigError where the numbers cannot be (a batch
-    that does not divide, a vocabulary smaller than the tokenizer's), naming the nearest that can.
+    `vocab_size` is the tokenizer's, required if the configuration does not set one.
+    `rows_per_epoch` counts rows in the training split, required if the configuration counts in
+    epochs. There are `world_size` ranks (as many as `[parallel]` implies when absent), `local_size`
+    per machine. Raises ConfigError for impossible numbers (a batch that does not split evenly, a
+    vocabulary smaller than the tokenizer's), naming the nearest possible ones.
     """
     layout = make_layout(config.parallel, world_size)
     asked = config.train.micro_batch_size
@@ -244,11 +191,10 @@ def make_plan(
     is_gpt = outline.built_by is None
     if is_gpt:
         check_layout(layout, model, local_size)
-        layout = layout.for_model(model)
-        check_adapters(config.lora, layout)
+        check_adapters(config.lora, layout, sharding_of(layout, model).kv_copies)
     else:
         check_places(layout, model, local_size)
-        check_own_layout(layout, config, outline)
+        check_custom_layout(layout, config, outline)
     n_parameters, n_padded = _parameter_counts(model, outline)
     assert train.batch_size is not None
     assert train.steps is not None
@@ -256,14 +202,11 @@ def make_plan(
     ends = end_weights(config) if is_gpt else (0.0, 0.0)
     stages = stage_layers(model.n_layers, layout.n_stages, *ends)
     stage_names = outline.names_of_stages(stages)
-    sizes = step_sizes(config, layout)
-    check_micro_batches(layout, sizes.n_micro_batches, sizes.micro_batch_size)
-    if is_gpt:
-        planned_memory: Memory | StateBytes = step_memory(config, layout, stages)
-    else:
-        check_tied_copies(layout, tied_parameters(layout, stage_names), stage_names)
-        tables = [[spec for spec in outline.table if spec.name in own] for own in stage_names]
-        planned_memory = state_bytes(config, layout, tables)
+    assert train.micro_batch_size is not None
+    n_micro_batches = train.batch_size // layout.n_batch_shards // train.micro_batch_size
+    check_micro_batches(layout, n_micro_batches, train.micro_batch_size)
+    if not is_gpt:
+        check_tied_within(layout, stage_names)
     return Plan(
         config=config,
         layout=layout,
@@ -277,19 +220,19 @@ def make_plan(
         n_parameters_padded=n_padded,
         rows_per_epoch=rows_per_epoch,
         batch_size=train.batch_size,
-        micro_batch_size=sizes.micro_batch_size,
-        n_micro_batches=sizes.n_micro_batches,
+        micro_batch_size=train.micro_batch_size,
+        n_micro_batches=n_micro_batches,
         tokens_per_step=tokens_per_step,
         total_tokens=tokens_per_step * train.steps,
         flops_per_token=outline.flops_per_token,
         flops_convention=outline.flops_convention,
-        planned_memory=planned_memory,
         asked_micro_batch_size=asked,
     )
 
 
 def _parameter_counts(model: ModelConfig, outline: ModelOutline) -> tuple[int, int]:
-    """Parameters of a model, adapters' left out: without rows that pad the vocabulary, and with."""
+    """Return the model's parameter counts without adapters: excluding and including vocabulary
+    padding."""
     if outline.built_by is not None:
         n = sum(spec.n_elements for spec in outline.table if not is_of_adapter(spec))
         return n, n
@@ -298,7 +241,7 @@ def _parameter_counts(model: ModelConfig, outline: ModelOutline) -> tuple[int, i
 
 
 def needs_data(config: Config) -> bool:
-    """Whether `make_plan` must be told of the data: its vocabulary, or the length of an epoch."""
+    """Whether `make_plan` needs facts about the data: its vocabulary size, or the epoch length."""
     counts_epochs = config.train.epochs is not None or config.train.eval_interval == "epoch"
     decays = look_up(DECAY_KEYS, config.schedule.name, "schedule.name", "the planner")
     decays_by_epoch = "decay_interval" in decays and config.schedule.decay_interval is None
@@ -308,7 +251,7 @@ def needs_data(config: Config) -> bool:
 def _resolve(
     config: Config, vocab_size: int | None, rows_per_epoch: int | None, layout: Layout
 ) -> Config:
-    """`config` with every value that others imply filled in."""
+    """Return `config` with every implied value filled in."""
     model, train = config.model, config.train
     if model.vocab_size is None and vocab_size is None:
         raise ConfigError(
@@ -363,7 +306,7 @@ def _resolve(
 def _interval(
     asked: int | Literal["auto", "epoch"] | None, key: str, n_steps: int, epoch: Fraction | None
 ) -> int | None:
-    """Steps between two evaluations or two samples, from the value of `key`; None for never."""
+    """Return the steps between two evaluations or samples, from `key`'s value; None for never."""
     match asked:
         case "auto":
             return auto_interval(n_steps)
@@ -376,14 +319,14 @@ def _interval(
 
 
 def auto_interval(n_steps: int) -> int:
-    """The longest round number of steps that fits into a run of `n_steps` at least five times."""
+    """Return the largest round step count that fits at least five times into `n_steps`."""
     return next((n for n in AUTO_INTERVALS if 5 * n <= n_steps), 1)
 
 
 def _resolve_schedule(
     schedule: ScheduleConfig, steps: int, epoch: Fraction | None
 ) -> ScheduleConfig:
-    """`schedule` with the numbers that the run's length implies."""
+    """Return `schedule` with the numbers that follow from the run's length."""
     if schedule.start_step >= steps:
         raise ConfigError(
             f"schedule.start_step={schedule.start_step} is not before the end of the run, "
@@ -413,19 +356,20 @@ def _resolve_schedule(
 
 
 def momentum(optimizer: OptimizerConfig) -> float:
-    """The momentum of SGD and Muon: their own default when it is not set."""
+    """Return the momentum for SGD and Muon: the configured value, or the optimizer's default."""
     if optimizer.momentum is not None:
         return optimizer.momentum
     return look_up(MOMENTUM, optimizer.name, "optimizer.name", "the planner") or 0.0
 
 
 def default_cooldown(decay_steps: int) -> int:
-    """Length of `wsd`'s decay where none is set: a fifth of the schedule."""
+    """Return the default length in steps for `wsd`'s decay: a fifth of the schedule."""
     return max(1, decay_steps // 5)
 
 
 def _steps(n_epochs: int, epoch: Fraction | None, key: str) -> int:
-    """Steps that complete `n_epochs` passes over the training split, rounded up."""
+    """Return the steps that complete `n_epochs` passes over the training split, rounded up. Raises
+    ConfigError if the epoch length is unknown."""
     if epoch is None:
         raise ConfigError(f"{key} counts in epochs, and no data is at hand to say how long one is")
     return max(1, math.ceil(n_epochs * epoch))

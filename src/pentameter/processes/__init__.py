@@ -1,1 +1,1 @@
-"""The processes of a run: started, joined, named by rank, and told when one fails."""
+"""The processes of a run: started, joined, named by rank, and reported if one fails."""

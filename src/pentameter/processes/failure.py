@@ -1,9 +1,10 @@
-"""Failures of one process of several: reported once, by the process that failed first.
+"""Failure reports: if one process among several fails, it is reported once, by the first that
+failed.
 
-The processes of a run fail together: when one does, the others lose their connection to it. The
-first failure is what a person wants to read. Under `--nproc` every process leaves a report and
-the launcher tells the first; elsewhere a process that is likely not the first waits a little, as
-torchrun and `srun --kill-on-bad-exit` end it while it does.
+The processes of a run fail together: when one fails, the others lose their connection to it. A
+person wants to read the first failure. Under `--nproc` every process leaves a report, and the
+launcher prints the first. Under other launchers, a process that is probably not the first waits a
+little: torchrun and `srun --kill-on-bad-exit` end it meanwhile.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from pentameter.errors import (
 from pentameter.processes.place import LAUNCH_FOLDER, find_place
 
 EXPECTED = (PentameterError, OSError, KeyboardInterrupt)
-"""Errors whose message says all a person needs, without the traceback."""
+"""Errors whose message is enough for a person, without the traceback."""
 
 HOLD_BACK_SECONDS = 2.0
-"""Delay before another rank than 0 tells an error that all ranks are likely to meet; one that only
-follows from another process's error waits twice as long."""
+"""Seconds that a rank other than 0 waits before it prints an error that all ranks are likely to
+meet. An error that merely follows from another rank's error waits twice as long."""
 
-# What gloo, nccl and the stores of torch say, each as one long line of C++.
+# Messages from gloo, nccl and torch's stores, each one long line from C++.
 _GONE = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -63,7 +64,7 @@ _MOST_RANKS_NAMED = 8
 
 
 class LostProcessError(TrainingFailedError):
-    """Another process of the run ended or stopped answering. Why, that process knows."""
+    """Another process of the run ended or no longer responds. Only that process knows why."""
 
 
 class WorkerFailedError(PentameterError):
@@ -77,26 +78,26 @@ class WorkerFailedError(PentameterError):
 
 @dataclass(frozen=True)
 class Failure:
-    """The report of a process that failed."""
+    """The report from a process that failed."""
 
     rank: int
     exit_code: int
     message: str
-    """Empty where there is nothing to say: the reader of the output went away."""
+    """An empty string if there is nothing to say: the reader of the output went away."""
     time: float
     """Seconds since the epoch."""
     traceback: str = ""
     expected: bool = True
-    """True if the message says all a person needs, without the traceback."""
+    """True if the message is enough for a person, without the traceback."""
     consequence: bool = False
-    """True if it only follows from the failure of another process."""
+    """True if it merely follows from the failure of another process."""
     agreed: bool = False
     """True if it is a stop that all processes have agreed on."""
 
 
 def lost_process(error: BaseException) -> Literal["gone", "late"] | None:
-    """`gone` or `late` if `error` only says that another process closed its connection or did not
-    answer; None if it is a failure of this process's own."""
+    """Return `gone` or `late` if `error` merely says that another process closed its connection or
+    did not respond; None if this process itself failed."""
     each: BaseException | None = error
     while each is not None:
         text = str(each)
@@ -105,12 +106,12 @@ def lost_process(error: BaseException) -> Literal["gone", "late"] | None:
                 return "gone"
             if any(sign in text for sign in _LATE):
                 return "late"
-        each = each.__cause__ or each.__context__  # leaving a block may fail in a second way
+        each = each.__cause__ or each.__context__  # leaving a block may raise a second error
     return None
 
 
 def spelled(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 1, 2 and 5`, a few of many."""
+    """Return `rank 3`, or `ranks 1, 2 and 5`; of many ranks only the first few."""
     if len(ranks) < 2:
         return "".join(f"rank {rank}" for rank in ranks)
     if len(ranks) > _MOST_RANKS_NAMED:
@@ -120,9 +121,9 @@ def spelled(ranks: Sequence[int]) -> str:
 
 
 def first_failure(failures: list[Failure]) -> Failure:
-    """The failure among `failures` that the others follow from.
+    """Return the failure among `failures` that the others follow from.
 
-    Where all processes met the same error it is that of the lowest rank.
+    If all processes met the same error, return that of the lowest rank.
     """
     stopped = InterruptedRunError.exit_code
     first = min(failures, key=lambda f: (f.consequence, f.exit_code == stopped, f.time))
@@ -131,12 +132,12 @@ def first_failure(failures: list[Failure]) -> Failure:
 
 
 def report_path(folder: Path, rank: int) -> Path:
-    """The report of the process `rank` in the folder of a launch."""
+    """Return the path of a rank's report in a launch folder."""
     return folder / f"failure-{rank}.json"
 
 
 def read_report(folder: Path, rank: int) -> Failure | None:
-    """The report of the process `rank`; None where it left none, or only a part."""
+    """Read a rank's report; None if there is none, or only an incomplete one."""
     try:
         return Failure(**json.loads(report_path(folder, rank).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -144,7 +145,7 @@ def read_report(folder: Path, rank: int) -> Failure | None:
 
 
 def explanation(error: BaseException) -> tuple[str, int]:
-    """The message of an error for people, and its exit code."""
+    """Return an error's message for people, and its exit code."""
     if isinstance(error, BrokenPipeError):
         return "", 0  # the reader of our output went away (`… | head`): not our failure
     if isinstance(error, PentameterError):
@@ -158,7 +159,8 @@ def explanation(error: BaseException) -> tuple[str, int]:
 
 
 def failure_of(error: BaseException, rank: int = 0) -> Failure:
-    """The report of `error`, which the process `rank` has met; for a worker's failure its own."""
+    """Return the report for `error`, which occurred on `rank`; for a worker's failure, the worker's
+    report."""
     if isinstance(error, WorkerFailedError):
         return error.failure
     message, exit_code = explanation(error)
@@ -175,7 +177,7 @@ def failure_of(error: BaseException, rank: int = 0) -> Failure:
 
 
 def print_failure(failure: Failure, *, debug: bool) -> None:
-    """Say on stderr what went wrong, with the traceback where that is asked for or needed."""
+    """Print on stderr what went wrong, with the traceback if requested or needed."""
     if not failure.message:
         return
     if debug or not failure.expected:
@@ -185,15 +187,15 @@ def print_failure(failure: Failure, *, debug: bool) -> None:
 
 
 def tell_failure(error: BaseException, *, debug: bool = False) -> bool:
-    """Tell the failure of a process of several; False for one that runs alone.
+    """Report the failure of one process among several. Return False in a process that runs alone.
 
-    Call it while `error` is being handled. Where the process group still stands this does not
-    return but ends the process: ending Python properly could wait for the others for ever.
+    Call it while `error` is being handled. If the process group still exists, this function does
+    not return but ends the process: a regular exit of Python could wait for the others for ever.
     """
     try:
         place = find_place()
     except ConfigError:
-        return False  # which is likely the error itself
+        return False  # probably the very error to report
     if place is None:
         return False
     failure = failure_of(error, place.rank)
@@ -202,9 +204,9 @@ def tell_failure(error: BaseException, *, debug: bool = False) -> bool:
         with suppress(OSError):  # a full disk; the exit code still tells
             path.write_text(json.dumps(asdict(failure)), encoding="utf-8")
     else:
-        _tell_here(error, failure, debug=debug)
-    # Not by an import: where a signal has cut off that of torch, parts of it are there, and to
-    # import it again would fail.
+        _print_after_others(error, failure, debug=debug)
+    # Without an import: if a signal interrupted torch's import, parts of it are loaded, and a
+    # second import would fail.
     is_initialized = getattr(sys.modules.get("torch.distributed"), "is_initialized", None)
     if is_initialized is not None and is_initialized():
         with suppress(OSError, ValueError):
@@ -219,9 +221,9 @@ def failure_ends_process() -> Iterator[None]:
     """Context manager for user scripts: report an exception once across ranks, and exit without
     waiting for the others. Put it around `joined_world`, as the command does.
 
-    The exit code is that of `explanation`. Without it a process group that stands, with work that
-    is not done, would make the end of Python wait for the others. In a process that runs alone the
-    exception goes on as it is.
+    The exit code is the one from `explanation`. Without this context manager, an existing process
+    group with unfinished work would make Python's exit wait for the others. In a process that runs
+    alone the exception propagates unchanged.
     """
     try:
         yield
@@ -231,14 +233,15 @@ def failure_ends_process() -> Iterator[None]:
         raise
 
 
-def _tell_here(error: BaseException, failure: Failure, *, debug: bool) -> None:
-    """Tell `failure` where nobody collects reports, after others had time to tell theirs."""
+def _print_after_others(error: BaseException, failure: Failure, *, debug: bool) -> None:
+    """Print `failure` if no launcher collects reports, after the others had time to print
+    theirs."""
     if failure.consequence:
         time.sleep(2 * HOLD_BACK_SECONDS)
     elif failure.expected and failure.rank:
         time.sleep(HOLD_BACK_SECONDS)
         if isinstance(error, (InterruptedRunError, KeyboardInterrupt)):
-            return  # all are stopped, and rank 0 says so
+            return  # all have stopped, and rank 0 says so
     if (
         not failure.expected
         and isinstance(error, Exception)

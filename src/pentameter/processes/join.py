@@ -1,10 +1,10 @@
-"""Joining the other processes of a run, and leaving them.
+"""Join the other processes of a run, and leave them.
 
-They meet through one store. torchrun keeps its agent's store over restarts, so a process that is
-started again finds there what the dead attempt has left: gloo would connect to its addresses and
-wait for minutes. No count in the environment tells attempts apart either (each agent counts the
-restarts of its own node). So the processes first agree, through the store, on a name for this
-rendezvous that no earlier one had, and all that follows lies below that name.
+Processes meet through one store. torchrun keeps its agent's store over restarts, so a restarted
+process finds the keys of the dead attempt in it: gloo would connect to those addresses and wait for
+minutes. No count in the environment distinguishes attempts either (each agent counts the restarts
+on its own node). So the processes first agree, through the store, on a name for this rendezvous
+that no earlier one had. All later keys have that name as their prefix.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from pentameter.errors import ConfigError
-from pentameter.machine.cores import chosen_threads, fair_share, usable_cores
+from pentameter.machine.cores import chosen_threads, fair_thread_count, usable_cores
 from pentameter.processes.failure import LostProcessError, lost_process, spelled
 from pentameter.processes.place import LAUNCH_FOLDER, Place, find_place
 from pentameter.processes.progress import Progress, progress_path
@@ -36,33 +36,36 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
+    from pentameter.config.schema import Config
+
 T = TypeVar("T")
 
 RENDEZVOUS_SECONDS = 300.0
-"""Longest wait for processes that were started together to come; imports may take minutes where a
-thousand of them read the same disk."""
+"""Longest wait for processes that were started together to arrive. Imports may take minutes if a
+thousand processes read the same disk."""
 
 SAY_AFTER_SECONDS = 15.0
-"""Wait after which rank 0 says whom it waits for."""
+"""Seconds after which rank 0 prints which ranks it waits for."""
 
 SETTLE_SECONDS = 0.05
-"""Given to gloo's threads, which want some microseconds, before the process may end."""
+"""Seconds for gloo's threads, which need some microseconds, before the process may end."""
 
 ANSWER_SECONDS = 1.0
-"""Shortest wait for a store's answer; a store that works answers within milliseconds."""
+"""Shortest timeout for a request to a store; a working store responds within milliseconds."""
 
-_POLL_SECONDS = (0.001, 0.05)  # from the first look to the later ones
+_POLL_SECONDS = (0.001, 0.05)  # the first interval, and the longest
 
 _OTHERS_SECONDS = {"gone": 1.0, "late": 3.0}
-"""Wait for the others to say that they, too, lost somebody. Those that were to hear from the lost
-one next notice a closed connection at once, and each notices a timeout when its own has passed."""
+"""Seconds to wait for the other ranks to report that they, too, lost a process. Ranks that receive
+from the lost one notice a closed connection at once; each notices a timeout when its own has
+passed."""
 
 
 def lone_world() -> World:
-    """The World of a process by itself.
+    """Return the World of a single process.
 
-    Raises ConfigError where the environment says that others were started with it: each would
-    train alone, and write to the same folder.
+    Raises ConfigError if the environment says that others were started with it: each would train
+    alone, and write to the same folder.
     """
     place = find_place()
     if place is not None:
@@ -74,6 +77,22 @@ def lone_world() -> World:
     return World()
 
 
+def joined_world_of(
+    config: Config, place: Place | None = None
+) -> contextlib.AbstractContextManager[World]:
+    """Join the World that trains a configuration: `joined_world` with its device, its timeout and
+    the process group that its sharded parameters need. Raises ConfigError for a device that this
+    machine does not have."""
+    from pentameter.machine.choices import choose_device
+
+    return joined_world(
+        choose_device(config.train.device).type,
+        place,
+        always_group=config.parallel.zero > 0,
+        timeout_seconds=config.parallel.timeout_seconds,
+    )
+
+
 @contextlib.contextmanager
 def joined_world(
     device_type: str,
@@ -82,17 +101,17 @@ def joined_world(
     always_group: bool = False,
     timeout_seconds: float | None = None,
 ) -> Iterator[World]:
-    """The World of the processes that meet at `place`, for as long as the block runs.
+    """Join the processes that meet at `place`, and yield their World while the block runs.
 
-    Within it torch.distributed's default process group exists, CPU tensors travel over gloo and
-    CUDA tensors over nccl, and each process computes with its share of the machine's cores (see
-    `set_threads`). One process has nobody to meet: it gets `World()`, and a group of its own only
-    where `always_group` asks for one, as sharded and offloaded parameters do.
+    Inside, torch.distributed's default process group exists. CPU tensors are sent over gloo, CUDA
+    tensors over nccl, and each process uses its part of the machine's cores (see `set_threads`). A
+    single process gets `World()`, and a process group only with `always_group`, which sharded and
+    offloaded parameters need.
 
-    An exception leaves at once, without waiting for the others; the group is then left as it is,
-    since ending it could wait for them. Raises LostProcessError, naming the ranks, where others
-    went away, did not come, or did not answer within `timeout_seconds`, by default that of
-    `parallel.timeout_seconds`.
+    An exception leaves at once, without waiting for the others. The process group is then not
+    destroyed, since that could wait for them. Raises LostProcessError, naming the ranks, if others
+    went away, did not arrive, or did not respond within `timeout_seconds` (default: that of
+    `parallel.timeout_seconds`).
     """
     if place is not None and place.source == "torchrun":
         watch_agent()
@@ -117,7 +136,7 @@ def joined_world(
     world = World(*sizes, timeout_seconds, progress, store)
     try:
         if device_type == "cuda" and torch.cuda.device_count() > place.local_rank:
-            torch.cuda.set_device(place.local_rank)  # what nccl and allocations use unless told
+            torch.cuda.set_device(place.local_rank)  # the default device for nccl and allocations
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
             store=store,
@@ -128,9 +147,9 @@ def joined_world(
         if world.size > 1:
             set_threads(world)
         yield world
-        world.barrier()  # rank 0 may hold what the others need to say goodbye
-        # Gloo's threads have yet to let go of the last tensors, for which they need the lock of the
-        # interpreter; one that still asks for it when Python ends aborts the process
+        world.barrier()  # rank 0 may hold the store that the others need to say goodbye
+        # Gloo's threads still have to release the last tensors, and need the interpreter's lock
+        # for it. A thread that still requests the lock when Python ends aborts the process
         # (https://github.com/pytorch/pytorch/pull/179291).
         time.sleep(SETTLE_SECONDS)
     except RuntimeError as error:
@@ -147,11 +166,11 @@ def joined_world(
 
 
 def loss_behind(error: Exception, world: World) -> LostProcessError | None:
-    """The error to raise instead of `error`, which only says in the words of gloo, nccl or a store
-    that another process of `world` is missing; None where it is this process's own failure.
+    """Return the error to raise instead of `error` if `error`, from gloo, nccl or a store, merely
+    says that another process in `world` is missing. Return None if this process itself failed.
 
-    Tell the others first, and do what may take long afterwards: who does not tell is the one that
-    is missed.
+    Call it before anything that may take long: a rank that does not report is taken for the missing
+    one.
     """
     how = lost_process(error) if isinstance(error, RuntimeError) else None
     if how is None or world.store is None:
@@ -161,10 +180,10 @@ def loss_behind(error: Exception, world: World) -> LostProcessError | None:
         absent = absent_ranks(world.store, world.rank, world.size, _OTHERS_SECONDS[how])
     except TimeoutError:
         is_cut_off = True
-        first = world.rank - world.local_rank  # whose store is elsewhere: this machine still works
+        first = world.rank - world.local_rank  # the store is remote; this machine works
         here = range(first, first + world.local_size)
         absent = [rank for rank in range(world.size) if rank not in here]
-    # Several that do not tell need not all be lost: one that is may keep others from noticing.
+    # Several silent ranks need not all be lost: one lost rank may keep others from noticing.
     who = spelled(absent) if len(absent) == 1 else f"at least one of {spelled(absent)}"
     waited = f"within {world.timeout_seconds:g} s (parallel.timeout_seconds)"
     said = f"{who} did not answer {waited} {world.progress.latest}."
@@ -184,10 +203,10 @@ def loss_behind(error: Exception, world: World) -> LostProcessError | None:
 
 
 def local_device(device: torch.device, world: World) -> torch.device:
-    """The device of this process: among CUDA devices the one of its local rank. Collective.
+    """Return this rank's device: among CUDA devices, the one with its local rank. Collective.
 
-    Where a scheduler shows each process only its own GPU, that is the first. Raises ConfigError
-    for fewer GPUs than processes in this machine.
+    If a scheduler shows each process only its own GPU, return that one. Raises ConfigError if this
+    machine has fewer GPUs than processes.
     """
     import torch
 
@@ -211,14 +230,15 @@ def local_device(device: torch.device, world: World) -> torch.device:
 
 
 def set_threads(world: World) -> int:
-    """Threads that each operation of torch now uses in this process. Collective."""
+    """Set the number of threads that torch uses per operation in this process, and return it.
+    Collective."""
     import torch
 
     machine, mine = platform.node(), usable_cores()
     places = world.all_gather((machine, mine))
     n_threads = chosen_threads()
     if n_threads is None:
-        n_threads = fair_share(mine, [cores for name, cores in places if name == machine])
+        n_threads = fair_thread_count(mine, [cores for name, cores in places if name == machine])
     torch.set_num_threads(n_threads)
     return n_threads
 
@@ -227,10 +247,10 @@ def set_threads(world: World) -> int:
 
 
 def open_store(place: Place, timeout_seconds: float) -> Store:
-    """The store of this rendezvous, once every process of `place`'s world has come.
+    """Return the store for this rendezvous, once every process in `place`'s world has arrived.
 
-    Raises LostProcessError, naming the ranks, where some have not come within `timeout_seconds`,
-    and ConfigError where the port is in use.
+    Raises LostProcessError, naming the ranks, if some have not arrived within `timeout_seconds`,
+    and ConfigError if the port is in use.
     """
     import torch.distributed as dist
 
@@ -255,11 +275,12 @@ def open_store(place: Place, timeout_seconds: float) -> Store:
 
 
 def absent_ranks(store: Store, rank: int, world_size: int, timeout_seconds: float) -> list[int]:
-    """Ranks that do not say within `timeout_seconds` that they, too, miss another process.
+    """Return the ranks that do not report within `timeout_seconds` that they, too, miss another
+    process.
 
-    Every process that lost another one calls this; those that do not are dead, or hang. Empty
-    where the store itself is gone. Raises TimeoutError where the store does not answer: the
-    network to it is cut.
+    Every process that lost another one calls this; a rank that does not call it is dead, or hangs.
+    The list is empty if the store itself is gone. Raises TimeoutError if the store does not
+    respond: the network to it is cut.
     """
     others = [other for other in range(world_size) if other != rank]
 
@@ -269,21 +290,21 @@ def absent_ranks(store: Store, rank: int, world_size: int, timeout_seconds: floa
     deadline = time.monotonic() + timeout_seconds
     absent = others
     with contextlib.suppress(RuntimeError):
-        _answer_of(lambda: store.set(f"misses-another/{rank}", "1"), deadline)
+        _ask_store(lambda: store.set(f"misses-another/{rank}", "1"), deadline)
         while absent and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS[1])
-            absent = _answer_of(silent, deadline)
+            absent = _ask_store(silent, deadline)
         return absent
     return []
 
 
-def _answer_of(ask: Callable[[], T], deadline: float) -> T:
-    """The result of `ask`, which asks a store; TimeoutError where there is none at `deadline`, in
-    monotonic seconds, or ANSWER_SECONDS from now if that is later.
+def _ask_store(ask: Callable[[], T], deadline: float) -> T:
+    """Return the result of `ask`, a request to a store. Raises TimeoutError if there is none by
+    `deadline`, in monotonic seconds, or ANSWER_SECONDS from now if that is later.
 
-    A store's `check` and `set` know no timeout: over a link that is cut they wait for as long as
-    TCP sends again, a quarter of an hour, and Python hears of no signal meanwhile. The thread that
-    waits is left behind, and ends with the process.
+    A store's `check` and `set` have no timeout. Over a cut link they wait for as long as TCP
+    retransmits, a quarter of an hour, and Python handles no signal meanwhile. The waiting thread is
+    left behind, and ends with the process.
     """
     answer: Future[T] = Future()
 
@@ -299,13 +320,14 @@ def _answer_of(ask: Callable[[], T], deadline: float) -> T:
         return answer.result(max(ANSWER_SECONDS, deadline - time.monotonic()))
     except TimeoutError:
         raise
-    except BaseException:  # a signal: Python may end now, and abort where a thread comes out of C++
+    except BaseException:  # a signal: Python may end now, and abort if a thread leaves C++
         thread.join(ANSWER_SECONDS)
         raise
 
 
 def _address(store: Store) -> str:
-    """` at HOST:PORT` of the server that a store asks, in a message; empty where it asks none."""
+    """Return ` at HOST:PORT` for the server behind a store, for a message; an empty string if it
+    has none."""
     import torch.distributed as dist
 
     while isinstance(store, dist.PrefixStore):
@@ -314,14 +336,16 @@ def _address(store: Store) -> str:
 
 
 def _reach(place: Place, where: str, timeout_seconds: float) -> Store:
-    """The store that the launcher, or rank 0, keeps for all; it may hold an earlier attempt's keys.
+    """Open the store that the launcher, or rank 0, keeps for all; it may hold an earlier attempt's
+    keys.
 
-    It is made here, not by `init_process_group`, so that waiting for the others can name them.
+    It is opened separately from `init_process_group`, so that an error while waiting can name the
+    missing ranks.
     """
     import torch.distributed as dist
 
     if place.init_method.startswith("file://"):
-        # Not by a URL, where a ? or # in the path would end it.
+        # not by a URL, which a ? or # in the path would end
         return dist.FileStore(place.init_method.removeprefix("file://"), place.world_size)
     if place.init_method == "env://":
         host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
@@ -338,19 +362,19 @@ def _reach(place: Place, where: str, timeout_seconds: float) -> Store:
 
 
 def _agree(store: Store, place: Place, where: str, deadline: float) -> str:
-    """A name that the processes of this attempt, all of them and no others, have agreed on.
+    """Agree on a name with exactly the processes of this attempt.
 
-    Each writes a word of its own below its rank. Rank 0 proposes the words it finds, until every
-    process has answered that its own, and not a dead one's, is among them.
+    Each rank writes a random token under its rank. Rank 0 proposes the tokens that it finds, until
+    every rank has confirmed that its own token, and not a dead process's, is among them.
     """
-    come = _propose if place.rank == 0 else _answer
+    come = _propose if place.rank == 0 else _confirm
     mine = uuid.uuid4().hex
     store.set(f"came/{place.rank}", mine)
     start, pause = time.monotonic(), _POLL_SECONDS[0]
     has_said = False
     while True:
         try:
-            name, missing = _answer_of(lambda: come(store, place, mine), deadline)
+            name, missing = _ask_store(lambda: come(store, place, mine), deadline)
         except TimeoutError as error:
             raise _did_not_come(place, where, time.monotonic() - start, None) from error
         if name is not None:
@@ -367,7 +391,8 @@ def _agree(store: Store, place: Place, where: str, deadline: float) -> str:
 
 
 def _propose(store: Store, place: Place, mine: str) -> tuple[str | None, list[int]]:
-    """One turn of rank 0: the name once all have agreed to it, or the ranks that have not."""
+    """Take one turn as rank 0: return the name once all have agreed to it, else None and the ranks
+    that have not."""
     others = range(1, place.world_size)
     read = _reader(store)
     words = [mine, *(read(f"came/{rank}") for rank in others)]
@@ -385,12 +410,12 @@ def _propose(store: Store, place: Place, mine: str) -> tuple[str | None, list[in
     return name, []
 
 
-def _answer(store: Store, place: Place, mine: str) -> tuple[str | None, list[int]]:
-    """One turn of another rank: the name once rank 0 says that all agree."""
+def _confirm(store: Store, place: Place, mine: str) -> tuple[str | None, list[int]]:
+    """Take one turn as another rank: return the name once rank 0 says that all agree."""
     read = _reader(store)
     proposal = read("proposal")
     words = json.loads(proposal) if proposal else []
-    # An attempt before may have had another size.
+    # An earlier attempt may have had another size.
     if len(words) != place.world_size or words[place.rank] != mine:
         return None, [0]
     name = _name(proposal)
@@ -400,7 +425,8 @@ def _answer(store: Store, place: Place, mine: str) -> tuple[str | None, list[int
 
 
 def _reader(store: Store) -> Callable[[str], str]:
-    """A function that reads a key without waiting for it; the empty string where it is not set."""
+    """Return a function that reads a key without waiting for it; it returns an empty string if the
+    key is not set."""
     return lambda key: store.get(key).decode() if store.check([key]) else ""
 
 

@@ -1,7 +1,8 @@
-"""`--nproc N`: the same command as N processes of this machine, which meet over loopback only.
+"""`--nproc N`: run the same command as N processes on this machine, connected over loopback only.
 
-Nothing listens for them to meet: they write their addresses to a file in a private folder. Each is
-a `Child`: signals reach it once, through the launcher, and it ends when the launcher is gone.
+No process listens for the rendezvous: they write their addresses to a file in a private folder.
+Each process is a `Child`: signals reach it once, through the launcher, and it ends when the
+launcher is gone.
 """
 
 from __future__ import annotations
@@ -17,11 +18,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from pentameter.disk.lock import scratch_folder
 from pentameter.errors import InterruptedRunError, StorageError, TrainingFailedError
 from pentameter.machine.child import Child, exit_reason
-from pentameter.machine.cores import chosen_threads, usable_cores
+from pentameter.machine.cores import (
+    check_memory,
+    check_processes,
+    chosen_threads,
+    usable_cores,
+)
 from pentameter.processes.failure import (
     Failure,
     WorkerFailedError,
@@ -29,15 +36,18 @@ from pentameter.processes.failure import (
     read_report,
     spelled,
 )
-from pentameter.processes.place import LAUNCH_FOLDER
+from pentameter.processes.place import LAUNCH_FOLDER, Place
 from pentameter.processes.progress import Watchdog, culprits, is_stopped, stacks
 from pentameter.processes.stop_signals import minded_stop_signals
 
+if TYPE_CHECKING:
+    from pentameter.config.schema import Config
+
 GRACE_SECONDS = 4.0
-"""Time for the others to end by themselves after a failure, and again after SIGTERM."""
+"""Seconds in which the others may end by themselves after a failure, and again after SIGTERM."""
 
 _POLL_SECONDS = 0.05
-# Signals that come from outside the program; an abort may be the answer to another's failure.
+# Signals from outside the program; SIGABRT may follow from another process's failure.
 _ROOT_CAUSES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
 
 
@@ -46,13 +56,14 @@ def run_local(
 ) -> None:
     """Run `command` as `n_processes` processes, and return when all are done.
 
-    Rank 0 has this process's stdout and stderr; what another rank says appears on stderr, a line
-    at a time behind its rank. STOP_SIGNALS go to all of them. When one fails the others get
-    `grace_seconds` to end, then SIGTERM and as long again; before that, those that hang show their
-    stacks. So they do when none has made progress for a while after a signal, and then they end.
+    Rank 0 inherits this process's stdout and stderr; every line that another rank prints appears on
+    stderr, prefixed with its rank. STOP_SIGNALS are sent to all. When one process fails, the others
+    get `grace_seconds` to end, then SIGTERM and as long again; before that, those that hang print
+    their stacks. If no process makes progress for a while after a signal, they print their stacks,
+    too, and are ended.
 
-    Raises WorkerFailedError with the first failure; its exit code is that of the process, 70 for
-    one that was killed. Call it in the main thread.
+    Raises WorkerFailedError with the first failure; its exit code is the process's, or 70 if the
+    process was killed. Call it in the main thread.
     """
     with ExitStack() as stack:
         workers = _Workers(stack.enter_context(scratch_folder()), grace_seconds)
@@ -68,10 +79,34 @@ def run_local(
             raise WorkerFailedError(failure)
 
 
+def check_launch(
+    config: Config, n_processes: int, place: Place | None, *, oversubscribe: bool, check_fit: bool
+) -> None:
+    """Raise ConfigError if processes could not train together. This check runs before data is read
+    and before the processes meet, so that N of them do not print the same error. It covers the
+    processes started at `place`, else `n_processes` on this machine: too few cores for them, with
+    `check_fit` too little memory, or a layout that does not fit them."""
+    from pentameter.estimating.plan_estimates import plan_state_bytes
+    from pentameter.planning.layout import make_layout
+    from pentameter.planning.layout_checks import check_layout
+    from pentameter.planning.plan import make_plan, needs_data
+
+    if place is None:
+        check_processes(n_processes, oversubscribe=oversubscribe)
+    local_size = n_processes if place is None else place.local_size
+    check_layout(make_layout(config.parallel, n_processes), config.model, local_size)
+    if needs_data(config):
+        return
+    plan = make_plan(config, world_size=n_processes, local_size=local_size)
+    on_gpu = config.train.device in ("auto", "cuda") and Path("/dev/nvidia0").exists()
+    if check_fit and place is None and n_processes > 1 and not on_gpu:
+        check_memory(n_processes, plan_state_bytes(plan).state_bytes)
+
+
 def python_command(*arguments: str) -> list[str]:
-    """The command that runs `pentameter ARGUMENTS` with this interpreter and search path."""
-    # -P: the folder that this process happens to be in may hold a `numpy.py` of somebody's. But a
-    # process that found its own modules there, as `python -m` does, lets its workers do so too.
+    """Return the command that runs `pentameter ARGUMENTS` with this interpreter and search path."""
+    # -P: the current folder may hold a user's `numpy.py`. But if this process found its own
+    # modules there, as `python -m` does, its workers may do so, too.
     safe = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
     return [sys.executable, *safe, "-m", "pentameter", *arguments]
 
@@ -79,7 +114,7 @@ def python_command(*arguments: str) -> list[str]:
 def worker_environment(
     rank: int, n_processes: int, folder: Path, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """The environment variables of one process of a launch."""
+    """Return the environment variables for one process of a launch."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     n_threads = chosen_threads(environ) or max(1, len(usable_cores()) // n_processes)
     return {
@@ -110,7 +145,7 @@ class _Workers:
         self._ended_by_us = False
 
     def start(self, command: Sequence[str], n_processes: int) -> None:
-        """Start them all, or none where the system cannot start one."""
+        """Start all workers, or none if the system cannot start one."""
         try:
             for rank in range(n_processes):
                 if self._received:
@@ -123,7 +158,7 @@ class _Workers:
                     stderr=subprocess.STDOUT if rank else None,
                 )
                 self._children.append(child)
-                for number in self._received:  # those that came while it was being started
+                for number in self._received:  # signals received while it was being started
                     child.process.send_signal(number)
                 if child.process.stdout is not None:
                     said = io.TextIOWrapper(child.process.stdout, "utf-8", errors="replace")
@@ -137,7 +172,7 @@ class _Workers:
             ) from error
 
     def wait(self) -> list[Failure]:
-        """The failures, once every process has ended."""
+        """Wait until every process has ended, and return the failures."""
         failures: list[Failure] = []
         self._running = dict(enumerate(self._children))
         failed_at = hurried_at = None
@@ -149,26 +184,26 @@ class _Workers:
                 del self._running[rank]
                 ended = self._failures_of(rank, code)
                 failures += ended
-                # A stop as agreed may take another longer, so no hurry for that alone. For one that
-                # a signal ended on its own, another may wait in C++, where Python hears of none.
+                # An agreed stop may take another rank longer, so it alone sets no deadline. If a
+                # signal ended one rank only, another may wait in C++, deaf to Python's signals.
                 if failed_at is None and not all(failure.agreed for failure in ended):
                     failed_at = time.monotonic()
             if hurried_at is None and len(self._received) > 1:
                 hurried_at = time.monotonic()
-            self._press(failed_at, hurried_at, failures)
-            failures += self._give_up_the_silent()
+            self._end_overdue(failed_at, hurried_at, failures)
+            failures += self._end_silent()
             time.sleep(_POLL_SECONDS)
         for relay in self._relays:
             relay.join(1.0)  # a process that outlives the worker may hold the pipe
         return failures
 
-    def _press(
+    def _end_overdue(
         self, failed_at: float | None, hurried_at: float | None, failures: list[Failure]
     ) -> None:
-        """Make those end that should have: after a failure, and after a second signal.
+        """End processes that should have ended: after a failure, and after a second signal.
 
-        Where processes have only missed another one so far, that one hangs: it shows its stacks,
-        and is killed, since it has nobody to save anything with.
+        If the failed processes have merely lost another one so far, that one hangs. It prints its
+        stacks and is killed, since there is no other rank left to save with.
         """
         now = time.monotonic()
         if failed_at is not None and now > failed_at + self._grace_seconds:
@@ -186,10 +221,11 @@ class _Workers:
             self._ended_by_us = True
             self._kill()
 
-    def _give_up_the_silent(self) -> list[Failure]:
-        """End all that run where a signal asked them to stop and none has made progress since.
+    def _end_silent(self) -> list[Failure]:
+        """End all running processes if a signal asked them to stop and none has made progress
+        since.
 
-        Returns the failure that says so. One that hangs makes all others wait for it.
+        Return the failure that describes it. One process that hangs makes all others wait.
         """
         if not self._running or not self._received or self._ended_by_us:
             return []
@@ -208,8 +244,8 @@ class _Workers:
         return [Failure(silent[0], InterruptedRunError.exit_code, message, 0.0)]
 
     def _show_stacks(self) -> list[int]:
-        """The ranks that the others wait for, as far as it can be told; their stacks go to
-        stderr."""
+        """Print the stacks of the ranks that the others wait for, as far as known, on stderr.
+        Return these ranks."""
         pids = {rank: child.pid for rank, child in self._running.items()}
         if not pids:
             return []
@@ -221,10 +257,11 @@ class _Workers:
         return silent
 
     def _failures_of(self, rank: int, code: int) -> list[Failure]:
-        """The failure that a process ended with, by its report or exit code; empty for none."""
+        """Return a process's failure, from its report or its exit code; an empty list if it did not
+        fail."""
         stopped, now = InterruptedRunError.exit_code, time.time()
         report = read_report(self._folder, rank)
-        interrupted = code == 128 + signal.SIGINT  # before it minded signals
+        interrupted = code == 128 + signal.SIGINT  # before it handled signals
         if report is not None and not (interrupted and self._received):
             return [report]
         if code == 0:
@@ -246,35 +283,36 @@ class _Workers:
         return [Failure(rank, code, message, now)]
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal that asks to stop on to all workers."""
+        """Forward a stop signal to all workers."""
         self._received_at = self._received_at or time.monotonic()
         self._received.append(signal.Signals(number))
         self._send(signal.Signals(number))
 
     def on_suspend(self, number: int, frame: FrameType | None) -> None:
-        """Suspend at Ctrl-Z with all workers: in sessions of their own they would go on."""
+        """Suspend at Ctrl-Z together with all workers: they have sessions of their own and would go
+        on."""
         self._send(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         self._send(signal.SIGCONT)
 
     def _send(self, number: signal.Signals) -> None:
         for child in self._children:
-            child.process.send_signal(number)  # which spares one that has ended
+            child.process.send_signal(number)  # skips a process that has ended
 
     def _kill(self) -> None:
-        """End those that run, with whatever they started."""
+        """Kill the running workers, with every process that they started."""
         for child in self._children:
             child.kill()
 
     def end(self) -> None:
-        """End those that still run."""
+        """End the workers that still run."""
         for child in self._children:
             child.close()
 
 
 def _relay(rank: int, lines: Iterator[str]) -> None:
-    """Copy what a process says to stderr, behind its rank."""
+    """Copy a process's output to stderr, each line prefixed with its rank."""
     name = f"rank {rank}: "
     for line in lines:
-        with suppress(OSError, ValueError):  # nobody reads; keep the process's pipe empty
+        with suppress(OSError, ValueError):  # nobody reads it; keep the process's pipe empty
             print(f"{name}{line.rstrip().removeprefix(name)}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""This process's place among those that were started together, by what the environment says.
+"""This process's rank among those that were started together, read from the environment.
 
 torchrun, SLURM's srun, a Kubernetes PyTorchJob and `--nproc` each start the same command several
-times and tell each process its place by environment variables. Nothing set means one process.
+times and give each process its rank in environment variables. If none is set, there is one process.
 """
 
 from __future__ import annotations
@@ -14,38 +14,39 @@ from dataclasses import dataclass
 from pentameter.errors import ConfigError
 
 LAUNCH_FOLDER = "PENTAMETER_LAUNCH_FOLDER"
-"""The private folder of `--nproc`: where its processes meet, and where they leave their reports."""
+"""The private folder for `--nproc`, in which its processes meet and leave their reports."""
 
 _FIRST_PORT, _N_PORTS = 10_000, 20_000  # below the ports that Linux gives to outgoing connections
-_HOSTS = r"(?:[^,\[\]\s]|\[\d+[-,\d]*\])+"  # one item of a list of nodes, ranges and all
+_HOSTS = r"(?:[^,\[\]\s]|\[\d+[-,\d]*\])+"  # one item in a list of nodes, ranges and all
 
 
 @dataclass(frozen=True)
 class Place:
-    """This process among those that were started together, and how it meets them."""
+    """This process's rank and local rank, the sizes of world and machine, and how the processes
+    meet."""
 
     rank: int
     world_size: int
     local_rank: int
-    """Its number among those of its machine."""
+    """The rank among the processes on this machine."""
     local_size: int
     init_method: str
-    """`env://`, `tcp://HOST:PORT` or `file://PATH`, the path as it is."""
+    """`env://`, `tcp://HOST:PORT` or `file://PATH`, with the path unescaped."""
     source: str
-    """Who started it: `torchrun`, `SLURM`, `--nproc` or `environment`."""
+    """The launcher: `torchrun`, `SLURM`, `--nproc` or `environment`."""
 
 
 def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
-    """The Place that the environment names; None for a process that runs alone.
+    """Read the Place from the environment; None for a process that runs alone.
 
-    Raises ConfigError for variables that contradict each other, naming them.
+    Raises ConfigError, naming the variables, if they contradict each other.
     """
     # srun alone sets the step's number of tasks: a batch script itself is one process.
     is_srun_task = "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ
     if LAUNCH_FOLDER in environ:
         meet = f"file://{os.path.join(environ[LAUNCH_FOLDER], 'rendezvous')}"
         place = _place(environ, "--nproc", meet)
-    # A batch script can export WORLD_SIZE for all its tasks, but not the RANK of each.
+    # A batch script can export WORLD_SIZE for all its tasks, but not each task's RANK.
     elif "RANK" in environ or ("WORLD_SIZE" in environ and not is_srun_task):
         place = _torch_place(environ)
     elif is_srun_task:
@@ -57,9 +58,9 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
 
 
 def processes_together(nproc: int | None, place: Place | None) -> int | None:
-    """The number of processes that train together; None where neither option nor launcher says.
+    """Return the number of processes that train together; None if neither option nor launcher says.
 
-    Raises ConfigError where `--nproc` would start others beside a launcher's.
+    Raises ConfigError if `--nproc` would start processes in addition to a launcher's.
     """
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc {nproc} must be at least 1")
@@ -74,7 +75,8 @@ def processes_together(nproc: int | None, place: Place | None) -> int | None:
 
 
 def _refuse_unknown_launcher(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError where something has started several processes that each would run alone."""
+    """Raise ConfigError if an unknown launcher has started several processes, each of which would
+    run alone."""
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
         count = environ.get(name, "").strip()
         if count.isdecimal() and int(count) > 1:
@@ -86,7 +88,7 @@ def _refuse_unknown_launcher(environ: Mapping[str, str]) -> None:
 
 
 def _torch_place(environ: Mapping[str, str]) -> Place:
-    """The place by the variables of torch.distributed, set by torchrun or a PyTorchJob."""
+    """Read the Place from the variables of torch.distributed, set by torchrun or a PyTorchJob."""
     per_pod = environ.get("PET_NPROC_PER_NODE", "1")
     if "TORCHELASTIC_RUN_ID" in environ:
         source = "torchrun"
@@ -110,7 +112,7 @@ def _torch_place(environ: Mapping[str, str]) -> Place:
 
 
 def _slurm_place(environ: Mapping[str, str]) -> Place:
-    """The place by the variables of a step that srun started."""
+    """Read the Place from SLURM's variables for a step that srun started."""
     remedy = "start the command with srun, or unset the SLURM_ variables to run as one process"
     rank = _number(environ, "SLURM_PROCID", remedy)
     world_size = _number(environ, "SLURM_STEP_NUM_TASKS", remedy)
@@ -146,12 +148,12 @@ def _slurm_place(environ: Mapping[str, str]) -> Place:
 
 
 def _place(environ: Mapping[str, str], source: str, init_method: str) -> Place:
-    """The place by the variables of torch.distributed that count ranks, which must fit together."""
+    """Read the Place from torch.distributed's rank variables, which must be consistent."""
     remedy = "torchrun sets it; unset RANK and WORLD_SIZE to run as one process"
     if "LOCAL_RANK" in environ or "LOCAL_WORLD_SIZE" in environ:
         local_rank = _number(environ, "LOCAL_RANK", remedy)
         local_size = _number(environ, "LOCAL_WORLD_SIZE", remedy)
-    else:  # a pod of a PyTorchJob has one process
+    else:  # a PyTorchJob's pod has one process
         local_rank, local_size = 0, 1
     rank, world_size = _number(environ, "RANK", remedy), _number(environ, "WORLD_SIZE", remedy)
     for name, number, of, count in (
@@ -176,11 +178,11 @@ def _number(environ: Mapping[str, str], name: str, remedy: str) -> int:
     raise ConfigError(f"{what}{f'; {remedy}' if remedy else ''}")
 
 
-# -- the notation of SLURM: node[01-03,7] and 2(x3),1 -------------------------------------------
+# -- SLURM's notation: node[01-03,7] and 2(x3),1 -----------------------------------------------
 
 
 def first_node(text: str) -> str:
-    """The first host that a list like `node[001-003,7],gpu3` names. Raises ConfigError."""
+    """Return the first host in a list like `node[001-003,7],gpu3`. Raises ConfigError."""
     match = re.fullmatch(rf"({_HOSTS})(?:,{_HOSTS})*", text)
     if match is None:
         raise _unreadable("SLURM_STEP_NODELIST", text, "node[01-03,7],gpu3")
@@ -188,7 +190,7 @@ def first_node(text: str) -> str:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Tasks of each node, of a list like `2(x3),1`: [2, 2, 2, 1]. Raises ConfigError."""
+    """Return the tasks per node from a list like `2(x3),1`: [2, 2, 2, 1]. Raises ConfigError."""
     counts: list[int] = []
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
@@ -199,7 +201,7 @@ def expand_counts(text: str) -> list[int]:
 
 
 def rendezvous_port(environ: Mapping[str, str]) -> int:
-    """A port that all tasks of the step, and no other step of the machine, take."""
+    """Return a port that all tasks in this step use, and no other step on the machine."""
     digits = [environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
     job, step = (int(text) if text.isdecimal() else 0 for text in digits)
     return _FIRST_PORT + (31 * job + step) % _N_PORTS

@@ -1,7 +1,8 @@
-"""Progress of each process of a run, as others see it: its latest note, and its stacks.
+"""The progress of each process, as others see it: its latest note, and its stacks.
 
-A process notes what it begins, for messages and for the launcher of `--nproc`. That sees by the
-notes when nobody makes progress any more, and asks for the stacks of those that hang.
+A process notes every action that it begins, for messages and for the launcher of `--nproc`. From
+these notes the launcher sees when no process makes progress any more, and requests the stacks of
+those that hang.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LEAST_TIMEOUT_SECONDS = 30.0
-"""Time without a note that is no sign of a hang, whatever the process does."""
+"""Seconds without a note that never count as a hang, whatever the process does."""
 
 STARTING = "starting"
 
 STACKS_SIGNAL = signal.SIGUSR2
-"""The signal at which a worker writes the stacks of all its threads to its file."""
+"""The signal on which a worker writes the stacks of all its threads to its file."""
 
-_TIMES_THE_LONGEST = 3  # a step, a save, … may take so many times as long as the longest before
+_TIMES_THE_LONGEST = 3  # limit for a step, a save, …, in times of the longest before
 _RECORD_BYTES = 128  # one write, so that a reader sees the old record or the new one
 _REARM_SECONDS = 1.0  # a timer's thread costs some 50 µs, which a small step would feel
 _STACKS_SECONDS = 2.0
@@ -36,14 +37,14 @@ _WAITS_FOR_OTHERS = ("torch/distributed/", "torch/autograd/", "pentameter/proces
 
 @dataclass(frozen=True)
 class Note:
-    """One record of what a process does."""
+    """One record of a process's current action."""
 
     doing: str = STARTING
     step: int = 0
     timeout_seconds: float = LEAST_TIMEOUT_SECONDS
-    """Longest time that it may last."""
+    """Longest time, in seconds, that the action may take."""
     since: float = 0.0
-    """Its beginning: seconds of the monotonic clock, or a file's time."""
+    """The action's start: seconds on the monotonic clock, or a file's modification time."""
 
     def __str__(self) -> str:
         if self.doing == STARTING:
@@ -52,10 +53,10 @@ class Note:
 
 
 class Progress:
-    """The latest Note of this process, also in the file `path` for the launcher.
+    """The latest Note of this process, also written to the file `path` for the launcher.
 
-    `timeout_seconds` is how long something may take that was never timed. With `dump_stacks` the
-    stacks of all threads go to stderr once nothing was noted for so long.
+    `timeout_seconds` is the limit for an action that was never timed. With `dump_stacks`, the
+    stacks of all threads go to stderr if nothing was noted for so long.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Progress:
     ) -> None:
         self.latest = Note(since=time.monotonic())
         self._timeout_seconds = timeout_seconds
-        self._longest: dict[str, float] = {}  # seconds, by what was done
+        self._longest: dict[str, float] = {}  # seconds, by action
         self._is_timed = False
         self._dump_stacks = dump_stacks and sys.__stderr__ is not None  # it may be closed
         self._armed_at = -_REARM_SECONDS
@@ -79,13 +80,12 @@ class Progress:
     def note(self, doing: str, step: int, *, nothing_to_lose: bool = False) -> None:
         """Record that the process now does `doing` (training, saving, …) in `step`.
 
-        With `nothing_to_lose` it may be ended after LEAST_TIMEOUT_SECONDS, timed or not, and its
-        time is no measure of later ones: a first step compiles.
+        With `nothing_to_lose`, the process may be ended after LEAST_TIMEOUT_SECONDS, timed or not,
+        and its time does not count as a measurement: a first step compiles.
         """
         before, now = self.latest, time.monotonic()
         if self._is_timed:
-            longest = self._longest.get(before.doing, 0.0)
-            self._longest[before.doing] = max(longest, now - before.since)
+            self.took(before.doing, now - before.since)
         self._is_timed = not nothing_to_lose
         timeout = LEAST_TIMEOUT_SECONDS if nothing_to_lose else self._timeout_seconds
         if doing in self._longest:
@@ -100,8 +100,12 @@ class Progress:
             assert sys.__stderr__ is not None
             faulthandler.dump_traceback_later(self._timeout_seconds, file=sys.__stderr__)
 
+    def took(self, doing: str, seconds: float) -> None:
+        """Record the time of an overlapped action as `doing`, for later notes with that name."""
+        self._longest[doing] = max(self._longest.get(doing, 0.0), seconds)
+
     def close(self) -> None:
-        """Stop noting, and close the file."""
+        """Stop recording notes, and close the file."""
         if self._dump_stacks:
             faulthandler.cancel_dump_traceback_later()
         if self._fd >= 0:
@@ -110,12 +114,12 @@ class Progress:
 
 
 def progress_path(folder: Path, rank: int) -> Path:
-    """The record of the process `rank` in the folder of a launch."""
+    """Return the path of a rank's record in a launch folder."""
     return folder / f"progress-{rank}"
 
 
 def read_progress(folder: Path, rank: int) -> Note:
-    """The latest Note of the process `rank`; `since` is the file's time, 0 where there is none."""
+    """Read a rank's latest Note; `since` is the file's modification time, 0 if there is no file."""
     path = progress_path(folder, rank)
     try:
         since = path.stat().st_mtime
@@ -126,9 +130,10 @@ def read_progress(folder: Path, rank: int) -> Note:
 
 
 class Watchdog:
-    """The launcher's view of how long each worker has noted no progress.
+    """The launcher's record of how long each worker has made no progress.
 
-    Times are the launcher's own, from when it saw a record change; workers' clocks play no part.
+    Times are the launcher's own, from the moment it saw a record change; workers' clocks play no
+    part.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -136,15 +141,15 @@ class Watchdog:
         self._seen: dict[int, tuple[Note, float]] = {}
 
     def look(self, ranks: Iterable[int]) -> None:
-        """Note which records have changed since the last look."""
+        """Check which records have changed since the last look."""
         for rank in ranks:
             note = read_progress(self._folder, rank)
             if rank not in self._seen or self._seen[rank][0] != note:
                 self._seen[rank] = note, time.monotonic()
 
     def timed_out(self, ranks: Iterable[int], start: float) -> bool:
-        """True if each of `ranks` has exceeded the timeout of its latest note, counted from `start`
-        (monotonic seconds) at the earliest."""
+        """Return True if each of `ranks` has exceeded its latest note's timeout, counted from
+        `start` (monotonic seconds) at the earliest."""
         now = time.monotonic()
         return all(
             now > max(start, seen) + note.timeout_seconds
@@ -152,26 +157,28 @@ class Watchdog:
         )
 
     def place(self, rank: int) -> str:
-        """The latest note of a worker in words: `in step 17 (training)`."""
+        """Return a worker's latest note in words: `in step 17 (training)`."""
         return str(self._seen[rank][0])
 
 
 def write_stacks_when_asked(folder: Path, rank: int) -> None:
-    """From now on, write the stacks of all threads of this process to a file at STACKS_SIGNAL."""
+    """From now on, write the stacks of all threads in this process to a file on STACKS_SIGNAL."""
     path = _stacks_path(folder, rank)
     with suppress(OSError):  # a full disk: the launcher does without
         stacks = path.with_name(f"{path.name}.new").open("wb", buffering=0)
-        faulthandler.register(STACKS_SIGNAL, file=stacks)  # which keeps the file open
+        faulthandler.register(STACKS_SIGNAL, file=stacks)  # it keeps the file open
         os.rename(stacks.name, path)  # from now on the launcher may send the signal
 
 
 def _stacks_path(folder: Path, rank: int) -> Path:
-    """The stacks of the process `rank` in the folder of a launch; absent until it can write any."""
+    """Return the path of a rank's stacks in a launch folder; the file is absent until the rank can
+    write."""
     return folder / f"stacks-{rank}"
 
 
 def stacks(folder: Path, pids: dict[int, int]) -> dict[int, str]:
-    """Rank → the stacks of its process as text, where it could be asked and has answered."""
+    """Request the stacks of each process, given as rank → pid. Return rank → stacks as text, for
+    the ranks that could be asked and responded."""
     can_write = (rank for rank in pids if _stacks_path(folder, rank).exists())
     ready = [rank for rank in can_write if not is_stopped(pids[rank])]
     for rank in ready:
@@ -180,7 +187,7 @@ def stacks(folder: Path, pids: dict[int, int]) -> dict[int, str]:
     deadline = time.monotonic() + _STACKS_SECONDS
     found: dict[int, str] = {}
     while len(found) < len(ready) and time.monotonic() < deadline:
-        time.sleep(0.05)  # also until a file that is being written is whole
+        time.sleep(0.05)  # also until a half-written file is complete
         for rank in ready:
             with suppress(OSError):
                 if text := _stacks_path(folder, rank).read_text(encoding="utf-8", errors="replace"):
@@ -189,12 +196,12 @@ def stacks(folder: Path, pids: dict[int, int]) -> dict[int, str]:
 
 
 def culprits(ranks: Collection[int], shown: dict[int, str]) -> list[int]:
-    """The ranks that others wait for: those that cannot answer, else those whose stack is not that
-    of waiting, else all."""
+    """Return the ranks that others wait for: those that cannot respond, else those whose stack does
+    not show waiting, else all."""
     mute = [rank for rank in ranks if rank not in shown]
     at_work = []
     for rank, text in shown.items():
-        main = text.rpartition("Current thread")[2]  # which the signal interrupts
+        main = text.rpartition("Current thread")[2]  # the thread that the signal interrupts
         frames = re.findall(r'File "([^"]*)"', main)[:_INNERMOST_FRAMES]
         if not any(part in frame for frame in frames for part in _WAITS_FOR_OTHERS):
             at_work.append(rank)
@@ -202,7 +209,7 @@ def culprits(ranks: Collection[int], shown: dict[int, str]) -> list[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """True if a process was stopped by a signal (SIGSTOP); False where there is no /proc."""
+    """Return True if a process was stopped by a signal (SIGSTOP); False if there is no /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except OSError:

@@ -1,4 +1,4 @@
-"""A worker and what started it: its stacks when asked for, and its end when its parent is gone."""
+"""A worker's duties to its launcher: print stacks on request, and end when its parent is gone."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from pentameter.processes.place import LAUNCH_FOLDER
 from pentameter.processes.progress import write_stacks_when_asked
 
 ORPHAN_SECONDS = 25
-"""Time that a worker whose torchrun agent is gone has to save and leave."""
+"""Seconds that a worker whose torchrun agent is gone has to save and exit."""
 
 _PARENT_POLL_SECONDS = 1.0
 
 
 def watch_launcher() -> None:
-    """From now on, end this process and what it started when `--nproc`'s launcher is gone, and
-    write all stacks to a file at the launcher's STACKS_SIGNAL."""
+    """From now on, end this process and its children when `--nproc`'s launcher is gone, and write
+    all stacks to a file on the launcher's STACKS_SIGNAL."""
     if LIFELINE not in os.environ:
-        return  # this is not a worker, though it may be something that a worker started
+        return  # this is not a worker, though a worker may have started it
     end_with_parent()
     write_stacks_when_asked(Path(os.environ[LAUNCH_FOLDER]), int(os.environ["RANK"]))
 
 
-@cache  # once for a process is enough
+@cache  # once per process is enough
 def watch_agent() -> None:
-    """From now on, stop this process, as SIGTERM does, when its parent is gone: an agent of
-    torchrun that was killed leaves its workers behind, which would train on with nobody to start
-    them again. What has not left after ORPHAN_SECONDS is ended."""
+    """From now on, stop this process, as SIGTERM does, when its parent is gone. A torchrun agent
+    that was killed leaves its workers behind; they would train on, and no agent would restart them.
+    After ORPHAN_SECONDS a process that is still there is ended."""
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 
 
 def _end_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_PARENT_POLL_SECONDS)
-    signal.alarm(ORPHAN_SECONDS)  # the kernel's, since a hang may leave Python no turn
+    signal.alarm(ORPHAN_SECONDS)  # the kernel's timer, since a hang may leave Python no turn
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,13 +1,13 @@
-"""The world of a run: this process's rank, and collectives outside the step, small and on the CPU.
+"""The world of a run: this process's rank, and small CPU collectives outside the step.
 
-Every method that sends is collective: each process calls it, in the same order. With one
-process nothing is sent and torch.distributed is never imported.
+Every method that communicates is collective: all ranks call it, in the same order. With one process
+nothing is sent and torch.distributed is never imported.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,27 +22,27 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process's rank among those of the run. One process is the default."""
+    """This process's rank, and the world it belongs to. The default is a single process."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    """Rank among the processes of its machine, and the index of its GPU."""
+    """Rank among the processes on this machine, and the index of its GPU."""
     local_size: int = 1
     timeout_seconds: float = math.inf
-    """Longest wait for another process, in every group; one process alone waits for nobody."""
+    """Longest wait for another rank, in every process group; infinite for a single process."""
     progress: Progress = field(default_factory=Progress, compare=False, repr=False)
-    """The step that this process is in, and what it does there."""
+    """This rank's current step, and its action there."""
     store: Store | None = field(default=None, compare=False, repr=False)
-    """The store of the rendezvous, where processes that lost another one say so."""
+    """The rendezvous store, in which ranks that lost another one report it."""
 
     @property
     def is_main(self) -> bool:
-        """True for rank 0, which speaks and writes the run folder."""
+        """True for rank 0, which prints and writes the run folder."""
         return self.rank == 0
 
     def broadcast(self, value: T, source: int = 0) -> T:
-        """The value that rank `source` passed, in every process."""
+        """Return, on every rank, the value that rank `source` passed."""
         if self.size == 1:
             return value
         import torch.distributed as dist
@@ -52,7 +52,7 @@ class World:
         return box[0]  # type: ignore[return-value]
 
     def all_gather(self, value: T) -> list[T]:
-        """The values of all processes, by rank, in every process."""
+        """Return, on every rank, all ranks' values, ordered by rank."""
         if self.size == 1:
             return [value]
         import torch.distributed as dist
@@ -62,41 +62,64 @@ class World:
         return values
 
     def all_reduce_max(self, value: int) -> int:
-        """The largest of the values that ranks passed; cheap enough for every step."""
+        """Return the largest value that a rank passed; cheap enough for every step."""
+        return self.all_reduce_maxima(value)[0]
+
+    def all_reduce_maxima(self, *values: int) -> Sequence[int]:
+        """Return, for each of the values, the largest that a rank passed, in one message."""
         if self.size == 1:
-            return value
+            return values
         import torch
         import torch.distributed as dist
 
-        tensor = torch.tensor([value])
+        tensor = torch.tensor(values)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return int(tensor.item())
+        largest: list[int] = tensor.tolist()
+        return largest
 
     def barrier(self) -> None:
-        """Return once every process has come here."""
+        """Return once every rank has reached this call."""
         self.all_reduce_max(0)
 
     def agreed(self, work: Callable[[], T]) -> T:
-        """What `work` returns in this process; where it raises in any, each process raises that.
+        """Run `work` on every rank, and return this rank's result. If it raises on any rank, every
+        rank raises that error.
 
-        Of several failures one of ours is raised before any other, then that of the lowest rank.
+        If several ranks fail, PentameterErrors come before any other error, then the lowest rank's.
         """
-        result: T | None = None
-        own: BaseException | None = None
-        try:
-            result = work()
-        except BaseException as caught:
-            own = caught
-        failures = [
-            (rank, each) for rank, each in enumerate(self.all_gather(own)) if each is not None
-        ]
+        result, own = _attempted(work)
+        self._raise_first(self.all_gather(own), own)
+        return result  # type: ignore[return-value]
+
+    def gathered(self, work: Callable[[], T]) -> list[T]:
+        """Run `work` on every rank, and return all results, ordered by rank, on every rank; it
+        raises as `agreed` does. It sends one message; `agreed` and `all_gather` would send two."""
+        outcome = _attempted(work)
+        outcomes = self.all_gather(outcome)
+        self._raise_first([error for _, error in outcomes], outcome[1])
+        return [result for result, _ in outcomes]  # type: ignore[misc]
+
+    def _raise_first(
+        self, by_rank: Sequence[BaseException | None], own: BaseException | None
+    ) -> None:
+        """Raise one of the errors, the same on every rank, if there is any. `own` is this rank's
+        error, with its traceback."""
+        failures = [(rank, error) for rank, error in enumerate(by_rank) if error is not None]
         if failures:
             ours = [failure for failure in failures if isinstance(failure[1], PentameterError)]
             rank, error = (ours or failures)[0]
             raise own if own is not None and rank == self.rank else error
-        return result  # type: ignore[return-value]
 
     def on_main(self, action: Callable[[], T]) -> T:
-        """The result of `action`, which the main process alone runs; what it raises, all raise."""
+        """Run `action` on rank 0 alone, and return its result on every rank. If it raises, all
+        ranks raise."""
         result = self.agreed(lambda: action() if self.is_main else None)
         return self.broadcast(result)  # type: ignore[return-value]
+
+
+def _attempted(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """Return the result of `work`, or the error that it raises."""
+    try:
+        return work(), None
+    except BaseException as error:
+        return None, error

@@ -1,1 +1,1 @@
-"""HTML pages: one run, and several compared."""
+"""HTML reports, comparisons and pictures, made from run folders and plans."""

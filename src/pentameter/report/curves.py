@@ -1,4 +1,4 @@
-"""Curves, made fit to draw: fewer points, less noise, limits that an outlier does not set."""
+"""Curves prepared for drawing: fewer points, less noise, axis limits that ignore outliers."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ from dataclasses import dataclass
 import numpy as np
 
 Curve = tuple[np.ndarray, np.ndarray]
-"""Steps and values, float64, of the same length."""
+"""Steps and values, float64, with equal lengths."""
 
 Limits = tuple[float, float]
-"""The lowest and the highest value that an axis shows."""
+"""Lowest and highest value on an axis."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve: steps and values of the same length, steps rising, values finite."""
+    """A curve: steps and values with equal lengths, steps rising, values finite."""
 
     steps: tuple[int, ...] = ()
     values: tuple[float, ...] = ()
     n_non_finite: int = 0
-    """Points that are NaN, infinite or too large to be drawn, and so not among the values."""
+    """Points left out because they are NaN, infinite or too large to draw."""
 
     def __len__(self) -> int:
         return len(self.steps)
 
     def after(self, step: float) -> Series:
-        """The points from a step on."""
+        """Return the points from `step` on."""
         first = bisect.bisect_left(self.steps, step)
         return Series(self.steps[first:], self.values[first:])
 
 
 def envelope(series: Series, n_bins: int = 400) -> Curve:
-    """The curve with at most two points a bin, its lowest and its highest: no spike is lost."""
-    x, y = _arrays(series)
+    """Return the curve with at most two points a bin, its lowest and highest, so that no spike is
+    lost."""
+    x, y = _to_arrays(series)
     if len(x) <= 2 * n_bins:
         return x, y
     edges = np.linspace(0, len(x), n_bins + 1).astype(int)
@@ -47,16 +48,16 @@ def envelope(series: Series, n_bins: int = 400) -> Curve:
 
 
 def smoothed(series: Series, n_points: int = 400) -> Curve:
-    """The mean of the middle half of the values around a point, for about `n_points` points.
+    """Return about `n_points` means over the middle half of a centred window.
 
-    The window is a twentieth of the curve. Leaving out its highest and lowest quarter keeps one
-    spike from lifting a whole stretch. At the start the window narrows, so that it stays centred
-    and does not drag the steep beginning of a loss along.
+    The window is a twentieth of the curve. Dropping its highest and lowest quarter keeps one spike
+    from lifting a whole stretch. At the start the window narrows, so that it stays centred and does
+    not drag along a loss's steep beginning.
     """
-    x, y = _arrays(series)
+    x, y = _to_arrays(series)
     n = len(x)
     widest = max(1, n // 40)
-    kept = np.unique(np.linspace(0, max(n - 1, 0), min(n, n_points)).round().astype(int))
+    kept = _evenly(n, n_points)
     means = np.empty(len(kept))
     for position, index in enumerate(kept):
         half = min(int(index), widest)
@@ -67,19 +68,22 @@ def smoothed(series: Series, n_points: int = 400) -> Curve:
 
 
 def thinned(series: Series, n_points: int = 800) -> Curve:
-    """Evenly chosen points of the curve, the first and the last among them."""
-    x, y = _arrays(series)
-    if len(x) <= n_points:
-        return x, y
-    kept = np.unique(np.linspace(0, len(x) - 1, n_points).round().astype(int))
+    """Return at most `n_points` evenly spaced points, including the first and the last."""
+    x, y = _to_arrays(series)
+    kept = _evenly(len(x), n_points)
     return x[kept], y[kept]
 
 
-def limits(series: tuple[Series, ...], extra: tuple[float, ...] = ()) -> Limits | None:
-    """The lowest value and a highest one that a few spikes do not set; None without values.
+def _evenly(n: int, n_points: int) -> np.ndarray:
+    """Return at most `n_points` evenly spaced indices below n, including the first and the last."""
+    return np.unique(np.linspace(0, max(n - 1, 0), min(n, n_points)).round().astype(int))
 
-    Every curve's first value, where a loss starts, counts as no spike. `extra` are levels that
-    must be seen too.
+
+def limits(series: tuple[Series, ...], extra: tuple[float, ...] = ()) -> Limits | None:
+    """Return the lowest value and a highest one that ignores a few spikes; None without values.
+
+    Every curve's first value, from which a loss starts, counts as no spike. extra: levels that must
+    be visible too.
     """
     lows, highs = list(extra), list(extra)
     for one in series:
@@ -94,14 +98,13 @@ def limits(series: tuple[Series, ...], extra: tuple[float, ...] = ()) -> Limits 
 
 
 SETTLED = 0.1
-"""The part of a run after which its loss has left the heights where every loss begins."""
+"""Fraction of a run after which its loss has left its initial heights."""
 
 
 def settled_limits(series: tuple[Series, ...], extra: tuple[float, ...] = ()) -> Limits | None:
-    """Limits that leave out the fall at the start, where that would flatten what follows it.
+    """Return limits without the fall at the start, if that would flatten the rest.
 
-    None where the curves have no such fall: the whole of them then is not twice as high as what
-    comes after the first tenth of the steps.
+    None if there is no such fall: the whole range is then at most twice that after the first tenth.
     """
     whole = limits(series, extra)
     begins = SETTLED * max((one.steps[-1] for one in series if len(one)), default=0)
@@ -112,5 +115,6 @@ def settled_limits(series: tuple[Series, ...], extra: tuple[float, ...] = ()) ->
     return (min(whole[0], after[0]), after[1]) if falls else None
 
 
-def _arrays(series: Series) -> Curve:
+def _to_arrays(series: Series) -> Curve:
+    """Return steps and values as float64 arrays, (n,) each."""
     return np.asarray(series.steps, dtype=float), np.asarray(series.values, dtype=float)

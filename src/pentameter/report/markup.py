@@ -1,4 +1,4 @@
-"""Pages made from `templates/`: text of unknown origin made harmless, and the writing of a page."""
+"""Pages rendered from `templates/`, with untrusted text made harmless, and written to disk."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from pentameter import wording
+from pentameter import formatting
 from pentameter.disk.atomic import write_atomic
-from pentameter.errors import StorageError
 from pentameter.report.reading import number
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -26,7 +25,7 @@ _PRINTED |= dict.fromkeys((127, *range(0xD800, 0xE000)), 0xFFFD)
 
 
 def render(template: str, **values: Any) -> str:
-    """The page that a file of `templates/` makes of `values`; every text in them is escaped."""
+    """Render a file in `templates/`; every text among `values` is escaped."""
     script = (TEMPLATES / "hover.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     try:
@@ -48,7 +47,7 @@ def render(template: str, **values: Any) -> str:
 
 @functools.cache
 def _environment() -> Environment:
-    """The templates and their filters, compiled once a process."""
+    """Return the templates and their filters, compiled once a process."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -58,35 +57,31 @@ def _environment() -> Environment:
     )
     environment.filters |= {
         "dotted": _dotted,
-        "duration": wording.duration,
-        "fixed": wording.fixed,
+        "duration": formatting.duration,
+        "fixed": formatting.fixed,
         "number": number,
-        "scalar": wording.scalar,
-        "size": wording.size,
-        "whole": wording.whole,
+        "scalar": formatting.scalar,
+        "size": formatting.size,
+        "whole": formatting.whole,
     }
     return environment
 
 
 def _visible(value: Any) -> Any:
-    """`value`, in which a text that is no markup yet holds only what an HTML file may."""
+    """Return `value` with characters that HTML forbids replaced, unless it is markup already."""
     if isinstance(value, Markup) or not isinstance(value, str | Path):
         return value
     return str(value).translate(_PRINTED)
 
 
 def _dotted(path: str) -> Markup:
-    """A setting's path, which a narrow column may break where its words end."""
+    """Return a setting's path with break opportunities after its words, for narrow columns."""
     text = escape(_visible(path))
     return text.replace(".", Markup(".<wbr>")).replace("_", Markup("_<wbr>"))
 
 
 def write_page(path: Path, page: str) -> Path:
-    """`path`, which holds the page now; who reloads it during a run never sees half of it."""
-    try:
-        write_atomic(path, page.encode())
-    except StorageError as error:
-        cause = error.__cause__
-        assert isinstance(cause, OSError)  # nothing else is turned into a StorageError there
-        raise StorageError(f"{path} cannot be written: {cause.strerror or cause}") from cause
+    """Write the page to `path` atomically and return `path`, so that reloading during a run never
+    shows half a page. Raises StorageError."""
+    write_atomic(path, page.encode())
     return path

@@ -1,13 +1,12 @@
-"""The page of one run, report.html, which asks nothing of the network."""
+"""A run's page, report.html, which needs no network."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pentameter import wording
+from pentameter import formatting
 from pentameter.report.curves import Series
 from pentameter.report.markup import render, write_page
 from pentameter.report.plots import (
@@ -19,24 +18,18 @@ from pentameter.report.plots import (
     page_svg,
     small_figures,
 )
-from pentameter.report.reading import (
-    RecordedRun,
-    Sample,
-    as_table,
-    check_run_folder,
-    read_run,
-)
+from pentameter.report.reading import NAN, RecordedRun, Sample, as_table, check_run_folder, read_run
 from pentameter.report.results import outcome, results
-from pentameter.report.settings import choices, flat, settings
+from pentameter.report.settings import choices, flatten, settings
 
 MAX_SAMPLES = 8
 
 
 def write_report(run_dir: Path) -> Path:
-    """The path of `run_dir/report.html`, written anew from what the run folder holds.
+    """Write `run_dir/report.html` from the run folder's content and return its path.
 
     Raises:
-        StorageError: the folder is not there, or cannot be read or written.
+        StorageError: the folder does not exist, or cannot be read or written.
         ConfigError: it holds no run, so nothing is written into it.
     """
     record = read_run(run_dir)
@@ -45,7 +38,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def render_page(record: RecordedRun) -> str:
-    """The whole page as HTML."""
+    """Render the whole page as HTML."""
     found, validation = settings(record.config), record.split_losses("val")
     rows_per_epoch = record.plan.get("rows_per_epoch")
     flops = as_table(record.plan.get("model")).get("flops_convention")
@@ -74,9 +67,9 @@ def render_page(record: RecordedRun) -> str:
 
 
 def _subtitle(record: RecordedRun) -> str:
-    """The model, the data and the device, in a line."""
+    """Summarize model, data and device in a line."""
     model, data = as_table(record.config.get("model")), settings(record.config)
-    words = [str(record.start.get("model") or "GPT")]
+    words = ["GPT"]
     if {"n_layers", "d_model", "n_heads"} <= model.keys():
         words.append(f"{model['n_layers']} layers of width {model['d_model']}")
         words.append(f"{model['n_heads']} heads")
@@ -90,42 +83,35 @@ def _subtitle(record: RecordedRun) -> str:
     return " · ".join(words)
 
 
-def _facts(record: RecordedRun) -> Iterable[tuple[str, str, str]]:
-    """(name, value, detail) of each figure of the summary; what is unknown is left out."""
-    best = record.best()
-    if best is not None:
-        yield "Best validation loss", wording.fixed(best.loss), f"at step {best.step:,}"
-        if math.isfinite(best.perplexity):
-            yield "Perplexity", wording.fixed(best.perplexity, 3), "at the best step"
-        if math.isfinite(best.bits_per_byte):
-            yield "Bits per byte", wording.fixed(best.bits_per_byte), "at the best step"
-    floor = entropy_rate(record)
-    if best is not None and floor is not None:
-        yield "Above entropy rate", wording.fixed(best.loss - floor), f"the floor is {floor:.4f}"
-    found = results(record)
-    if math.isfinite(found.train_loss):
-        yield "Train loss", wording.fixed(found.train_loss), "recent mean"
-    yield "Steps", f"{found.steps:,}", f"of {found.planned_steps:,}" if found.planned_steps else ""
-    if record.tokens:
-        per_step = record.start.get("tokens_per_step")
-        detail = f"{per_step:,} per step" if isinstance(per_step, int) else ""
-        yield "Tokens seen", wording.count(record.tokens), detail
-    if found.parameters is not None:
-        yield "Parameters", wording.count(found.parameters), f"{found.parameters:,}"
-    if math.isfinite(record.training_seconds):
-        yield "Time", wording.duration(record.training_seconds), ""
-    if math.isfinite(found.tokens_per_second):
-        yield "Tokens per second", wording.count(found.tokens_per_second), "median"
-    if math.isfinite(found.mfu):
-        ceiling = record.start.get("ceiling_flops")
-        of = f" of {wording.flops(ceiling)}" if isinstance(ceiling, int | float) else ""
-        yield "MFU", wording.percent(found.mfu), f"median{of}"
-    if math.isfinite(found.peak_memory_bytes):
-        yield "Peak memory", wording.size(found.peak_memory_bytes), ""
+def _facts(record: RecordedRun) -> list[tuple[str, str, str]]:
+    """Return (name, value, detail) for each known figure in the summary."""
+    found, floor = results(record), entropy_rate(record) or NAN
+    step = f"at step {formatting.whole(found.best_step)}"
+    planned = f"of {found.planned_steps:,}" if found.planned_steps else ""
+    tokens, ceiling = (record.start.get(key) for key in ("tokens_per_step", "ceiling_flops"))
+    per_step = f"{tokens:,} per step" if isinstance(tokens, int) else ""
+    of_peak = f" of {formatting.flops(ceiling)}" if isinstance(ceiling, int | float) else ""
+    above_floor = formatting.fixed(found.best_loss - floor)
+    parameters = NAN if found.parameters is None else found.parameters
+    facts = [
+        ("Best validation loss", formatting.fixed(found.best_loss), step),
+        ("Perplexity", formatting.fixed(found.perplexity, 3), "at the best step"),
+        ("Bits per byte", formatting.fixed(found.bits_per_byte), "at the best step"),
+        ("Above entropy rate", above_floor, f"the floor is {formatting.fixed(floor)}"),
+        ("Train loss", formatting.fixed(found.train_loss), "recent mean"),
+        ("Steps", f"{found.steps:,}", planned),
+        ("Tokens seen", formatting.count(found.tokens or NAN), per_step),
+        ("Parameters", formatting.count(parameters), formatting.whole(found.parameters)),
+        ("Time", formatting.duration(found.training_seconds), ""),
+        ("Tokens per second", formatting.count(found.tokens_per_second), "median"),
+        ("MFU", formatting.percent(found.mfu), f"median{of_peak}"),
+        ("Peak memory", formatting.size(found.peak_memory_bytes), ""),
+    ]
+    return [fact for fact in facts if fact[1] != "–"]
 
 
 def _losses(record: RecordedRun) -> Iterable[dict[str, str]]:
-    """The loss in two views, each drawn for wide and for narrow windows."""
+    """Yield the loss in two views, each drawn for wide and for narrow windows."""
     best = record.best()
     description = "Training and validation loss over steps"
     if best is not None:
@@ -144,7 +130,7 @@ def _losses(record: RecordedRun) -> Iterable[dict[str, str]]:
 
 
 def _loss_note(record: RecordedRun) -> str:
-    """The losses that could not be drawn, and the lines that could not be read."""
+    """Say which losses could not be drawn and how many lines could not be read."""
     notes = []
     losses = record.train.get("loss", Series())
     n_bad = losses.n_non_finite + record.split_losses("val").n_non_finite
@@ -157,25 +143,25 @@ def _loss_note(record: RecordedRun) -> str:
 
 
 def _spread(samples: tuple[Sample, ...], limit: int) -> list[Sample]:
-    """At most `limit` of them, evenly chosen, the first and the last among them."""
+    """Return at most `limit` samples, evenly spaced, including the first and the last."""
     if len(samples) <= limit:
         return list(samples)
     return [samples[round(i * (len(samples) - 1) / (limit - 1))] for i in range(limit)]
 
 
 def _groups(values: Mapping[str, Any], general: str) -> Iterable[tuple[str, list[tuple[str, str]]]]:
-    """The values at the top under the title `general`, and those of each section under its own."""
+    """Yield (title, settings): top-level values under `general`, then each section."""
     top = {key: value for key, value in values.items() if not isinstance(value, dict)}
     sections = {key: value for key, value in values.items() if isinstance(value, dict)}
     for title, content in ({general: top} | sections).items():
-        if rows := [_as_text(key, value) for key, value in flat(content)]:
+        if rows := [_as_text(key, value) for key, value in flatten(content)]:
             yield title, rows
 
 
 def _as_text(key: str, value: object) -> tuple[str, str]:
-    """A key and its value in words; its unit goes from the key to the value."""
+    """Return a key and its value as text; its unit moves from the key to the value."""
     if key.endswith("_bytes") and isinstance(value, int):
-        return key.removesuffix("_bytes"), wording.size(value)
+        return key.removesuffix("_bytes"), formatting.size(value)
     if key.endswith("_flops") and isinstance(value, int | float):
-        return key.removesuffix("_flops"), wording.flops(value)
-    return key, wording.scalar(value)
+        return key.removesuffix("_flops"), formatting.flops(value)
+    return key, formatting.scalar(value)

@@ -1,4 +1,4 @@
-"""The page of a plan: verdict, memory, time, schedule and mesh; and a picture of its scaling."""
+"""A plan's page: verdict, memory, time, schedule and mesh; and a picture of its scaling."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
-from pentameter.planning.estimate import Estimate
-from pentameter.planning.scaling import ScalePoint
-from pentameter.planning.search import Found, first_change
-from pentameter.planning.shares import stage_tables
+from pentameter.estimating.estimate import Estimate
+from pentameter.estimating.scaling import ScalePoint
+from pentameter.estimating.search import Found, first_change
+from pentameter.estimating.shares import stage_tables
+from pentameter.formatting import count, duration, percent, size
 from pentameter.report.markup import render, write_page
 from pentameter.report.plots import save_figure
 from pentameter.report.timeline_svg import timeline_svg
-from pentameter.wording import count, duration, percent, size
 
 MOST_MESH_ROWS = 64
 
 
 def verdict(estimate: Estimate, price: float | None = None) -> str:
-    """Whether it fits, how long it takes and what it costs, in a line."""
+    """Say in a line whether the plan fits, how long it takes and, at a price per device-hour, its
+    cost."""
     fits = (
         f"fits with {size(estimate.spare_bytes)} to spare"
         if estimate.fits
@@ -42,7 +43,8 @@ def verdict(estimate: Estimate, price: float | None = None) -> str:
 
 
 def first_advice(estimate: Estimate) -> str | None:
-    """The setting whose change gains most time, and how much; None where none that fits does."""
+    """Return the setting whose change saves most time, and how much; None if none that fits
+    does."""
     change = first_change(estimate)
     if change is None:
         return None
@@ -52,13 +54,13 @@ def first_advice(estimate: Estimate) -> str | None:
 
 
 def recomputed(estimate: Estimate) -> str:
-    """What backward computes again, as the end of a line; empty for nothing."""
+    """Return " · recomputes …", to end a line with; empty without recomputation."""
     how = estimate.plan.config.train.activation_checkpoint
     return "" if how is None else f" · recomputes {how}"
 
 
-def memory_parts(estimate: Estimate) -> list[tuple[str, float, str]]:
-    """Name, bytes and remark of each component of the fullest process's memory."""
+def memory_components(estimate: Estimate) -> list[tuple[str, float, str]]:
+    """Return (name, bytes, remark) for each memory component on the fullest rank."""
     memory = estimate.memory
     parts = [
         ("weights", memory.weights_bytes, ""),
@@ -71,8 +73,9 @@ def memory_parts(estimate: Estimate) -> list[tuple[str, float, str]]:
     return [part for part in parts if part[1] > 0]
 
 
-def time_parts(estimate: Estimate) -> list[tuple[str, float, str]]:
-    """Name, seconds and remark of each part of a step."""
+def time_components(estimate: Estimate) -> list[tuple[str, float, float, str]]:
+    """Return (name, seconds, fraction of the step, remark) for each visible part of a step's
+    time."""
     time, links = estimate.time, estimate.links()
     parts = [("compute", time.compute, "")]
     if estimate.plan.layout.pipeline > 1:
@@ -80,14 +83,19 @@ def time_parts(estimate: Estimate) -> list[tuple[str, float, str]]:
     for name, seconds in time.exposed.items():
         link = links.get(name, "all processes")
         hidden = time.hidden.get(name, 0.0)
-        beside = f", {hidden:.3g} s more beside compute" if hidden else ""
-        parts.append((f"waiting: {name}", seconds, link + beside))
+        overlapped = f", {hidden:.3g} s more beside compute" if hidden else ""
+        parts.append((f"waiting: {name}", seconds, link + overlapped))
     parts.append(("optimizer", time.optimizer, estimate.plan.config.optimizer.name))
-    return parts
+    return [
+        (name, seconds, seconds / time.seconds, remark)
+        for name, seconds, remark in parts
+        if seconds > 1e-4 * time.seconds
+    ]
 
 
-def found_rows(found: Found) -> list[tuple[str, ...]]:
-    """Of each layout found its name, micro-batch, what it recomputes, seconds, MFU, bytes left."""
+def layout_rows(found: Found) -> list[tuple[str, ...]]:
+    """Return each found layout's name, micro-batch, recomputation, seconds, MFU and spare memory,
+    as text."""
     return [
         (
             str(estimate.plan.layout),
@@ -104,18 +112,17 @@ def found_rows(found: Found) -> list[tuple[str, ...]]:
 def write_plan_page(
     path: Path, estimate: Estimate, found: Found | None = None, price: float | None = None
 ) -> Path:
-    """`path`, which holds the page of an estimate now."""
-    plan, cluster, time = estimate.plan, estimate.cluster, estimate.time
+    """Write an estimate's page to `path` and return `path`. Raises StorageError."""
+    plan, cluster = estimate.plan, estimate.cluster
     usable = cluster.usable_bytes
     peak = ("peak", estimate.device_bytes, f"of {size(usable)} usable")
     memory = [
         (name, size(n_bytes), 100 * min(1.0, n_bytes / usable), remark)
-        for name, n_bytes, remark in [*memory_parts(estimate), peak]
+        for name, n_bytes, remark in [*memory_components(estimate), peak]
     ]
     seconds = [
-        (name, duration(value), 100 * value / time.seconds, remark)
-        for name, value, remark in time_parts(estimate)
-        if value > 1e-4 * time.seconds
+        (name, duration(value), 100 * share, remark)
+        for name, value, share, remark in time_components(estimate)
     ]
     advice = None if found is not None else first_advice(estimate)
     page = render(
@@ -130,7 +137,7 @@ def write_plan_page(
         advice=[*filter(None, [advice]), *estimate.warnings()],
         memory=memory,
         time=seconds,
-        layouts=[] if found is None else found_rows(found),
+        layouts=[] if found is None else layout_rows(found),
         timeline=Markup(timeline_svg(estimate)) if plan.layout.pipeline > 1 else "",
         mesh=list(_mesh(estimate)),
         mesh_note=_mesh_note(estimate),
@@ -155,21 +162,20 @@ def _facts(estimate: Estimate) -> Iterator[tuple[str, str, str]]:
 
 
 def _mesh(estimate: Estimate) -> Iterator[tuple[str, str, str, str]]:
-    """Ranks, nodes, layers and parameters of each place of the pipeline."""
+    """Yield ranks, nodes, layers and parameters for each coordinate along the pipeline."""
     plan, layout = estimate.plan, estimate.plan.layout
     each = layout.world_size // layout.pipeline
-    for place in range(min(layout.pipeline, MOST_MESH_ROWS)):
-        first = layout.rank_of(pipeline=place)
+    for coordinate in range(min(layout.pipeline, MOST_MESH_ROWS)):
+        first = layout.rank_of(pipeline=coordinate)
         last = first + each - 1
         nodes = sorted({first // estimate.cluster.node_size, last // estimate.cluster.node_size})
         layers = ", ".join(
-            f"{plan.stages[n].start}–{plan.stages[n].stop - 1}" for n in layout.stages_of(place)
+            f"{plan.stages[n].start}–{plan.stages[n].stop - 1}"
+            for n in layout.stages_of(coordinate)
         )
-        tables = stage_tables(plan.config, layout, plan.stages, place)
+        tables = stage_tables(plan.config, layout, plan.stages, coordinate)
         n = sum(
-            math.prod(layout.parameter_shape(spec.shape, spec.axes))
-            for _, table in tables
-            for spec in table
+            math.prod(plan.sharding.parameter_shape(spec)) for _, table in tables for spec in table
         )
         yield (
             f"{first}–{last}" if each > 1 else str(first),
@@ -181,25 +187,26 @@ def _mesh(estimate: Estimate) -> Iterator[tuple[str, str, str, str]]:
 
 def _mesh_note(estimate: Estimate) -> str:
     sizes = estimate.plan.layout.sizes
-    used = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    used = [f"{name} {degree}" for name, degree in sizes.items() if degree > 1]
     order = " × ".join(used) or "one process"
     return f"Ranks count {order}, row by row: neighbouring ranks differ in the last."
 
 
 def write_scale_figure(path: Path, name: str, points: Sequence[ScalePoint]) -> Path:
-    """`path`, a picture of tokens per second and efficiency over the number of devices.
+    """Write a picture, tokens per second and efficiency over device counts, to `path`; return
+    `path`.
 
-    Its ending says the kind: .svg, .png or .pdf.
+    The suffix names the format: .svg, .png or .pdf. Raises ConfigError for another, StorageError.
     """
     return save_figure(scale_figure(name, points), path)
 
 
 def scale_figure(name: str, points: Sequence[ScalePoint]) -> Figure:
-    """Tokens per second of the best layouts, and of simpler ones, beside their efficiency."""
+    """Draw tokens per second for the best and for simpler layouts, next to their efficiency."""
     figure = Figure(figsize=(9.6, 3.8), layout="constrained")
-    speed, share = figure.subplots(1, 2)
+    speed, efficiency = figure.subplots(1, 2)
+    base = 0.0
     known = [point for point in points if point.best is not None]
-    first = next((p for p in known if p.best is not None), None)
     kinds = (
         ("best layout", "best", "-", "#2f6bdb"),
         ("without pipeline", "without_pipeline", "--", "#dd6b10"),
@@ -211,14 +218,14 @@ def scale_figure(name: str, points: Sequence[ScalePoint]) -> Figure:
             for point in known
             if (found := getattr(point, key)) is not None
         ]
-        if not pairs or first is None or first.best is None:
+        if not pairs:
             continue
-        each = first.best.tokens_per_second / first.n_devices
         devices, rates = zip(*pairs, strict=True)
-        speed.plot(devices, rates, style, color=colour, marker="o", ms=3, label=label)
-        efficiency = [rate / n / each for n, rate in pairs]
-        share.plot(devices, efficiency, style, color=colour, marker="o", ms=3, label=label)
-    for axes, title in ((speed, "tokens per second"), (share, "efficiency")):
+        base = base or rates[0] / devices[0]  # the first kind's, on the fewest devices
+        fractions = [rate / n / base for n, rate in pairs]
+        for axes, values in ((speed, rates), (efficiency, fractions)):
+            axes.plot(devices, values, style, color=colour, marker="o", ms=3, label=label)
+    for axes, title in ((speed, "tokens per second"), (efficiency, "efficiency")):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:,.0f}"))
         axes.set_xlabel("devices")
@@ -229,8 +236,8 @@ def scale_figure(name: str, points: Sequence[ScalePoint]) -> Figure:
     speed.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     speed.yaxis.set_major_formatter(FuncFormatter(lambda rate, _: count(rate)))
     speed.yaxis.set_minor_formatter(NullFormatter())
-    share.set_ylim(0, 1.05)
-    share.yaxis.set_major_formatter(PercentFormatter(1))
+    efficiency.set_ylim(0, 1.05)
+    efficiency.yaxis.set_major_formatter(PercentFormatter(1))
     speed.legend(frameon=False, fontsize=9)
     figure.suptitle(name, fontsize=11, x=0.01, ha="left")
     return figure

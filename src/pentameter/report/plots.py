@@ -1,4 +1,4 @@
-"""The figures of a report, drawn by matplotlib's object interface: nothing global is touched."""
+"""Report figures, drawn through matplotlib's object interface, without global state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter
 
-from pentameter.errors import ConfigError, StorageError
+from pentameter.disk.atomic import storage_errors
+from pentameter.errors import ConfigError
 from pentameter.report.curves import Series, envelope, limits, settled_limits, smoothed, thinned
 from pentameter.report.reading import RecordedRun
 
@@ -28,20 +29,20 @@ NARROW_INCHES = (4.0, 3.2)
 SMALL_INCHES = (4.2, 2.1)
 OVERLAY_INCHES = (5.2, 3.4)
 AXES = {"step": "step", "tokens": "tokens", "elapsed_seconds": "seconds of training"}
-"""Horizontal axes that the losses of several runs can be drawn over, with their labels."""
+"""Horizontal axes for several runs' losses, with their labels."""
 LOSSES: dict[str, Callable[[RecordedRun], Series]] = {
     "Validation loss": lambda record: record.split_losses("val"),
     "Training loss, smoothed": lambda record: record.train.get("loss", Series()),
 }
-"""Losses of which those of several runs can be drawn in one figure."""
+"""Losses that can be drawn for several runs in one figure."""
 THINNEST_POINTS = 1.5
-"""Lines thinner than this, in points, are noise behind a curve, grid or marks."""
+"""Thinner lines, in points, are noise behind a curve, grid or marks."""
 DASHES = ((0, ()), (0, (4, 1.5)), (0, (1, 1)))
 
 
 @dataclass(frozen=True)
 class Palette:
-    """Colours by role. Blue against orange is told apart by every kind of colour vision."""
+    """Colours by role. Blue and orange differ for every kind of colour vision."""
 
     ink: str = "#1c2430"
     muted: str = "#66707f"
@@ -57,7 +58,7 @@ LIGHT = Palette()
 # dark. `page_svg` replaces them; no other colour may be used in a figure.
 PAGE = Palette(*(f"#ab00{index:02x}" for index in range(1, 8)))
 RUN_COLOURS = tuple(f"#ab01{index:02x}" for index in range(1, 9))
-"""Colours of the runs of a comparison page; they stand for --run-1 to --run-8."""
+"""Run colours on a comparison page; they stand for --run-1 to --run-8."""
 _PAGE_VARIABLES = {colour: f"var(--{role})" for role, colour in vars(PAGE).items()} | {
     colour: f"var(--run-{index})" for index, colour in enumerate(RUN_COLOURS, 1)
 }
@@ -70,10 +71,10 @@ def loss_figure(
     palette: Palette = LIGHT,
     settled: bool = False,
 ) -> Figure | None:
-    """Training and validation loss over steps, the best marked; None when there is no loss.
+    """Draw training and validation loss over steps, the best marked; None without a loss.
 
-    An `entropy_rate`, known of a grammar corpus, becomes the floor line. `settled` leaves the fall
-    at the start above the axis, and says so; None where there is none.
+    A known `entropy_rate` (grammar corpus) becomes the floor line. `settled` hides the fall at the
+    start above the axis and says so; None if there is no fall.
     """
     train, validation = record.train.get("loss", Series()), record.split_losses("val")
     floor = entropy_rate(record)
@@ -102,7 +103,7 @@ def loss_figure(
     _draw_marks(axes, record, palette, labelled=True)
     _limit_axes(axes, span)
     if settled:
-        _say_cut(axes, whole[1], palette)
+        _note_hidden_start(axes, whole[1], palette)
     axes.set_ylabel("loss, nats per token", color=palette.muted, fontsize=9)
     axes.legend(
         loc="upper right", frameon=False, fontsize=9, labelcolor=palette.ink, handlelength=1.6
@@ -110,14 +111,14 @@ def loss_figure(
     return figure
 
 
-def small_figures(record: RecordedRun, palette: Palette = LIGHT) -> list[tuple[str, str, Figure]]:
-    """(key, title, figure) of each of the other curves that the run has values for."""
+def small_figures(record: RecordedRun, palette: Palette) -> list[tuple[str, str, Figure]]:
+    """Return (key, title, figure) for each other curve with values."""
     percent = PercentFormatter(xmax=1, decimals=None)
     engineering = EngFormatter(sep="")
     scientific = FuncFormatter(lambda value, _: f"{value:g}".replace("e-0", "e-"))
     wanted: tuple[tuple[str, str, Callable[..., Any], bool], ...] = (
         ("learning_rate", "Learning rate", scientific, False),
-        ("grad_norm", "Gradient norm before clipping", FuncFormatter(_plain), True),
+        ("grad_norm", "Gradient norm before clipping", FuncFormatter(_format_number), True),
         ("tokens_per_second", "Tokens per second", engineering, True),
         ("mfu", "Model FLOPs utilisation", percent, True),
     )
@@ -147,16 +148,12 @@ def small_figures(record: RecordedRun, palette: Palette = LIGHT) -> list[tuple[s
 
 
 def overlay_figure(
-    loss: str,
-    runs: Sequence[tuple[str, RecordedRun]],
-    *,
-    axis: str = "step",
-    settled: bool = True,
+    loss: str, runs: Sequence[tuple[str, RecordedRun]], *, axis: str = "step", settled: bool = True
 ) -> Figure | None:
-    """A loss (a key of LOSSES) of all runs, each with its label and in its colour, over an axis (a
-    key of AXES); None where no run has values.
+    """Draw one loss (a key in LOSSES) for all runs, labelled and coloured, over an axis (a key in
+    AXES); None if no run has values.
 
-    `settled` leaves the fall at the start above the axis where there is one, and says so.
+    `settled` hides a fall at the start above the axis, and says so.
     """
     curves = [LOSSES[loss](record) for _, record in runs]
     whole = limits(tuple(curves))
@@ -169,29 +166,29 @@ def overlay_figure(
         few = len(series) <= 40
         steps, values = thinned(series) if loss == "Validation loss" or few else smoothed(series)
         axes.plot(
-            _along(record, axis, steps), values, color=RUN_COLOURS[index % len(RUN_COLOURS)],
+            _axis_values(record, axis, steps), values, color=RUN_COLOURS[index % len(RUN_COLOURS)],
             ls=DASHES[index // len(RUN_COLOURS) % len(DASHES)], lw=1.7, label=label,
             marker="o" if few else "", ms=2.6,
         )  # fmt: skip
     cut = settled_limits(tuple(curves)) if settled else None
     _limit_axes(axes, cut or whole)
     if cut is not None:
-        _say_cut(axes, whole[1], PAGE)
+        _note_hidden_start(axes, whole[1], PAGE)
     axes.set_xlabel(AXES[axis], color=PAGE.muted, fontsize=9)
     axes.legend(loc="upper right", frameon=False, fontsize=8.5, labelcolor=PAGE.ink)
     return figure
 
 
-def is_cut(runs: Sequence[tuple[str, RecordedRun]]) -> bool:
-    """True if a figure of these runs leaves the fall at the start above its axis."""
+def hides_start(runs: Sequence[tuple[str, RecordedRun]]) -> bool:
+    """Return whether a figure for these runs hides the fall at the start above its axis."""
     return any(
         settled_limits(tuple(curve(record) for _, record in runs)) for curve in LOSSES.values()
     )
 
 
 def useful_axes(runs: Sequence[tuple[str, RecordedRun]]) -> list[str]:
-    """The axes that show the runs differently: tokens where steps are of different length, time
-    where it is known."""
+    """Return axes that show the runs differently: tokens if their steps differ in length, time if
+    it is known."""
     found = ["step"]
     if len({record.start.get("tokens_per_step") for _, record in runs}) > 1:
         found.append("tokens")
@@ -202,8 +199,8 @@ def useful_axes(runs: Sequence[tuple[str, RecordedRun]]) -> list[str]:
     ]  # fmt: skip
 
 
-def _along(record: RecordedRun, axis: str, steps: np.ndarray) -> np.ndarray:
-    """The place of each step on an axis, from the lines of metrics.jsonl around it."""
+def _axis_values(record: RecordedRun, axis: str, steps: np.ndarray) -> np.ndarray:
+    """Return each step's position on an axis, interpolated from metrics.jsonl, (n,)."""
     if axis == "step":
         return steps
     series = record.train[axis]
@@ -211,24 +208,25 @@ def _along(record: RecordedRun, axis: str, steps: np.ndarray) -> np.ndarray:
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """`path`, written in the format its suffix names, svg, png or pdf; ConfigError for another."""
+    """Write a figure in the format that the suffix names (svg, png, pdf); return `path`.
+
+    Raises ConfigError for another suffix, StorageError if it cannot be written.
+    """
     suffix = path.suffix.lower().lstrip(".")
     if suffix not in ("svg", "png", "pdf"):
         raise ConfigError(f"--plot {path}: the suffix names the format; possible: svg, png, pdf")
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(suffix)
-    try:
-        with mpl.rc_context({"svg.hashsalt": "pentameter"}):  # the same run, the same bytes
-            figure.savefig(path, format=suffix, dpi=200, metadata=metadata)
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
+    # the same run, the same bytes
+    with storage_errors(path, "write"), mpl.rc_context({"svg.hashsalt": "pentameter"}):
+        figure.savefig(path, format=suffix, dpi=200, metadata=metadata)
     return path
 
 
 def page_svg(figure: Figure, name: str, description: str) -> str:
-    """A figure drawn with the PAGE palette as an SVG element to stand inside a page.
+    """Return a figure drawn with the PAGE palette as an SVG element for use inside a page.
 
-    `name` is unique on the page, of letters and hyphens: the element's ids start with it. The
-    `description` is for a reader who cannot see it; plain words, no markup.
+    name: unique on the page, letters and hyphens; element ids start with it. description: for
+    readers who cannot see the figure; plain words without markup.
     """
     buffer = io.StringIO()
     # text stays text, in the page's font; ids follow from the content and not from chance
@@ -257,10 +255,10 @@ def page_svg(figure: Figure, name: str, description: str) -> str:
 
 
 def _hover_attribute(figure: Figure) -> str:
-    """`data-hover` with the curves of a figure that was drawn, as an attribute of its SVG element.
+    """Return the SVG attribute `data-hover` with a drawn figure's curves; "" without any.
 
-    It holds the plot's corners in the SVG's units, the limits of both axes, and of each curve its
-    label, colour and points. "" where there is none.
+    It holds the plot's corners in SVG units, both axes' limits, and each curve's label, colour and
+    points.
     """
     axes = figure.axes[0]
     curves = [line for line in axes.get_lines() if _is_curve(line)]
@@ -284,7 +282,7 @@ def _hover_attribute(figure: Figure) -> str:
             for line in curves
         ],
     }
-    text = json.dumps(values, default=_short, ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(values, default=_rounded, ensure_ascii=False, separators=(",", ":"))
     return f' data-hover="{escape(text)}"'
 
 
@@ -292,20 +290,20 @@ def _is_curve(line: Line2D) -> bool:
     return line.get_linewidth() >= THINNEST_POINTS and np.size(line.get_xdata()) > 1
 
 
-def _short(array: object) -> list[float | int]:
-    """Numbers with five digits: more cannot be seen, and a page has tens of thousands."""
+def _rounded(array: object) -> list[float | int]:
+    """Round numbers to five digits: more cannot be seen, and a page has tens of thousands."""
     numbers = [float(f"{value:.5g}") for value in np.asarray(array, dtype=float)]
     return [int(number) if number.is_integer() else number for number in numbers]
 
 
-def _say_cut(axes: Axes, highest: float, palette: Palette) -> None:
-    """A word over an axis whose top curves cross: they begin higher."""
+def _note_hidden_start(axes: Axes, highest: float, palette: Palette) -> None:
+    """Write over the axis that curves begin above its top."""
     words = f"↑ begins at {highest:.2f}, above this axis"
     axes.set_title(words, loc="left", color=palette.muted, fontsize=8)
 
 
 def entropy_rate(record: RecordedRun) -> float | None:
-    """The lowest loss possible, nats per token, where the run's start says it."""
+    """Return the lowest possible loss, nats per token, if the run's start event has it."""
     rate = record.start.get("entropy_rate")
     return float(rate) if isinstance(rate, int | float) and 0 < rate < float("inf") else None
 
@@ -317,7 +315,7 @@ def _clip_norm(record: RecordedRun) -> float | None:
 
 
 def _plain_axes(size_inches: tuple[float, float], palette: Palette) -> tuple[Figure, Axes]:
-    """A figure and its one plot over steps, as all of a page look."""
+    """Return a figure and its single plot over steps, in the page's style."""
     figure = Figure(figsize=size_inches, layout="constrained", facecolor=palette.surface)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(facecolor="none")
@@ -338,7 +336,7 @@ def _plain_axes(size_inches: tuple[float, float], palette: Palette) -> tuple[Fig
 
 
 def _draw_noisy(axes: Axes, series: Series, palette: Palette, label: str | None = None) -> None:
-    """Every value faintly and their running mean on top; few values as one marked line."""
+    """Draw every value faintly under the running mean; few values as one marked line."""
     if not len(series):
         return
     if len(series) < 30:
@@ -352,18 +350,17 @@ def _draw_noisy(axes: Axes, series: Series, palette: Palette, label: str | None 
 def _draw_marks(
     axes: Axes, record: RecordedRun, palette: Palette, *, labelled: bool = False
 ) -> None:
-    """A dotted line where the run was resumed or rolled back."""
-    for kind, label in (("resume", "resumed"), ("rollback", "rolled back")):
-        steps = [step for step, mark, _ in record.marks if mark == kind]
-        for index, step in enumerate(steps[:50]):  # more would hide the curve
-            axes.axvline(
-                step, color=palette.muted, lw=1, ls=(0, (1, 2)), zorder=1,
-                label=label if labelled and index == 0 else None,
-            )  # fmt: skip
+    """Draw a dotted line at each resume."""
+    steps = [step for step, mark, _ in record.marks if mark == "resume"]
+    for index, step in enumerate(steps[:50]):  # more would hide the curve
+        axes.axvline(
+            step, color=palette.muted, lw=1, ls=(0, (1, 2)), zorder=1,
+            label="resumed" if labelled and index == 0 else None,
+        )  # fmt: skip
 
 
 def _limit_axes(axes: Axes, span: tuple[float, float]) -> None:
-    """Sets the y axis to a span, logarithmic where that is wider than a factor of 30.
+    """Set the y axis to `span`, logarithmic if wider than a factor of 30.
 
     The x axis starts at 0 unless the run begins far from it.
     """
@@ -373,11 +370,11 @@ def _limit_axes(axes: Axes, span: tuple[float, float]) -> None:
     if low > 0 and high / low > 30:
         axes.set_yscale("log")
         axes.set_ylim(low / 1.3, high * 1.3)
-        axes.yaxis.set_major_formatter(FuncFormatter(_plain))
+        axes.yaxis.set_major_formatter(FuncFormatter(_format_number))
         return
     margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
     axes.set_ylim(low - (0 if low == 0 else margin), high + margin)
 
 
-def _plain(value: float, _position: int | None = None) -> str:
+def _format_number(value: float, _position: int | None = None) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:g}"

@@ -1,7 +1,7 @@
-"""A run folder as values. Reads whatever is there: half a line, half a run, what others put there.
+"""A run folder read into values, whatever its state: half a line, half a run, foreign files.
 
-Every file is a regular one of bounded size, or is not read, and no link is followed: the folder may
-come from somebody else, and its page goes to others. What is not read is told in `unread`.
+Only regular files with bounded size are read, and no link is followed: the folder may come from
+elsewhere, and its page goes to others. `unread` names the files left out.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any
 
 from pentameter.config.load import DEEPEST, LARGEST_FILE_BYTES, parse_toml
 from pentameter.disk.atomic import MissingFileError, open_regular, read_regular
+from pentameter.disk.lock import is_held
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.report.curves import Series
 
@@ -31,22 +31,21 @@ CURVES = (
     "tokens", "eta_seconds",
 )  # fmt: skip
 RUN_FILES = ("config.toml", "metrics.jsonl")
-"""Files of which a run folder has at least one."""
+"""Files that identify a run folder; one is enough."""
 METRICS_BYTES = 2**29  # well over a million lines
 JSON_BYTES = 2**24  # environment.json gains some kilobytes with every start
 SAMPLE_BYTES = 2**20
 LONGEST_LINE_BYTES = 2**20
 MOST_UNREADABLE = 100_000  # lines, beyond which metrics.jsonl is another kind of file
-EVENTS = ("start", "resume", "end", "train", "eval", "checkpoint", "skip", "rollback")
-"""Events of metrics.jsonl that are read; hooks may record others."""
+EVENTS = ("start", "resume", "end", "train", "eval", "checkpoint", "skip")
+"""Events in metrics.jsonl that are read; hooks may record others."""
 LAST_STEP = 2**31 - 1  # steps are indexed by 32-bit words
 LARGEST_DRAWN = 1e100  # the arithmetic of a plot overflows where its values come near 1e308
-BEATS_SECONDS = 60.0  # a run's lock is touched every few seconds; a dead run's is older
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One pass over a split."""
+    """Metrics from one pass over a split."""
 
     step: int
     split: str
@@ -57,7 +56,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Sample:
-    """Text the model wrote after a step; `omitted_characters` of it were cut off here."""
+    """Text sampled after a step; `omitted_characters` were cut from its end here."""
 
     step: int
     text: str
@@ -66,19 +65,19 @@ class Sample:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run as its folder shows it; every field may be empty."""
+    """A run as recorded in its folder; every field may be empty."""
 
     folder: Path
     start: dict[str, Any] = field(default_factory=dict)
-    """Values of its latest start."""
+    """Values from its latest start."""
     starts: tuple[dict[str, Any], ...] = ()
-    """Each start and resume, in order."""
+    """Start and resume events, in order."""
     train: dict[str, Series] = field(default_factory=dict)
-    """Curve by name: those of CURVES, and elapsed_seconds, the time spent in steps. One without
-    values is empty or absent."""
+    """Curve by name: CURVES, and elapsed_seconds, the time spent in steps. One without values is
+    empty or absent."""
     evaluations: tuple[Evaluation, ...] = ()
     marks: tuple[tuple[int, str, str], ...] = ()
-    """(step, kind, reason) of each resume, skip and rollback."""
+    """(step, kind, reason) for each resume and skip."""
     checkpoints: tuple[dict[str, Any], ...] = ()
     end: dict[str, Any] | None = None
     last_step: int = 0
@@ -86,36 +85,36 @@ class RecordedRun:
     training_seconds: float = NAN
     unreadable_lines: int = 0
     unread: tuple[str, ...] = ()
-    """Files that are left out, each with the reason."""
+    """Files left out, each with the reason."""
     config: dict[str, Any] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     samples: tuple[Sample, ...] = ()
     log_tail: str = ""
     locked: bool = False
-    """A process is at work on it: the lock has been touched within BEATS_SECONDS."""
+    """Whether a process works on it; False once it has ended."""
 
     @property
     def name(self) -> str:
-        """The configuration's name, else the folder's."""
+        """Configuration's name, else the folder's."""
         return str(self.config.get("name") or self.folder.resolve().name)
 
     def split_losses(self, split: str) -> Series:
-        """The losses of a split as a curve."""
+        """Return a split's losses as a curve."""
         return _series([(e.step, e.loss) for e in self.evaluations if e.split == split])
 
     def best(self) -> Evaluation | None:
-        """The validation with the lowest loss."""
+        """Return the validation with the lowest loss."""
         finite = [e for e in self.evaluations if e.split == "val" and math.isfinite(e.loss)]
         return min(finite, key=lambda e: e.loss, default=None)
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """Everything the run folder holds.
+    """Read everything in a run folder.
 
     Raises:
-        StorageError: there is no such folder, or it cannot be read. A missing or damaged file
-            inside it is not an error.
+        StorageError: the folder does not exist or cannot be read. Missing or damaged files inside
+            are no error.
     """
     if not _is_folder(folder):
         raise StorageError(f"{folder} is not a run folder: there is no such folder")
@@ -159,7 +158,7 @@ def read_run(folder: Path) -> RecordedRun:
             sorted(
                 (_integer(e.get("step")), str(e["event"]), str(e.get("reason") or ""))
                 for e in events
-                if e.get("event") in ("resume", "skip", "rollback")
+                if e.get("event") in ("resume", "skip")
             )
         ),
         checkpoints=tuple(_checkpoints(folder, events)),
@@ -173,14 +172,14 @@ def read_run(folder: Path) -> RecordedRun:
         environment=files.table("environment.json"),
         samples=tuple(_samples(files)),
         log_tail=files.tail("log.txt", MAX_LOG_CHARACTERS),
-        locked=_is_beating(folder / "run.lock"),
+        locked=end is None and is_held(folder / "run.lock"),
         unread=tuple(files.unread),
     )
 
 
 def check_run_folder(folder: Path) -> None:
-    """Raise ConfigError, naming the runs in it if there are any, unless a folder holds a run;
-    StorageError where it cannot be read."""
+    """Raise ConfigError, naming runs inside if there are any, unless the folder holds a run;
+    StorageError if it cannot be read."""
     try:
         if _holds_run(folder):
             return
@@ -198,37 +197,36 @@ def _holds_run(folder: Path) -> bool:
 
 
 class _RunFiles:
-    """The files of a run folder, by name. One that is damaged is read as empty, and adds a line to
-    `unread`; one that is not there does not. Methods raise StorageError where one that is sound
-    cannot be read.
-    """
+    """A run folder's files, by name. A damaged one reads as empty and adds a line to `unread`; a
+    missing one reads as empty. Methods raise StorageError if an intact file cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.unread: list[str] = []
 
     def text(self, name: str, max_bytes: int) -> str:
-        """The text of a file of at most `max_bytes`; bytes that are not UTF-8 are replaced."""
-        with self._told():
+        """Return a file's text, if it has at most `max_bytes`; bytes that are not UTF-8 are
+        replaced."""
+        with self._collect_errors():
             content = read_regular(self.folder / name, max_bytes=max_bytes)
             return content.decode("utf-8", errors="replace")
         return ""
 
     def tail(self, name: str, n_characters: int) -> str:
-        """The end of a text, which may be of any length."""
-        with self._told(), open_regular(self.folder / name) as file:
+        """Return the last `n_characters` from a text file with any length."""
+        with self._collect_errors(), open_regular(self.folder / name) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4 * n_characters))  # UTF-8's longest
             return file.read().decode("utf-8", errors="replace")[-n_characters:]
         return ""
 
     def table(self, name: str) -> dict[str, Any]:
-        """The top-level table of a file of TOML or JSON."""
+        """Return the top-level table in a TOML or JSON file."""
         is_toml = name.endswith(".toml")
         text = self.text(name, LARGEST_FILE_BYTES if is_toml else JSON_BYTES)
         try:
             if is_toml:
-                return as_table(_plain(parse_toml(text.encode(), name)))
-            return as_table(_plain(json.loads(text))) if text else {}
+                return as_table(_portable(parse_toml(text.encode(), name)))
+            return as_table(_portable(json.loads(text))) if text else {}
         except ConfigError as error:
             self.unread.append(str(error))
         except (ValueError, RecursionError) as error:
@@ -236,11 +234,11 @@ class _RunFiles:
         return {}
 
     def events(self, name: str) -> tuple[list[dict[str, Any]], int]:
-        """The lines of a file that are one of EVENTS, and how many are no event (a last line half
-        written)."""
+        """Return the lines that are EVENTS, and the number that are no event (such as a
+        half-written last line)."""
         events: list[dict[str, Any]] = []
         n_unreadable = 0
-        with self._told(), open_regular(self.folder / name) as file:
+        with self._collect_errors(), open_regular(self.folder / name) as file:
             if (n_bytes := os.fstat(file.fileno()).st_size) > METRICS_BYTES:
                 raise CorruptError(
                     f"{file.name} has {n_bytes:,} bytes, and at most {METRICS_BYTES:,} are read"
@@ -256,8 +254,8 @@ class _RunFiles:
         return events, n_unreadable
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Note a CorruptError of the body instead of raising it; a missing file is none."""
+    def _collect_errors(self) -> Iterator[None]:
+        """Note the body's CorruptError instead of raising it; ignore a missing file."""
         try:
             yield
         except MissingFileError:
@@ -267,7 +265,7 @@ class _RunFiles:
 
 
 def _lines(file: BufferedReader) -> Iterator[bytes]:
-    """The lines of a file that hold anything; one that is too long in several pieces."""
+    """Yield a file's non-blank lines; a line that is too long comes in several blocks."""
     rest = b""
     while block := file.read(LONGEST_LINE_BYTES):
         *lines, rest = (rest + block).split(b"\n")
@@ -280,7 +278,7 @@ def _lines(file: BufferedReader) -> Iterator[bytes]:
 
 
 def _event(line: bytes) -> dict[str, Any] | None:
-    """The event in a line of metrics.jsonl; None where there is none."""
+    """Return the event in a metrics.jsonl line, None without one."""
     try:
         event = json.loads(line.decode("utf-8", errors="replace"))
     except (ValueError, RecursionError):
@@ -289,18 +287,18 @@ def _event(line: bytes) -> dict[str, Any] | None:
         return None
     if event["event"] == "train":  # of which there may be a million: only what is drawn stays
         return {key: event[key] for key in ("event", "step", *CURVES) if key in event}
-    return as_table(_plain(event))
+    return as_table(_portable(event))
 
 
-def _plain(value: object, n_levels: int = DEEPEST) -> Any:
-    """`value`, of TOML or JSON, with nothing in it that a page, JSON or a float cannot hold:
-    integers beyond 64 bits are floats, dates are text, what lies deeper than `n_levels` is "…"."""
+def _portable(value: object, n_levels: int = DEEPEST) -> Any:
+    """Return `value`, from TOML or JSON, without anything that a page, JSON or a float cannot hold:
+    integers beyond 64 bits become floats, dates text, and tables below `n_levels` "…"."""
     if isinstance(value, dict | list) and not n_levels:
         return "…"
     if isinstance(value, dict):
-        return {str(key): _plain(each, n_levels - 1) for key, each in value.items()}
+        return {str(key): _portable(each, n_levels - 1) for key, each in value.items()}
     if isinstance(value, list):
-        return [_plain(each, n_levels - 1) for each in value]
+        return [_portable(each, n_levels - 1) for each in value]
     if value is None or isinstance(value, bool | float | str):
         return value
     if isinstance(value, int):
@@ -309,18 +307,18 @@ def _plain(value: object, n_levels: int = DEEPEST) -> Any:
 
 
 def _latest(events: list[dict[str, Any]], kind: str, *keys: str) -> list[dict[str, Any]]:
-    """Events of a kind in the order of their steps; of a repeated step, or of one with the same
-    values of `keys`, the later one."""
+    """Return events with this kind, sorted by step; for a repeated step with equal values at
+    `keys`, the later event."""
     latest = {
         (_integer(event["step"]), *(str(event.get(key)) for key in keys)): event
         for event in events
         if event["event"] == kind and "step" in event and 0 <= _integer(event["step"]) <= LAST_STEP
     }
-    return [{**event, "step": place[0]} for place, event in sorted(latest.items())]
+    return [{**event, "step": step} for (step, *_), event in sorted(latest.items())]
 
 
 def _series(points: list[tuple[int, float]]) -> Series:
-    """The curve of points whose steps rise."""
+    """Return the curve through points with rising steps."""
     finite = [point for point in points if abs(point[1]) <= LARGEST_DRAWN]  # NaN is not
     return Series(
         tuple(step for step, _ in finite),
@@ -330,8 +328,8 @@ def _series(points: list[tuple[int, float]]) -> Series:
 
 
 def _elapsed_seconds(train: list[dict[str, Any]]) -> Series:
-    """Seconds of training until each line: the tokens between two lines over the tokens per second
-    of the later one, summed."""
+    """Return the training seconds up to each line: tokens between two lines over the later one's
+    tokens per second, accumulated."""
     points: list[tuple[int, float]] = []
     total, previous_tokens = 0.0, 0
     for event in train:
@@ -344,7 +342,7 @@ def _elapsed_seconds(train: list[dict[str, Any]]) -> Series:
 
 
 def _checkpoints(folder: Path, events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The checkpoints that were written, each with `kept`: whether its folder is still there."""
+    """Yield written checkpoints, each with `kept`: whether its folder still exists."""
     for event in _latest(events, "checkpoint"):
         name = Path(str(event.get("path") or f"step-{event['step']:08d}")).name
         kept = name.startswith("step-") and _is_folder(folder / "checkpoints" / name)
@@ -359,7 +357,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _samples(files: _RunFiles) -> Iterator[Sample]:
-    """The texts in samples/, in the order of their steps."""
+    """Yield the texts in samples/, sorted by step."""
     folder = files.folder / "samples"
     if folder.is_symlink():
         files.unread.append(f"{folder} is a symbolic link, which could lead anywhere")
@@ -371,20 +369,14 @@ def _samples(files: _RunFiles) -> Iterator[Sample]:
             yield Sample(int(step), text[:MAX_SAMPLE_CHARACTERS], omitted)
 
 
-def _is_beating(lock: Path) -> bool:
-    try:
-        return time.time() - lock.stat().st_mtime < BEATS_SECONDS
-    except OSError:
-        return False
-
-
 def as_table(value: object) -> dict[str, Any]:
-    """`value` if it is a table, else an empty one: files may be damaged."""
+    """Return `value` if it is a table, else an empty one: files may be damaged."""
     return value if isinstance(value, dict) else {}
 
 
 def number(value: object) -> float:
-    """A float; NaN for what is none. `"NaN"` and `"inf"` are how strict JSON spells those."""
+    """Return `value` as a float, NaN if it is none. `"NaN"` and `"inf"` are strict JSON's
+    spellings."""
     if type(value) is float:  # nearly all are: a long run has a million of them
         return value
     if isinstance(value, bool) or not isinstance(value, int | float | str):

@@ -1,4 +1,4 @@
-"""The results of a run: its figures, and its outcome in one word and one sentence."""
+"""A run's results: its figures, and its outcome in one word and one sentence."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ import re
 import statistics
 from dataclasses import dataclass
 
-from pentameter import wording
+from pentameter import formatting
 from pentameter.report.curves import Series
 from pentameter.report.reading import NAN, RecordedRun, as_table
+from pentameter.train.log_files import EndKind
 
 STILL_FALLING = 0.002
-"""An evaluation this much below the one before, relatively, still falls."""
+"""Relative decrease from one evaluation to the next that counts as falling."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """The figures of a run; NaN, None or "" for what is unknown."""
+    """A run's figures; NaN, None or "" if unknown."""
 
     best_loss: float
-    """Loss on the validation split, in nats per token."""
+    """Validation loss, nats per token."""
     best_step: int | None
     final_loss: float
-    """The last validation's."""
+    """Last validation's loss, nats per token."""
     perplexity: float
     """At the best step."""
     bits_per_byte: float
@@ -36,19 +37,19 @@ class Results:
     tokens: int
     training_seconds: float
     tokens_per_second: float
-    """The median."""
+    """Median."""
     mfu: float
-    """The median."""
+    """Median."""
     peak_memory_bytes: float
     parameters: int | None
     layout: str
-    """Of each start in turn, where a resume changed it; so for the next two."""
+    """Each start's value in turn, if a resume changed it; the next two likewise."""
     precision: str
     device: str
 
 
 def results(record: RecordedRun) -> Results:
-    """The figures of a run, under way or ended."""
+    """Return a run's figures, whether under way or ended."""
     best, validation = record.best(), record.split_losses("val")
     loss = record.train.get("loss", Series()).values
     memory = record.train.get("peak_memory_bytes", Series()).values
@@ -69,26 +70,26 @@ def results(record: RecordedRun) -> Results:
         mfu=_median(record, "mfu"),
         peak_memory_bytes=max(memory, default=NAN),
         parameters=parameters if isinstance(parameters, int) else None,
-        layout=_in_turn(record, "layout"),
-        precision=_in_turn(record, "precision"),
-        device=_in_turn(record, "device"),
+        layout=_history(record, "layout"),
+        precision=_history(record, "precision"),
+        device=_history(record, "device"),
     )
 
 
-def _in_turn(record: RecordedRun, key: str) -> str:
-    """A value of each start of a run, which a resume may have changed: "data=2,zero=3 → data=1"."""
+def _history(record: RecordedRun, key: str) -> str:
+    """Return a start value's history over resumes: "data=2,zero=3 → data=1"."""
     values = [str(start[key]) for start in record.starts if start.get(key)]
     return " → ".join(value for value, _ in itertools.groupby(values))
 
 
 def planned_steps(record: RecordedRun) -> int | None:
-    """The steps that the run was to make."""
+    """Return the planned number of steps, None if unknown."""
     planned = record.start.get("steps") or record.plan.get("steps")
     return planned if isinstance(planned, int) else None
 
 
 def progress(record: RecordedRun) -> str:
-    """The steps made, of those planned where that is known: "200 of 400"."""
+    """Return the steps made, with the planned number if known: "200 of 400"."""
     planned = planned_steps(record)
     return f"{record.last_step:,}" + (f" of {planned:,}" if planned else "")
 
@@ -100,7 +101,7 @@ def _median(record: RecordedRun, key: str) -> float:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """A word for a badge, its class in the style sheet (good, bad, live), and a sentence."""
+    """Badge label, its CSS class (good, bad, live), and a sentence."""
 
     label: str
     kind: str
@@ -108,38 +109,49 @@ class RunOutcome:
 
 
 def outcome(record: RecordedRun) -> RunOutcome:
-    """The outcome of a run, so far as its folder tells."""
+    """Return a run's outcome, so far as its folder tells."""
     made = progress(record)
     at = f"step {made}"
     if record.end is None:
         return _unfinished(record, at)
     reason = " ".join(str(record.end.get("reason") or "completed").split())
-    best = _best(record)
-    also = f"; {best}" if best else ""
-    if reason == "completed":
-        took = wording.duration(record.training_seconds)
+    also = _best(record)
+    kind = _end_kind(record.end.get("kind"), reason)
+    if kind == EndKind.COMPLETED:
+        took = formatting.duration(record.training_seconds)
         done = f"Completed {made} steps"
         done += f" in {took}" if math.isfinite(record.training_seconds) else ""
         return RunOutcome("finished", "good", f"{done}{also}.")
-    if reason.startswith("error"):
+    if kind == EndKind.ERROR:
         why = re.sub(r"^error:\s*(step \d+:\s*)?", "", reason).rstrip(".")
         return RunOutcome("failed", "bad", f"Gave up at {at}: {why}.")
-    if reason.startswith("SIG"):
+    if kind == EndKind.SIGNAL:
         sentence = f"Stopped by {reason} after {at}{also}. The same command continues."
         return RunOutcome("stopped", "bad", sentence)
-    if reason.startswith("no better"):  # patience
+    if kind == EndKind.PATIENCE:
         return RunOutcome("stopped early", "good", f"Stopped early after {at}: {reason}{also}.")
-    return RunOutcome("stopped", "bad", f"Ended after {at}: {reason}{also}.")  # a hook's word
+    return RunOutcome("stopped", "bad", f"Ended after {at}: {reason}{also}.")
+
+
+def _end_kind(kind: object, reason: str) -> EndKind:
+    """Return why a run ended; for an earlier version's run, which did not record it, from the
+    reason's wording."""
+    if kind in list(EndKind):
+        return EndKind(str(kind))
+    if reason == "completed":
+        return EndKind.COMPLETED
+    words = {"error": EndKind.ERROR, "SIG": EndKind.SIGNAL, "no better": EndKind.PATIENCE}
+    begun = (words[word] for word in words if reason.startswith(word))
+    return next(begun, EndKind.HOOK)
 
 
 def _unfinished(record: RecordedRun, at: str) -> RunOutcome:
-    best = _best(record)
-    also = f"; {best}" if best else ""
+    also = _best(record)
     if record.locked:
         if not record.last_step:
             return RunOutcome("running", "live", "Running; no step has been logged yet.")
         left = record.train["eta_seconds"].values[-1:] if "eta_seconds" in record.train else ()
-        to_go = f", about {wording.duration(left[0])} to go" if left else ""
+        to_go = f", about {formatting.duration(left[0])} to go" if left else ""
         return RunOutcome("running", "live", f"Running: {at}{to_go}{also}.")
     if not record.last_step:
         return RunOutcome("not started", "", "No step has been logged yet.")
@@ -154,11 +166,12 @@ def _unfinished(record: RecordedRun, at: str) -> RunOutcome:
 
 
 def _best(record: RecordedRun) -> str:
-    """The best validation, and where the loss went after it."""
+    """Return a sentence's end, "; the best validation loss is …", and whether it falls or rises
+    since; "" without training."""
     best, losses = record.best(), record.split_losses("val")
     if best is None or (best.step == 0 and len(losses) == 1):  # not trained yet
         return ""
-    said = f"the best validation loss is {best.loss:.4f} at step {best.step:,}"
+    said = f"; the best validation loss is {best.loss:.4f} at step {best.step:,}"
     if len(losses) < 3:
         return said
     previous, last = losses.values[-2:]

@@ -1,4 +1,4 @@
-"""The settings of a run, and those of them that somebody chose."""
+"""A run's settings, and those that its user chose."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from pentameter.errors import ConfigError
 from pentameter.planning.plan import make_plan
 
 Settings = dict[str, Any]
-"""Dotted path → value, None where it is absent."""
+"""Dotted path → value, None if absent."""
 
 TEXT_KEYS = ("data.corpus", "data.path", "data.sources")
 
 LEFT_OPEN = (None, "auto", "epoch")
-"""Values of a preset from which the Plan, or a run's machine, makes others."""
+"""Preset values that the Plan, or a run's machine, replaces."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The preset that a configuration is nearest to, and the settings in which it differs."""
+    """The nearest preset, and the settings that differ from it."""
 
     preset: str
     before: Settings
-    """The preset's value of each setting that differs; what follows from others is left out."""
+    """Preset's value for each differing setting; values that follow from others are left out."""
 
 
 def settings(config: Mapping[str, Any]) -> Settings:
-    """A run's config.toml by dotted path: the schema's keys in its order, then unknown ones."""
-    found = dict(flat(config))
+    """Return config.toml's values by dotted path: the schema's keys in its order, then unknown
+    ones."""
+    found = dict(flatten(config))
     for path, leaf in leaves().items():
         if found.get(path) == ABSENT and ABSENT in leaf.expected.split():
             found[path] = None
@@ -43,10 +44,10 @@ def settings(config: Mapping[str, Any]) -> Settings:
 
 
 def choices(found: Settings, rows_per_epoch: int | None) -> Choices | None:
-    """The settings of a run that differ from those of the nearest preset; None without settings.
+    """Return the run's settings that differ from the nearest preset's; None without settings.
 
-    config.toml does not say what a run was made from. The nearest preset is the one that the
-    fewest settings differ from; `rows_per_epoch`, from plan.json, resolves one that counts epochs.
+    config.toml does not record its source. The nearest preset is that with the fewest differing
+    settings; `rows_per_epoch`, from plan.json, resolves one that counts epochs.
     """
     if not found.keys() & leaves().keys():
         return None
@@ -58,7 +59,7 @@ def choices(found: Settings, rows_per_epoch: int | None) -> Choices | None:
 
     preset = min(_presets(), key=n_differences)
     resolved = _resolved(preset, found, rows_per_epoch)
-    on_its_text = _resolved(_on_text_of(preset, found), found, rows_per_epoch)
+    on_its_text = _resolved(_with_data_of(preset, found), found, rows_per_epoch)
     differs = [
         path
         for path in known
@@ -94,8 +95,9 @@ def _presets() -> tuple[Config, ...]:
     return tuple(load_config(name) for name in preset_names())
 
 
-def _on_text_of(preset: Config, found: Settings) -> Config:
-    """`preset` on the text of a run: what suits its own text alone follows from that choice."""
+def _with_data_of(preset: Config, found: Settings) -> Config:
+    """Return `preset` with a run's text: settings that suit only its own text then follow from that
+    choice."""
     text = {path: found[path] for path in TEXT_KEYS if found.get(path) not in (None, ABSENT)}
     try:
         return load_config(preset, text)
@@ -104,7 +106,7 @@ def _on_text_of(preset: Config, found: Settings) -> Config:
 
 
 def _resolved(config: Config, found: Settings, rows_per_epoch: int | None) -> Settings:
-    """The settings as a run folder would have them, where the Plan can be made."""
+    """Return settings as a run folder would have them, if the Plan can be made."""
     vocab_size = found.get("model.vocab_size")
     with contextlib.suppress(ConfigError, TypeError):  # it does not divide, or is damaged
         config = make_plan(config, vocab_size, rows_per_epoch).portable_config
@@ -115,12 +117,12 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path and value of every leaf of nested tables, and of lists of tables by index."""
+def flatten(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted path, value) for each leaf in nested tables; tables in lists go by index."""
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            yield from flat(dict(enumerate(value)), f"{prefix}{key}.")
+            yield from flatten(dict(enumerate(value)), f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -1,38 +1,48 @@
-"""What a run is evaluated on: validation, a part of the training split, texts by name, and, at its
-end, the test split."""
+"""The evaluations during a run: the validation split, the beginning of the training split, further
+texts by name, and, at the end, the test split."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+from pentameter.checkpoint.best import best_checkpoint
 from pentameter.checkpoint.opening import Checkpoint, find_checkpoint
 from pentameter.checkpoint.state_dicts import load_model_state
 from pentameter.config.schema import Config
+from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.open_dataset import open_evaluations
 from pentameter.data.progress import Progress
-from pentameter.data.shards.dataset import Dataset, TokenSplit, beginning
+from pentameter.data.shards.dataset import Dataset, TokenSplit, first_tokens
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.evaluate.split import EvalMetrics, evaluate, evaluation_batch_size
 from pentameter.train.hooks import TrainingRun
+from pentameter.train.user_components import CustomBatches
 
 VALIDATION, TRAIN, TEST = "val", "train", "test"
 
 
 def splits_to_evaluate(
-    config: Config, dataset: Dataset, *, verify: bool, progress: Progress | None
+    config: Config,
+    dataset: Dataset,
+    batches: TrainingBatches | CustomBatches,
+    *,
+    verify: bool,
+    progress: Progress,
 ) -> Mapping[str, TokenSplit]:
-    """The splits that each evaluation passes over, by name: what is held out first, if anything is.
+    """Return the splits for each evaluation, by name. The validation split comes first, if anything
+    is held out. The mapping is empty if `batches` are not tokens: the model does not run on text
+    then.
 
-    Raises ConfigError for one in which there is nothing to predict, and what `open_dataset` raises.
+    Raises ConfigError for a split with nothing to predict, and any error from `open_dataset`.
     """
-    if config.train.eval_interval is None:
+    if config.train.eval_interval is None or not batches.are_tokens:
         return {}
     splits = {}
     if (held_out := dataset.split(VALIDATION)).n_tokens >= 2:
         splits[VALIDATION] = held_out
     if config.train.eval_train_tokens is not None:
-        splits[TRAIN] = beginning(dataset.split(TRAIN), config.train.eval_train_tokens)
+        splits[TRAIN] = first_tokens(dataset.split(TRAIN), config.train.eval_train_tokens)
     splits |= open_evaluations(config.data, dataset.tokenizer, verify=verify, progress=progress)
     for name, split in splits.items():
         if split.n_tokens < 2:
@@ -44,14 +54,16 @@ def splits_to_evaluate(
 
 
 def begins_with_evaluation(run: TrainingRun) -> bool:
-    """True if a start of the run evaluates before its first step, which then compiles first."""
+    """Return True if a start evaluates before its first step, so that the evaluation compiles
+    first."""
     state, interval = run.state, run.config.train.eval_interval
-    assert not isinstance(interval, str)  # the plan resolved it
+    assert not isinstance(interval, str)  # resolved by the plan
     return bool(run.evaluations) and state.is_due(interval, state.last_eval_step, run.plan.steps)
 
 
 def evaluate_all(run: TrainingRun, should_stop: Callable[[], bool]) -> dict[str, EvalMetrics]:
-    """The metrics of all of them by name; none of any where it was stopped on the way."""
+    """Evaluate all splits, and return their metrics by name; an empty dict if stopped on the
+    way."""
     found = {}
     for name, split in run.evaluations.items():
         metrics = _evaluate(run, split, name, run.state.step, should_stop)
@@ -62,11 +74,12 @@ def evaluate_all(run: TrainingRun, should_stop: Callable[[], bool]) -> dict[str,
 
 
 def evaluate_test(run: TrainingRun, should_stop: Callable[[], bool]) -> EvalMetrics | None:
-    """The metrics of the test split, by the weights of the best checkpoint where one is kept, else
-    by the last ones, which are the engine's afterwards in either case.
+    """Evaluate the test split with the weights from the checkpoint that represents the run
+    (`best_checkpoint`), the one that `sample` and `eval` open. The engine has the last weights
+    again afterwards.
 
-    None where nothing is held out for it, evaluation is switched off, the batches are no tokens, or
-    it was stopped.
+    Returns None if no test split is held out, evaluation is off, the batches are not tokens, or the
+    evaluation was stopped.
     """
     split, state = run.dataset.split(TEST), run.state
     is_off = run.config.train.eval_interval is None or not run.batches.are_tokens
@@ -74,10 +87,9 @@ def evaluate_test(run: TrainingRun, should_stop: Callable[[], bool]) -> EvalMetr
         return None
     run.world.progress.note("testing", state.step)
     last = best = None
-    if state.best_step != state.step:  # the best may not have been saved, on a full disk
-        last = _saved(run, state.step)
-        best = _saved(run, state.best_step) or _saved(run, state.saved_best_step)
-    if last is None or best is None:
+    if state.best_step != state.step:
+        last, best = run.world.on_main(lambda: (_last(run), _best(run)))
+    if last is None or best is None or best.step == last.step:
         return _evaluate(run, split, TEST, state.step, should_stop)
     load_model_state(run.engine.models, best.tensors("model"), run.world)
     metrics = _evaluate(run, split, TEST, best.step, should_stop)
@@ -98,17 +110,21 @@ def _evaluate(
     )
 
 
-def _saved(run: TrainingRun, step: int | None) -> Checkpoint | None:
-    """The run's checkpoint of a step, as the main process finds it; None where it is not whole."""
-    folder = run.folder
+def _last(run: TrainingRun) -> Checkpoint | None:
+    """Return the checkpoint from the run's last step; None if it is not complete."""
+    store, here = run.folder.store, (run.folder.run_id, run.state.step)
+    with suppress(CorruptError):
+        return find_checkpoint(
+            store.folder,
+            lambda _, manifest: (manifest.run_id, manifest.step) == here,
+            store.warnings,
+        )
+    return None
 
-    def find() -> Checkpoint | None:
-        with suppress(CorruptError):
-            return find_checkpoint(
-                folder.store.folder,
-                lambda _, manifest: (manifest.run_id, manifest.step) == (folder.run_id, step),
-                folder.store.warnings,
-            )
-        return None
 
-    return run.world.on_main(find)
+def _best(run: TrainingRun) -> Checkpoint | None:
+    """Return the checkpoint that represents the run; None if there is no complete one."""
+    store = run.folder.store
+    with suppress(CorruptError):
+        return best_checkpoint(store.folder, store.warnings, run.folder.run_id)
+    return None

@@ -1,38 +1,37 @@
-"""Hooks: objects with any of nine methods, called by the trainer in the order they were given.
+"""Hooks: objects with any of nine methods, which the trainer calls in the order they were given.
 
     class PrintLoss:
         def on_step(self, trainer, step): print(step.step, step.loss)
 
     Trainer(config, hooks=[PrintLoss()]).fit()
 
-A hook may read what `TrainingRun` names and call `stop(reason)`; an exception in a hook ends the
-run like any other error.
+A hook may read everything that `TrainingRun` names and call `stop(reason)`. An exception in a hook
+ends the run like any other error.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pentameter.config.schema import Config
+from pentameter.data.batches.step import TrainingBatches
+from pentameter.data.shards.dataset import Dataset, TokenSplit
 from pentameter.errors import nearest
-
-if TYPE_CHECKING:
-    from pentameter.data.batches.step import TrainingBatches
-    from pentameter.data.shards.dataset import Dataset, TokenSplit
-    from pentameter.generation.loop import Prompt
-    from pentameter.optim.build import AnyOptimizer
-    from pentameter.parallel.compute import Compute
-    from pentameter.parallel.engine import Engine
-    from pentameter.planning.plan import Plan
-    from pentameter.processes.world import World
-    from pentameter.train.console import Console
-    from pentameter.train.run_folder import RunFolder
-    from pentameter.train.state import TrainState
-    from pentameter.train.supplied import OwnBatches, Supplied
+from pentameter.generation.loop import Prompt
+from pentameter.optim.build import AnyOptimizer
+from pentameter.parallel.engine import Engine
+from pentameter.planning.plan import Plan
+from pentameter.processes.world import World
+from pentameter.train.compute import Compute
+from pentameter.train.console import Console
+from pentameter.train.event_log import EventLog
+from pentameter.train.log_files import EndKind
+from pentameter.train.run_folder import RunFolder
+from pentameter.train.state import TrainState
+from pentameter.train.user_components import CustomBatches, UserComponents
 
 HOOK_METHODS = (
     "on_start",
@@ -47,45 +46,55 @@ HOOK_METHODS = (
 )
 
 
-class TrainingRun(ABC):
-    """The running run that a hook is given, to read and to call; `Trainer` is one.
+@dataclass(kw_only=True, eq=False)
+class TrainingRun:
+    """The current run, which a hook reads and calls; `start_run` builds it."""
 
-    `train/start.py` fills it in.
-    """
-
-    config: Config
-    """The configuration with every value that the Plan derived."""
     plan: Plan
-    supplied: Supplied
-    """The parts that the user gave in the place of the configuration's."""
+    supplied: UserComponents
+    """The components that the user gave in place of the configured ones."""
     dataset: Dataset
-    batches: TrainingBatches | OwnBatches
+    batches: TrainingBatches | CustomBatches
     evaluations: Mapping[str, TokenSplit]
-    """The splits that each evaluation passes over, by name; `val` is what is held out."""
+    """The splits that each evaluation covers, by name; `val` is the held-out one."""
     prompt: Prompt
-    """What samples continue."""
+    """The prompt that samples continue."""
     compute: Compute
-    run_dir: Path
     folder: RunFolder
     engine: Engine
     optimizer: AnyOptimizer
     state: TrainState
     world: World
     console: Console
-    """The console and log.txt; `say` prints a line in the main process, and logs it in every."""
+    """The console and the log; `say` prints a line on rank 0, and logs it on every rank."""
+    events: EventLog
+    stop_reason: str | None = field(default=None, init=False)
+    """The reason given by a hook on this rank that asked the run to end."""
 
-    @abstractmethod
+    @property
+    def config(self) -> Config:
+        """The configuration with every value that the Plan derived."""
+        return self.plan.config
+
+    @property
+    def run_dir(self) -> Path:
+        """The path to the run folder."""
+        return self.folder.path
+
     def stop(self, reason: str) -> None:
         """End the run after the current step, as if it were complete."""
+        self.stop_reason = reason
 
-    @abstractmethod
     def record(self, event: str, **values: float | str | None) -> None:
-        """Add a line to metrics.jsonl, and tell the trackers; `values` hold its step."""
+        """Add a line to metrics.jsonl, and send the event to the trackers; `values` must include
+        its step. On ranks other than 0, do nothing."""
+        self.events.write(event, **values)
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step, just completed. `step` counts completed steps, so the first is 1."""
+    """One optimizer step that has just completed. `step` counts completed steps, so the first is
+    1."""
 
     step: int
     tokens: int
@@ -101,7 +110,7 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """A step whose update was not applied, and why."""
+    """A step whose update was not applied, and the reason."""
 
     step: int
     reason: str
@@ -109,8 +118,8 @@ class SkippedStep:
 
 @dataclass(frozen=True)
 class EpochMetrics:
-    """A pass over the training split, just completed. `epoch` counts completed passes; `loss` is
-    the mean over its target tokens, each as it was when it was trained on."""
+    """An epoch that has just completed. `epoch` counts completed epochs. `loss` is the mean over
+    the epoch's target tokens, each measured at the step that trained on it."""
 
     epoch: int
     step: int
@@ -123,8 +132,8 @@ class EpochMetrics:
 
 @dataclass(frozen=True)
 class SampledText:
-    """A prompt and its continuation by the model after `step` steps. Only the main process has it,
-    and only its hooks are called."""
+    """A prompt and its continuation, sampled from the model after `step` steps. Only rank 0 has it,
+    and only rank 0's hooks are called."""
 
     step: int
     text: str
@@ -138,26 +147,32 @@ class CheckpointMetrics:
     path: Path
     bytes: int
     seconds: float
+    """Seconds from the decision to save until the checkpoint was on disk."""
+    stall_seconds: float
+    """Seconds of these for which training waited."""
     again: bool = False
-    """It replaces the checkpoint of the same step, which a signal had asked for too early."""
+    """True if it replaces a checkpoint for the same step, which a signal had asked for too
+    early."""
 
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended: `reason` is completed, patience, a signal's name, or a hook's word."""
+    """The end of a run. `reason` describes it in words: a hook's reason, or a signal's name."""
 
     step: int
     reason: str
     seconds: float
+    kind: EndKind
 
 
 def is_logged(step: int, config: Config) -> bool:
-    """True if a step is logged: every `log.interval` steps, and the first and the last."""
+    """Return True if a step is logged: every `log.interval` steps, and the first and the last."""
     return step == 1 or step % config.log.interval == 0 or step == config.train.steps
 
 
 def check_hook(hook: object) -> None:
-    """Raise TypeError for an object without hook methods, or with one that nothing would call."""
+    """Raise TypeError for an object without hook methods, or with an `on_…` method that nothing
+    would call."""
     known = ", ".join(HOOK_METHODS)
     for name in dir(hook):
         if not name.startswith("on_") or name in HOOK_METHODS or not callable(getattr(hook, name)):
@@ -173,7 +188,7 @@ def check_hook(hook: object) -> None:
 
 
 class Hooks:
-    """The hooks of a run, in order; calls one method on every hook that has it."""
+    """The hooks of a run, in order; `call` calls one method on every hook that has it."""
 
     def __init__(self, hooks: Sequence[object]) -> None:
         self._hooks = tuple(hooks)
@@ -186,8 +201,8 @@ class Hooks:
                 function(*arguments)
 
     def tell_error(self, run: TrainingRun, error: Exception) -> None:
-        """Call `hook.on_error(run, error)` for each hook that defines it. One that raises only
-        gets a warning: the run ends with the first error, and the other hooks hear of it too."""
+        """Call `hook.on_error(run, error)` for each hook that defines it. If one raises, only warn:
+        the run ends with the first error, and the other hooks must receive it too."""
         for hook in self._hooks:
             try:
                 Hooks((hook,)).call("on_error", run, error)

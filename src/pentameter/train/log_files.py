@@ -1,7 +1,9 @@
-"""The logs of a run: log.txt and metrics.jsonl grow by whole lines, and never end the run.
+"""A run's logs, log.txt and metrics.jsonl. They grow by whole lines, and a failed write never ends
+a run.
 
-metrics.jsonl holds one JSON object a line, `event` first. `rewind_metrics` cuts it back to where a
-checkpoint was saved, so that a run that continues from it writes it on without gap or repeat.
+metrics.jsonl holds one JSON object per line, with the key `event` first. `rewind_metrics` truncates
+it to the point at which a checkpoint was saved, so that a run that resumes from it appends without
+gap or repetition.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import stat
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +24,34 @@ from pentameter.disk.atomic import read_regular, storage_error, storage_errors, 
 from pentameter.errors import StorageError
 
 MAX_METRICS_BYTES = 2**32  # ten million lines
-MAX_UNWRITTEN = 10_000  # lines kept for a disk that refuses them; beyond, the oldest are lost
+MAX_UNWRITTEN = 10_000  # lines kept if a disk refuses them; beyond, the oldest are lost
 
 
 def any_folder() -> None:
-    """Take the folder of a log for the right one, whichever it is."""
+    """Accept any folder for a log."""
+
+
+class EndKind(StrEnum):
+    """The kinds of a run's end, as in the event `end`, next to its `reason` in words."""
+
+    COMPLETED = "completed"
+    """All steps are done."""
+    PATIENCE = "patience"
+    """`train.patience` evaluations in a row brought no new best loss."""
+    HOOK = "hook"
+    """A hook asked for it and gave its own reason."""
+    SIGNAL = "signal"
+    """A signal, whose name is the reason; the same command resumes the run."""
+    ERROR = "error"
 
 
 class LogFile:
-    """Appends lines to `path`, which is created with the first one.
+    """A file that lines are appended to; the first line creates it.
 
-    A failing write (a full disk, a folder that is gone) calls `warn` with one line, once; what
-    could not be written is kept, and written in order as soon as it can be. No line is ever left
-    half-written before another one. A file that somebody removes is put back, unless `check_folder`
-    raises StorageError because the folder is not that of the run any more.
+    If a write fails (a full disk, a missing folder), call `warn` with one line, once. Lines that
+    could not be written are kept, and written in order as soon as possible. No line follows a
+    half-written one. A file that somebody removes is put back, unless `check_folder` raises
+    StorageError because the folder no longer belongs to the run.
     """
 
     def __init__(
@@ -50,22 +67,23 @@ class LogFile:
         self._warn = warn
         self._has_warned = False
         self._fd: int | None = None
-        self._torn_at: int | None = None  # where a half-written line begins that could not be cut
+        self._torn_at: int | None = None  # offset of a half-written line still in the file
 
     def append(self, line: str) -> None:
-        """Add a line, given without its newline."""
+        """Append a line, given without its newline."""
         self.unwritten.append(line.encode(errors="replace") + b"\n")
         self._attempt(self._write)
 
     def sync(self) -> int:
-        """Write and sync what is left, and return the bytes of whole lines in the file."""
+        """Write and sync the remaining lines, and return the size of the complete lines in
+        bytes."""
         self._attempt(self._write_and_sync)
         with suppress(OSError):
             return self._size()
         return 0
 
     def close(self) -> None:
-        """Write what is left and close the file; it is opened again by another line."""
+        """Write the remaining lines and close the file; a further line opens it again."""
         if self.unwritten:
             self._attempt(self._write)
         if self._fd is not None:
@@ -81,7 +99,7 @@ class LogFile:
                 return
             self._has_warned = True  # before the warning, which may be for this very file
             reason = error.__cause__ if isinstance(error, StorageError) else error
-            assert isinstance(reason, OSError)  # which a StorageError tells
+            assert isinstance(reason, OSError)  # a StorageError's cause
             told = str(storage_error(self.path, "write", reason)).rstrip("?.")
             self._warn(f"warning: {told}. Training goes on; lines are added once that is possible")
 
@@ -112,7 +130,8 @@ class LogFile:
             raise
 
     def _at_path(self) -> int:
-        """The descriptor of the file that `path` names now, opened anew or put back if need be."""
+        """Return a descriptor for the file that is now at `path`; reopen the file, or put it back,
+        if necessary."""
         if self._fd is not None:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.lstat(self.path), os.fstat(self._fd)):
@@ -122,7 +141,7 @@ class LogFile:
                 write_atomic(self.path, os.pread(self._fd, self._size(), 0))
             os.close(self._fd)
             self._fd = self._torn_at = None
-        # No link, which could lead anywhere, and no pipe, which nobody may read.
+        # No link, which could lead anywhere, and no pipe, which might have no reader.
         how = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         fd = os.open(self.path, how, mode=0o666)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -144,13 +163,13 @@ def rewind_metrics(
     unwritten: Sequence[str] = (),
     checkpoint: Mapping[str, Any] | None,
 ) -> None:
-    """Cut `path` back to a checkpoint: what was there when it was saved, and its own event.
+    """Truncate `path` to its content when a checkpoint was saved, plus the checkpoint's own event.
 
-    `n_bytes` is the file's size just before the checkpoint was written, `unwritten` the lines that
-    waited for the disk then. Lines after it come from steps that are about to be run again, except
-    the one that says the checkpoint was saved; a kill may have prevented that line, so `checkpoint`
-    holds its values. None goes back to the start of the run. Raises CorruptError where `path` is
-    no regular file, or of a size that no run writes.
+    `n_bytes` is the file's size just before the checkpoint was written; `unwritten` are the lines
+    that waited for the disk then. Later lines belong to steps that will run again, except the
+    `checkpoint` event. A kill may have prevented that line, so `checkpoint` holds its values; None
+    rewinds to the start of the run. Raises CorruptError if `path` is not a regular file, or is
+    larger than any run writes.
     """
     if not path.exists() and not unwritten:
         return
@@ -160,23 +179,36 @@ def rewind_metrics(
     rest = raw[len(kept) :]
     kept += "".join(f"{line}\n" for line in unwritten).encode()
     if checkpoint is not None and not _find_checkpoint(kept, checkpoint["step"]):
-        # A checkpoint that was saved again has its line in what is kept.
+        # A checkpoint that was saved again already has its line in `kept`.
         line = _find_checkpoint(rest, checkpoint["step"])
         kept += line or f"{event_line('checkpoint', checkpoint)}\n".encode()
-    if raw.startswith(kept):  # needs no room on a full disk
+    if raw.startswith(kept):  # needs no space on a full disk
         with storage_errors(path, "write"):
             os.truncate(path, len(kept))
     else:
         write_atomic(path, kept)
 
 
-def checkpoint_event(step: int, path: Path, n_bytes: int, seconds: float | None) -> dict[str, Any]:
-    """The values of a `checkpoint` line; the path is relative to the run folder, which may move."""
-    return {"step": step, "path": f"checkpoints/{path.name}", "bytes": n_bytes, "seconds": seconds}
+def checkpoint_event(
+    step: int,
+    path: Path,
+    n_bytes: int,
+    seconds: float | None = None,
+    stall_seconds: float | None = None,
+) -> dict[str, Any]:
+    """Return the values for a `checkpoint` event. The path is relative to the run folder, which may
+    move. Times, in seconds, are None if no longer known."""
+    return {
+        "step": step,
+        "path": f"checkpoints/{path.name}",
+        "bytes": n_bytes,
+        "seconds": seconds,
+        "stall_seconds": stall_seconds,
+    }
 
 
 def _find_checkpoint(lines: bytes, step: int) -> bytes | None:
-    """The complete line of the `checkpoint` event of `step`; None without one."""
+    """Return the complete line with the `checkpoint` event for `step`; None if there is none."""
     for line in lines.splitlines(keepends=True):
         with suppress(ValueError, RecursionError):
             record = json.loads(line)
@@ -187,12 +219,12 @@ def _find_checkpoint(lines: bytes, step: int) -> bytes | None:
 
 
 def event_line(event: str, values: Mapping[str, Any]) -> str:
-    """The line of metrics.jsonl for an event."""
+    """Return the line in metrics.jsonl for an event."""
     return json.dumps({"event": event, **strict(values)}, ensure_ascii=False, default=str)
 
 
 def strict(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` as strict JSON has them, which every reader accepts: NaN and infinity are null."""
+    """Return `values` for strict JSON, which every reader accepts: NaN and infinity become null."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in values.items()

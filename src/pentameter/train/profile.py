@@ -1,164 +1,38 @@
-"""The time that steps take: a stopwatch for every step, a profiler for a window of them.
+"""The profiler for a window of steps.
 
     Trainer(config, hooks=[Profile(10, 13)]).fit()
 
-Each process then writes `profile/rank-00000.json.gz` into the run folder, a trace that
-https://ui.perfetto.dev and chrome://tracing open, and on a GPU `rank-00000-memory.pickle`, a
-snapshot for https://pytorch.org/memory_viz. The longest operations stand in the log. Recording
-reads clocks and sizes and changes no number of the training.
+Each rank then writes a trace, `profile/rank-00000.json.gz`, into the run folder, for
+https://ui.perfetto.dev and chrome://tracing. On a GPU it also writes `rank-00000-memory.pickle`, a
+snapshot for https://pytorch.org/memory_viz. The log lists the longest operations. The profiler only
+reads clocks and sizes; it changes no number in training.
 """
 
 from __future__ import annotations
 
 import re
-import time
-from collections import deque
-from collections.abc import Callable, Iterable
-from statistics import median
-from typing import Any, Self
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from pentameter.errors import ConfigError
-from pentameter.machine.this_cluster import this_cluster
-from pentameter.parallel.compute import Compute
-from pentameter.planning.estimate import Estimate
-from pentameter.planning.plan import Plan
-from pentameter.planning.step_time import StepTime
 from pentameter.train.hooks import RunEnd, SkippedStep, StepMetrics, TrainingRun
-
-WINDOW_STEPS = 20
-"""Latest steps whose median tells how long the remaining ones will take."""
-
-MOST_MEASUREMENTS = 3
-"""Times that the ceiling is measured again in a run; each takes 0.3 s."""
-
-SLOW = 1.3
-"""Times the planned step from which on one is said to be slow."""
-SETTLING_STEPS, COMPARED_STEPS = 5, 20
 
 _RULE = "the numbers of two steps, counted from 1 as the log counts them"
 N_LONGEST = 10
-LEAST_TRACE_BYTES = 100  # a gzipped trace of nothing has 27
+LEAST_TRACE_BYTES = 100  # an empty trace has 27, gzipped
 MEMORY_EVENTS = 100_000
-"""Allocations and frees that the snapshot can hold, of some KB each; older ones are dropped."""
-
-
-class Stopwatch:
-    """Times steps: `with stopwatch: step()`; by the monotonic clock, so no rate is negative."""
-
-    def __init__(self, plan: Plan, compute: Compute) -> None:
-        self._tokens_per_step = plan.tokens_per_step
-        self._flops_per_token = plan.flops_per_token
-        self._ceiling_flops = compute.ceiling_flops * plan.layout.world_size
-        self._world_size = plan.layout.world_size
-        self._measure_again = compute.measure_again
-        self._n_measured = 0
-        self._recent: deque[float] = deque(maxlen=WINDOW_STEPS)
-        self._n_steps = 0
-        self._start = 0.0
-        self.step_seconds = 0.0
-
-    def __enter__(self) -> Self:
-        self._start = time.perf_counter()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.step_seconds = time.perf_counter() - self._start
-        self._raise_ceiling()
-        self._n_steps += 1
-        if self._n_steps == 2:
-            self._recent.clear()  # the first step compiled, and says nothing about the rest
-        self._recent.append(self.step_seconds)
-
-    @property
-    def mfu(self) -> float | None:
-        """Model FLOPs utilisation of the latest step: its FLOPs per second, padding included, ÷ the
-        ceiling of all devices; None if that is unknown."""
-        if self._flops_per_token is None or not self._ceiling_flops:
-            return None
-        return self._achieved_flops() / self._ceiling_flops
-
-    def _achieved_flops(self) -> float:
-        return self._tokens_per_step * (self._flops_per_token or 0) / self.step_seconds
-
-    def _raise_ceiling(self) -> None:
-        """Measure the ceiling again where the latest step was faster: the machine was busy when it
-        was measured. It is at least the step's speed then."""
-        if self._measure_again is None or self._achieved_flops() <= self._ceiling_flops:
-            return
-        if self._n_measured < MOST_MEASUREMENTS:
-            self._n_measured += 1
-            self._ceiling_flops = self._measure_again().flops * self._world_size
-        self._ceiling_flops = max(self._ceiling_flops, self._achieved_flops())
-
-    def eta_seconds(self, steps_left: int) -> float:
-        """Seconds that `steps_left` steps will take at the median pace of the latest ones."""
-        return steps_left * median(self._recent)
-
-
-class PlannedPace:
-    """The hook that warns once where steps take longer than the Plan says for these devices, and
-    which part of a step does; silent where the devices are not known or measured."""
-
-    def __init__(self, input_seconds: Callable[[], float]) -> None:
-        self._input_seconds = input_seconds
-        """Seconds that the latest step waited for its batch."""
-        self._planned: StepTime | None = None
-        self._steps: list[float] = []
-        self._inputs: list[float] = []
-
-    def on_start(self, run: TrainingRun) -> None:
-        """Plan a step on the devices that are here, in the process that speaks."""
-        if not run.world.is_main:
-            return
-        cluster, is_known = this_cluster(run.world.size, run.world.local_size)
-        is_known = is_known and run.plan.built_by is None  # else operations are not known
-        products = run.compute.precision, run.plan.config.train.matmul_precision
-        is_known = is_known and cluster.device.peak_flops(*products) is not None
-        if is_known and run.compute.device.type == ("cpu" if cluster.device.shared else "cuda"):
-            self._planned = Estimate(run.plan, cluster, run.compute.precision).time
-
-    def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
-        """Compare the median of some steps after the first ones, which compile and settle."""
-        planned = self._planned
-        if planned is None:
-            return
-        self._steps.append(step.step_seconds)
-        self._inputs.append(self._input_seconds())
-        if len(self._steps) < SETTLING_STEPS + COMPARED_STEPS:
-            return
-        self._planned = None  # said once, or not at all
-        took = median(self._steps[SETTLING_STEPS:])
-        waited = median(self._inputs[SETTLING_STEPS:])
-        if took > SLOW * planned.seconds:
-            run.console.say(f"warning: {slow_step(planned, took, waited)}")
-
-
-def slow_step(planned: StepTime, took: float, waited_for_input: float) -> str:
-    """What to say of steps that take longer than planned: by how much, and which part it is."""
-    late = took - planned.seconds
-    waiting = sum(planned.exposed.values())
-    said = (
-        f"a step takes {took:.3g} s, {took / planned.seconds - 1:.0%} more than the "
-        f"{planned.seconds:.3g} s planned ({planned.compute:.3g} s compute, "
-        f"{waiting:.3g} s communication"
-    )
-    if planned.bubble:
-        said += f", {planned.bubble:.3g} s of the pipeline's bubble"
-    if waited_for_input > late / 2:
-        return f"{said}): {waited_for_input:.3g} s of it go to reading the batch"
-    part = "compute or communication" if waiting else "compute"
-    return f"{said}); the batch is not the reason, {part} is: --profile FIRST:LAST says which"
+"""Allocations and frees that the snapshot can hold, some KB each; older ones are dropped."""
 
 
 class Profile:
-    """Records steps `first` to `last`, both included, counted from 1 as the log counts them.
+    """Profile steps `first` to `last`, both inclusive, counted from 1 as in the log.
 
-    In the trace each step is a span "step N". It begins where the step before it ended, so an
-    evaluation, a sample or a save between the two is inside it. Raises ConfigError for a window
-    that cannot be; `on_start` does for one beyond the run's last step.
+    In the trace, each step is a span "step N". A span begins when the previous step ends, so it
+    includes an evaluation, a sample or a save between the two. Raises ConfigError for an invalid
+    window; `on_start` raises it for a window beyond the run's last step.
     """
 
     def __init__(self, first: int, last: int) -> None:
@@ -172,7 +46,7 @@ class Profile:
         self._begun = 0
 
     def check(self, n_steps: int) -> None:
-        """Raise ConfigError where a run of `n_steps` steps does not come to the window's end."""
+        """Raise ConfigError if a run with `n_steps` steps ends before the window does."""
         if self.last > n_steps:
             raise ConfigError(
                 f"cannot profile steps {self.first} to {self.last}: the run has train.steps="
@@ -180,7 +54,8 @@ class Profile:
             )
 
     def on_start(self, run: TrainingRun) -> None:
-        """Begin to record where the window begins with the next step, or a run continues in it."""
+        """Begin to record if the window begins with the next step, or if a run resumes within the
+        window."""
         self.check(run.plan.steps)
         done = run.state.step
         if done >= self.last:
@@ -197,22 +72,22 @@ class Profile:
             self._start(run, done + 1)
 
     def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
-        """End the span of the step, and begin that of the next."""
+        """End the step's span, and begin the next one."""
         self._turn(run, step.step)
 
     def on_skip(self, run: TrainingRun, skip: SkippedStep) -> None:
-        """As `on_step`: a step without an update is one too."""
+        """Do the same as `on_step`: a step without an update is a step, too."""
         self._turn(run, skip.step)
 
     def on_end(self, run: TrainingRun, end: RunEnd) -> None:
-        """Write what was recorded of a window in which the run ended."""
+        """Write the recorded steps if the run ended within the window."""
         if self._recording is not None:
             self._finish(run, end.step)
         elif end.step < self.first:
             run.console.say(f"profile: nothing recorded, the run ended before step {self.first}")
 
     def on_error(self, run: TrainingRun, error: Exception) -> None:
-        """Stop recording, and write nothing of a run that failed."""
+        """Stop recording, and write nothing for a failed run."""
         if self._recording is not None:
             self._stop()
             _forget_memory(run)
@@ -247,7 +122,7 @@ class Profile:
             self._span = None
 
     def _stop(self) -> profile:
-        """End the recording and return it; the memory's history goes on."""
+        """End the recording and return it; the memory history continues."""
         self._end_span()
         recording, self._recording = self._recording, None
         assert recording is not None
@@ -255,21 +130,22 @@ class Profile:
         return recording
 
     def _finish(self, run: TrainingRun, last: int) -> None:
-        """Write the trace, the snapshot and the table; a disk that refuses them ends no run."""
+        """Write the trace, the snapshot and the table; a disk that refuses them does not end the
+        run."""
         if _is_on_gpu(run):
-            torch.cuda.synchronize()  # kernels of the last step would be missing
+            torch.cuda.synchronize()  # else the last step's kernels would be missing
         recording = self._stop()
         rank = f"rank-{run.world.rank:05d}"
         path = run.run_dir / "profile" / f"{rank}.json.gz"
         try:
             path.parent.mkdir(exist_ok=True)
-            path.unlink(missing_ok=True)  # a link there is not followed
+            path.unlink(missing_ok=True)  # do not follow a link
             if _is_on_gpu(run):
                 memory = path.with_name(f"{rank}-memory.pickle")
                 memory.unlink(missing_ok=True)
                 torch.cuda.memory._dump_snapshot(str(memory))
             recording.export_chrome_trace(str(path))
-            if path.stat().st_size < LEAST_TRACE_BYTES:  # a full disk is not told otherwise
+            if path.stat().st_size < LEAST_TRACE_BYTES:  # a full disk is not reported otherwise
                 raise OSError(f"{path} is empty; is the disk full?")
         except (OSError, RuntimeError) as error:
             run.console.say(f"warning: the profile is not written: {error}")
@@ -284,7 +160,7 @@ class Profile:
 
 
 def parse_window(text: str) -> Profile:
-    """The Profile that `--profile FIRST:LAST` asks for; ConfigError where it asks for none."""
+    """Return the Profile for `--profile FIRST:LAST`. Raises ConfigError for an invalid window."""
     window = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
     if window is None:
         raise ConfigError(f"--profile {text} must be FIRST:LAST, {_RULE}; e.g. --profile 10:13")
@@ -292,7 +168,8 @@ def parse_window(text: str) -> Profile:
 
 
 def longest_operations(averages: Iterable[Any], *, on_gpu: bool) -> list[str]:
-    """Lines for the N_LONGEST operations by total time, without the time of what they called."""
+    """Return lines with the N_LONGEST operations by total time, excluding the operations that they
+    call."""
     key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     rows = [
         (getattr(row, key), row.count, row.key)

@@ -1,4 +1,4 @@
-"""The run folder: opening it for a new run, or rewound to where a run continues."""
+"""The run folder, opened for a new run or rewound to the checkpoint from which a run resumes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ from pentameter.disk.atomic import (
     write_atomic,
 )
 from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.estimating.plan_estimates import plan_record
 from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
-from pentameter.train.continuing import (
-    Request,
+from pentameter.train.log_files import checkpoint_event, rewind_metrics
+from pentameter.train.resuming import (
+    RunRequest,
     check_same_run,
     check_start_step,
     no_checkpoint,
@@ -41,39 +43,39 @@ from pentameter.train.continuing import (
     refuse_foreign,
     step_folders,
 )
-from pentameter.train.log_files import checkpoint_event, rewind_metrics
 from pentameter.train.state import SavedRun, saved_state
 
 RESUME_WORDS = ("auto", "never", "must", "extend")
 VISIBLE_SECONDS = 30.0  # until a network file system shows what another machine has written
 RANK_LOGS = "logs"
 APPENDED_FILES = ("log.txt", "metrics.jsonl")
-"""Files that are written in place; any other is replaced as a whole, also where it is a link."""
+"""Files that are appended to in place; any other file is replaced as a whole, even if it is a
+link."""
 WRITTEN_FOLDERS = ("checkpoints", "samples", RANK_LOGS, "profile", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """An opened run folder and the checkpoint to continue from, if there is one."""
+    """An open run folder and the checkpoint to resume from, if there is one."""
 
     path: Path
     run_id: str
     store: CheckpointStore
     checkpoint: Checkpoint | None
     initial_weights: InitialWeights | None = None
-    """The weights of another model, for a run that begins with them and has no checkpoint yet."""
+    """The weights from another model, for a run that begins with them and has no checkpoint yet."""
     base_model: str | None = None
     """The Hugging Face model that the run's weights began as."""
     opened: tuple[int, int] | None = None
-    """Device and inode of the folder, as this process sees it."""
+    """Device and inode of the folder, as this rank sees it."""
 
     def check_there(self) -> None:
-        """Raise StorageError unless `path` still leads to this run's folder: where its disk was
-        unmounted, an empty mount point has its name, and would be written to."""
+        """Raise StorageError unless `path` still leads to this run's folder. If its disk was
+        unmounted, an empty mount point has the same name, and writes would go there."""
         with suppress(OSError):
             if _device_and_inode(self.path) == self.opened:
                 return
-        if not _holds(self.path, self.run_id):  # which it may, mounted a second time
+        if not _holds(self.path, self.run_id):  # it may, mounted a second time
             reason = "it is not the folder that this run has opened, which is not there any more"
             error = FileNotFoundError(errno.ENOENT, f"{reason}; was its disk unmounted?")
             raise StorageError(
@@ -82,7 +84,7 @@ class RunFolder:
             ) from error
 
     def log_path_of(self, rank: int) -> Path:
-        """The log of the process `rank`: log.txt of the main one, else logs/rank-00001.txt."""
+        """Return the path of a rank's log: log.txt for rank 0, else logs/rank-00001.txt."""
         return self.path / RANK_LOGS / f"rank-{rank:05d}.txt" if rank else self.log_path
 
     @property
@@ -92,7 +94,7 @@ class RunFolder:
 
     @property
     def log_path(self) -> Path:
-        """The path of log.txt, which holds what the console said."""
+        """The path of log.txt, which holds the console's text."""
         return self.path / "log.txt"
 
     def write_sample(self, step: int, text: str) -> None:
@@ -103,7 +105,7 @@ class RunFolder:
         write_atomic(path, text.encode("utf-8"))
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
-        """Write environment.json: versions and devices of this start, and of those before it.
+        """Write environment.json: versions and devices for this start, and for the earlier ones.
 
         Raises StorageError.
         """
@@ -113,7 +115,8 @@ class RunFolder:
 
 
 def _earlier_starts(path: Path) -> list[Any]:
-    """The starts that environment.json holds; none where it is damaged: people alone read it."""
+    """Return the starts recorded in environment.json; an empty list if it is damaged, since only
+    people read it."""
     with suppress(CorruptError, StorageError, RecursionError):
         before = decode_json(read_regular(path, max_bytes=MAX_JSON_BYTES), path)
         if isinstance(before, dict):
@@ -123,13 +126,13 @@ def _earlier_starts(path: Path) -> list[Any]:
     return []
 
 
-def open_run_folder(request: Request, plan: Plan, dataset: Dataset) -> RunFolder:
-    """Open the folder of `plan`'s run: create it, or rewind it to the checkpoint to continue from.
+def open_run_folder(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFolder:
+    """Open the folder for `plan`'s run: create it, or rewind it to the checkpoint to resume from.
 
-    Collective: the main process does it, and tells the others. The caller holds the folder's lock.
-    Raises ConfigError when the folder holds another run, or one on other data, saying what
-    differs; nothing has been touched then. And when a process does not see the folder, since each
-    is to write its part of the checkpoints there.
+    Collective: rank 0 does it and broadcasts the result. The caller holds the folder's lock. Raises
+    ConfigError, with the differences, if the folder holds another run, or a run on other data;
+    nothing has been changed then. It also raises ConfigError if a rank does not see the folder,
+    since each rank writes its shards of a checkpoint there.
     """
 
     def open_it() -> tuple[RunFolder, bool]:
@@ -137,22 +140,22 @@ def open_run_folder(request: Request, plan: Plan, dataset: Dataset) -> RunFolder
         return replace(folder, initial_weights=None), folder.initial_weights is not None
 
     folder, is_begun_from_weights = request.world.on_main(open_it)
-    _check_shared(folder, request.world)
+    _check_other_writers(folder, request.world)
     folder = replace(folder, opened=_device_and_inode(folder.path))
     if not is_begun_from_weights:
         return folder
-    assert request.init_from is not None  # where they came from
+    assert request.init_from is not None  # the path that the weights come from
     weights = initial_weights(request.init_from, plan.config, dataset.tokenizer)
     return replace(folder, initial_weights=weights)
 
 
-def _check_shared(folder: RunFolder, world: World) -> None:
-    """Raise ConfigError where a process does not see the folder, and so could not save into it."""
+def _check_other_writers(folder: RunFolder, world: World) -> None:
+    """Raise ConfigError if a rank does not see the folder, and so could not save into it."""
     deadline = time.monotonic() + VISIBLE_SECONDS
     while not (is_there := _holds(folder.path, folder.run_id)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    where = None if is_there else f"rank {world.rank} on {socket.gethostname()}"
-    without = [place for place in world.all_gather(where) if place is not None]
+    unseen_by = None if is_there else f"rank {world.rank} on {socket.gethostname()}"
+    without = [each for each in world.all_gather(unseen_by) if each is not None]
     if without:
         raise ConfigError(
             f"--run-dir {folder.path}, which rank 0 has opened, is not there for "
@@ -169,14 +172,14 @@ def _device_and_inode(path: Path) -> tuple[int, int]:
 def _holds(path: Path, run_id: str) -> bool:
     try:
         identity = read_identity(path)
-    except (CorruptError, OSError):  # half of it can be seen yet
+    except (CorruptError, OSError):  # a network file system may show half of it yet
         return False
     return identity is not None and identity["run_id"] == run_id
 
 
 def refuse_links(path: Path) -> None:
-    """Raise ConfigError where training would write out of the run folder `path`, through a symbolic
-    link in it, or into what is no file. The folder itself may be a link."""
+    """Raise ConfigError if training would write outside the run folder `path`, through a symbolic
+    link in it, or to a name that is not a file. The folder itself may be a link."""
     for name in (*APPENDED_FILES, *WRITTEN_FOLDERS):
         entry = path / name
         if entry.is_symlink():
@@ -190,8 +193,8 @@ def refuse_links(path: Path) -> None:
             raise ConfigError(f"{entry} is a folder, a pipe or a device, and no file; remove it")
 
 
-def _open(request: Request, plan: Plan, dataset: Dataset) -> RunFolder:
-    """Open the folder in the main process: first everything that may be refused, then changes."""
+def _open(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFolder:
+    """Open the folder on rank 0: first make every check that may refuse it, then change it."""
     path, resume, init_from = request.run_dir, request.resume, request.init_from
     refuse_links(path)
     given = None if resume in RESUME_WORDS else _open_given(resume, init_from)
@@ -199,14 +202,14 @@ def _open(request: Request, plan: Plan, dataset: Dataset) -> RunFolder:
     identity = read_identity(path)
     refuse_foreign(path, identity)
     if identity is not None and not step_folders(path) and resume == "auto":
-        identity = None  # it failed before its first checkpoint: there is nothing to continue
+        identity = None  # it failed before its first checkpoint: there is nothing to resume
     parent = None if given is None else {"run_id": given.manifest.run_id, "step": given.step}
     if identity is None:
         if resume in ("must", "extend"):
             raise no_checkpoint(request)
         identity = {"run_id": uuid.uuid4().hex, "parent": parent, "init_from": None}
     else:
-        _check_continues(request, identity, parent)
+        _check_resumes(request, identity, parent)
     run_id = str(identity["run_id"])
     store = CheckpointStore(
         path / "checkpoints", run_id=run_id, config_hash=config_hash(plan.config)
@@ -240,10 +243,10 @@ def _open(request: Request, plan: Plan, dataset: Dataset) -> RunFolder:
     return folder
 
 
-def _check_continues(
-    request: Request, identity: Mapping[str, Any], parent: Mapping[str, Any] | None
+def _check_resumes(
+    request: RunRequest, identity: Mapping[str, Any], parent: Mapping[str, Any] | None
 ) -> None:
-    """Raise ConfigError unless the run in the folder is to go on, and began as it is asked for."""
+    """Raise ConfigError unless the run in the folder may resume, and began as this request says."""
     path = request.run_dir
     if request.resume == "never":
         raise ConfigError(
@@ -259,7 +262,8 @@ def _check_continues(
 
 
 def _open_given(resume: str, init_from: Path | None) -> Checkpoint:
-    """The checkpoint that the user named; ConfigError, with what may be meant, where it is none."""
+    """Open the checkpoint that the user named. Raises ConfigError, with suggestions, if it is not
+    one."""
     if init_from is not None:
         raise ConfigError(
             f"--resume {resume} and --init-from {init_from} both say where the weights come from; "
@@ -288,14 +292,15 @@ def _open_given(resume: str, init_from: Path | None) -> Checkpoint:
 def _write_identity(
     path: Path, plan: Plan, identity: Mapping[str, Any], warnings: list[str], *, is_new: bool
 ) -> None:
-    """Write plan.json, then config.toml, whose presence makes the folder a run.
+    """Write plan.json, then config.toml, whose presence marks a run folder.
 
-    A run may go on while its disk is full: a file that says the same already stays, and so does,
-    with a line in `warnings`, the Plan of an earlier start, which names the same run.
+    A run may resume while its disk is full. A file that already has the same content is left alone.
+    An earlier start's plan.json, which names the same run, is left too if it cannot be replaced,
+    with a line in `warnings`.
     """
     for name in ("samples", "checkpoints"):
         make_folder(path / name)
-    record = json.dumps({**identity, **plan.to_json()}, indent=2) + "\n"
+    record = json.dumps({**identity, **plan_record(plan)}, indent=2) + "\n"
     files = {"plan.json": record, "config.toml": to_toml(plan.portable_config)}
     for name, text in files.items():
         before = None
@@ -312,7 +317,7 @@ def _write_identity(
 
 
 def _remove_unfinished(path: Path) -> None:
-    """Remove the temporary files that a kill left."""
+    """Remove temporary files left by a kill."""
     for folder in (path, path / "samples"):
         for left in folder.glob("*.tmp-*"):
             if is_temporary(left.name) and (left.is_file() or left.is_symlink()):
@@ -321,15 +326,14 @@ def _remove_unfinished(path: Path) -> None:
 
 
 def _rewind(folder: RunFolder, record: SavedRun | None) -> None:
-    """Cut the logs back to where the checkpoint was saved, or empty them for a run without one."""
+    """Truncate the logs to the point at which the checkpoint was saved, or empty them if there is
+    no checkpoint."""
     checkpoint = folder.checkpoint
     if checkpoint is None or not checkpoint.path.is_relative_to(folder.path.resolve()):
         last_step, record, event = -1, None, None
     else:
         last_step = checkpoint.step
-        event = checkpoint_event(
-            checkpoint.step, checkpoint.path, checkpoint.manifest.n_bytes, None
-        )
+        event = checkpoint_event(checkpoint.step, checkpoint.path, checkpoint.manifest.n_bytes)
     record = record or SavedRun()
     rewind_metrics(
         folder.metrics_path,

@@ -1,133 +1,252 @@
-"""The rules by which a run is saved, and by which its checkpoints stay.
+"""The rules for saving a run, and for keeping its checkpoints.
 
-1. Nothing non-finite is saved. Every process looks at its part of the weights and the optimizer's
-   state first; where one finds NaN or an infinity, all raise TrainingFailedError and nothing is
+1. Only finite tensors are saved. Each rank first checks its shards of the weights and the optimizer
+   state. If one rank finds NaN or an infinity, all raise TrainingFailedError, and nothing is
    written or removed.
-2. Nothing is saved while processes hold different copies of a tensor, of which a checkpoint would
-   mix several. They are compared first (and every `train.check_copies` steps); all processes raise
-   TrainingFailedError where copies differ.
+2. Nothing is saved while replicas of a tensor differ between ranks: a checkpoint would mix
+   several. Replicas are compared first (and every `train.check_copies` steps). If any differ, all
+   ranks raise TrainingFailedError.
 3. While updates are being skipped (`TrainState.consecutive_skips` > 0) nothing is saved, except a
-   new best model and the end of a complete run. A save that fell due is made after the next
-   update. A signal then ends the run without a save: the same command goes on from the last
-   checkpoint and makes the steps since again. The overflows by which fp16 finds its loss scale are
-   not counted, so they hold up no save.
-4. A checkpoint is *proved* once something computed from its weights was finite: the loss and
-   gradient norm of the next step, or the loss of an evaluation. Between a checkpoint and the next
-   update the weights stay as they are, so that update proves it. The newest proved checkpoint is
-   never removed.
-5. A run that gives up removes its own checkpoints after the last proved one: from their weights
-   nothing finite was computed, so the same command would give up again. Without a proved one all
-   stay.
+   new best model and the end of a complete run. A save that fell due is made after the next update.
+   A signal then ends the run without a save: the same command resumes from the last checkpoint and
+   repeats the steps since. fp16 finds its loss scale by overflows; these are not counted, so they
+   delay no save.
+4. A checkpoint is *known good* once a value computed from its weights was finite: the next step's
+   loss and gradient norm, or an evaluation's loss. The weights do not change between a checkpoint
+   and the next update, so that update shows it. The newest known good checkpoint is never removed.
+5. A run that gives up removes its own checkpoints after the last known good one: nothing finite was
+   computed from their weights, so the same command would give up again. If none is known good, all
+   are kept.
+6. If `checkpoint.asynchronous` is on, training waits only for a snapshot, and writing the files is
+   overlapped with the next steps. The save is committed between two steps, as soon as all ranks
+   have written; until then the run counts as not saved. Only one save is pending at a time: the
+   next save waits for it. A run's last save is not overlapped. A failed write is reported at the
+   commit: like a failed synchronous save it ends the run (`checkpoint.on_error`), unless the last
+   save is about to be made at that step anyway.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from pentameter.checkpoint.copies import differing_copies
-from pentameter.checkpoint.safetensors_writer import Groups
+from pentameter.checkpoint.owners import Groups
+from pentameter.checkpoint.save_phases import HostBuffers, Save
 from pentameter.checkpoint.state_dicts import model_state, optimizer_state
-from pentameter.checkpoint.store import Saved
 from pentameter.config.choices import ENDS_RUN, look_up
+from pentameter.config.fingerprint import NOT_THE_TRAINING
 from pentameter.config.write import to_toml
+from pentameter.disk.atomic import remove_tree
 from pentameter.errors import StorageError, TrainingFailedError
-from pentameter.parallel.local_parts import local_part
+from pentameter.estimating.plan_estimates import plan_memory, plan_state_bytes
+from pentameter.machine.choices import choose_asynchronous
+from pentameter.machine.cores import host_memory_bytes
+from pentameter.parallel.local_shards import local_shard
+from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
+from pentameter.train.compute import Compute
 from pentameter.train.hooks import CheckpointMetrics, TrainingRun
 
 
-class RunCheckpoints:
-    """The checkpoints of a running run, under the rules above. Methods are collective.
+@dataclass
+class _PendingSave:
+    """A save that is not committed yet, and the run's state when it was planned."""
 
-    `log_ends` syncs the logs, in the main process, and returns where a resumed run cuts them back
-    to.
+    save: Save
+    is_best: bool
+    is_proved: bool
+    """True once a value computed from these weights was finite."""
+    stall_seconds: float
+    """Seconds that training has waited for it."""
+
+
+class RunCheckpoints:
+    """A run's checkpoints, under the rules above. Methods are collective.
+
+    `log_ends`, called on rank 0, syncs the logs and returns the sizes to which a resumed run
+    truncates them. `on_saved` is called for each checkpoint that is on disk.
     """
 
     def __init__(self, run: TrainingRun, log_ends: Callable[[], Mapping[str, Any]]) -> None:
         self.run, self._log_ends = run, log_ends
+        self.on_saved: Callable[[CheckpointMetrics], None] = lambda _: None
         self.last_step = run.state.step
-        """Step of the newest checkpoint, 0 without one."""
+        """The step of the newest checkpoint, 0 if there is none."""
         self._is_owed = False
+        self._pending: _PendingSave | None = None
+        self._buffers = HostBuffers()
+        self._old = OldCheckpoints(run)
 
     def __str__(self) -> str:
-        """The step from which the run would go on, in words."""
+        """Return, in words, the step from which the run would resume."""
         if self.last_step == 0:
             return "there is no checkpoint, so the same command starts again"
         return f"the last checkpoint is step {self.last_step}, where the same command goes on"
 
-    def save_if_due(
-        self, *, complete: bool, interrupted: bool, new_best: bool
-    ) -> CheckpointMetrics | None:
-        """Save at the boundary between two steps where that is due, and return what was saved.
+    def save_if_due(self, *, complete: bool, interrupted: bool, new_best: bool) -> None:
+        """At the boundary between two steps, commit an overlapped save if it is written, and save
+        if one is due.
 
-        `complete` and `interrupted` say that the run ends here. Raises TrainingFailedError for
-        weights or optimizer state that are not finite, StorageError where the save fails and must
-        not; earlier checkpoints are untouched then.
+        `complete` and `interrupted` say that the run ends at this step. Raises TrainingFailedError
+        for weights or optimizer state that are not finite, and StorageError if a save fails that
+        must not; earlier checkpoints are untouched then.
         """
+        ends = complete or interrupted
+        is_due = self._is_due(complete=complete, interrupted=interrupted, new_best=new_best)
+        if self._pending is not None and (is_due or ends or self._all_have_written()):
+            self._commit(may_fail=is_due and ends, beside=not ends)
+        if is_due or ends:
+            self._old.await_removals()
+        if not is_due:
+            return
+        step = self.run.state.step
+        try:
+            beside = self._is_asynchronous and not ends
+            pending = self._plan("copying" if beside else "saving")
+            if beside:
+                pending.save.start_writing(self._buffers)
+        except StorageError as error:
+            if ends or self._failure_ends_run:
+                raise
+            self._say_not_saved(step, error)
+            return
+        self._pending = pending
+        pending.stall_seconds = time.perf_counter() - pending.save.started_at
+        if not beside:
+            self._commit(may_fail=False, must_not_fail=ends)
+
+    def _is_due(self, *, complete: bool, interrupted: bool, new_best: bool) -> bool:
+        """Return whether to save now, by rule 3; a save that must wait is owed from then on."""
         state, settings = self.run.state, self.run.config.checkpoint
-        assert settings.interval is not None  # the plan resolved it
+        assert settings.interval is not None  # resolved by the plan
         new_best = new_best and settings.keep_best
         due = complete or interrupted or new_best or self._is_owed
         due = due or state.step % settings.interval == 0
         if not due or (state.step == self.last_step and not new_best):
-            return None
+            return False
         self._is_owed = state.consecutive_skips > 0 and not (complete or new_best)
-        if self._is_owed:
-            return None
+        return not self._is_owed
+
+    def _commit(self, *, may_fail: bool, must_not_fail: bool = False, beside: bool = False) -> None:
+        """Commit the pending save once it is written, and prune. With `beside`, training goes on,
+        so the removals are overlapped with it. On failure, raise StorageError if `must_not_fail`;
+        also if `checkpoint.on_error` asks for it, unless `may_fail`."""
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        run, state, start = self.run, self.run.state, time.perf_counter()
+        step, progress = pending.save.step, run.world.progress
+        if pending.save.is_beside:
+            progress.note("committing", state.step)
         try:
-            saved = self._save()
+            run.world.agreed(run.folder.check_there)  # it was planned steps ago, perhaps
+            saved = run.folder.store.commit(pending.save)
         except StorageError as error:
-            ends = look_up(ENDS_RUN, settings.on_error, "checkpoint.on_error", "the trainer")
-            if complete or interrupted or ends:
+            if must_not_fail or (self._failure_ends_run and not may_fail):
                 raise
-            self.run.console.say(f"warning: step {state.step} is not saved: {error}")
-            return None
-        again, self.last_step = self.last_step == state.step, state.step
-        if state.best_step == state.step:
-            state.saved_best_step = state.step
-        if state.last_eval_step == state.step:  # its loss was finite, or the run had given up
-            state.proved_step = state.step
-        self.prune()
-        return CheckpointMetrics(saved.step, saved.path, saved.n_bytes, saved.seconds, again)
+            self._say_not_saved(step, error)
+            return
+        if pending.save.is_beside:  # to wait for a write may take as long as the whole write
+            progress.took("committing", saved.seconds)
+            progress.took("saving", saved.seconds)
+        again, self.last_step = self.last_step == step, step
+        if pending.is_best:
+            state.saved_best_step = step
+        if pending.is_proved:
+            state.proved_step = step
+        self.prune(beside=beside)
+        stall_seconds = pending.stall_seconds + time.perf_counter() - start
+        self.on_saved(
+            CheckpointMetrics(step, saved.path, saved.n_bytes, saved.seconds, stall_seconds, again)
+        )
+
+    def _all_have_written(self) -> bool:
+        """Return True once every rank has written its files for the pending save."""
+        assert self._pending is not None
+        return not self.run.world.all_reduce_max(self._pending.save.is_writing)
+
+    @property
+    def _failure_ends_run(self) -> bool:
+        on_error = self.run.config.checkpoint.on_error
+        return look_up(ENDS_RUN, on_error, "checkpoint.on_error", "the trainer")
+
+    def _say_not_saved(self, step: int, error: Exception) -> None:
+        self.run.console.say(f"warning: step {step} is not saved: {error}")
+
+    @cached_property
+    def _is_asynchronous(self) -> bool:
+        """True if saves are overlapped with training; the same on all ranks."""
+        run = self.run
+        plan, compute, local_size = run.plan, run.compute, run.world.local_size
+        beside = choose_asynchronous(
+            run.config.checkpoint.asynchronous,
+            local_size * host_bytes_while_saving(plan, compute),
+            host_memory_bytes(),
+        )
+        return not run.world.all_reduce_max(not beside)
+
+    def close(self) -> None:
+        """Finish the pending save of a run that ended with an error. A single process commits it;
+        with more ranks, which would have to take part, print that it is not saved. Not collective.
+        """
+        self._old.await_removals()
+        if self._pending is None:
+            return
+        if self.run.world.size == 1:
+            try:
+                self._commit(may_fail=True)
+            except Exception as error:  # raised by a hook; the run's first error counts
+                self.run.console.say(f"warning: after a checkpoint was saved: {error!r}")
+            return
+        pending, self._pending = self._pending, None
+        why: object = "the run ended before all processes had written it"
+        try:
+            pending.save.written()
+        except Exception as error:
+            why = error
+        self.run.console.say(f"warning: step {pending.save.step} is not saved: {why}")
 
     def check_copies_if_due(self) -> None:
-        """Raise TrainingFailedError where processes hold different copies, if it is time to look
-        (`train.check_copies`)."""
+        """Raise TrainingFailedError if replicas differ between ranks, at the steps that
+        `train.check_copies` sets."""
         state, interval = self.run.state, self.run.config.train.check_copies
         if interval is not None and state.step % interval == 0:
             self._refuse_different_copies("goes no further")
 
     def prove(self) -> None:
-        """Note that something computed from the newest checkpoint's weights was finite."""
+        """Note that a value computed from the newest checkpoint's weights, and from those of the
+        pending save, was finite."""
+        if self._pending is not None:
+            self._pending.is_proved = True
         if self.last_step and self.run.state.proved_step != self.last_step:
             self.run.state.proved_step = self.last_step
-            self.prune()
+            self.prune(beside=self._is_asynchronous)
 
-    def prune(self) -> None:
-        """Remove all but the newest checkpoints, the best and the newest proved one."""
-        state, settings = self.run.state, self.run.config.checkpoint
-        # The best one may not have been saved, on a full disk: the best before it is kept then.
-        best = (state.best_step, state.saved_best_step) if settings.keep_best else ()
-        keep = [step for step in (*best, state.proved_step) if step is not None]
-        store = self.run.folder.store
-        try:
-            self.run.world.on_main(lambda: store.prune(settings.keep_last, keep))
-        except StorageError as error:  # the new checkpoint stands; only the old ones stay too
-            self.run.console.say(f"warning: an old checkpoint could not be removed: {error}")
+    def prune(self, *, beside: bool = False) -> None:
+        """Remove all but the newest checkpoints, the best one and the newest known good one, as
+        `OldCheckpoints.prune` does."""
+        self._old.prune(beside=beside)
 
     def say_warnings(self) -> None:
-        """Say what the store has passed over since the last time."""
+        """Print the store's warnings since the last call."""
         warnings = self.run.folder.store.warnings
         while warnings:
             self.run.console.say(f"warning: {warnings.pop(0)}")
 
     def give_up(self, why: str) -> NoReturn:
-        """Remove the checkpoints from which the run could not go on either, and raise
+        """Remove the checkpoints from which the run could not resume either, and raise
         TrainingFailedError."""
+        self._old.await_removals()
+        if self._pending is not None:
+            self._commit(may_fail=True)
         proved, store = self.run.state.proved_step, self.run.folder.store
         if proved is not None and proved < self.last_step:
             with suppress(StorageError):
@@ -135,67 +254,35 @@ class RunCheckpoints:
                     why += f"; step {self.last_step} is removed, nothing finite came of its weights"
                     self.last_step = proved
         raise TrainingFailedError(
-            f"{why}; {self}. {self._advice()}; `pentameter report {store.folder.parent}` shows "
+            f"{why}; {self}. {advice(self.run)}; `pentameter report {store.folder.parent}` shows "
             "what happened"
         )
 
-    def _advice(self) -> str:
-        """What to change where a loss is not finite: the learning rate only where it has acted."""
-        run = self.run
-        if run.state.step > run.state.consecutive_skips:  # some update was made
-            return (
-                "Where that ends here again, lower optimizer.learning_rate="
-                f"{run.config.optimizer.learning_rate} or look at the data"
-            )
-        weights, precision = run.folder.initial_weights, run.compute.precision
-        if weights is not None:
-            begun = f"the weights of {weights.path}"
-        elif run.plan.built_by is not None:
-            begun = f"the values with which {run.plan.built_by} begins"
-        else:
-            begun = f"the initial weights (model.init_std={run.config.model.init_std})"
-        wider = "" if precision == "fp32" else f", or try train.precision=fp32, not {precision}"
-        return (
-            "No update has been made, so the learning rate is not the reason: look at "
-            f"{begun} and at the data{wider}"
-        )
-
     def _refuse_different_copies(self, consequence: str) -> None:
-        """Raise TrainingFailedError where processes hold different copies of a tensor."""
-        run, engine = self.run, self.run.engine
-        if run.world.size == 1:
-            return
-        model_state(engine.models)  # shards what FSDP left gathered
-        held = dict(engine.named_parameters())  # no buffers: a batch norm's are each process's own
-        groups: Groups = {
-            "model": held,
-            "optimizer": optimizer_state(run.optimizer, held.items()),
-        }
-        wrong = differing_copies(groups, run.world)
+        """Raise TrainingFailedError if replicas of a tensor differ between ranks."""
+        run = self.run
+        wrong = different_copies(run)
         if wrong is not None:
+            if self._pending is not None:  # its replicas were equal
+                self._commit(may_fail=True)
             raise TrainingFailedError(
                 f"step {run.state.step} {consequence}: {wrong}, and they should be equal copies. "
                 "Faulty memory does this, or a hook that changes the weights of one process; "
                 f"{self}"
             )
 
-    def _save(self) -> Saved:
-        run, engine, world = self.run, self.run.engine, self.run.world
-        world.progress.note("saving", run.state.step)
+    def _plan(self, doing: str) -> _PendingSave:
+        """Check every tensor to be saved, then plan this step's save."""
+        start = time.perf_counter()
+        run, world = self.run, self.run.world
+        world.progress.note(doing, run.state.step)
         world.agreed(run.folder.check_there)
-        # First, as it shards what FSDP left gathered: the parameters below are the optimizer's.
-        model = model_state(engine.models)
-        named = dict(engine.named_parameters())
-        copies = named.keys() - {name for name, _ in engine.owned_parameters()}
-        tensors = {
-            "model": {name: tensor for name, tensor in model.items() if name not in copies},
-            "optimizer": optimizer_state(run.optimizer, named.items(), copies),
-        }
+        tensors = tensors_to_save(run)
         wrong = first_non_finite(tensors, world)
         if wrong is not None:
             self.give_up(f"step {run.state.step} is not saved: {wrong} is not finite")
         self._refuse_different_copies("is not saved")
-        return run.folder.store.save(
+        save = run.folder.store.plan(
             run.state.step,
             tensors,
             {
@@ -206,26 +293,139 @@ class RunCheckpoints:
                 **world.on_main(self._log_ends),
             },
             extra_files={
-                "config.toml": to_toml(run.plan.portable_config).encode(),
+                # An earlier version opens it, though it may not know of some keys.
+                "config.toml": to_toml(
+                    run.plan.portable_config, left_out_at_default=NOT_THE_TRAINING
+                ).encode(),
                 "tokenizer.json": run.dataset.tokenizer.to_bytes(),
             },
             layout=run.plan.layout.degrees(),
             world=world,
+            mesh=run.engine.mesh,
         )
+        save.started_at = start
+        state = run.state
+        is_best, is_evaluated = (
+            step == state.step for step in (state.best_step, state.last_eval_step)
+        )
+        # An evaluation's loss was finite, else the run would have given up.
+        return _PendingSave(save, is_best, is_proved=is_evaluated, stall_seconds=0.0)
+
+
+class OldCheckpoints:
+    """A run's checkpoints that are no longer kept, removed at once or while training goes on."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self.run = run
+        self._remover = ThreadPoolExecutor(1)
+        self._removals: list[Future[None]] = []
+
+    def prune(self, *, beside: bool) -> None:
+        """Remove all but the newest checkpoints, the best one and the newest known good one. With
+        `beside`, removing files is overlapped with training; it may take as long as writing them.
+        """
+        state, settings = self.run.state, self.run.config.checkpoint
+        # The best may be unsaved because the disk was full: then the best before it is kept.
+        best = (state.best_step, state.saved_best_step) if settings.keep_best else ()
+        keep = [step for step in (*best, state.proved_step) if step is not None]
+        store = self.run.folder.store
+
+        def remove(folder: Path) -> None:
+            if beside:
+                self._removals.append(self._remover.submit(remove_tree, folder))
+            else:
+                remove_tree(folder)
+
+        try:
+            self.run.world.on_main(lambda: store.prune(settings.keep_last, keep, remove))
+        except StorageError as error:  # the new checkpoint is complete; only the old ones stay, too
+            self._say_not_removed(error)
+
+    def await_removals(self) -> None:
+        """Wait until pruned checkpoints are gone, as the next save counts on their disk space."""
+        while self._removals:
+            try:
+                self._removals.pop(0).result()
+            except StorageError as error:
+                self._say_not_removed(error)
+
+    def _say_not_removed(self, error: StorageError) -> None:
+        self.run.console.say(f"warning: an old checkpoint could not be removed: {error}")
+
+
+def advice(run: TrainingRun) -> str:
+    """Return advice for a loss that is not finite; it names the learning rate only if an update
+    was made."""
+    if run.state.step > run.state.consecutive_skips:  # some update was made
+        return (
+            "Where that ends here again, lower optimizer.learning_rate="
+            f"{run.config.optimizer.learning_rate} or look at the data"
+        )
+    weights, precision = run.folder.initial_weights, run.compute.precision
+    if weights is not None:
+        begun = f"the weights of {weights.path}"
+    elif run.plan.built_by is not None:
+        begun = f"the values with which {run.plan.built_by} begins"
+    else:
+        begun = f"the initial weights (model.init_std={run.config.model.init_std})"
+    wider = "" if precision == "fp32" else f", or try train.precision=fp32, not {precision}"
+    return (
+        "No update has been made, so the learning rate is not the reason: look at "
+        f"{begun} and at the data{wider}"
+    )
+
+
+def host_bytes_while_saving(plan: Plan, compute: Compute) -> int:
+    """Return the host memory, in bytes, that a rank takes during an overlapped save: the snapshot,
+    and the step's own host memory."""
+    held = plan_state_bytes(plan)
+    if compute.device.type == "cuda":
+        # Pinned memory is allocated in powers of two.
+        return 2 * held.snapshot_bytes + (held.state_bytes if plan.config.train.offload else 0)
+    if plan.built_by is not None:  # nothing is known about a custom model's activations
+        return held.snapshot_bytes + held.state_bytes
+    memory = plan_memory(plan, compute.precision, fused_dropout=compute.fused_dropout)
+    return held.snapshot_bytes + memory.total_bytes
+
+
+def tensors_to_save(run: TrainingRun) -> dict[str, dict[str, torch.Tensor]]:
+    """Return this rank's tensors for the groups `model` and `optimizer`, without the copies of
+    parameters that another pipeline stage owns. Collective."""
+    engine = run.engine
+    # First, as it shards what FSDP left gathered: `named` must hold the optimizer's parameters.
+    model = model_state(engine.models)
+    named = dict(engine.named_parameters())
+    copies = named.keys() - {name for name, _ in engine.owned_parameters()}
+    return {
+        "model": {name: tensor for name, tensor in model.items() if name not in copies},
+        "optimizer": optimizer_state(run.optimizer, named.items(), copies),
+    }
+
+
+def different_copies(run: TrainingRun) -> str | None:
+    """Compare the replicas of every parameter and of its optimizer state. Return the first
+    difference in words, the same on every rank; None if all are equal. Collective."""
+    engine = run.engine
+    if run.world.size == 1:
+        return None
+    model_state(engine.models)  # shards the parameters that FSDP left gathered
+    held = dict(engine.named_parameters())  # no buffers: batch norm's differ by rank
+    groups: Groups = {"model": held, "optimizer": optimizer_state(run.optimizer, held.items())}
+    return differing_copies(groups, run.world, engine.mesh, run.plan.tied)
 
 
 def first_non_finite(
     groups: Mapping[str, Mapping[str, torch.Tensor]], world: World | None = None
 ) -> str | None:
-    """Group, name and rank of a tensor with a NaN or an infinity, the same in every process; None
-    where all are finite. Each process looks at its own shards. Collective."""
+    """Return group, name and rank for a tensor with a NaN or an infinity, the same on every rank;
+    None if all are finite. Each rank checks its own shards. Collective."""
     world = World() if world is None else world
     own = next(
         (
             f"{group} tensor {name}" + (f" on rank {world.rank}" if world.size > 1 else "")
             for group, tensors in groups.items()
             for name, tensor in tensors.items()
-            if not _is_finite(local_part(tensor)[0])
+            if not _is_finite(local_shard(tensor)[0])
         ),
         None,
     )
@@ -235,7 +435,8 @@ def first_non_finite(
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """True if no element is NaN or infinite; both show in the extremes, which need no copy."""
+    """Return True if no element is NaN or infinite; both show in the extremes, which need no
+    copy."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     low, high = torch.aminmax(tensor)

@@ -1,4 +1,4 @@
-"""The state of a run beside weights and optimizer, which checkpoints keep as state.json."""
+"""The state of a run besides weights and optimizer, which checkpoints keep as state.json."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ StepIfAny = Annotated[int, Field(ge=-1, le=2**31 - 1)]  # -1 for never
 
 @dataclass
 class EpochSums:
-    """Sums over the steps of the current epoch, without skipped updates."""
+    """Sums over the steps in the current epoch, without skipped updates."""
 
     loss: Finite = 0.0
     n_targets: Count = 0
@@ -32,23 +32,24 @@ class EpochSums:
     seconds: NonNegativeFloat = 0.0
 
     def add(self, loss: LossSum, seconds: float) -> None:
-        """Count a step."""
-        self.loss += loss.total
-        self.n_targets += loss.n_targets
+        """Add a step, whose loss is read."""
+        self.loss += float(loss.total)
+        self.n_targets += int(loss.n_targets)
         self.n_steps += 1
         self.seconds += seconds
 
 
 @dataclass
 class TrainState:
-    """All that a run remembers from step to step but tensors: nothing else survives a resume."""
+    """Everything that a run keeps from step to step except tensors: nothing else survives a
+    resume."""
 
     step: NonNegative = 0
     """Optimizer steps completed."""
     tokens: Count = 0
     """Target tokens trained on."""
     train_seconds: NonNegativeFloat = 0.0
-    """Time spent in steps, over all starts."""
+    """Seconds spent in steps, over all starts."""
     last_eval_step: StepIfAny = -1
     last_sample_step: StepIfAny = -1
     best_step: NonNegative | None = None
@@ -58,12 +59,13 @@ class TrainState:
     evals_without_best: NonNegative = 0
     consecutive_skips: NonNegative = 0
     proved_step: NonNegative | None = None
-    """The newest checkpoint from whose weights something finite was computed; see `saving.py`."""
+    """The step of the newest known good checkpoint: something finite was computed from its weights.
+    See `saving.py`."""
     loss_scale: LossScale = field(default_factory=LossScale)
     epoch: EpochSums = field(default_factory=EpochSums)
 
     def to_json(self) -> dict[str, Any]:
-        """The state as checkpoints keep it; `best` is where readers look for the best step."""
+        """Return the state as checkpoints store it; readers find the best step under `best`."""
         record = asdict(self)
         record["best"] = (
             None if self.best_step is None else {"step": self.best_step, "loss": self.best_loss}
@@ -71,8 +73,8 @@ class TrainState:
         return record
 
     def is_due(self, interval: int | None, last_step: int, n_steps: int) -> bool:
-        """True if something is still to do at this step that is done every `interval` steps and at
-        the end of the run's `n_steps`; it was last done at `last_step`."""
+        """Return True if an action is due at this step that is done every `interval` steps and at
+        the end of the run's `n_steps`. It was last done at `last_step`."""
         if interval is None or last_step == self.step:
             return False
         return self.step % interval == 0 or self.step == n_steps
@@ -80,7 +82,8 @@ class TrainState:
     def record_eval(self, loss: float, *, trained: bool) -> bool:
         """Count an evaluation, and return True if its loss is the best so far.
 
-        The loss of a model not yet `trained` is never the best: there is nothing worth keeping.
+        The loss of a model that is not yet `trained` is never the best: there is nothing worth
+        keeping.
         """
         self.last_eval_step = self.step
         if not trained or not math.isfinite(loss):
@@ -94,7 +97,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A checkpoint's record of the run around it: its data, and where its logs ended."""
+    """A checkpoint's record of its run: the hash of its data, and the sizes of its logs."""
 
     metrics_bytes: Count = 0
     log_bytes: Count = 0
@@ -104,14 +107,14 @@ class SavedRun:
 
 Kind = TypeVar("Kind", TrainState, SavedRun)
 _LATER = ("epoch", "proved_step", "saved_best_step", "metrics_unwritten", "data_hash")
-"""Keys that checkpoints of earlier versions lack; they are then as at the start."""
+"""Keys that checkpoints from earlier versions lack; their values are then those at the start."""
 
 
 def saved_state(checkpoint: Checkpoint) -> tuple[TrainState, SavedRun]:
-    """The content of state.json of a run's checkpoint.
+    """Read state.json from a run's checkpoint.
 
-    Raises CorruptError naming the file and the key where one is missing, of another type or out of
-    range, or where the step is not the manifest's.
+    Raises CorruptError, naming the file and the key, if a key is missing, has another type or is
+    out of range, or if the step is not the manifest's.
     """
     path = checkpoint.path / STATE_NAME
     state = _read(TrainState, checkpoint.state, path)
@@ -127,7 +130,7 @@ def _read(kind: type[Kind], record: Mapping[str, Any], path: Path) -> Kind:
     for name in kind.__dataclass_fields__:
         if name not in record and name not in _LATER:
             raise CorruptError(f"{path} is malformed: it has no {name!r}")
-    try:  # as JSON, where strict types allow an object for a dataclass
+    try:  # as JSON, for which strict types allow an object for a dataclass
         return TypeAdapter(kind).validate_json(json.dumps(record), strict=True)
     except ValidationError as error:
         problem = error.errors()[0]

@@ -1,8 +1,8 @@
-"""TensorBoard, W&B and trackio: the events of metrics.jsonl, shown elsewhere as they happen.
+"""TensorBoard, W&B and trackio: the events in metrics.jsonl, shown elsewhere as they happen.
 
-A tracker is told the same events as metrics.jsonl, text samples and the resolved configuration.
-One that raises is dropped with a warning: a run never ends, and never waits for long, because of
-the service that watches it.
+A tracker receives the same events as metrics.jsonl, text samples and the resolved configuration. A
+tracker that raises is dropped with a warning: the service that watches a run must never end it, nor
+delay it for long.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from typing import Any, TypeVar
 from pentameter.config.schema import Config, LogConfig
 from pentameter.config.write import to_toml
 from pentameter.errors import ConfigError
-from pentameter.train.hooks import TrainingRun
 from pentameter.train.run_folder import RunFolder
 
 T = TypeVar("T")
 
-FINISH_SECONDS = 8.0  # a signal's promise is to be gone within ten
+FINISH_SECONDS = 8.0  # a stop signal promises to be gone within ten
 UNTOLD = ("start", "resume", "end")
-"""Events without measurements, for which a tracker has its own words."""
+"""Events without measurements, which trackers show in their own way."""
 
 
 class TensorBoardTracker:
-    """Event files in RUN_DIR/tensorboard, which `tensorboard --logdir` reads."""
+    """Event files in RUN_DIR/tensorboard, for `tensorboard --logdir`."""
 
     def __init__(self, folder: Path, configuration: str, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         is_new = first_step == 0 or not folder.exists()
         self._folder = folder
-        # what an earlier start wrote from `first_step` on is hidden: those steps are made again
+        # hides an earlier start's steps from `first_step` on: those are made again
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
         if is_new:
             self.text("config", configuration, 0)
@@ -47,11 +46,11 @@ class TensorBoardTracker:
         self._check_folder()
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-        # what a checkpoint follows is on disk before it: a killed run does not make it again
+        # written before the checkpoint that follows: a killed run does not make it again
         self._writer.flush()
 
     def text(self, name: str, text: str, step: int) -> None:
-        """Show a text as a block of code: TensorBoard would read it as Markdown."""
+        """Show a text as a code block: TensorBoard would read it as Markdown."""
         self._check_folder()
         block = "".join(f"    {line}\n" for line in text.split("\n"))
         self._writer.add_text(name, block, step)
@@ -62,38 +61,43 @@ class TensorBoardTracker:
         self._writer.close()
 
     def _check_folder(self) -> None:
-        """Raise FileNotFoundError where the folder is gone: its thread would print a traceback."""
+        """Raise FileNotFoundError if the folder is gone; otherwise TensorBoard's thread prints a
+        traceback."""
         if not self._folder.is_dir():
             raise FileNotFoundError(f"{self._folder} is not there any more")
 
 
 class ProjectTracker:
-    """A run in a project of W&B, or of trackio, whose calls are W&B's."""
+    """A run in a W&B project, or a trackio one, which has the same calls as W&B."""
 
     def __init__(self, module: Any, run: Any) -> None:
         self._module, self._run = module, run
-        # A resumed run may have been told of steps that were not saved and are made again. They
-        # give the same numbers, so they are left out. trackio has no public word for it.
+        # Before a resume, the tracker may have received steps that were not saved and are made
+        # again. They give the same numbers, so they are left out. trackio has no public API.
         self._first_step: int = getattr(run, "starting_step", getattr(run, "_next_step", 0))
+        self._latest_step = 0
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Add a row to the run's history."""
+        """Add values to the run's history at `step`."""
         self._log(dict(values), step)
 
     def text(self, name: str, text: str, step: int) -> None:
-        """Show a text as HTML, which both services can."""
+        """Show a text as HTML, which both services can display."""
         self._log({name: self._module.Html(f"<pre>{html.escape(text)}</pre>")}, step)
 
     def finish(self, *, failed: bool) -> None:
-        """Mark the run as finished, or as failed where the service knows the difference."""
+        """Mark the run as finished, or as failed if the service distinguishes the two."""
         if self._module.__name__ == "wandb":
             self._run.finish(exit_code=1 if failed else 0)
         else:
             self._run.finish()
 
     def _log(self, values: dict[str, Any], step: int) -> None:
+        """Log values at their step. A checkpoint's values may come after later steps; they are
+        logged at the latest step, as these services drop a step that goes back."""
         if step >= self._first_step:
-            self._run.log(values, step=step)
+            self._latest_step = max(step, self._latest_step)
+            self._run.log(values, step=self._latest_step)
 
 
 Tracker = TensorBoardTracker | ProjectTracker
@@ -113,9 +117,9 @@ class Trackers:
                 self._trackers[name] = tracker
 
     def write(self, event: str, step: int = 0, **values: Any) -> None:
-        """Show an event of metrics.jsonl: its numbers as EVENT/KEY, an evaluation's as SPLIT/KEY.
+        """Show an event from metrics.jsonl: its numbers as EVENT/KEY, an evaluation's as SPLIT/KEY.
 
-        Texts go the same way (why a step was skipped), but for a checkpoint's path.
+        Texts are shown likewise (why a step was skipped), except a checkpoint's path.
         """
         if event in UNTOLD:
             return
@@ -132,11 +136,11 @@ class Trackers:
                 self._each("text", f"{group}/{key}", value, step)
 
     def text(self, name: str, text: str, step: int) -> None:
-        """Show a text of the run."""
+        """Show a text."""
         self._each("text", name, text, step)
 
     def finish(self, *, failed: bool) -> None:
-        """Finish every tracker; nothing is told to them afterwards."""
+        """Finish every tracker; they receive nothing afterwards."""
         self._each("finish", failed=failed)
         self._trackers.clear()
 
@@ -145,10 +149,10 @@ class Trackers:
             self._guard(name, partial(getattr(tracker, method), *arguments, **named))
 
     def _guard(self, name: str, call: Callable[[], T]) -> T | None:
-        """The result of `call`; None, and without tracker `name` from now on, where it raises."""
+        """Return the result of `call`. If it raises, drop the tracker `name` and return None."""
         try:
             return call()
-        except Exception as error:  # a library's own kind; the run must survive every one
+        except Exception as error:  # a library's own error; the run must survive every one
             self._trackers.pop(name, None)
             lines = str(error).strip().splitlines() or [type(error).__name__]
             self._say(f"warning: log.{name}: {lines[0]}; the run goes on without it")
@@ -156,27 +160,26 @@ class Trackers:
 
 
 def require_trackers(log: LogConfig) -> None:
-    """Raise ConfigError where a package that `log` needs is not installed; imports none of them."""
+    """Raise ConfigError if a package that `log` needs is not installed; imports none of them."""
     for name in ("tensorboard", "wandb", "trackio"):
         if not getattr(log, name):
             continue
         found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # a mere folder of that name, as wandb leaves
+        if found is None or found.origin is None:  # a plain folder with that name, as wandb leaves
             raise ConfigError(
                 f"log.{name}={getattr(log, name)!r} needs the package {name}, which is not "
                 f'installed: pip install "pentameter[{name}]"'
             )
 
 
-def open_trackers(run: TrainingRun) -> Trackers:
-    """The trackers that the configuration asks for, in the main process; those that cannot start
-    are warned of."""
-    config, folder, log = run.config, run.folder, run.config.log
+def open_trackers(
+    config: Config, folder: RunFolder, first_step: int, say: Callable[[str], None]
+) -> Trackers:
+    """Open the trackers in the configuration, which receive steps from `first_step` on. Warn about
+    those that cannot start."""
     openers: dict[str, Callable[[], Tracker]] = {}
-    if not run.world.is_main:
-        return Trackers(openers, run.console.say)
+    log = config.log
     if log.tensorboard:
-        first_step = 0 if folder.checkpoint is None else run.state.step + 1
         openers["tensorboard"] = lambda: TensorBoardTracker(
             folder.path / "tensorboard", to_toml(config), first_step
         )
@@ -184,7 +187,7 @@ def open_trackers(run: TrainingRun) -> Trackers:
         openers["wandb"] = partial(_open_wandb, log.wandb, config, folder)
     if log.trackio is not None:
         openers["trackio"] = partial(_open_trackio, log.trackio, config, folder)
-    return Trackers(openers, run.console.say)
+    return Trackers(openers, say)
 
 
 def _open_wandb(project: str, config: Config, folder: RunFolder) -> Tracker:
@@ -209,7 +212,7 @@ def _open_trackio(project: str, config: Config, folder: RunFolder) -> Tracker:
     trackio = importlib.import_module("trackio")
     run = trackio.init(
         project=project,
-        name=f"{config.name}-{folder.run_id[:8]}",  # it resumes by name
+        name=f"{config.name}-{folder.run_id[:8]}",  # trackio resumes by name
         resume="allow",
         config=config.model_dump(mode="json"),
         embed=False,

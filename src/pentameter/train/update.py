@@ -1,11 +1,68 @@
-"""From gradients to new weights: unscale, norm, clip, step."""
+"""The optimizer update: from gradients to new weights by unscale, norm, clip, step."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from pentameter.optim.build import AnyOptimizer, set_learning_rate
+import torch
+from torch import Tensor
+
+from pentameter.optim.build import AnyOptimizer, can_step_unless, set_learning_rate, step_unless
 from pentameter.parallel.engine import Engine, LossSum
+
+
+@dataclass(frozen=True)
+class Update:
+    """A step's loss, and its gradient's norm before clipping: tensors on the device until `read`,
+    and the same on every rank."""
+
+    loss: LossSum
+    grad_norm: Tensor | float
+
+    @property
+    def made(self) -> bool:
+        """False if the loss or the norm is not finite: the weights and the optimizer state are then
+        unchanged. Once it is `read`, this does not wait for the device."""
+        return math.isfinite(self.loss.mean) and math.isfinite(self.grad_norm)
+
+    def not_made(self) -> Tensor:
+        """Return the opposite of `made` without reading, float32 (): 1 or 0."""
+        loss, norm = self.loss, torch.as_tensor(self.grad_norm)
+        is_finite = torch.isfinite(loss.total / torch.as_tensor(loss.n_targets))
+        return (~(is_finite & torch.isfinite(norm))).float()
+
+
+def read(updates: Sequence[Update]) -> list[Update]:
+    """Return the updates as numbers on the host, which waits for the device once for all of them.
+    Those that are numbers already cost nothing."""
+    found = [
+        each
+        for update in updates
+        for each in (update.loss.total, update.loss.n_targets, update.grad_norm)
+    ]
+    tensors = [each for each in found if isinstance(each, Tensor)]
+    if not tensors:
+        return list(updates)
+    values = iter(torch.stack([each.to(tensors[0].dtype) for each in tensors]).tolist())
+    found = [next(values) if isinstance(each, Tensor) else each for each in found]
+    return [
+        Update(LossSum(total, int(n_targets)), norm)
+        for total, n_targets, norm in zip(found[::3], found[1::3], found[2::3], strict=True)
+    ]
+
+
+def may_read_late(engine: Engine, optimizer: AnyOptimizer) -> bool:
+    """Return True if `update_weights` may leave a step's numbers on the device, whose host would
+    wait for them. The next step must not depend on them, as fp16's loss scale does, and the update
+    must be made there (no offload), by an optimizer that `can_step_unless`."""
+    return (
+        engine.host_waits
+        and engine.arithmetic.precision != "fp16"
+        and not engine.plan.config.train.offload
+        and can_step_unless(optimizer)
+    )
 
 
 def update_weights(
@@ -15,19 +72,24 @@ def update_weights(
     rate: float,
     loss_scale: float,
     clip_norm: float,
-) -> float:
-    """Make an optimizer step from the gradients of `engine`, and return their norm before clipping,
-    the same in every process.
+    *,
+    at_once: bool = True,
+) -> Update:
+    """Make an optimizer step from the gradients in `engine` if loss and norm are finite. Return
+    both, the same on every rank.
 
-    The gradients, which are `loss_scale` times too large, are used up. Where the loss or the norm
-    is not finite the weights and the optimizer's state stay as they are. Collective.
+    They are read `at_once`, and the host decides. Otherwise, if it `may_read_late`, they stay on
+    the device, which decides alike, and the host does not wait. The gradients, which are
+    `loss_scale` times too large, are used up. Collective.
     """
     engine.unscale_gradients(loss_scale)
     norm = engine.gradient_norm()
-    norm_value = norm.item()
-    if math.isfinite(loss.mean) and math.isfinite(norm_value):
+    update = Update(loss, norm if engine.host_waits else norm.item())
+    if at_once:
+        (update,) = read([update])
+    if not at_once or update.made:
         engine.clip_gradients(norm, clip_norm)
         set_learning_rate(optimizer, rate)
-        optimizer.step()
+        step_unless(optimizer, None if at_once else update.not_made())
     engine.zero_gradients()
-    return norm_value
+    return update

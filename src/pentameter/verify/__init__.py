@@ -1,1 +1,1 @@
-"""The proof that a configuration trains the same on every layout: `pentameter verify`."""
+"""Verification that a configuration trains identically on every layout: `pentameter verify`."""

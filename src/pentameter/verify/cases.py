@@ -1,4 +1,4 @@
-"""Cases that are compared with one process: layouts, and settings of how a step is computed."""
+"""Cases to compare with one process: layouts, and settings that change how a step is computed."""
 
 from __future__ import annotations
 
@@ -7,23 +7,28 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from pentameter.config.schema import Config, ParallelConfig
+from pentameter.data.sizes import DataSizes
 from pentameter.errors import ConfigError
+from pentameter.estimating.cluster import parse_cluster
+from pentameter.estimating.search import search
 from pentameter.planning.adapters import adapters_obstacle
 from pentameter.planning.layout import Layout, make_layout, parse_layout
 from pentameter.planning.layout_checks import check_layout
+from pentameter.planning.sharding import sharding_of
 
 MOST_PROCESSES = 8
-"""Processes of a configuration's own layout: a larger one is verified at lower degrees."""
+"""Most ranks in a case made from the configuration's layout: a larger layout is verified at lower
+degrees."""
 
 MOST_PROCESSES_ASKED = 64
-"""Processes of a layout that somebody asks for; they all run on this machine."""
+"""Most ranks in a layout that a user requests; they all run on this machine."""
 
 SETTINGS = {
     "micro_batches": "in 1 … 64",
     "activation_checkpoint": "full or selective",
     "tied_head": "true or false",
 }
-"""Settings that a case may have beside its layout, and what each must be."""
+"""Settings that a case may have in addition to its layout, and the valid values for each."""
 
 Recompute = Literal["full", "selective"]
 
@@ -98,7 +103,7 @@ LAYOUTS = (
     "tensor=2,sequence=1,pipeline=2,context=2,activation_checkpoint=selective",
     "data=2,zero=3,tensor=2,sequence=1,pipeline=2,schedule=interleaved,virtual_stages=2",
 )
-"""The cases of `--layouts all`, as they are written, but for the other kind of head."""
+"""The cases for `--layouts all`, as text, without those with the other kind of head."""
 
 WITH_OTHER_HEAD = (
     "tensor=2",
@@ -110,24 +115,26 @@ WITH_OTHER_HEAD = (
     "tensor=4,tensor_mode=2d,pipeline=2",
     "tensor=8,tensor_mode=3d",
 )
-"""Layouts that are verified again with a head that is tied where the configuration's is not, or the
-other way round: a head is shared out by tensor, and tied across stages by pipeline."""
+"""Layouts that are verified again with the head tied if the configuration's is not, or untied if it
+is. Tensor parallelism shards a head, and a pipeline ties it across stages."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout and, where one is given, a setting that must not change the result either."""
+    """A layout and, optionally, further settings that must not change the result either."""
 
     layout: Layout
     micro_batches: int | None = None
-    """For each part of the data; when absent two, or two for each process of a pipeline."""
+    """Micro-batches per data-parallel rank; by default two, or two for each rank in a pipeline."""
     activation_checkpoint: Recompute | None = None
     tied_head: bool | None = None
-    """Instead of the configuration's. The one process that it is compared with has it too."""
+    """Replaces the configuration's value, also in the one process that the case is compared
+    with."""
 
     @property
     def n_micro_batches(self) -> int:
-        """Micro-batches of a step, for each part of the data: several, but in one process alone."""
+        """Micro-batches in a step, per data-parallel rank; by default more than one, except in one
+        process."""
         if self.micro_batches is not None:
             return self.micro_batches
         if self.layout.pipeline > 1:
@@ -135,14 +142,14 @@ class Case:
         return 2 if self.layout.world_size > 1 else 1
 
     def __str__(self) -> str:
-        """Its text on the command line."""
+        """Return the case as text for the command line."""
         own = {name: getattr(self, name) for name in SETTINGS}
         written = [f"{name}={str(own[name]).lower()}" for name in own if own[name] is not None]
         return ",".join([str(self.layout), *written])
 
     @property
     def name(self) -> str:
-        """Its name in a table for people."""
+        """The case's name in a table for people."""
         layout = self.layout
         parts = []
         if layout.data > 1 or layout.zero:
@@ -168,16 +175,17 @@ class Case:
 
 
 def _edge_of_two(layout: Layout) -> int:
-    """The processes of a layout's tensor mode with at most two along each dimension."""
+    """Return the tensor degree for a layout's tensor mode with at most two ranks along each
+    dimension."""
     return math.prod(min(2, layout.sizes[name]) for name in ("depth", "row", "tensor"))
 
 
 def chosen_cases(config: Config, text: str) -> list[Case]:
-    """The cases that `--layouts` asks for: `all`, or layouts with `;` between them.
+    """Return the cases for `--layouts`: `all`, or layouts with `;` between them.
 
-    `all` are LAYOUTS, some of them with the other kind of head, and the configuration's own;
-    without those on which its adapters could not be trained.
-    Raises ConfigError for what cannot be.
+    `all` means LAYOUTS, some of them with the other kind of head, and the configuration's layout,
+    except those on which its adapters could not be trained. Raises ConfigError for an invalid
+    layout.
     """
     cases: list[Case] = []
     for part in (piece.strip() for piece in text.split(";")):
@@ -185,8 +193,10 @@ def chosen_cases(config: Config, text: str) -> list[Case]:
             other = not config.model.tied_head
             possible = [*map(_parse, LAYOUTS)]
             possible += (replace(_parse(layout), tied_head=other) for layout in WITH_OTHER_HEAD)
-            lora = config.lora
-            cases += (case for case in possible if adapters_obstacle(lora, case.layout) is None)
+            for case in possible:
+                kv_copies = sharding_of(case.layout, config.model).kv_copies
+                if adapters_obstacle(config.lora, case.layout, kv_copies) is None:
+                    cases.append(case)
             if (own := own_case(config)) is not None:
                 cases.append(own)
         elif part:
@@ -198,8 +208,24 @@ def chosen_cases(config: Config, text: str) -> list[Case]:
     return list(dict.fromkeys(cases))
 
 
+def fastest_cases(config: Config, cluster: str, sizes: DataSizes) -> list[Case]:
+    """Search for the fastest layouts on a cluster, given as text. Return them as cases, best first.
+    Raises ConfigError if none fits."""
+    found = search(config, parse_cluster(cluster), sizes.vocab_size, sizes.rows_per_epoch)
+    if not found.estimates:
+        raise ConfigError(
+            f"--layouts best:{cluster}: no layout of {config.name} fits there; name a larger "
+            "cluster, see pentameter plan"
+        )
+    plans = [estimate.plan for estimate in found.estimates]
+    return [
+        Case(plan.layout, activation_checkpoint=plan.config.train.activation_checkpoint)
+        for plan in plans
+    ]
+
+
 def _parse(text: str) -> Case:
-    """The case that `data=2,zero=3,activation_checkpoint=full` describes."""
+    """Parse a case like `data=2,zero=3,activation_checkpoint=full`."""
     settings: dict[str, Any] = {}
     layout: list[str] = []
     for part in text.split(","):
@@ -221,7 +247,7 @@ def _parse(text: str) -> Case:
 
 
 def _setting(text: str, name: str, value: str) -> Any:
-    """The value of one of SETTINGS as `Case` has it. Raises ConfigError."""
+    """Parse a value for one of SETTINGS, as `Case` stores it. Raises ConfigError."""
     match name:
         case "micro_batches" if value.isdecimal() and 1 <= int(value) <= 64:
             return int(value)
@@ -233,11 +259,11 @@ def _setting(text: str, name: str, value: str) -> Any:
 
 
 def own_case(config: Config) -> Case | None:
-    """The layout of the configuration itself, at degrees of at most 2 where it has more processes
-    than MOST_PROCESSES; None where it is one process.
+    """Return a case with the configuration's layout, at degrees of at most 2 if it has more ranks
+    than MOST_PROCESSES. Return None if it is one process.
 
-    Where `data` is left to the number of processes it is 2, or 1 where that would be too many.
-    Raises ConfigError where the configuration's model cannot be cut so.
+    If `data` depends on the number of processes, it is 2, or 1 if 2 would be too many. Raises
+    ConfigError if the configuration's model cannot be sharded like this.
     """
     asked = config.parallel
     if asked == ParallelConfig():

@@ -1,4 +1,4 @@
-"""Layouts compared with one process, number by number: what `pentameter verify` does."""
+"""Compare layouts with one process, number by number: the work behind `pentameter verify`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from pentameter.config.schema import Config
 from pentameter.errors import TrainingFailedError
@@ -18,68 +17,49 @@ from pentameter.planning.layout import Layout
 from pentameter.planning.outline import ModelOutline, outline_of_gpt
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.verify.cases import MOST_PROCESSES, Case
+from pentameter.verify.jobs import Float64, Job, StepNumbers
+from pentameter.verify.sent_model import SentModel
 from pentameter.verify.shrink import case_config
-from pentameter.verify.workers import CaseFailedError, Job, Workers
-
-if TYPE_CHECKING:  # which imports torch
-    from pentameter.verify.proof import SentModel
+from pentameter.verify.workers import CaseFailedError, Workers
 
 TOLERANCE = 1e-10
-"""Largest relative difference. Layouts add up in other orders, which in float64 costs some 1e-15;
-the smallest fault costs some 1e-3. It is not for widening."""
+"""Largest relative difference. Layouts sum in another order, which in float64 costs some 1e-15; the
+smallest fault costs some 1e-3. Do not widen it."""
 
 GRADIENT_FLOOR = 1e-2
-"""Smallest divisor of a gradient's error, as a fraction of the step's largest gradient.
+"""Smallest divisor for a gradient's error, as a fraction of the step's largest gradient.
 
-Some gradients are 0 but for rounding, a key projection's bias among them: what it adds to the
-scores of a query changes no probability. Their summands are as large as those of other gradients
-and cancel, to some 1e-16 of the largest gradient, so that an error relative to their own values
-means nothing. With the floor, up to TOLERANCE · GRADIENT_FLOOR = 1e-12 of the largest gradient
-counts as rounding. A gradient of 1e-8 of the largest that is wrong by a thousandth is off by 1e-9
-still."""
+Some gradients are 0 except for rounding, among them a key projection's bias: its contribution to a
+query's scores changes no probability. Their summands are as large as those in other gradients and
+cancel to some 1e-16 of the largest gradient, so an error relative to their own values means
+nothing. With this floor, up to TOLERANCE · GRADIENT_FLOOR = 1e-12 of the largest gradient counts as
+rounding. A gradient that is 1e-8 of the largest and wrong by a thousandth is still off by 1e-9.
+"""
 
 TIMEOUT_SECONDS = 120.0
-"""Time for all steps of a case, which take a few seconds."""
+"""Seconds for all steps in a case, which take a few seconds."""
 
-Float64 = npt.NDArray[np.float64]
 Kind = Literal["loss", "gradient", "gradient norm", "weight", "evaluation loss"]
 
 
 @dataclass(frozen=True)
-class StepNumbers:
-    """One rank's results of one step, all tensors gathered to full size.
-
-    A copy of a tied weight has the weight's name.
-    """
-
-    loss: float
-    gradients: Mapping[str, Float64]
-    """Before clipping."""
-    gradient_norm: float
-    weights: Mapping[str, Float64]
-    """After clipping and the optimizer's step."""
-    evaluation_loss: float
-    """With those weights."""
-
-
-@dataclass(frozen=True)
 class Difference:
-    """The relative error of one number or tensor of one rank, against that of the one process."""
+    """The relative error of one number or tensor on one rank, compared with the one process."""
 
     kind: Kind
     tensor: str
-    """The parameter's name; the kind where there is none."""
+    """The parameter's name; for a number, the kind."""
     step: int
     rank: int
     error: float
-    """Largest absolute difference ÷ largest absolute true value, of a gradient ÷ at least
-    GRADIENT_FLOOR of the step's largest gradient; infinite where there is no comparing: something
-    not finite, missing, or of another shape."""
+    """Largest absolute difference ÷ largest absolute true value. For a gradient the divisor is at
+    least GRADIENT_FLOOR times the step's largest gradient. Infinite if there is no comparison: a
+    value is not finite, missing, or has another shape."""
     remark: str = ""
 
     @property
     def subject(self) -> str:
-        """The name of what differs: `loss`, `gradient of head.weight`."""
+        """The name of the quantity that differs: `loss`, `gradient of head.weight`."""
         return self.kind if self.tensor == self.kind else f"{self.kind} of {self.tensor}"
 
     def __str__(self) -> str:
@@ -89,35 +69,36 @@ class Difference:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of comparing a case with one process. Errors are relative; None for no numbers."""
+    """The result of comparing a case with one process. Errors are relative; None if there are no
+    numbers."""
 
     case: Case
     seconds: float
     loss_error: float | None = None
-    """The largest of the losses, in training and in evaluation."""
+    """The largest error in the losses, in training and in evaluation."""
     gradient_error: float | None = None
-    """The largest of the gradients and their norm."""
+    """The largest error in the gradients and their norm."""
     parameter_error: float | None = None
-    """The largest of the weights."""
+    """The largest error in the weights."""
     worst: Difference | None = None
     first: Difference | None = None
-    """The first beyond TOLERANCE, in the order of a step's computation."""
+    """The first difference beyond TOLERANCE, in the order in which a step computes."""
     failure: str | None = None
-    """Why there are no numbers."""
+    """The reason why there are no numbers."""
     worker_traceback: str = ""
 
     @property
     def passed(self) -> bool:
-        """True if the layout gave all numbers, and all of them equal the one process's."""
+        """True if the layout gave all numbers, and all equal the one process's within TOLERANCE."""
         return self.failure is None and self.first is None
 
     @property
     def problem(self) -> str | None:
-        """The fault, in a sentence without a full stop; None where there is none."""
+        """The fault, in a sentence without a full stop; None if there is none."""
         return self.failure or (None if self.first is None else str(self.first))
 
     def to_json(self) -> dict[str, Any]:
-        """An element of `layouts` in what `verify --json` prints. Infinite errors are null."""
+        """Return an element of `layouts` for `verify --json`. Infinite errors are null."""
         return {
             "layout": str(self.case),
             "name": self.case.name,
@@ -145,19 +126,20 @@ def verify_layouts(
     model: SentModel | None = None,
     outline_of: Callable[[Config], ModelOutline] = outline_of_gpt,
 ) -> Iterator[Outcome]:
-    """The outcome of each case, one after another; a case that fails does not end the others.
+    """Verify the cases one after another, and yield their outcomes; a failing case does not end the
+    others.
 
-    `small` is what `shrink` made of a configuration for these cases. `prepare` (`module:function`)
-    is called in each process of a case before it computes, but not in the one process. `model` is
-    somebody's own, and `outline_of` outlines it. Raises TrainingFailedError where the one process
-    fails, as there is then nothing to compare with.
+    `small` is the configuration that `shrink` made for these cases. `prepare` (`module:function`)
+    is called in each process before it computes its case, except in the one process that is the
+    reference. `model` is a custom model, with its outline from `outline_of`. Raises
+    TrainingFailedError if the one process fails, as there is then no reference.
     """
 
     def compute(case: Case, prepare: str | None = None) -> list[list[StepNumbers]]:
-        """The numbers of each step, by rank."""
+        """Return the numbers of each step, by rank."""
         file, n_processes = workers.new_file(), case.layout.world_size
         config = case_config(small, case)
-        seconds = timeout_seconds * max(1.0, n_processes / MOST_PROCESSES)  # they share the machine
+        seconds = timeout_seconds * max(1.0, n_processes / MOST_PROCESSES)  # on the same cores
         return workers.run(
             [
                 Job(config, n_steps, rank, n_processes, file, seconds, prepare, model)
@@ -194,7 +176,7 @@ def verify_layouts(
 def _reference(
     compute: Callable[[Case], list[list[StepNumbers]]], tied_head: bool | None
 ) -> list[StepNumbers]:
-    """One process's numbers, its batch in one piece."""
+    """Return the one process's numbers, computed without micro-batches."""
     try:
         (numbers,) = compute(Case(Layout(), tied_head=tied_head))
     except CaseFailedError as error:
@@ -236,39 +218,40 @@ def _difference_json(difference: Difference | None) -> dict[str, Any] | None:
 def differences(
     reference: Sequence[StepNumbers], ranks: Sequence[Sequence[StepNumbers]], plan: Plan
 ) -> Iterator[Difference]:
-    """The differences of every number of every rank from the one process's.
+    """Yield the difference of every rank's every number from the one process's.
 
-    They come in the order in which a step computes the numbers, so that the first that is off is
-    where a fault shows first: loss, gradients from the head to the embedding, their norm, weights,
-    evaluation loss.
+    They come in the order in which a step computes the numbers, so that the first one beyond the
+    tolerance is closest to the fault: loss, gradients from the head to the embedding, their norm,
+    weights, evaluation loss.
     """
     names = [spec.name for spec in plan.table]
     specs = [_specs(plan, rank) for rank in range(len(ranks))]
     expected = [{spec.name for spec in of_rank} for of_rank in specs]
     trained = [{spec.name for spec in of_rank if spec.is_trained} for of_rank in specs]
     for step, true in enumerate(reference):
-        here = [numbers[step] for numbers in ranks]
-        yield from _scalars("loss", step, [n.loss for n in (true, *here)])
-        gradients = [n.gradients for n in here]
+        by_rank = [numbers[step] for numbers in ranks]
+        yield from _scalars("loss", step, [n.loss for n in (true, *by_rank)])
+        gradients = [n.gradients for n in by_rank]
         floor = GRADIENT_FLOOR * max(map(_largest_value, true.gradients.values()), default=0.0)
         yield from _tensors(
             "gradient", step, true.gradients, gradients, names[::-1], trained, floor=floor
         )
-        yield from _scalars("gradient norm", step, [n.gradient_norm for n in (true, *here)])
-        weights = [n.weights for n in here]
+        yield from _scalars("gradient norm", step, [n.gradient_norm for n in (true, *by_rank)])
+        weights = [n.weights for n in by_rank]
         yield from _tensors("weight", step, true.weights, weights, names, expected)
-        yield from _scalars("evaluation loss", step, [n.evaluation_loss for n in (true, *here)])
+        yield from _scalars("evaluation loss", step, [n.evaluation_loss for n in (true, *by_rank)])
 
 
 def _specs(plan: Plan, rank: int) -> list[ParameterSpec]:
-    """The parameters that a rank has, a copy of a tied one included."""
+    """Return the parameters on a rank, including its replica of a tied one."""
     stages = plan.layout.stages_of(plan.layout.coordinates(rank)["pipeline"])
     names = frozenset().union(*(plan.stage_names[number] for number in stages))
     return [spec for spec in plan.table if spec.name in names]
 
 
 def _scalars(kind: Kind, step: int, values: Sequence[float]) -> Iterator[Difference]:
-    """The differences of ranks' numbers from the first, which is the one process's."""
+    """Yield the differences between ranks' numbers and the first value, which is the one
+    process's."""
     true, *of_ranks = values
     for rank, value in enumerate(of_ranks):
         yield Difference(kind, kind, step, rank, relative_error(value, true))
@@ -303,8 +286,9 @@ def _tensors(
 
 
 def relative_error(value: Float64 | float, true: Float64 | float, floor: float = 0.0) -> float:
-    """Largest absolute difference ÷ largest absolute true value, or ÷ `floor` where that is more
-    (÷ 1 where both are 0); infinite where either holds something that is not finite."""
+    """Return the largest absolute difference ÷ the largest absolute true value, or ÷ `floor` if
+    that is larger (÷ 1 if both are 0). `value` and `true` have the same shape, or are numbers.
+    Infinite if either holds a value that is not finite."""
     value, true = np.asarray(value), np.asarray(true)
     if not (np.isfinite(value).all() and np.isfinite(true).all()):
         return math.inf

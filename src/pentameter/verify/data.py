@@ -1,4 +1,5 @@
-"""The same data on every layout: what processes read of a step, joined, is one process's batch."""
+"""Verify that every layout reads the same data: the ranks' batch rows in a step, concatenated, are
+one process's batch."""
 
 from __future__ import annotations
 
@@ -10,27 +11,30 @@ from typing import Any
 
 import numpy as np
 
-from pentameter.data.batches.step import Batch, TrainingBatches
+from pentameter.config.schema import Config
+from pentameter.data.batches.step import Batch, TrainingBatches, suited_to, training_batches
+from pentameter.data.open_dataset import open_dataset
+from pentameter.planning.batch_sizes import global_batch_size
 from pentameter.planning.layout import Layout
-from pentameter.verify.cases import Case
+from pentameter.verify.cases import Case, chosen_cases
 
 
 @dataclass(frozen=True)
 class DataOutcome:
-    """The result of comparing the batches of a layout with those of one process."""
+    """The result of comparing a layout's batches with those in one process."""
 
     layout: Layout
     seconds: float
     hash: str | None = None
-    """sha256, in hex, of the batches of all steps."""
+    """sha256, in hex, over the batches in all steps."""
     problem: str | None = None
-    """The first difference; None where there is none."""
+    """The first difference; None if there is none."""
     refused: str | None = None
-    """Why no run can have this layout: then there is nothing to compare."""
+    """The reason why no run can have this layout, so that there is nothing to compare."""
 
     @property
     def name(self) -> str:
-        """Its name in a table for people."""
+        """The layout's name in a table for people."""
         return Case(self.layout).name
 
     @property
@@ -39,7 +43,7 @@ class DataOutcome:
         return None if self.refused else self.problem is None
 
     def to_json(self) -> dict[str, Any]:
-        """An element of `layouts` in what `verify --data --json` prints."""
+        """Return an element of `layouts` for `verify --data --json`."""
         return {
             "layout": str(self.layout),
             "name": self.name,
@@ -52,8 +56,8 @@ class DataOutcome:
 
 
 def chosen_steps(batches: TrainingBatches, batch_size: int, n_steps: int) -> list[int]:
-    """The first steps, and as many across the middle and the end of the first epoch, and across
-    the end of the second: an epoch is drawn anew, wherever in a batch it ends."""
+    """Return the first steps, as many across the middle and the end of the first epoch, and as many
+    across the end of the second: an epoch is shuffled anew, wherever in a batch it ends."""
     epoch = batches.rows_per_epoch
     steps = set(range(n_steps))
     for row in (epoch // 2, epoch, 2 * epoch):
@@ -66,9 +70,9 @@ def chosen_steps(batches: TrainingBatches, batch_size: int, n_steps: int) -> lis
 def verify_data(
     batches: TrainingBatches, batch_size: int, layouts: Sequence[Layout], steps: Sequence[int]
 ) -> Iterator[DataOutcome]:
-    """The outcome of each layout; the first is one process, which the others are compared with.
+    """Yield the outcome for each layout. The first is one process, the reference for the others.
 
-    The rows of a process are those that its Engine asks for (`Layout.rows`).
+    A rank's batch rows are those that its Engine requests (`Layout.rows`).
     """
     alone = Layout()
     started = time.monotonic()
@@ -97,24 +101,26 @@ def verify_data(
 def _joined(
     batches: TrainingBatches, batch_size: int, layout: Layout, step: int
 ) -> tuple[Batch, str | None]:
-    """The batch of a step, joined from what each rank reads, in the order of data-parallel indices.
+    """Read a step's batch on each rank, and concatenate the rows in the order of data-parallel
+    indices.
 
-    With it comes a sentence about ranks of one index that read different rows, None for no such.
+    Return it with a sentence about ranks that have the same index but read different rows; None if
+    there are none.
     """
-    parts: dict[int, Batch] = {}
+    shards: dict[int, Batch] = {}
     disagreement = None
     for rank in range(layout.world_size):
         rows = layout.rows(rank, batch_size)
-        part = batches.batch(step, np.arange(rows.start, rows.stop, dtype=np.int64))
-        first = parts.setdefault(layout.data_index(rank), part)
-        if disagreement is None and first.hash() != part.hash():
+        shard = batches.batch(step, np.arange(rows.start, rows.stop, dtype=np.int64))
+        first = shards.setdefault(layout.data_index(rank), shard)
+        if disagreement is None and first.hash() != shard.hash():
             disagreement = (
                 f"in step {step}, rank {rank} reads other rows than those it shares part "
                 f"{layout.data_index(rank)} of the batch with"
             )
-    ordered = [parts[index] for index in sorted(parts)]
+    ordered = [shards[index] for index in sorted(shards)]
     inputs, targets, numbers = (
-        np.concatenate([getattr(part, name) for part in ordered])
+        np.concatenate([getattr(shard, name) for shard in ordered])
         for name in ("inputs", "targets", "rows")
     )
     return Batch(inputs, targets, numbers), disagreement
@@ -122,3 +128,55 @@ def _joined(
 
 def _joint_hash(hashes: Sequence[str]) -> str:
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class DataVerdict:
+    """The outcomes of `verify_data` for a configuration, and a description of the data."""
+
+    outcomes: Sequence[DataOutcome]
+    """One outcome per layout; the first is one process, the reference for the others."""
+    dataset: str
+    """The data set's hash."""
+    order: str | None
+    batch_size: int
+    rows_per_epoch: int
+    steps: Sequence[int]
+
+    @property
+    def asked(self) -> Sequence[DataOutcome]:
+        """The outcomes for the requested layouts."""
+        return self.outcomes[1:] or self.outcomes
+
+    @property
+    def passed(self) -> bool:
+        """True if every layout that a run can have reads the same batches as one process."""
+        return all(outcome.passed is not False for outcome in self.outcomes)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the facts that `verify --data --json` prints next to the layouts."""
+        names = ("dataset", "order", "batch_size", "rows_per_epoch", "steps")
+        return {name: getattr(self, name) for name in names}
+
+
+def verify_data_of(config: Config, layouts: str, n_steps: int) -> DataVerdict:
+    """Check whether `layouts`, named as for `--layouts`, read the same batches from a
+    configuration's data. About `n_steps` steps are read, around each epoch end that matters
+    (`chosen_steps`).
+
+    Raises ConfigError for an invalid layout, and any error from `open_dataset`.
+    """
+    chosen = list(dict.fromkeys(case.layout for case in chosen_cases(config, layouts)))
+    dataset = open_dataset(config.data)
+    config = suited_to(dataset.split("train"), config)
+    batches = training_batches(config, dataset.split("train"))
+    batch_size = global_batch_size(config)
+    steps = chosen_steps(batches, batch_size, n_steps)
+    return DataVerdict(
+        outcomes=list(verify_data(batches, batch_size, chosen, steps)),
+        dataset=dataset.hash,
+        order=config.data.order,
+        batch_size=batch_size,
+        rows_per_epoch=batches.rows_per_epoch,
+        steps=steps,
+    )

@@ -1,8 +1,9 @@
-"""The configuration at a size that a laptop verifies in seconds: narrower, of the same structure.
+"""Shrink a configuration until a laptop verifies it in seconds: narrower, with the same structure.
 
 Everything that decides *how* a step is computed stays (activation, norms, positions, head, biases,
-optimizer); numbers that would hide a fault are raised: dropout acts, clipping and weight decay
-bind, the vocabulary does not divide, and weights start where every parameter matters.
+optimizer). Numbers that would hide a fault are raised: dropout is active, clipping and weight decay
+have an effect, the vocabulary does not divide evenly, and weights start at values for which every
+parameter matters.
 """
 
 from __future__ import annotations
@@ -14,39 +15,42 @@ from typing import Any
 from pentameter.config.fields import values_of
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config, ParallelConfig
-from pentameter.planning.layout import Layout, part_size
-from pentameter.verify.cases import Case
+from pentameter.errors import ConfigError
+from pentameter.planning.layout import Layout, shard_size
+from pentameter.planning.plan import make_plan
+from pentameter.verify.cases import Case, chosen_cases
 
 LEAST_DROPOUT = 0.1
 LEAST_WEIGHT_DECAY = 0.1
 LEAST_EPS = 1e-6
-"""Adam divides by √v + eps. The gradient of a key's bias is 0 but for rounding, some 1e-18: a
-smaller eps makes visible steps of that noise, which no two layouts share. The gradients of other
-weights are some 1e-3 here."""
+"""Smallest eps for Adam, which divides by √v + eps. A key bias has a gradient that is 0 except for
+rounding, some 1e-18. A smaller eps makes visible steps from that noise, which differs between any
+two layouts. Other weights have gradients of some 1e-3 here."""
 CLIP_NORM = 0.05
 """Far below the norm of these gradients."""
 
 
 def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) -> Config:
-    """`config` as small as all the cases allow, in float64 and for one process.
+    """Return `config` as small as all the cases allow, in float64 and for one process.
 
-    A section `[model]` that it `keeps` is another module's: nothing in it changes, but that there
-    is a vocabulary, and no dropout, which such a module draws anew for each micro-batch.
+    With `keeps_model`, the section `[model]` describes a custom model. Nothing in it changes,
+    except that it gets a vocabulary, and no dropout, which a custom model draws anew for each
+    micro-batch.
 
-    Heads, widths and context divide by every `tensor`, the vocabulary by none of them; there are
-    more layers than any pipeline has stages, so that an uneven cut is among the cuts.
+    Heads, widths and context are divisible by every `tensor`, the vocabulary by none. There are
+    more layers than any pipeline has stages, so that uneven stages are covered, too.
     """
-    tensor = max(2, math.lcm(*(_cuts_of_a_width(case.layout) for case in cases)))
-    in_time = math.lcm(2, *(case.layout.tensor for case in cases if case.layout.sequence))
+    tensor = max(2, math.lcm(*(_width_shards(case.layout) for case in cases)))
+    by_sequence = math.lcm(2, *(case.layout.tensor for case in cases if case.layout.sequence))
     context = math.lcm(*(case.layout.context for case in cases))
-    n_heads = math.lcm(*(_shared_heads(case.layout) for case in cases), 2)
+    n_heads = math.lcm(*(_head_shards(case.layout) for case in cases), 2)
     width = 4 * math.lcm(n_heads, tensor)
     n_kv_heads = _kv_heads(config, cases, n_heads)
     if n_kv_heads is not None and config.model.n_kv_heads != config.model.n_heads:
         n_heads *= 2
-        width *= 1 if config.model.rotary_fraction == 1.0 else 2  # some channels turn, in pairs
+        width *= 1 if config.model.rotary_fraction == 1.0 else 2  # some channels rotate, in pairs
     n_stages = max(4, *(case.layout.n_stages for case in cases))
-    vocab_size = 7 * tensor - 1  # each process has rows, one of them fewer
+    vocab_size = 7 * tensor - 1  # each rank has vocabulary rows, one rank fewer
     model, optimizer = config.model, config.optimizer
     embedding = model.embedding_dropout
     changes: dict[str, Any] = {
@@ -56,10 +60,10 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
         "model.head_size": None if model.head_size is None else 4,
         "model.d_model": width,
         "model.rotary_fraction": 1.0 if model.rotary_fraction == 1.0 else 0.5,
-        "model.sliding_window": None if model.sliding_window is None else in_time * context + 1,
+        "model.sliding_window": None if model.sliding_window is None else by_sequence * context + 1,
         "model.sliding_window_pattern": None if model.sliding_window_pattern is None else 3,
         "model.d_ff": math.lcm(12, tensor),
-        "model.context_length": 4 * in_time * context,
+        "model.context_length": 4 * by_sequence * context,
         "model.vocab_size": vocab_size,
         "model.vocab_multiple": _vocab_multiple(model.vocab_multiple, vocab_size, tensor),
         "model.dropout": max(LEAST_DROPOUT, model.dropout),
@@ -72,8 +76,10 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
         "schedule.name": "constant",
         "schedule.start_step": 0,
         "train.steps": 1,
-        # Every case can divide its rows into its parts and micro-batches.
-        "train.batch_size": math.lcm(8, *(c.layout.n_row_parts * c.n_micro_batches for c in cases)),
+        # Every case can split its batch rows into data shards and micro-batches.
+        "train.batch_size": math.lcm(
+            8, *(c.layout.n_batch_shards * c.n_micro_batches for c in cases)
+        ),
         "train.micro_batch_size": None,
         "train.device": "cpu",
         "train.precision": "fp64",
@@ -96,33 +102,46 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
 
 
 def _kv_heads(config: Config, cases: Sequence[Case], n_heads: int) -> int | None:
-    """Heads of keys and values, where the configuration says how many: as many as can be divided,
-    or a single one where it has one and no case divides it."""
+    """Return the number of KV heads if the configuration sets one: as many as can be sharded, or a
+    single one if it has one and no case shards it."""
     asked = config.model.n_kv_heads
-    divides = any(c.layout.tensor_mode != "1d" or c.layout.exchanges_heads for c in cases)
+    divides = any(c.layout.is_grid or c.layout.exchanges_heads for c in cases)
     return asked if asked is None or (asked == 1 and not divides) else n_heads
 
 
-def _shared_heads(layout: Layout) -> int:
-    """Processes among which heads are divided."""
-    by_tensor = layout.sizes["depth" if layout.tensor_mode == "3d" else "tensor"]
+def _head_shards(layout: Layout) -> int:
+    """Return the number of ranks that heads are sharded over."""
+    by_tensor = layout.sizes[layout.grid_width]
     return by_tensor * (layout.context if layout.exchanges_heads else 1)
 
 
-def _cuts_of_a_width(layout: Layout) -> int:
-    """Parts that a width of the model is cut into, or a vocabulary."""
-    return layout.sizes["tensor"] * (layout.sizes["row"] if layout.tensor_mode == "3d" else 1)
+def _width_shards(layout: Layout) -> int:
+    """Return the number of shards for one of the model's widths, or for a vocabulary."""
+    return layout.sizes["tensor"] * (layout.sizes["row"] if layout.is_3d else 1)
+
+
+def shrunk_cases(config: Config, layouts: str) -> tuple[Config, list[Case]]:
+    """Shrink a configuration for the cases that `layouts` names, and return it with the cases.
+    Raises ConfigError for a case that no run could have."""
+    cases = chosen_cases(config, layouts)
+    small = shrink(config, cases)
+    for case in cases:
+        try:
+            make_plan(case_config(small, case))
+        except ConfigError as error:
+            raise ConfigError(f"layout {str(case)!r}: {error}") from None
+    return small, cases
 
 
 def case_config(small: Config, case: Case) -> Config:
-    """The shrunk configuration as a case computes it."""
+    """Return the shrunk configuration with a case's layout and settings."""
     layout = case.layout
-    assert small.train.batch_size is not None  # shrink has set it
+    assert small.train.batch_size is not None  # set by shrink
     parallel = ParallelConfig(
         **layout.to_json(),
         partition=small.parallel.partition,
     )
-    micro_batch_size = small.train.batch_size // layout.n_row_parts // case.n_micro_batches
+    micro_batch_size = small.train.batch_size // layout.n_batch_shards // case.n_micro_batches
     recompute = case.activation_checkpoint
     model = small.model
     if case.tied_head is not None:
@@ -134,8 +153,8 @@ def case_config(small: Config, case: Case) -> Config:
 
 
 def _vocab_multiple(asked: int, vocab_size: int, tensor: int) -> int:
-    """A multiple that pads where the configuration's pads, to a number that no degree divides and
-    that leaves each process rows."""
+    """Return a multiple that pads if the configuration's pads, to a size that no degree divides and
+    that leaves each rank some vocabulary rows."""
     if asked == 1:
         return 1
     padded = {m: -(-vocab_size // m) * m for m in range(2, 2 * vocab_size)}
@@ -144,12 +163,13 @@ def _vocab_multiple(asked: int, vocab_size: int, tensor: int) -> int:
         for m, n_rows in padded.items()
         if n_rows > vocab_size
         and math.gcd(n_rows, tensor) == 1
-        and part_size(n_rows, tensor, tensor - 1)
+        and shard_size(n_rows, tensor, tensor - 1)
     )
 
 
 def described_changes(config: Config, small: Config) -> Iterator[str]:
-    """`n_layers 12 → 5`, … : what shrinking changed of the model, the optimizer and the batch."""
+    """Yield `n_layers 12 → 5`, …: every change that shrinking made to the model, the optimizer and
+    the batch."""
     before, after = values_of(config), values_of(small)
     for path in before:
         is_told = path.startswith(("model.", "optimizer.")) or path == "train.batch_size"

@@ -1,4 +1,4 @@
-"""Some steps of a layout as one worker computes them, through the code that trains."""
+"""Compute some steps of a layout in a worker, through the code that trains."""
 
 from __future__ import annotations
 
@@ -16,40 +16,39 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pentameter.config.schema import Config
-from pentameter.data.batches.step import IGNORED, Batch
+from pentameter.data.batches.step import Batch
 from pentameter.data.batches.tree import leaves
 from pentameter.keyed import bits, make_key
 from pentameter.model.initial import fill
 from pentameter.optim.build import build_optimizer
+from pentameter.optim.sharded_muon import ShardedMuon
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import Engine
-from pentameter.parallel.gpt_source import GPTSource
-from pentameter.parallel.local_parts import local_part
-from pentameter.parallel.model_source import ModelSource
-from pentameter.parallel.muon import ShardedMuon
+from pentameter.parallel.local_shards import local_shard
+from pentameter.parallel.sources.gpt_source import GPTSource
+from pentameter.parallel.sources.model_source import ModelSource
 from pentameter.planning.adapters import adapter_factor, is_of_adapter
-from pentameter.planning.architecture import Init, ParameterSpec
+from pentameter.planning.architecture import IGNORED_TARGET, Init, ParameterSpec
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.failure import LostProcessError
 from pentameter.processes.join import joined_world
 from pentameter.processes.place import Place
 from pentameter.processes.world import World
-from pentameter.train.supplied import BatchFunction, OwnBatches
 from pentameter.train.update import update_weights
-from pentameter.verify.compare import Float64, StepNumbers
-from pentameter.verify.workers import Failed, Job
+from pentameter.train.user_components import BatchFunction, CustomBatches
+from pentameter.verify.jobs import Failed, Float64, Job, StepNumbers
 
 INIT_STD = 0.3
 """Standard deviation of every initial parameter: with widths of ten, activations and gradients stay
 near 1."""
 OWN_NOISE = 0.05
-"""Standard deviation of what is added to the initial weights of somebody's own module, which knows
-best how large they should be."""
+"""Standard deviation of the noise added to a custom model's initial weights; the model knows best
+how large they should be."""
 
 
 def answer(job: Job) -> list[StepNumbers] | Failed:
-    """The numbers of each step of a job, or its failure: the function that runs in a worker."""
-    gc.collect()  # groups, meshes and modules of the last case refer to each other
+    """Run a job in a worker: return its numbers for each step, or its failure."""
+    gc.collect()  # the last case's groups, meshes and modules refer to each other
     size, where = job.world_size, f"file://{job.rendezvous_file}"
     place = Place(job.rank, size, job.rank, size, where, "verify")
     has_group = job.config.parallel.zero > 0
@@ -73,9 +72,10 @@ def compute_steps(
     source: ModelSource,
     batches: BatchFunction | None = None,
 ) -> Iterator[StepNumbers]:
-    """Train on made-up batches, or a user's, from made-up weights. Collective over the world."""
+    """Train on random batches, or on a user's, from random weights, and yield each step's numbers.
+    Collective over the world."""
     plan = make_plan(config, world_size=world.size, outline_of=source.outline)
-    # A bias that starts at zero would hide that it is added twice.
+    # With a bias that starts at zero, adding it twice would go unnoticed.
     noisy = replace(plan, table=tuple(replace(s, init=_noise(s, config)) for s in plan.table))
     engine = assemble(
         noisy, torch.device("cpu"), "fp64", compiled=False, world=world, source=source
@@ -86,38 +86,40 @@ def compute_steps(
         _add_noise(engine, plan)
     rules = config.optimizer
     optimizer = build_optimizer(engine.named_parameters(), plan.table, rules, ShardedMuon)
-    # A number of rows that neither data-parallel processes nor micro-batches divide.
+    # A number of batch rows that neither data-parallel ranks nor micro-batches divide.
     some = np.arange(plan.batch_size // 2 + 1)
     batch_of: Callable[[int, np.ndarray], Batch] = partial(_made_up_rows, plan)
     if batches is not None:
-        own = OwnBatches(batches, plan.config, plan.vocab_size_padded, source)
-        batch_of = own.batch
+        custom = CustomBatches(batches, plan.config, plan.vocab_size_padded, source)
+        batch_of = custom.batch
         if any(array.dtype.kind not in "iu" for array in leaves(batch_of(0, some).targets)):
-            some = np.arange(plan.batch_size)  # the rows that would be missing could not say so
+            some = np.arange(plan.batch_size)  # these targets have no value for a missing row
     for step in range(n_steps):
         loss = engine.forward_backward(batch_of(step, engine.rows), step)
         gradients = {
-            name: _whole(p.grad) for name, p in engine.named_parameters() if p.grad is not None
+            name: _full_tensor(p.grad)
+            for name, p in engine.named_parameters()
+            if p.grad is not None
         }
-        norm = update_weights(engine, optimizer, loss, rules.learning_rate, 1.0, rules.clip_norm)
-        weights = {name: _whole(p) for name, p in engine.named_parameters()}
+        update = update_weights(engine, optimizer, loss, rules.learning_rate, 1.0, rules.clip_norm)
+        weights = {name: _full_tensor(p) for name, p in engine.named_parameters()}
         evaluated = engine.evaluate(batch_of(step, some))
-        yield StepNumbers(loss.mean, gradients, norm, weights, evaluated.mean)
+        yield StepNumbers(loss.mean, gradients, float(update.grad_norm), weights, evaluated.mean)
 
 
 def made_up_batch(plan: Plan, step: int) -> Batch:
-    """The global batch of a step: random tokens, in rows that end early, each at its own place;
-    one row of each step has no target at all."""
+    """Return a step's global batch: random tokens (B, T) and targets (B, T). Each row ends early,
+    at its own random position; one row in each step has no target at all."""
     B, T = plan.batch_size, plan.config.model.context_length
     vocab_size = plan.config.model.vocab_size
     assert vocab_size is not None  # resolved
-    place = np.arange(B * (T + 2), dtype=np.int32)
-    words = bits(make_key(plan.config.seed, "verify", step), place).view(np.uint32)
+    counters = np.arange(B * (T + 2), dtype=np.int32)
+    words = bits(make_key(plan.config.seed, "verify", step), counters).view(np.uint32)
     words = words.reshape(B, T + 2)
     tokens = (words[:, : T + 1] % vocab_size).astype(np.int64)
     n_targets = 1 + words[:, T + 1 :] % T
     n_targets[step % B] = 0
-    targets = np.where(np.arange(T) < n_targets, tokens[:, 1:], IGNORED)
+    targets = np.where(np.arange(T) < n_targets, tokens[:, 1:], IGNORED_TARGET)
     return Batch(tokens[:, :-1].copy(), targets, np.arange(B, dtype=np.int64))
 
 
@@ -127,11 +129,11 @@ def _made_up_rows(plan: Plan, step: int, rows: np.ndarray) -> Batch:
 
 
 def _noise(spec: ParameterSpec, config: Config) -> Init:
-    """Initial values of a parameter of the built-in model.
+    """Return the initial values for a parameter of the built-in model.
 
-    An adapter's two matrices are as large as lets what they add to a weight, factor · B A, have the
-    weight's own deviation. With INIT_STD for them, too, attention's scores saturate, and each layer
-    multiplies the rounding of those below it (docs/decisions.md).
+    An adapter's two matrices have a size at which their contribution to a weight, factor · B A, has
+    the weight's own deviation. With INIT_STD for them, too, attention's scores saturate, and each
+    layer multiplies the rounding of those below it (docs/decisions.md).
     """
     if not is_of_adapter(spec):
         return Init("normal", INIT_STD)
@@ -141,7 +143,7 @@ def _noise(spec: ParameterSpec, config: Config) -> Init:
 
 
 def _add_ones(engine: Engine, plan: Plan) -> None:
-    """Let the weights of norms, which training starts at 1, vary around 1."""
+    """Make norm weights, which training starts at 1, vary around 1."""
     ones = {spec.name for spec in plan.table if spec.init.kind == "ones"}
     with torch.no_grad():
         for name, parameter in engine.named_parameters():
@@ -150,21 +152,22 @@ def _add_ones(engine: Engine, plan: Plan) -> None:
 
 
 def _add_noise(engine: Engine, plan: Plan) -> None:
-    """Move every weight of somebody's own module away from where it starts."""
+    """Move every weight of a custom model away from its initial value."""
     specs = {spec.name: replace(spec, init=Init("normal", OWN_NOISE)) for spec in plan.table}
     with torch.no_grad():
         for name, parameter in engine.named_parameters():
-            own, offset = local_part(parameter)
-            if own.ndim:
-                sides = zip(offset, own.shape, strict=True)
-                noise = torch.empty_like(own)
+            local, offset = local_shard(parameter)
+            if local.ndim:
+                sides = zip(offset, local.shape, strict=True)
+                noise = torch.empty_like(local)
                 region = tuple((start, start + size) for start, size in sides)
                 fill(specs[name], noise, region, plan.config.seed)
-                own.add_(noise)
+                local.add_(noise)
 
 
-def _whole(tensor: Tensor) -> Float64:
-    """The whole tensor, gathered where processes hold shards of it. Collective."""
+def _full_tensor(tensor: Tensor) -> Float64:
+    """Return the full tensor, as float64 on the CPU, gathered if it is sharded over ranks.
+    Collective."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()

@@ -1,61 +1,31 @@
-"""The processes that compute a case: jobs go out, numbers come back, and a failure is named."""
+"""The processes that compute a case: send jobs, receive numbers, and name the failure."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-from pentameter.config.schema import Config
 from pentameter.disk.lock import scratch_folder
 from pentameter.errors import TrainingFailedError
 from pentameter.machine.child import ChildEndedError, Forked, ForkServer, exit_reason
 from pentameter.processes.local_launch import worker_environment
-
-if TYPE_CHECKING:  # which imports torch
-    from pentameter.verify.proof import SentModel
+from pentameter.verify.jobs import Failed, Job
 
 GRACE_SECONDS = 0.5
-"""Time for the others to fail too, after one has: the first to say so need not be the cause."""
+"""Seconds in which the others may fail, too, after one has: the first to report need not be the
+cause."""
 JOBS_OF_A_WORKER = 10
-"""Jobs after which workers are replaced. Each leaves process groups that PyTorch keeps to the end
-of the process, and gloo's idle threads wake up a hundred times a second: eight workers after twenty
-cases kept a core busy."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """The part of a case that one of its `world_size` processes computes."""
-
-    config: Config
-    n_steps: int
-    rank: int
-    world_size: int
-    rendezvous_file: str
-    timeout_seconds: float
-    prepare: str | None = None
-    """`module:function`, called first, without arguments. Tests plant faults with it."""
-    model: SentModel | None = None
-    """Somebody's own model; None for the built-in GPT."""
-
-
-@dataclass(frozen=True)
-class Failed:
-    """A worker's answer to a job that raised."""
-
-    message: str
-    """The last line of the traceback."""
-    traceback: str
-    is_consequence: bool
-    """True if it only says that another worker is gone."""
+"""Jobs after which workers are replaced. Each job leaves process groups that PyTorch keeps until
+the process ends, and gloo's idle threads wake up a hundred times a second: eight workers kept a
+core busy after twenty cases."""
 
 
 class CaseFailedError(TrainingFailedError):
-    """A case without numbers: a process of it failed, died or hangs."""
+    """A case without numbers: one of its processes failed, died or hangs."""
 
     def __init__(self, message: str, worker_traceback: str = "") -> None:
         super().__init__(message)
@@ -63,10 +33,11 @@ class CaseFailedError(TrainingFailedError):
 
 
 class Workers:
-    """Processes that wait for jobs; they exist while the block runs, and are made when needed.
+    """Worker processes that wait for jobs. They exist while the block runs, and are started on
+    demand.
 
-    They are forked from a fork server that has imported torch, so that a worker that is spoilt is
-    replaced in no time. Leaving the block ends them.
+    They are forked from a fork server that has imported torch, so that a broken worker is replaced
+    in no time. Leaving the block ends them.
     """
 
     def __init__(self) -> None:
@@ -75,7 +46,7 @@ class Workers:
         self._numbers = count()
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:  # undone now where the fork server cannot be started
+        with ExitStack() as stack:  # undone at once if the fork server cannot be started
             self._folder = stack.enter_context(scratch_folder())
             self._errors_path = self._folder / "stderr"
             errors = stack.enter_context(self._errors_path.open("ab"))
@@ -90,19 +61,20 @@ class Workers:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        # Where the fork server is gone, what it left has no jobs.
+        # If the fork server is gone, its remaining children have no jobs.
         with self._stack, suppress(ChildEndedError):
             self._end(self._workers)
 
     def new_file(self) -> str:
-        """A path that is not used yet, for the rendezvous of the processes of a case."""
+        """Return an unused path, for the rendezvous of a case's processes."""
         return str(self._folder / f"rendezvous-{next(self._numbers)}")
 
     def run(self, jobs: Sequence[Job]) -> list[Any]:
-        """The answers to the jobs, each computed by a worker of its own at the same time.
+        """Run the jobs at the same time, each in a separate worker, and return their results.
 
-        Processes of a job that has a `prepare` do no other job, others some. Raises CaseFailedError
-        where one fails, dies or has not answered in time; the processes are then replaced.
+        A worker that ran a job with `prepare` gets no other job; other workers get several. Raises
+        CaseFailedError if a worker fails, dies or does not reply in time; the workers are then
+        replaced.
         """
         said = self._errors_path.stat().st_size
         reusable = False
@@ -128,10 +100,10 @@ class Workers:
         return [answers[rank] for rank in range(len(jobs))]
 
     def _ask(self, busy: Sequence[Forked], jobs: Sequence[Job]) -> dict[int, Any]:
-        """The answers by rank, None of a process that is gone; incomplete after a failure or when
-        time is up."""
+        """Send the jobs, and return the replies by rank; None for a process that is gone.
+        Incomplete after a failure or a timeout."""
         for worker, job in zip(busy, jobs, strict=True):
-            with suppress(OSError):  # it is gone, which the next wait tells
+            with suppress(OSError):  # it is gone, as the wait below will show
                 worker.connection.send(job)
         deadline = time.monotonic() + jobs[0].timeout_seconds
         ranks = {worker.connection: rank for rank, worker in enumerate(busy)}
@@ -151,8 +123,9 @@ class Workers:
     def _check(
         self, answers: dict[int, Any], busy: Sequence[Forked], said: int, timeout_seconds: float
     ) -> None:
-        """Raise CaseFailedError unless all is well, with the failure that others follow from: the
-        end of a process, before an error, before the error that another process is gone."""
+        """Raise CaseFailedError unless all succeeded, with the failure that others follow from. A
+        process that ended comes first, then an error, then an error that merely says another
+        process is gone."""
         for rank, answer in answers.items():
             if answer is None:
                 reason, last = exit_reason(self._end([busy[rank]])[0]), self._last_words(said)
@@ -167,13 +140,13 @@ class Workers:
             raise CaseFailedError(f"no answer in {timeout_seconds:g} seconds from rank {ranks}")
 
     def _end(self, workers: Sequence[Forked]) -> list[int]:
-        """Exit codes of workers, which end now unless they have ended; none is used again."""
+        """End the workers that still run, and return the exit codes; none is used again."""
         running = [worker for worker in workers if worker in self._workers]
         self._workers = [worker for worker in self._workers if worker not in running]
         return [self.server.end(worker) for worker in running]
 
     def _last_words(self, start: int) -> str:
-        """The last line that processes have written to stderr from place `start` on."""
+        """Return the last line that processes have written to stderr since offset `start`."""
         with self._errors_path.open("rb") as file:
             file.seek(start)
             lines = file.read().decode(errors="replace").split("\n")

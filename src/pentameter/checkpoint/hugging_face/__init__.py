@@ -1,1 +1,1 @@
-"""Model folders of Hugging Face: those of `transformers` are read, and it opens what is written."""
+"""Hugging Face model folders: reads those that `transformers` writes, and writes those it opens."""

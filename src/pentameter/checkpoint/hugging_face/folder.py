@@ -1,7 +1,7 @@
-"""A Hugging Face folder, read as a model of ours or written from one, for `transformers`.
+"""Hugging Face model folders, read into a StoredModel or written from one for `transformers`.
 
-Nothing here imports `transformers`: config.json, safetensors and the tokenizer's files are public
-formats.
+This package does not import `transformers`: config.json, safetensors and the tokenizer's files are
+public formats.
 """
 
 from __future__ import annotations
@@ -16,22 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from pentameter.checkpoint.hugging_face.families import FAMILIES, Family
-from pentameter.checkpoint.hugging_face.mapping import (
-    TensorMap,
+from pentameter.checkpoint.hugging_face.config_json import (
     choose_family,
     from_their_config,
     simplest,
     to_their_config,
 )
+from pentameter.checkpoint.hugging_face.families import FAMILIES, Family
 from pentameter.checkpoint.hugging_face.model_card import CARD, hub_name, model_card
-from pentameter.checkpoint.hugging_face.tokenizer_files import (
-    read_tokenizer,
-    tokenizer_files,
-)
+from pentameter.checkpoint.hugging_face.tensor_map import TensorMap
+from pentameter.checkpoint.hugging_face.tokenizer_files import read_tokenizer, tokenizer_files
+from pentameter.checkpoint.lazy_tensors import LazyTensor, materialize
 from pentameter.checkpoint.manifest import is_plain_name
 from pentameter.checkpoint.model_folder import StoredModel
-from pentameter.checkpoint.safetensors_writer import LazyTensor, materialize, plan_file
+from pentameter.checkpoint.safetensors_format import plan_file
 from pentameter.checkpoint.state_dicts import few
 from pentameter.checkpoint.tensor_reader import StoredTensors
 from pentameter.config.messages import problems, shown
@@ -60,21 +58,23 @@ RECIPE: dict[str, Any] = {
         "sample_interval": 50,
     },
 }
-"""How to go on training, in want of the settings that made the weights: a gentle fine-tuning."""
+"""Settings for further training if those that made the weights are unknown: a gentle
+fine-tuning."""
 
 SHARD_BYTES = 5_000_000_000
-"""Most bytes of a file of weights that is written; what is more goes into several and an index."""
+"""Maximum size in bytes of a weights file; more weights are split into several files with an
+index."""
 
 
 def read_hf(
     path: Path, *, tokenizer: Tokenizer | None = None, warnings: list[str] | None = None
 ) -> StoredModel:
-    """The model in a folder of Hugging Face: config.json, safetensors, tokenizer files.
+    """Open the model in a Hugging Face folder: config.json, safetensors, tokenizer files.
 
-    Weights in fp16 and bf16 become fp32, exactly; they are read, region by region, when asked for.
-    `tokenizer` takes the place of the folder's. Raises ConfigError for what is not supported
-    (another architecture, a pickle, a setting that is not expressible here), CorruptError for files
-    that are damaged or incomplete.
+    fp16 and bf16 weights become fp32, exactly; they are read region by region, at access.
+    `tokenizer` replaces the folder's own. Raises ConfigError for unsupported content (another
+    architecture, a pickle, a setting that pentameter cannot express), CorruptError for damaged or
+    incomplete files.
     """
     path = Path(path)
     warnings = [] if warnings is None else warnings
@@ -121,14 +121,14 @@ def _config(path: Path, section: dict[str, Any], tokenizer: Tokenizer) -> Config
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:
-    """The safetensors of the folder, as `transformers` chooses them."""
+    """List the folder's safetensors files, chosen as `transformers` chooses them."""
     if (path / WEIGHTS).is_file():
         return (path / WEIGHTS,)
     if (path / INDEX).is_file():
-        places = read_json(path / INDEX).get("weight_map")
-        if not (isinstance(places, dict) and places and all(map(is_plain_name, places.values()))):
+        index = read_json(path / INDEX).get("weight_map")
+        if not (isinstance(index, dict) and index and all(map(is_plain_name, index.values()))):
             raise CorruptError(f"{path / INDEX} is malformed: its weight_map is not names → files")
-        files = tuple(path / name for name in sorted(set(places.values())))
+        files = tuple(path / name for name in sorted(set(index.values())))
         for file in files:
             if not file.is_file():
                 raise CorruptError(f"{file} is missing; {path / INDEX} names it")
@@ -141,7 +141,8 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def _pickle(path: Path) -> str:
-    """What to do about pytorch_model.bin: one command, in which the pickle cannot run code."""
+    """Explain how to convert pytorch_model.bin: one command, in which the pickle cannot run
+    code."""
     code = (
         "import glob, torch, safetensors.torch as s; w = {}; "
         f"d = {json.dumps(str(path.resolve()))}; "
@@ -157,7 +158,8 @@ def _pickle(path: Path) -> str:
 
 
 def _weights(files: tuple[Path, ...], family: Family, model: ModelConfig) -> dict[str, LazyTensor]:
-    """Our weights by name, converted when asked for; every name and shape is checked."""
+    """Map the weights by pentameter's names, converted at access; every name and shape is
+    checked."""
     import torch
 
     body, head = family.body, family.head
@@ -169,7 +171,7 @@ def _weights(files: tuple[Path, ...], family: Family, model: ModelConfig) -> dic
                 continue
             if full in tensors:
                 raise CorruptError(f"{file} holds {name!r} a second time")
-            tensors[full] = materialize(tensor)  # mapped: what is never touched is never read
+            tensors[full] = materialize(tensor)  # mapped: untouched pages are never read
     where = files[0] if len(files) == 1 else files[0].parent
     embedding_name = f"{body}{family.names['token_embedding']}.weight"
     embedding = tensors.get(embedding_name)
@@ -199,31 +201,31 @@ def _weights(files: tuple[Path, ...], family: Family, model: ModelConfig) -> dic
                 f"{where}: {name} is {tuple(tensors[name].shape)} of {tensors[name].dtype}, its "
                 f"{CONFIG} asks for {shape} of floating-point numbers"
             )
-    # fp32 holds every tensor exactly, or fp64 where any is.
+    # fp32 holds every tensor exactly, unless one is fp64.
     has_double = any(tensor.dtype == torch.float64 for tensor in tensors.values())
     return tensor_map.to_ours(tensors, torch.float64 if has_double else torch.float32)
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The folder that was written."""
+    """The folder that was written, with notes about it."""
 
     path: Path
     notes: tuple[str, ...]
-    """What the folder lacks, and why; one line each."""
+    """One line for each thing the folder lacks, with the reason."""
 
 
 def export_hf(stored: StoredModel, out: Path) -> Exported:
-    """The folder `out`, which `transformers.AutoModelForCausalLM.from_pretrained` opens.
+    """Write the folder `out`, which `transformers.AutoModelForCausalLM.from_pretrained` opens.
 
-    It holds config.json, generation_config.json, the weights (of more than SHARD_BYTES in several
-    files, with an index), the tokenizer's files and a model card. The logits are the model's own:
-    tensors are renamed, transposed and reordered, rows that pad the vocabulary are dropped, biases
-    that the model does not have are zero. One tensor is in memory at a time. The folder appears
+    It holds config.json, generation_config.json, the weights (split into several files with an
+    index beyond SHARD_BYTES), the tokenizer's files and a model card. The logits equal the model's:
+    tensors are renamed, transposed and reordered, rows that pad the vocabulary are dropped, and
+    biases that the model lacks are zero. One tensor is in memory at a time. The folder appears
     whole or not at all.
 
-    Raises ConfigError for a model that no family can express, and when `out` exists and is not an
-    empty folder; StorageError when writing fails.
+    Raises ConfigError for a model that no family can express, and if `out` exists and is not an
+    empty folder; StorageError if writing fails.
     """
     out = Path(out)
     refuse_existing(out)
@@ -247,8 +249,8 @@ def export_hf(stored: StoredModel, out: Path) -> Exported:
     shards = _shards(weights)
     if len(shards) > 1:
         n_bytes = sum(map(_n_bytes, weights.values()))
-        places = {key: file for file, tensors in shards.items() for key in tensors}
-        small[INDEX] = _json({"metadata": {"total_size": n_bytes}, "weight_map": places})
+        file_of = {key: file for file, tensors in shards.items() for key in tensors}
+        small[INDEX] = _json({"metadata": {"total_size": n_bytes}, "weight_map": file_of})
     with building(out) as folder:
         for file, tensors in shards.items():
             write_hashed(folder / file, plan_file(tensors).chunks())
@@ -262,7 +264,8 @@ def export_hf(stored: StoredModel, out: Path) -> Exported:
 
 
 def _shards(weights: dict[str, LazyTensor]) -> dict[str, dict[str, LazyTensor]]:
-    """File name → its tensors, in order, each file of SHARD_BYTES at most or of one tensor."""
+    """Assign tensors to files in order, file name → its tensors; each file has at most SHARD_BYTES,
+    or a single tensor."""
     groups: list[dict[str, LazyTensor]] = [{}]
     for name, tensor in weights.items():
         held = sum(map(_n_bytes, groups[-1].values()))

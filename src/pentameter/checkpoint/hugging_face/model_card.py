@@ -1,4 +1,4 @@
-"""The README.md of an exported folder: the model card that hubs show, made from `templates/`."""
+"""The model card, README.md in an exported folder, which hubs show; rendered from `templates/`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,24 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from pentameter import wording
+from pentameter import formatting
 from pentameter.checkpoint.model_folder import StoredModel
+from pentameter.config.fields import values_of
 from pentameter.config.schema import Config
 from pentameter.data.corpora.registry import UNKNOWN_CORPUS
-from pentameter.planning.architecture import parameter_table
-from pentameter.planning.costs import padding_elements
+from pentameter.planning.flops import padding_elements
+from pentameter.planning.gpt import parameter_table
 
 CARD = "README.md"
 TEMPLATES = Path(__file__).parent / "templates"
 HUB_CACHE = re.compile(r"models--(?P<owner>[\w.-]+?)--(?P<name>[\w.-]+)")
-"""The folder of a model in the cache of Hugging Face's hub, above `snapshots/REVISION`."""
+"""Name of a model's folder in the Hugging Face hub cache, above `snapshots/REVISION`."""
+SETTINGS = (
+    *("train.steps", "train.batch_size"),
+    *("optimizer.name", "optimizer.learning_rate", "optimizer.weight_decay", "schedule.name"),
+    *("train.precision", "seed"),
+)
+"""Keys of the settings most needed to train the model again."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 LOADS = {
     "transformers": """\
@@ -35,8 +42,8 @@ model = AutoPeftModelForCausalLM.from_pretrained("FOLDER")  # this one, beside i
 
 
 def hub_name(folder: Path) -> str:
-    """The name that `from_pretrained` opens it by: `owner/name` for one in the cache of Hugging
-    Face's hub, else its absolute path."""
+    """Return the name by which `from_pretrained` opens a folder: `owner/name` if it lies in the
+    Hugging Face hub cache, else its absolute path."""
     resolved = folder.resolve()
     if resolved.parent.name == "snapshots":
         found = HUB_CACHE.fullmatch(resolved.parent.parent.name)
@@ -46,15 +53,15 @@ def hub_name(folder: Path) -> str:
 
 
 def model_card(stored: StoredModel, family: str, library: Literal["transformers", "peft"]) -> bytes:
-    """The card of a model that is written for a library: what it is, the data and settings that it
-    was trained with, the results, and how to load it."""
+    """Render the card for a model exported to a library: its description, training data and
+    settings, results, and how to load it."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     config, base = stored.config, stored.base_model
     model = config.model
     is_trained = stored.step > 0
     lora = None if stored.adapters is None else stored.adapters.lora
-    environment = Environment(  # of Markdown, which nothing is escaped for but by `_code`
+    environment = Environment(  # for Markdown, in which only `_code` escapes
         loader=FileSystemLoader(TEMPLATES),
         autoescape=False,
         undefined=StrictUndefined,
@@ -83,7 +90,7 @@ def model_card(stored: StoredModel, family: str, library: Literal["transformers"
 
 
 def _data(config: Config) -> Iterator[str]:
-    """The texts that the model was trained on, a line each. Of files the name alone is told."""
+    """Yield one line per text that the model was trained on. For files, only the name is told."""
     data = config.data
     if data.sources:
         total = sum(source.weight for source in data.sources)
@@ -97,19 +104,9 @@ def _data(config: Config) -> Iterator[str]:
 
 
 def _settings(stored: StoredModel) -> dict[str, str]:
-    """The settings that somebody who trains it again needs first, in words."""
-    config = stored.config
-    train, rule = config.train, config.optimizer
-    settings: dict[str, Any] = {
-        "train.steps": train.steps,
-        "train.batch_size": train.batch_size,
-        "optimizer.name": rule.name,
-        "optimizer.learning_rate": rule.learning_rate,
-        "optimizer.weight_decay": rule.weight_decay,
-        "schedule.name": config.schedule.name,
-        "train.precision": train.precision,
-        "seed": config.seed,
-    }
+    """Map the settings most needed to train the model again to their values as text."""
+    values = values_of(stored.config)
+    settings: dict[str, Any] = {key: values[key] for key in SETTINGS}
     if stored.adapters is not None:
         lora = stored.adapters.lora
         settings |= {"lora.rank": lora.rank, "lora.alpha": lora.alpha}
@@ -118,7 +115,7 @@ def _settings(stored: StoredModel) -> dict[str, str]:
 
 
 def _results(stored: StoredModel) -> Iterator[str]:
-    """The steps, tokens and best loss that the checkpoint records, a line each."""
+    """Yield the steps, tokens and best loss that the checkpoint records, a line each."""
     if stored.checkpoint is None:
         return
     state = stored.checkpoint.state
@@ -128,13 +125,13 @@ def _results(stored: StoredModel) -> Iterator[str]:
     if isinstance(best, dict) and isinstance(best.get("loss"), float):
         loss = best["loss"]
         yield (
-            f"best validation loss {wording.fixed(loss, 4)} nats per token (perplexity "
+            f"best validation loss {formatting.fixed(loss, 4)} nats per token (perplexity "
             f"{math.exp(min(loss, 700.0)):,.4g}), at step {best.get('step')}"
         )
 
 
 def _code(text: str) -> str:
-    """A text as it can stand between back quotes in a line of Markdown."""
+    """Replace characters that cannot stand between backquotes in a line of Markdown."""
     return "".join(c if c.isprintable() and c not in "`|" else "?" for c in text)
 
 

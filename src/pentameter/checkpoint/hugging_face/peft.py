@@ -1,7 +1,7 @@
-"""A run's adapters in the two files that Hugging Face's PEFT opens, and a model card.
+"""Export of a run's adapters as the two files that Hugging Face's PEFT opens, and a model card.
 
-adapter_model.safetensors names A and B by the module of `transformers` that they adapt;
-adapter_config.json says the rank, the scale and the modules. Nothing here imports PEFT.
+adapter_model.safetensors names A and B by the `transformers` module that they adapt;
+adapter_config.json holds the rank, the scale and the modules. This file does not import PEFT.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pentameter.checkpoint.hugging_face.config_json import choose_family
 from pentameter.checkpoint.hugging_face.families import FAMILIES, Family
 from pentameter.checkpoint.hugging_face.folder import Exported
-from pentameter.checkpoint.hugging_face.mapping import Strip, TensorMap, choose_family
 from pentameter.checkpoint.hugging_face.model_card import CARD, model_card
+from pentameter.checkpoint.hugging_face.tensor_map import Strip, TensorMap
+from pentameter.checkpoint.lazy_tensors import materialize
 from pentameter.checkpoint.model_folder import Adapters, StoredModel
-from pentameter.checkpoint.safetensors_writer import materialize, plan_file
+from pentameter.checkpoint.safetensors_format import plan_file
 from pentameter.disk.atomic import refuse_existing, write_hashed
 from pentameter.disk.lock import building
 from pentameter.errors import ConfigError
@@ -28,16 +30,16 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""Before the names of the adapted model's modules."""
+"""Prefix for the adapted model's module names."""
 
 
 def export_peft(stored: StoredModel, out: Path) -> Exported:
-    """The folder `out`, which `peft.PeftModel.from_pretrained(base, out)` opens beside the model
-    that the run began with, and `AutoPeftModelForCausalLM.from_pretrained(out)` where that was a
-    Hugging Face folder. It appears whole or not at all.
+    """Write the folder `out`, which `peft.PeftModel.from_pretrained(base, out)` opens together with
+    the model that the run began with, and `AutoPeftModelForCausalLM.from_pretrained(out)` if that
+    was a Hugging Face folder. It appears whole or not at all.
 
-    Raises ConfigError for a model without adapters, for one that no family of Hugging Face's
-    expresses, and when `out` exists and is not an empty folder; StorageError when writing fails.
+    Raises ConfigError for a model without adapters, for one that no Hugging Face family can
+    express, and if `out` exists and is not an empty folder; StorageError if writing fails.
     """
     out = Path(out)
     refuse_existing(out)
@@ -72,17 +74,18 @@ def export_peft(stored: StoredModel, out: Path) -> Exported:
 def _tensors(
     modules: Mapping[str, Sequence[Strip]], adapters: Adapters
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """A and B of each module by PEFT's names. Modules whose matrices are one of ours have the same
-    A; rows of B follow those of their matrix."""
+    """Yield A (rank, n) and B (m, rank) for each module, by PEFT's names. Modules whose matrices
+    are slices of one pentameter matrix have the same A; rows in B follow the rows in their
+    matrix."""
     for theirs, strips in modules.items():
         path = strips[0].ours.removesuffix(".weight")
         a, b = (materialize(adapters.tensors[f"{path}.{name}"]) for name in (A, B))
         n_rows = max(strip.their_row + strip.n_rows for strip in strips)
-        own = b.new_empty(n_rows, b.shape[1])
+        b_rows = b.new_empty(n_rows, b.shape[1])
         for strip in strips:
             rows = slice(strip.their_row, strip.their_row + strip.n_rows)
-            own[rows] = b[strip.row : strip.row + strip.n_rows]
-        for name, tensor in (("A", a), ("B", own)):
+            b_rows[rows] = b[strip.row : strip.row + strip.n_rows]
+        for name, tensor in (("A", a), ("B", b_rows)):
             yield f"{PREFIX}{theirs}.lora_{name}.weight", tensor.contiguous()
 
 
@@ -93,7 +96,7 @@ def _config(
     base_model: str | None,
 ) -> dict[str, Any]:
     lora = adapters.lora
-    # The last two names, as c_proj alone would be both the attention's and the feed-forward's.
+    # The last two names: c_proj alone would match both attention and feed-forward.
     targets = {".".join(path.split(".")[-2:]) for path in modules}
     return {
         "peft_type": "LORA",

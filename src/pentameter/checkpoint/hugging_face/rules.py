@@ -1,5 +1,5 @@
-"""Keys of config.json that several of ours decide, or one of ours by a computation: rotary
-positions, windows by layer, switches for biases. `families.py` says which family has which."""
+"""Rules for keys in config.json that several pentameter keys decide, or one by a computation:
+rotary positions, windows by layer, switches for biases. `families.py` assigns rules to families."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Content = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """Some of our keys, how they are written, and how they are read. Both functions raise
-    ValueError, naming the keys and values, for what the other side cannot express."""
+    """Some pentameter keys, with functions to write and read them. Both raise ValueError, naming
+    the keys and values, for settings that the other side cannot express."""
 
     keys: tuple[str, ...]
     write: Callable[[ModelConfig], dict[str, Any]]
-    """Entries of config.json."""
+    """Returns entries for config.json."""
     read: Callable[[Content, Content], dict[str, Any]]
-    """Values of `keys`, from config.json and the rest of our section."""
+    """Returns values for `keys`, given config.json and the rest of the model section."""
 
 
 _SCALING = {
@@ -37,11 +37,11 @@ _TYPES: Mapping[str, tuple[str | None, tuple[str, ...]]] = {
     "linear": ("linear", ("factor",)),
     "llama3": ("llama3", tuple(_SCALING)),
 }
-"""Theirs → ours, and the keys that belong to it."""
+"""Their type → pentameter's, and the keys that belong to it."""
 
 
 def _write_rope(model: ModelConfig, *, partly: bool) -> dict[str, Any]:
-    """In the form of transformers 5 (`rope_parameters`) and in that of the versions before."""
+    """Write the form for transformers 5 (`rope_parameters`) and the form for earlier versions."""
     scaling = model.rope_scaling
     name, keys = next(
         (theirs, keys) for theirs, (ours, keys) in _TYPES.items() if ours == scaling.type
@@ -128,7 +128,7 @@ def _write_windows(model: ModelConfig) -> dict[str, Any]:
 def _read_windows(content: Content, section: Content) -> dict[str, Any]:
     n_layers = section["n_layers"]
     if not isinstance(n_layers, int):
-        return {}  # which the schema refuses
+        return {}  # the schema refuses it later
     size = content.get("sliding_window", 4096) if content.get("use_sliding_window") else None
     first = content.get("max_window_layers", 28)
     key, types = "layer_types", content.get("layer_types")

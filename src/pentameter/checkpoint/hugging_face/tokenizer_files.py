@@ -1,4 +1,4 @@
-"""A tokenizer in the files that `transformers` opens, and from such files."""
+"""Tokenizers written to the files that `transformers` opens, and read from such files."""
 
 from __future__ import annotations
 
@@ -9,14 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.data.tokenizers.bpe import (
-    BYTE_CHARACTERS,
-    END_OF_TEXT,
-    BpeTokenizer,
-    parse_merge,
-)
+from pentameter.data.tokenizers.bpe import BYTE_CHARACTERS, END_OF_TEXT, BpeTokenizer, parse_merge
 from pentameter.data.tokenizers.char import CharTokenizer
-from pentameter.data.tokenizers.chat import TEMPLATE_FILE, read_chat_template
+from pentameter.data.tokenizers.chat import TEMPLATE_FILE, ChatTemplate, read_chat_template
 from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.data.tokenizers.setting import GPT2, is_gpt2, load_tokenizer
 from pentameter.disk.foreign import read_json, read_text
@@ -29,10 +24,11 @@ _ANY_CHARACTER = r"[\s\S]"
 
 
 def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, bytes]:
-    """Name → content of the files for `transformers.AutoTokenizer`; none for a word tokenizer.
+    """Map name → content for the files that `transformers.AutoTokenizer` reads; empty for a word
+    tokenizer.
 
-    BPE gives GPT-2's tokenizer, in its old files and its new one. Characters give a tokenizer
-    with one token per character, which refuses a character that it does not know.
+    BPE gives GPT-2's tokenizer, in its old files and its new one. Characters give a tokenizer with
+    one token per character, which refuses an unknown character.
     """
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as TheirTokenizer
@@ -40,34 +36,31 @@ def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, byte
     settings: dict[str, Any] = {
         "model_max_length": context_length,
         "clean_up_tokenization_spaces": False,
+        "tokenizer_class": "PreTrainedTokenizerFast",
     }
     if isinstance(tokenizer, CharTokenizer):
         ranks = {character: number for number, character in enumerate(tokenizer.characters)}
-        # No such token exists: an unknown character is an error there as it is here.
+        # No such token exists: an unknown character is an error there as it is in pentameter.
         whole = TheirTokenizer(models.WordLevel(ranks, unk_token="[UNK]"))
         whole.pre_tokenizer = pre_tokenizers.Split(Regex(_ANY_CHARACTER), "isolated")
         whole.decoder = decoders.Fuse()
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-        return {
-            WHOLE: whole.to_str(pretty=True).encode(),
-            SETTINGS: _json(settings),
-            SPECIAL: _json({}),
-        }
+        return _files(whole.to_str(pretty=True).encode(), settings, {}, None)
     if isinstance(tokenizer, LibraryTokenizer):
-        return _files_as_they_are(tokenizer, settings)
+        special = {} if tokenizer.chat is None else dict(tokenizer.chat.tokens)
+        if tokenizer.end_of_text is not None:
+            special = {"eos_token": tokenizer.token(tokenizer.end_of_text) or "", **special}
+        return _files(_json(tokenizer.content), settings, special, tokenizer.chat)
     if not isinstance(tokenizer, BpeTokenizer):
         return {}
     vocabulary = dict(tokenizer.vocabulary)
     whole = TheirTokenizer(models.BPE(vocabulary, list(tokenizer.merges)))
     whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False)
     whole.decoder = decoders.ByteLevel()
-    special: dict[str, str] = {}
+    special = {}
     if tokenizer.end_of_text is not None:
         whole.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False, special=True)])
         special = {f"{use}_token": END_OF_TEXT for use in ("bos", "eos", "unk")}
-    of_chat: dict[str, bytes] = {}
-    if tokenizer.chat is not None:  # which names its tokens, and they are one token each there too
-        of_chat[TEMPLATE_FILE] = tokenizer.chat.source.encode()
+    if tokenizer.chat is not None:  # the template names its tokens; each stays one token there too
         tokens = tokenizer.special_tokens
         whole.add_special_tokens([AddedToken(token, normalized=False) for token in tokens])
         special |= {key: text for key, text in tokenizer.chat.tokens.items() if text in tokens}
@@ -76,33 +69,26 @@ def tokenizer_files(tokenizer: Tokenizer, context_length: int) -> dict[str, byte
         "tokenizer_class": "GPT2Tokenizer",
         "add_prefix_space": False,
         "added_tokens_decoder": added,
-        **special,
     }
     merges = ["#version: 0.2", *map(" ".join, tokenizer.merges)]
     return {
         VOCABULARY: _json(vocabulary),
         MERGES: "".join(f"{line}\n" for line in merges).encode(),
-        WHOLE: whole.to_str(pretty=True).encode(),
-        SETTINGS: _json(settings),
-        SPECIAL: _json(special),
-        **of_chat,
+        **_files(whole.to_str(pretty=True).encode(), settings, special, tokenizer.chat),
     }
 
 
-def _files_as_they_are(tokenizer: LibraryTokenizer, settings: dict[str, Any]) -> dict[str, bytes]:
-    special: dict[str, str] = {}
-    if tokenizer.end_of_text is not None:
-        special["eos_token"] = tokenizer.token(tokenizer.end_of_text) or ""
-    of_chat: dict[str, bytes] = {}
-    if tokenizer.chat is not None:
-        of_chat[TEMPLATE_FILE] = tokenizer.chat.source.encode()
-        special |= tokenizer.chat.tokens
-    settings = {**settings, "tokenizer_class": "PreTrainedTokenizerFast", **special}
+def _files(
+    whole: bytes, settings: dict[str, Any], special: dict[str, str], chat: ChatTemplate | None
+) -> dict[str, bytes]:
+    """Map name → content for the files that every kind has, and the chat template if there is
+    one."""
+    template = {} if chat is None else {TEMPLATE_FILE: chat.source.encode()}
     return {
-        WHOLE: _json(tokenizer.content),
-        SETTINGS: _json(settings),
+        WHOLE: whole,
+        SETTINGS: _json({**settings, **special}),
         SPECIAL: _json(special),
-        **of_chat,
+        **template,
     }
 
 
@@ -111,12 +97,13 @@ def _json(content: Any) -> bytes:
 
 
 def read_tokenizer(folder: Path, warnings: list[str]) -> Tokenizer | None:
-    """The tokenizer whose files lie in `folder`: tokenizer.json, else vocab.json and merges.txt.
+    """Read the tokenizer from `folder`: tokenizer.json, else vocab.json and merges.txt; None if
+    there are none.
 
-    None when there are none. GPT-2's kind and our characters become ours: tokens that were added to
+    GPT-2's kind and pentameter's characters become pentameter's classes: tokens that were added to
     the vocabulary keep their ids, but no text becomes one, and a line in `warnings` names them. Any
-    other tokenizer.json is taken as it is. Raises ConfigError for old files of another kind than
-    GPT-2's, CorruptError for a file that is not what it should be.
+    other tokenizer.json is used unchanged. Raises ConfigError for old files that are not GPT-2's
+    kind, CorruptError for a malformed file.
     """
     tokenizer = _read_files(folder, warnings)
     if tokenizer is not None:
@@ -156,8 +143,8 @@ def _as_it_is(content: dict[str, Any], folder: Path) -> LibraryTokenizer:
 
 
 def _end_of_text(tokenizer: LibraryTokenizer, folder: Path) -> int | None:
-    """The id that ends a document: `eos_token` of tokenizer_config.json, else `eos_token_id` of
-    config.json, of several the first."""
+    """Return the id that ends a document: `eos_token` in tokenizer_config.json, else `eos_token_id`
+    in config.json, the first if there are several."""
     settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
     token = settings.get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
@@ -170,7 +157,7 @@ def _end_of_text(tokenizer: LibraryTokenizer, folder: Path) -> int | None:
 
 
 def _read_whole(content: Mapping[str, Any], path: Path, warnings: list[str]) -> Tokenizer | None:
-    """GPT-2's kind of tokenizer, or characters; None for another."""
+    """Read GPT-2's kind of tokenizer, or characters; None for another kind."""
     model = content.get("model")
     model = model if isinstance(model, dict) else {}
     vocabulary = model.get("vocab")
@@ -216,7 +203,7 @@ def _read_whole(content: Mapping[str, Any], path: Path, warnings: list[str]) -> 
 def _add(
     vocabulary: dict[str, Any], added: Mapping[str, Any], path: Path, warnings: list[str]
 ) -> None:
-    """Give the added tokens that follow the vocabulary without a gap their places in it.
+    """Append to the vocabulary those added tokens whose ids follow it without a gap.
 
     Raises CorruptError for one that is not text with a whole number.
     """
@@ -245,7 +232,8 @@ def _bpe(vocabulary: Mapping[str, Any], merges: list[Any], path: Path) -> BpeTok
 
 
 def _merge(number: int, merge: Any) -> tuple[str, str]:
-    """The two tokens of a merge: "left right" in old files, ["left", "right"] in new ones."""
+    """Parse a merge into its two tokens: "left right" in old files, ["left", "right"] in new
+    ones."""
     match merge:
         case str():
             return parse_merge(merge)
@@ -265,10 +253,10 @@ def _characters(vocabulary: Mapping[str, Any], path: Path) -> CharTokenizer:
 
 
 def gpt2_beside(setting: str, *models: Path | None) -> Tokenizer | None:
-    """GPT-2's tokenizer out of the folder of a run, a checkpoint or a Hugging Face model.
+    """Find GPT-2's tokenizer in the folder of a run, a checkpoint or a Hugging Face model.
 
-    None where `setting` (of `data.tokenizer`) does not ask for it, or no folder holds it: only then
-    OpenAI's own files are needed. Damage is passed over here, and told by who opens the model.
+    None if `setting` (`data.tokenizer`) does not ask for it, or no folder holds it: only then
+    OpenAI's own files are needed. Damage is ignored in this search; opening the model reports it.
     """
     for model in models:
         if setting != GPT2 or model is None:

@@ -1,1 +1,1 @@
-"""The batch of each step, and the orders of reading."""
+"""Batches for each step, orders of reading, mixtures."""

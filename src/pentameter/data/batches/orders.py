@@ -1,7 +1,7 @@
-"""Orders of reading a training split: the tokens that make up each row of the global batch.
+"""Orders for reading a training split: the tokens in each row of the global batch.
 
-An order is a pure function of (seed, step, row). A row is a list of pieces (start, stop) of the
-split's tokens, together at most context_length + 1 of them; nearly always it is one piece.
+An order is a pure function of (seed, step, row). A row is a list of spans (start, stop) in the
+split, together at most context_length + 1 tokens; nearly always it is one span.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Row = list[tuple[int, int]]
 
 @dataclass(eq=False)
 class Order(ABC):
-    """An order of reading: cuts `split` into the rows of each step's batch of `batch_size`."""
+    """A reading order: splits `split` into rows for each step's batch of `batch_size`."""
 
     split: TokenSplit
     _: KW_ONLY
@@ -33,47 +33,53 @@ class Order(ABC):
     context_length: int
 
     def __post_init__(self) -> None:  # noqa: B027 - some orders take any split
-        """Raise ConfigError where the split is too short for this order."""
+        """Raise ConfigError if the split is too short for this order."""
 
     @property
     @abstractmethod
     def rows_per_epoch(self) -> int:
-        """Number of rows in one pass over the split."""
+        """Rows in one pass over the split."""
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Number of the split's tokens in a pass, also those at its end that fill no row."""
+        """The split's tokens in a pass, including those at its end that fill no row."""
         return self.split.n_tokens
 
     @property
     def targets_per_epoch(self) -> int:
-        """Number of targets in a pass that count in the loss."""
-        if self.split.answers is not None:
-            return self.split.answers.n_tokens
+        """Targets in a pass that count in the loss."""
+        if self.split.assistant is not None:
+            return self.split.assistant.n_tokens
         return min(self.split.n_tokens, self.rows_per_epoch * self.context_length)
+
+    @property
+    def target_fraction(self) -> float:
+        """Positions in an epoch's rows whose target counts in the loss ÷ all positions."""
+        return self.targets_per_epoch / (self.rows_per_epoch * self.context_length)
 
     @abstractmethod
     def rows(self, step: int, numbers: Int64) -> list[Row]:
-        """The rows with these numbers (B,) of a step's global batch."""
+        """Return the rows with these numbers (B,) in a step's global batch."""
 
     def _epochs(self, step: int, numbers: Int64) -> tuple[Int64, Int64]:
-        """Epoch and place within it of each row, where steps run on across the end of an epoch."""
-        epochs, places = np.divmod(step * self.batch_size + numbers, self.rows_per_epoch)
-        return epochs, places
+        """Return each row's epoch and index in it, (B,) each; steps run on across an epoch's
+        end."""
+        return np.divmod(step * self.batch_size + numbers, self.rows_per_epoch)
 
     def _permuted(self, step: int, numbers: Int64) -> Int64:
-        """Each row's number in 0 … rows_per_epoch - 1, all of them once an epoch, drawn anew."""
-        epochs, places = self._epochs(step, numbers)
-        chosen = np.empty_like(places)
+        """Map rows to 0 … rows_per_epoch - 1 (B,), each once an epoch, permuted anew for each
+        epoch."""
+        epochs, indices = self._epochs(step, numbers)
+        chosen = np.empty_like(indices)
         for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
+            selected = epochs == epoch
             key = keyed.make_key("epoch", self.seed, epoch)
-            chosen[here] = keyed.permute(key, self.rows_per_epoch, places[here])
+            chosen[selected] = keyed.permute(key, self.rows_per_epoch, indices[selected])
         return chosen
 
 
 class Windows(Order):
-    """An order of full windows: the split must be long enough for one."""
+    """An order with full windows: the split must be long enough for one."""
 
     def __post_init__(self) -> None:
         split, context_length = self.split, self.context_length
@@ -88,19 +94,19 @@ class Windows(Order):
 
     @property
     def rows_per_epoch(self) -> int:
-        """Number of windows side by side.
+        """Windows side by side.
 
-        Neighbours share one token: the last target of one is the first input of the next. Up to
+        Neighbours share one token: a window's last target is the next one's first input. Up to
         context_length - 1 tokens at the end, too few for a window, are left over.
         """
         return (self.split.n_tokens - 1) // self.context_length
 
     @abstractmethod
     def starts(self, step: int, numbers: Int64) -> Int64:
-        """First token of each row's window."""
+        """Return the first token in each row's window (B,)."""
 
     def rows(self, step: int, numbers: Int64) -> list[Row]:
-        """One full window a row."""
+        """Return one full window a row."""
         width = self.context_length + 1
         return [[(start, start + width)] for start in self.starts(step, numbers).tolist()]
 
@@ -109,12 +115,12 @@ class Random(Windows):
     """Every row's window starts at its own uniformly random token."""
 
     def starts(self, step: int, numbers: Int64) -> Int64:
-        """Uniform over every place a window fits: 64 bits scaled to that many places.
+        """Draw starts (B,) uniformly among all possible ones: 64 bits scaled to their number.
 
-        The bias of scaling is below n_tokens / 2^64.
+        The bias from scaling is below n_tokens / 2^64.
         """
         key = keyed.make_key("batch", self.seed, step)
-        places = self.split.n_tokens - self.context_length
+        n_starts = self.split.n_tokens - self.context_length
         words = [
             keyed.bits(key, (2 * numbers + half).astype(np.int32)).astype(np.int64) & 0xFFFFFFFF
             for half in (0, 1)
@@ -122,7 +128,7 @@ class Random(Windows):
         # Python integers: the product has up to 128 bits.
         return np.array(
             [
-                (((high << 32) | low) * places) >> 64
+                (((high << 32) | low) * n_starts) >> 64
                 for high, low in zip(words[0].tolist(), words[1].tolist(), strict=True)
             ],
             dtype=np.int64,
@@ -130,27 +136,27 @@ class Random(Windows):
 
 
 class Shuffled(Windows):
-    """Windows side by side, all of them once an epoch, in an order drawn anew for each epoch."""
+    """Windows side by side, each once an epoch, in an order drawn anew for each epoch."""
 
     def starts(self, step: int, numbers: Int64) -> Int64:
-        """First tokens of permuted windows."""
+        """Return permuted windows' first tokens (B,)."""
         return self._permuted(step, numbers) * self.context_length
 
 
 class Sequential(Windows):
-    """The same windows in the order of the text, from the start again after the last."""
+    """The same windows in the text's order, from the start again after the last."""
 
     def starts(self, step: int, numbers: Int64) -> Int64:
-        """First tokens of windows one after another."""
+        """Return consecutive windows' first tokens (B,)."""
         return self._epochs(step, numbers)[1] * self.context_length
 
 
 class Columns(Order):
-    """The text cut into batch_size columns of equal length, one a row, read from top to bottom.
+    """The text split into batch_size equally long columns, one a row, read from top to bottom.
 
-    Row r of step s is the s-th window of column r, so that a row continues where it stopped in
-    the step before ("bptt"). The last window of an epoch is shorter; up to batch_size - 1 tokens
-    at the end of the text belong to no column.
+    Row r in step s is the s-th window in column r, so that a row continues its text from the step
+    before ("bptt"). The last window in an epoch is shorter; up to batch_size - 1 tokens at the
+    text's end belong to no column.
     """
 
     def __post_init__(self) -> None:
@@ -165,11 +171,11 @@ class Columns(Order):
 
     @property
     def rows_per_epoch(self) -> int:
-        """Number of windows in all columns."""
+        """Windows in all columns."""
         return self.batch_size * -(-(self._height - 1) // self.context_length)
 
     def rows(self, step: int, numbers: Int64) -> list[Row]:
-        """A window of each column; neighbours share one token."""
+        """Return a window from each column; neighbours share one token."""
         top = step % (self.rows_per_epoch // self.batch_size) * self.context_length
         bottom = min(top + self.context_length + 1, self._height)
         firsts = (numbers * self._height).tolist()
@@ -179,18 +185,19 @@ class Columns(Order):
 class DocumentRows(Order):
     """A document a row, permuted anew each epoch: its first context_length + 1 tokens.
 
-    A document of a single token predicts nothing, and is no row; nor is a conversation whose first
-    answer begins behind these tokens.
+    A document with a single token predicts nothing, and is no row; nor is a conversation whose
+    first answer begins after these tokens.
     """
 
     def __post_init__(self) -> None:
         split, bounds = self.split, self.split.document_bounds
         is_row = np.diff(bounds) >= 2
-        if split.answers is not None:
-            ends = np.minimum(bounds[1:], bounds[:-1] + self.context_length + 1)
-            is_row &= split.answers.meet(bounds[:-1] + 1, ends)
-        self._starts, self._stops = bounds[:-1][is_row], bounds[1:][is_row]
-        if not len(self._starts) and split.answers is not None:
+        ends = np.minimum(bounds[1:], bounds[:-1] + self.context_length + 1)
+        if split.assistant is not None:
+            is_row &= split.assistant.count(bounds[:-1] + 1, ends) > 0
+        self._starts = bounds[:-1][is_row]
+        self._stops = ends[is_row]
+        if not len(self._starts) and split.assistant is not None:
             raise ConfigError(
                 f"split {split.name!r} has no answer within the first model.context_length="
                 f"{self.context_length} tokens of a conversation ({len(bounds) - 1} "
@@ -204,37 +211,35 @@ class DocumentRows(Order):
 
     @property
     def rows_per_epoch(self) -> int:
-        """Number of documents that are rows."""
+        """Documents that are rows."""
         return len(self._starts)
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Number of tokens a pass trains on: documents are cut to context_length + 1 tokens.
+        """Tokens in a pass: documents are truncated to context_length + 1 tokens.
 
-        Those that are no rows are skipped.
+        Documents that are no rows are skipped.
         """
-        return int(np.minimum(self._stops - self._starts, self.context_length + 1).sum())
+        return int((self._stops - self._starts).sum())
 
     @property
     def targets_per_epoch(self) -> int:
-        """Tokens that a pass trains on: all but each row's first, or the answers."""
-        if self.split.answers is None:
+        """Targets in a pass: all tokens but each row's first, or the assistant tokens."""
+        if self.split.assistant is None:
             return self.tokens_per_epoch - self.rows_per_epoch
-        stops = np.minimum(self._stops, self._starts + self.context_length + 1)
-        return int(self.split.answers.count(self._starts + 1, stops).sum())
+        return int(self.split.assistant.count(self._starts + 1, self._stops).sum())
 
     def rows(self, step: int, numbers: Int64) -> list[Row]:
-        """The first tokens of one document a row."""
+        """Return one document's first tokens a row."""
         chosen = self._permuted(step, numbers)
-        starts = self._starts[chosen]
-        stops = np.minimum(self._stops[chosen], starts + self.context_length + 1)
-        return [[piece] for piece in zip(starts.tolist(), stops.tolist(), strict=True)]
+        starts, stops = self._starts[chosen].tolist(), self._stops[chosen].tolist()
+        return [[span] for span in zip(starts, stops, strict=True)]
 
 
 class PackedDocuments(Sequential):
     """Rows filled with whole documents, one after another, permuted anew each epoch.
 
-    An epoch is one long text of all documents, read in windows side by side.
+    An epoch is one long text with all documents, read in windows side by side.
     """
 
     def __post_init__(self) -> None:
@@ -243,30 +248,30 @@ class PackedDocuments(Sequential):
         self._laid_out: tuple[int, Int64, Int64] | None = None  # of the epoch asked for last
 
     def rows(self, step: int, numbers: Int64) -> list[Row]:
-        """The pieces of documents that a window of the epoch's text covers."""
+        """Return the documents' spans within each row's window in the epoch's text."""
         epochs, _ = self._epochs(step, numbers)
         return [
-            self._pieces(epoch, start)
+            self._spans(epoch, start)
             for epoch, start in zip(
                 epochs.tolist(), self.starts(step, numbers).tolist(), strict=True
             )
         ]
 
-    def _pieces(self, epoch: int, start: int) -> Row:
+    def _spans(self, epoch: int, start: int) -> Row:
         order, ends = self._layout(epoch)
         stop = start + self.context_length + 1
         row: Row = []
-        place = int(np.searchsorted(ends, start, side="right"))
+        number = int(np.searchsorted(ends, start, side="right"))
         while start < stop:
-            document, end = int(order[place]), int(ends[place])
+            document, end = int(order[number]), int(ends[number])
             n_tokens = min(stop, end) - start
             first = int(self._bounds[document + 1]) - (end - start)
             row.append((first, first + n_tokens))
-            start, place = start + n_tokens, place + 1
-        return [piece for piece in row if piece[0] < piece[1]]
+            start, number = start + n_tokens, number + 1
+        return [span for span in row if span[0] < span[1]]
 
     def _layout(self, epoch: int) -> tuple[Int64, Int64]:
-        """The documents in the epoch's order, and the end of each in the epoch's text."""
+        """Return the documents in the epoch's order, and each one's end in the epoch's text."""
         if self._laid_out is None or self._laid_out[0] != epoch:
             n_documents = len(self._bounds) - 1
             key = keyed.make_key("epoch", self.seed, epoch)

@@ -1,4 +1,4 @@
-"""The structure of a batch: arrays or tensors in nested dicts, lists, tuples and named tuples."""
+"""A batch's structure: arrays or tensors in nested dicts, lists, tuples and named tuples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Tree = Any
 
 
 def map_leaves(function: Callable[..., Any], tree: Tree) -> Tree:
-    """A tree of the same structure with `function(leaf)` in the place of each leaf."""
+    """Copy a tree with `function(leaf)` for each leaf."""
     if isinstance(tree, dict):
         return {key: map_leaves(function, value) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -21,7 +21,8 @@ def map_leaves(function: Callable[..., Any], tree: Tree) -> Tree:
 
 
 def named_leaves(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:
-    """(name, leaf) of each leaf in order; `name` is the tree's own: `inputs`, `inputs['mask']`."""
+    """Yield (name, leaf) for each leaf in order, below the tree's `name`: `inputs`,
+    `inputs['mask']`."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from named_leaves(value, f"{name}[{key!r}]")
@@ -33,5 +34,5 @@ def named_leaves(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def leaves(tree: Tree) -> list[Any]:
-    """The leaves in order."""
+    """List the leaves in order."""
     return [leaf for _, leaf in named_leaves(tree, "")]

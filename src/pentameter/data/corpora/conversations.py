@@ -4,8 +4,8 @@
     {"prompt": "2 + 2 =", "completion": " 4"}
     {"prompt": [{"role": "user", …}], "completion": [{"role": "assistant", …}]}
 
-A model learns the answers: what assistants say in `messages`, and all of `completion`. The texts
-become tokens in `prepare/from_conversations.py`, by the tokenizer's chat template.
+A model learns the assistant's messages in `messages`, and all of `completion`. The texts become
+tokens in `prepare/from_conversations.py`, by the tokenizer's chat template.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from pentameter.config.data_schema import DataConfig
 from pentameter.config.naming import name_of
 from pentameter.data.corpora.files import (
     FileContents,
-    about_bytes,
-    check_whole,
+    check_encodable,
+    estimated_bytes,
     is_jsonl,
     read_records,
 )
 from pentameter.data.corpora.text import files_below
 from pentameter.errors import CorruptError
 
-ANSWERS = "assistant"
-"""The role of those messages that a model learns to write."""
+ASSISTANT = "assistant"
+"""Role of the messages that a model learns to write."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A prompt and what follows it, both plain text."""
+    """A prompt and its completion, both plain text."""
 
     prompt: str
     completion: str
@@ -41,11 +41,11 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages by roles, for a chat template."""
+    """Messages by role, for a chat template."""
 
     messages: Sequence[Mapping[str, Any]]
-    n_given: int
-    """The messages at the beginning of which no answer is learnt."""
+    targets: Sequence[int]
+    """Indices of the assistant messages that a model learns."""
     tools: Sequence[Any] | None
     """Functions that the model may call, as templates take them."""
 
@@ -55,26 +55,26 @@ Conversation = Exchange | Chat
 
 @dataclass(frozen=True)
 class Conversations:
-    """JSONL files of conversations, read one after another."""
+    """JSONL files with conversations, read one after another."""
 
     name: str
-    """One that `config/naming.py` takes: names the prepared files."""
+    """A name as `config/naming.py` allows; names the prepared files."""
     files: tuple[Path, ...]
     contents: FileContents
     max_bytes: int | None = None
-    """Conversations are taken while their text has at most so many UTF-8 bytes."""
+    """Maximum UTF-8 bytes of text to take; None for all."""
     held_out: Mapping[str, Conversations] = field(default_factory=dict)
-    """Those of `val` and `test` where they are files of their own."""
+    """`val` and `test`, if they are files themselves."""
 
     @property
     def n_bytes(self) -> int:
-        """About how many bytes a pass reads; for progress only."""
-        return sum(map(about_bytes, self.files))
+        """Approximate bytes that a pass reads; for progress only."""
+        return sum(map(estimated_bytes, self.files))
 
     def records(self) -> Iterator[tuple[Conversation, str]]:
-        """A pass over the conversations, each with the place where it stands.
+        """Yield each conversation with its file and line.
 
-        Raises CorruptError where a record is no conversation, and as `read_records` does.
+        Raises CorruptError for a record that is no conversation, and as `read_records` does.
         """
         for file in self.files:
             for record, where in read_records(file, self.contents):
@@ -82,10 +82,10 @@ class Conversations:
 
 
 def conversations_at(data: DataConfig, paths: Sequence[Path]) -> Conversations | None:
-    """The conversations in files and folders, with those that `data` holds out beside them.
+    """Open the conversations in files and folders, with those that `data` holds out beside them.
 
-    None unless all are JSONL files and the first record has no field `data.text_field` but is a
-    conversation. Raises StorageError for what cannot be read, CorruptError for what is damaged.
+    None unless all are JSONL files and the first record is a conversation without the field
+    `data.text_field`. Raises StorageError for unreadable files, CorruptError for damaged ones.
     """
     contents = FileContents(data.encoding, data.text_field)
     files = _jsonl_files(paths)
@@ -106,7 +106,7 @@ def conversations_at(data: DataConfig, paths: Sequence[Path]) -> Conversations |
 
 
 def _jsonl_files(paths: Sequence[Path]) -> tuple[Path, ...]:
-    """The files at the paths; none unless every one of them is JSONL."""
+    """List the files at the paths; empty unless every one is JSONL."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -132,8 +132,8 @@ def _conversation(record: Mapping[str, Any], where: str) -> Conversation:
         return _chat(record["messages"], [], record.get("tools"), where)
     prompt, completion = record.get("prompt"), record.get("completion")
     if isinstance(prompt, str) and isinstance(completion, str):
-        check_whole(prompt, "'prompt'", where)
-        check_whole(completion, "'completion'", where)
+        check_encodable(prompt, "'prompt'", where)
+        check_encodable(completion, "'completion'", where)
         if not completion:
             raise CorruptError(f"{where}: 'completion' is empty; there is nothing to learn")
         return Exchange(prompt, completion)
@@ -146,12 +146,13 @@ def _conversation(record: Mapping[str, Any], where: str) -> Conversation:
 
 
 def _chat(messages: Any, given: list[Any], tools: Any, where: str) -> Chat:
-    """The chat of `given` messages and of those whose answers are learnt."""
+    """Check messages and build a chat whose `given` messages come first and are not learned."""
     if not isinstance(messages, list):
         raise CorruptError(f"{where}: 'messages' is {type(messages).__name__}, not a list")
     if tools is not None and not isinstance(tools, list):
         raise CorruptError(f"{where}: 'tools' is {type(tools).__name__}, not a list")
-    for number, message in enumerate([*given, *messages]):
+    whole = [*given, *messages]
+    for number, message in enumerate(whole):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise CorruptError(
                 f"{where}: message {number} is {message!r:.60}, not an object with a 'role'"
@@ -159,11 +160,12 @@ def _chat(messages: Any, given: list[Any], tools: Any, where: str) -> Chat:
         if message.get("weight", 1) != 1:
             raise CorruptError(
                 f"{where}: message {number} has weight={message['weight']!r:.20}; every answer "
-                "counts the same here: leave it out, or give what is not to be learnt as 'prompt'"
+                "counts the same here: leave it out, or give what is not to be learned as 'prompt'"
             )
-    if all(message["role"] != ANSWERS for message in messages):
+    targets = [n for n, each in enumerate(whole) if each["role"] == ASSISTANT and n >= len(given)]
+    if not targets:
         raise CorruptError(
-            f"{where}: no message of role {ANSWERS!r}, so there is nothing to learn; leave the "
+            f"{where}: no message of role {ASSISTANT!r}, so there is nothing to learn; leave the "
             "record out"
         )
-    return Chat([*given, *messages], len(given), tools)
+    return Chat(whole, targets, tools)

@@ -1,6 +1,6 @@
-"""Kinds of files that hold no plain text: what one is, by its first bytes, and how to get its text.
+"""Kinds of files that hold no plain text, recognised by their first bytes, with a way to get text.
 
-To name an encoding would make text of any bytes, so such a file is refused in every encoding.
+Naming an encoding would make text from any bytes, so such a file is refused in every encoding.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 START_BYTES = 512
-"""Bytes from the beginning of a file by which its kind is told; a tar's mark ends at 262."""
+"""Bytes at the start of a file that suffice to recognise it; a tar's magic ends at 262."""
 
 _PANDAS = "python -c \"import pandas; pandas.read_{}('{}')[['text']].to_json('text.jsonl', {})\""
 _AS_RECORDS = "orient='records', lines=True"
@@ -25,7 +25,7 @@ _TENSORS = r"[\x00-\xff]{3}[\x00-\xff]\0{4}\{\s*\"[^\"]{1,300}\":\s*\{"
 
 @dataclass(frozen=True)
 class FileKind:
-    """A kind of file, and what to do with one."""
+    """A kind of file, and the remedy for one that was given as text."""
 
     name: str
     remedy: str
@@ -81,21 +81,22 @@ _TABLES = {
 }
 
 
-def kind_of(start: bytes) -> FileKind | None:
-    """The kind of a file that begins with `start`, at least START_BYTES where it is as long; None
-    for text, and for what is not known."""
+def detect_kind(start: bytes) -> FileKind | None:
+    """Recognise a file by its start (at least START_BYTES, if it is as long); None for text and
+    unknown kinds."""
     start = start[:START_BYTES]
     return next((kind for pattern, kind in _KINDS if pattern.match(start)), None)
 
 
 def is_binary(start: bytes) -> bool:
-    """True where so many bytes are control characters that no encoding of text, but for UTF-16 and
-    UTF-32, gives them: more than one in a hundred."""
+    """True if more than one byte in a hundred is a control character, which only UTF-16 and UTF-32
+    text has."""
     return 100 * len(_NOT_OF_TEXT.findall(start)) > len(start)
 
 
-def warning_of(files: Sequence[Path]) -> str | None:
-    """A warning where files that are no plain text, but can be read as such, are among `files`."""
+def table_warning(files: Sequence[Path]) -> str | None:
+    """Return a warning if tables or JSON documents, which can be read as plain text, are among
+    `files`."""
     tables = [file for file in files if file.suffix.lower() in _TABLES]
     if not tables:
         return None

@@ -1,10 +1,9 @@
-"""The documents inside a file: text or JSONL records, plain, gzipped or as Zstandard.
+"""Documents inside a file: text or JSONL records, plain, gzipped or as Zstandard.
 
 Files are read as bytes and decoded as UTF-8, so line ends stay as they are; a byte order mark at
-the start of a file is an encoding mark, not text, and is dropped. A file in another encoding
-becomes UTF-8 on the way in, so that all that counts bytes of text (bits per byte, `max_bytes`)
-counts the same whatever the file's encoding. A text file is one document; of a `.jsonl` or
-`.ndjson` file each record's text is one.
+the start is an encoding mark, not text, and is dropped. Other encodings become UTF-8 on the way in,
+so that counts of bytes (bits per byte, `max_bytes`) do not depend on a file's encoding. A text file
+is one document; a `.jsonl` or `.ndjson` file has one in each record.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from pentameter.config.data_schema import FILE_DEFAULTS
-from pentameter.data.corpora.file_kinds import is_binary, kind_of
+from pentameter.data.corpora.file_kinds import detect_kind, is_binary
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
-# Small on purpose: decoding pieces of a MiB left holes in glibc's heap that it did not fill again
+# Small on purpose: decoding chunks of a MiB left holes in glibc's heap that it did not fill again
 # (0.4 GB more after each GB read); at 64 KiB memory stays flat, and the work in the fast cache.
-PIECE_BYTES = 1 << 16
+CHUNK_BYTES = 1 << 16
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 LONGEST_LINE_BYTES = 1 << 25  # of JSONL: a line is held whole, a few times over
@@ -38,24 +37,24 @@ USUAL_COMPRESSION = 3  # of English text by gzip; only the progress bar's total 
 
 @dataclass(frozen=True)
 class FileContents:
-    """Settings for reading the text in files."""
+    """Settings for reading text from files."""
 
     encoding: str = FILE_DEFAULTS["encoding"]
-    """One that `pentameter.config.text_encoding` takes."""
+    """An encoding that `encoding_problem` accepts."""
     text_field: str = FILE_DEFAULTS["text_field"]
-    """The field of a JSONL record that holds its text."""
+    """The JSONL field with a record's text."""
 
     @property
     def is_utf8(self) -> bool:
-        """True if the bytes are taken as they are; a byte order mark is dropped anyway."""
+        """True if bytes are taken as they are; a byte order mark is dropped anyway."""
         return codecs.lookup(self.encoding).name in ("utf-8", "utf-8-sig")
 
 
 UTF8 = FileContents()
 
 
-def about_bytes(file: Path) -> int:
-    """The approximate bytes of text in a file. Raises StorageError when it cannot be read."""
+def estimated_bytes(file: Path) -> int:
+    """Estimate the bytes of text in a file. Raises StorageError if it cannot be read."""
     try:
         size = file.stat().st_size
     except OSError as error:
@@ -69,35 +68,31 @@ def is_jsonl(file: Path) -> bool:
 
 
 def read_documents(file: Path, contents: FileContents = UTF8) -> Iterator[Iterator[str]]:
-    """The documents of a file, each as its pieces.
+    """Yield a file's documents, each as an iterator of chunks.
 
-    Raises CorruptError, with the place, where the file is not what its name says: not in its
-    encoding, a NUL in a text file (binary data), a record that is not JSON, has no string in its
-    text field or a line longer than `LONGEST_LINE_BYTES`, damaged compression. StorageError when
-    it cannot be read; ConfigError for `.zst` without a decoder.
+    Raises CorruptError, with file and position, if the content contradicts the name: another
+    encoding, a NUL in a text file (binary data), a record that is not JSON, lacks a string in its
+    text field or has a line longer than `LONGEST_LINE_BYTES`, damaged compression. StorageError if
+    the file cannot be read; ConfigError for `.zst` without a decoder.
     """
     if is_jsonl(file):
         for record, where in read_records(file, contents):
             yield iter((_record_text(record, contents.text_field, where),))
     else:
-        yield read_pieces(file, PIECE_BYTES, contents)
+        yield read_chunks(file, contents)
 
 
-def read_pieces(
-    file: Path, piece_bytes: int = PIECE_BYTES, contents: FileContents = UTF8
-) -> Iterator[str]:
-    """The text of a file in pieces of about `piece_bytes` bytes of the file's text.
+def read_chunks(file: Path, contents: FileContents = UTF8) -> Iterator[str]:
+    """Yield a file's text in chunks of about CHUNK_BYTES bytes.
 
-    Where the pieces end depends only on the content. Raises as `read_documents` does.
+    The content alone decides where chunks end. Raises as `read_documents` does.
     """
     with _open(file) as stream:
-        yield from _decoded(stream, file, contents, piece_bytes)
+        yield from _decoded(stream, file, contents)
 
 
-def _decoded(
-    stream: BinaryIO, file: Path, contents: FileContents, piece_bytes: int
-) -> Iterator[str]:
-    """The text of a stream in pieces, without a byte order mark."""
+def _decoded(stream: BinaryIO, file: Path, contents: FileContents) -> Iterator[str]:
+    """Yield a stream's text in chunks, without a byte order mark."""
     is_utf8 = contents.is_utf8
     encoding = "utf-8" if is_utf8 else contents.encoding
     # It keeps the bytes of a character that a block cuts, and its state where there is one.
@@ -105,11 +100,11 @@ def _decoded(
     offset = n_characters = 0  # before the next block
     is_ended = False
     while not is_ended:
-        block = stream.read(piece_bytes)
+        block = stream.read(CHUNK_BYTES)
         is_ended = not block
         if offset == 0:
             refuse_other_kinds(file, block)
-        first = offset - len(decoder.getstate()[0])  # the place of what is decoded now
+        first = offset - len(decoder.getstate()[0])  # offset of the bytes decoded now
         try:
             text = decoder.decode(block, final=is_ended)
             if not is_utf8:
@@ -117,15 +112,15 @@ def _decoded(
         except UnicodeError as error:
             raise _undecodable(file, encoding, error, first) from error
         if (nul := text.find("\0")) >= 0:
-            place = f"NUL at character {n_characters + nul}"
+            position = f"NUL at character {n_characters + nul}"
             if is_utf8:
-                place = f"NUL byte at offset {first + len(text[:nul].encode())}"
+                position = f"NUL byte at offset {first + len(text[:nul].encode())}"
             raise CorruptError(
-                f"{file} is binary, not {'' if is_utf8 else f'{encoding} '}text: {place}; "
+                f"{file} is binary, not {'' if is_utf8 else f'{encoding} '}text: {position}; "
                 f"{_BINARY_HINT}"
             )
-        if piece := text if n_characters else text.removeprefix("\ufeff"):
-            yield piece
+        if chunk := text if n_characters else text.removeprefix("\ufeff"):
+            yield chunk
         offset += len(block)
         n_characters += len(text)
 
@@ -133,18 +128,18 @@ def _decoded(
 def _undecodable(
     file: Path, encoding: str, error: UnicodeError, offset: int, line: int | None = None
 ) -> CorruptError:
-    """The error of bytes that are not text; those that were decoded begin at `offset`."""
+    """Build the error for bytes that are not text; the decoded ones begin at `offset`."""
     name = codecs.lookup(encoding).name
-    place, hint = str(error), _ENCODING_HINT
+    position, hint = str(error), _ENCODING_HINT
     if isinstance(error, UnicodeDecodeError):
-        place = f"byte 0x{error.object[error.start]:02x} at offset {offset + error.start}"
-        place += f" ({error.reason})"
+        position = f"byte 0x{error.object[error.start]:02x} at offset {offset + error.start}"
+        position += f" ({error.reason})"
         marks = [name for name, mark in _MARKS.items() if error.object.startswith(mark)]
         if offset == 0 and marks and name == "utf-8":
             hint = f"it begins as {marks[0].upper()} does: --data.encoding {marks[0]}"
-        elif is_binary(error.object[:PIECE_BYTES]):
+        elif is_binary(error.object[:CHUNK_BYTES]):
             hint = _BINARY_HINT
-    if "BOM" in place:  # what Python says of UTF-16 and UTF-32
+    if "BOM" in position:  # as Python names UTF-16 and UTF-32 without a mark
         hint = f"name the order of its bytes: {name}-le or {name}-be"
     if file.suffix == ".bin":
         hint = (
@@ -152,7 +147,7 @@ def _undecodable(
             "imports them; prepared shards are a data.path of their own"
         )
     where = file if line is None else f"{file}, line {line}"
-    return CorruptError(f"{where} is not {name.upper()} text: {place}; {hint}")
+    return CorruptError(f"{where} is not {name.upper()} text: {position}; {hint}")
 
 
 _MARKS = {
@@ -170,21 +165,21 @@ _ENCODING_HINT = (
 
 
 def refuse_other_kinds(file: Path, start: bytes) -> None:
-    """Raise CorruptError where a file that begins with these bytes is known to hold no text."""
-    if (kind := kind_of(start)) is not None:
+    """Raise CorruptError if a file's first bytes show that it holds no text."""
+    if (kind := detect_kind(start)) is not None:
         remedy = kind.remedy.replace("FILE", str(file))
         raise CorruptError(f"{file} is {kind.name}, not text; {remedy}")
 
 
 def read_records(file: Path, contents: FileContents = UTF8) -> Iterator[tuple[dict[str, Any], str]]:
-    """Each record of a JSONL file, and where it stands; empty lines are passed over.
+    """Yield each record in a JSONL file with its file and line; skip empty lines.
 
-    Raises as `read_documents` does, but for what a record must hold.
+    Raises as `read_documents` does, except for the record's fields.
     """
     offset = 0
     with _open(file) as stream:
-        pieces = _decoded(stream, file, contents, PIECE_BYTES)
-        utf8 = stream if contents.is_utf8 else io.BufferedReader(_Utf8Stream(pieces))
+        chunks = _decoded(stream, file, contents)
+        utf8 = stream if contents.is_utf8 else io.BufferedReader(_Utf8Stream(chunks))
         for number in itertools.count(1):
             line = utf8.readline(LONGEST_LINE_BYTES + 1)
             if not line:
@@ -209,7 +204,7 @@ def read_records(file: Path, contents: FileContents = UTF8) -> Iterator[tuple[di
 
 
 def _parsed(record: str, field: str, where: str) -> dict[str, Any]:
-    """The object of a line; `field` is where its text is looked for, for messages."""
+    """Parse a line into an object; `field` is named in messages."""
     try:
         parsed = json.loads(record)
     except (ValueError, RecursionError) as error:
@@ -237,12 +232,12 @@ def _record_text(record: dict[str, Any], field: str, where: str) -> str:
             f"{where}: {field!r} is {type(text).__name__} {text!r:.40}, not a string; write the "
             "document's text, or leave the record out"
         )
-    check_whole(text, repr(field), where)
+    check_encodable(text, repr(field), where)
     return text
 
 
-def check_whole(text: str, what: str, where: str) -> None:
-    """Raise CorruptError where a text of a record, called `what`, is none that UTF-8 can hold."""
+def check_encodable(text: str, what: str, where: str) -> None:
+    """Raise CorruptError if a record's text holds half a surrogate pair; `what` names the text."""
     if not text.isascii():
         try:
             text.encode()
@@ -255,14 +250,14 @@ def check_whole(text: str, what: str, where: str) -> None:
 
 
 def _compression(file: Path) -> str:
-    """`.gz`, `.zst`, or nothing."""
+    """Return `.gz`, `.zst`, or ""."""
     suffix = file.suffix.lower()
     return suffix if suffix in COMPRESSED_SUFFIXES else ""
 
 
 @contextmanager
 def _open(file: Path) -> Iterator[BinaryIO]:
-    """The file's bytes, decompressed; reads are full until the end."""
+    """Open a file's bytes, decompressed; reads are full until the end."""
     errors: list[type[Exception]] = [EOFError, gzip.BadGzipFile, zlib.error]
     try:
         with file.open("rb") as stream:
@@ -284,26 +279,26 @@ def _open(file: Path) -> Iterator[BinaryIO]:
 
 
 class _Utf8Stream(io.RawIOBase):
-    """Pieces of text as a stream of UTF-8."""
+    """Chunks of text as a UTF-8 stream."""
 
-    def __init__(self, pieces: Iterator[str]) -> None:
-        self._pieces, self._ready = pieces, memoryview(b"")
+    def __init__(self, chunks: Iterator[str]) -> None:
+        self._pieces, self._ready = chunks, memoryview(b"")
 
     def readable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """The number of bytes put into `buffer`; 0 at the end."""
-        while not self._ready and (piece := next(self._pieces, None)) is not None:
-            self._ready = memoryview(piece.encode())
+        """Fill `buffer`; return the bytes written, 0 at the end."""
+        while not self._ready and (chunk := next(self._pieces, None)) is not None:
+            self._ready = memoryview(chunk.encode())
         n = min(len(buffer), len(self._ready))
         buffer[:n], self._ready = self._ready[:n], self._ready[n:]
         return n
 
 
 def _zstd() -> Any:
-    """Python's module for Zstandard."""
+    """Import Python's module for Zstandard; ConfigError if it is absent."""
     name = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
     try:
         return importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""The `grammar` corpus: a hidden Markov source whose entropy rate is known exactly.
+"""The `grammar` corpus: a hidden Markov source with an exactly known entropy rate.
 
 The source is *unifilar*: state and emitted character together decide the next state,
 
@@ -8,15 +8,15 @@ where each character has one of `base` classes and `base` is the product of the 
 `n_states`. Two properties follow.
 
 - *The floor is exact.* For a unifilar source the entropy rate is Σ π(s) H(p(·|s)), with π the
-  stationary distribution of the states (Shannon 1948, section 7; Cover and Thomas, "Elements of
-  Information Theory", section 4.2). No limit of blocks is needed, as it is for a general hidden
-  Markov source, which has no closed form.
-- *The state can be read off a few characters.* Unrolled, the state is Σ baseⁱ · class(i
+  stationary distribution over states (Shannon 1948, section 7; Cover and Thomas, "Elements of
+  Information Theory", section 4.2). A general hidden Markov source has no closed form, only a
+  limit over blocks.
+- *A few characters reveal the state.* Unrolled, the state is Σ baseⁱ · class(i
   characters ago) mod n_states, and baseⁱ is a multiple of n_states from some small i on. So the
-  last `memory` characters give the state whatever came before (3 for 8 states): a small model
-  with a short context can predict as well as the source itself, and no model can do better.
+  last `memory` characters decide the state (3 for 8 states): a small model with a short context
+  can predict as well as the source itself, and no model can do better.
 
-All is integer arithmetic over keyed bits: each state draws its characters from an urn of 4096
+All is integer arithmetic over keyed bits: each state draws its characters from an urn with 4096
 tickets, so the text is the same on every machine and the probabilities are exact fractions.
 """
 
@@ -45,23 +45,24 @@ class Source:
 
     alphabet: str
     tickets: npt.NDArray[np.int64]
-    """(n_states, n_characters): tickets of each character in each state's urn; rows sum to 4096."""
+    """(n_states, n_characters): tickets for each character in each state's urn; rows sum to
+    4096."""
     next_state: npt.NDArray[np.int64]
     """(n_states, n_characters): the state after a character."""
     memory: int
-    """This many last characters determine the state."""
+    """Number of last characters that determine the state."""
 
     @property
     def n_states(self) -> int:
-        """Number of hidden states."""
+        """Hidden states."""
         return len(self.tickets)
 
     def probabilities(self) -> npt.NDArray[Any]:
-        """p(character | state), (n_states, n_characters)."""
+        """Return p(character | state), (n_states, n_characters)."""
         return self.tickets / N_TICKETS
 
     def stationary(self) -> npt.NDArray[Any]:
-        """The long-run share of time in each state, (n_states,)."""
+        """Return the stationary distribution over states, (n_states,)."""
         chain = np.zeros((self.n_states, self.n_states))
         rows = np.repeat(np.arange(self.n_states), len(self.alphabet))
         np.add.at(chain, (rows, self.next_state.ravel()), self.probabilities().ravel())
@@ -73,15 +74,15 @@ class Source:
         return np.linalg.solve(equations, right)
 
     def entropy_rate(self) -> float:
-        """Nats per character: Σ π(s) H(p(·|s))."""
+        """Return Σ π(s) H(p(·|s)), nats per character."""
         p = self.probabilities()  # no zeros: every urn has a ticket of every character
         return float(self.stationary() @ -(p * np.log(p)).sum(axis=1))
 
 
 def grammar_source(config: GrammarConfig) -> Source:
-    """The source that `config` describes, drawn from its seed.
+    """Draw the source that `config` describes from its seed.
 
-    Raises ConfigError when the alphabet is too small for the number of states.
+    Raises ConfigError if the alphabet is too small for the number of states.
     """
     n_states, n_characters = config.n_states, len(config.alphabet)
     base = _radical(n_states)
@@ -110,16 +111,16 @@ def grammar_source(config: GrammarConfig) -> Source:
 
 
 def grammar_entropy_rate(config: GrammarConfig) -> float:
-    """Exact entropy rate of the `grammar` corpus, nats per character.
+    """Return the exact entropy rate of the `grammar` corpus, nats per character.
 
-    The expected loss of a model on this text is at least this, and reaches it only for the true
-    conditional probabilities; on a finite text the loss of the true model scatters around it.
+    A model's expected loss on this text is at least this, and reaches it only with the true
+    conditional probabilities; on a finite text the true model's loss scatters around it.
     """
     return grammar_source(config).entropy_rate()
 
 
 def grammar_text(config: GrammarConfig) -> Iterator[str]:
-    """The text of `config.n_characters` characters, in pieces; starts in state 0."""
+    """Yield `config.n_characters` characters in chunks; the source starts in state 0."""
     source = grammar_source(config)
     # Of each state a list of its tickets: a character, and the list of the state that follows it.
     urns: list[list[Any]] = [[] for _ in range(source.n_states)]
@@ -139,7 +140,7 @@ def grammar_text(config: GrammarConfig) -> Iterator[str]:
 
 
 def _radical(n: int) -> int:
-    """The product of the distinct primes of n: the least base with a power that n divides."""
+    """Return the product of n's distinct primes: the least base with a power that n divides."""
     radical, rest, prime = 1, n, 2
     while rest > 1:
         if rest % prime == 0:
@@ -151,11 +152,11 @@ def _radical(n: int) -> int:
 
 
 def _urn(draws: list[int]) -> list[int]:
-    """4096 tickets over the characters: an eighth evenly, the rest in proportion to draw⁴.
+    """Deal 4096 tickets to the characters: an eighth evenly, the rest in proportion to draw⁴.
 
     The fourth power makes a few characters likely in each state: text with a structure to learn.
-    The even share lets a small alphabet still surprise, and shows every character often enough
-    for its probability to be learnt.
+    The even share lets a small alphabet still surprise, and shows every character often enough for
+    its probability to be learned.
     """
     weights = [draw**4 for draw in draws]
     total = max(sum(weights), 1)

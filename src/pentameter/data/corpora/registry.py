@@ -1,4 +1,5 @@
-"""The corpora by name. A new one is a function here that returns its `Text`, and a line below."""
+"""Corpora by name. A new one is a function here that returns its `Text`, and an entry in
+CORPORA."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from pentameter.data.corpora.text import (
     first_bytes,
     text_from_files,
     text_from_paths,
-    text_of_pieces,
+    text_of_chunks,
 )
 from pentameter.disk.cache import PublicFile, public_file
 from pentameter.errors import ConfigError, nearest
 
 TINY_SHAKESPEARE = PublicFile(
-    place="shakespeare/input.txt",
+    path="shakespeare/input.txt",
     url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
     sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
     n_bytes=1_115_394,
@@ -36,20 +37,20 @@ _WIKITEXT_URL = (
 WIKITEXT_2 = MappingProxyType(
     {
         "train": PublicFile(
-            place="wikitext-2/train.txt",
+            path="wikitext-2/train.txt",
             url=f"{_WIKITEXT_URL}/train.txt",
             sha256=None,
             n_bytes=16_000_000,
             git_blob="2d84b35af79e411d73ea7cae83c73964c6ac83b4",
         ),
         "val": PublicFile(
-            place="wikitext-2/valid.txt",
+            path="wikitext-2/valid.txt",
             url=f"{_WIKITEXT_URL}/valid.txt",
             sha256="f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
             n_bytes=1_121_681,
         ),
         "test": PublicFile(
-            place="wikitext-2/test.txt",
+            path="wikitext-2/test.txt",
             url=f"{_WIKITEXT_URL}/test.txt",
             sha256="d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
             n_bytes=1_256_449,
@@ -58,7 +59,7 @@ WIKITEXT_2 = MappingProxyType(
 )
 
 UNKNOWN_CORPUS = "unknown"
-"""The corpus of a model whose configuration does not say what it was trained on."""
+"""The corpus of a model whose configuration does not record its training data."""
 
 # Third-party code; test suites (some of whose files are deliberately broken); tables of data.
 NOT_STDLIB = frozenset(
@@ -71,7 +72,7 @@ NOT_STDLIB = frozenset(
 
 
 def stdlib(data: DataConfig) -> Text:
-    """The Python standard library's own source on this machine, module by module."""
+    """The source code of Python's standard library on this machine, module by module."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     if not (folder / "os.py").is_file():
         raise ConfigError(
@@ -88,12 +89,12 @@ def stdlib(data: DataConfig) -> Text:
 
 
 def grammar(data: DataConfig) -> Text:
-    """A hidden Markov source of exactly known entropy rate; see `grammar.py`."""
+    """A hidden Markov source with an exactly known entropy rate; see `grammar.py`."""
     settings = data.grammar
     grammar_source(settings)  # raises now if the settings are impossible
     n_bytes = settings.n_characters * len(settings.alphabet.encode()) // len(settings.alphabet)
     identity = f"grammar, version 1, {settings.model_dump_json()}"
-    return text_of_pieces("grammar", lambda: grammar_text(settings), n_bytes, identity)
+    return text_of_chunks("grammar", lambda: grammar_text(settings), n_bytes, identity)
 
 
 def shakespeare(data: DataConfig) -> Text:
@@ -102,7 +103,7 @@ def shakespeare(data: DataConfig) -> Text:
 
 
 def wikitext_2(data: DataConfig) -> Text:
-    """WikiText-2: about 2 million words of articles, in the three splits it was published in."""
+    """WikiText-2: about 2 million words from articles, in the three splits it was published in."""
     train, val, test = (
         text_from_files([public_file(file)], f"wikitext-2-{split}")
         for split, file in WIKITEXT_2.items()
@@ -119,7 +120,7 @@ CORPORA: Mapping[str, Callable[[DataConfig], Text]] = MappingProxyType(
 
 
 def corpus_text(data: DataConfig) -> Text:
-    """The text that `data` names (corpus or path), cut to `max_bytes`, with what is held out.
+    """Return the text that `data` names (corpus or path), cut to `max_bytes`, with held-out texts.
 
     Raises ConfigError for an unknown corpus or a path that does not exist.
     """
@@ -140,7 +141,7 @@ def corpus_text(data: DataConfig) -> Text:
 
 
 def text_from_data_paths(data: DataConfig, paths: Sequence[Path]) -> Text:
-    """The text of files and folders, with the texts that `data` holds out beside them."""
+    """Return the text in files and folders, with the texts that `data` holds out beside them."""
     contents = FileContents(data.encoding, data.text_field)
     text = text_from_paths(paths, contents=contents)
     given = {"val": data.validation_path, "test": data.test_path}

@@ -1,7 +1,7 @@
 """Text as documents that can be read again: files, folders, generators; memory stays bounded.
 
-A document is an iterator of pieces, so that one of any length streams. Files follow one another
-with nothing between them; `pentameter.data.corpora.files` says what is inside a file.
+A document is an iterator of chunks, so that any length streams. Files follow one another with
+nothing between them; `pentameter.data.corpora.files` reads inside a file.
 """
 
 from __future__ import annotations
@@ -13,53 +13,52 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pentameter.config.naming import name_of
-from pentameter.data.corpora.file_kinds import warning_of
-from pentameter.data.corpora.files import UTF8, FileContents, about_bytes, read_documents
+from pentameter.data.corpora.file_kinds import table_warning
+from pentameter.data.corpora.files import UTF8, FileContents, estimated_bytes, read_documents
 from pentameter.errors import ConfigError, StorageError, near_files
 
 Documents = Iterator[Iterator[str]]
-"""Each document's pieces, to be read before the next document is asked for."""
+"""Each document's chunks, to be read before the next document is asked for."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A corpus before it is cut into tokens."""
+    """A corpus before it is tokenized."""
 
     name: str
-    """One that `config/naming.py` takes: names the prepared files."""
+    """A name as `config/naming.py` allows; names the prepared files."""
     documents: Callable[[], Documents]
-    """Starts a new pass over the text. Only a JSONL record's piece may be large."""
+    """Starts a new pass over the text. Only a JSONL record's chunk may be large."""
     n_bytes: int
-    """About how many UTF-8 bytes a pass yields; for progress only."""
+    """Approximate UTF-8 bytes that a pass yields; for progress only."""
     identity: str | None = None
-    """Names the content where it is known without reading it (generated text)."""
+    """Identifies the content if it is known without reading (generated text)."""
     held_out: Mapping[str, Text] = field(default_factory=dict)
-    """The texts of `val` and `test` where they are texts of their own."""
+    """`val` and `test`, if they are texts themselves."""
     warning: str | None = None
     """Warnings about its files, for the user."""
 
-    def pieces(self) -> Iterator[str]:
-        """A pass over the text without regard to documents."""
+    def chunks(self) -> Iterator[str]:
+        """Start a pass over the text without regard to documents."""
         for document in self.documents():
             yield from document
 
 
-def text_of_pieces(
-    name: str, pieces: Callable[[], Iterator[str]], n_bytes: int, identity: str | None = None
+def text_of_chunks(
+    name: str, chunks: Callable[[], Iterator[str]], n_bytes: int, identity: str | None = None
 ) -> Text:
-    """A text that is one document; `pieces` starts a new pass over it."""
-    return Text(name, lambda: iter([pieces()]), n_bytes, identity)
+    """Build a text with one document; `chunks` starts a new pass over it."""
+    return Text(name, lambda: iter([chunks()]), n_bytes, identity)
 
 
 def text_from_paths(
     paths: Sequence[Path], name: str | None = None, contents: FileContents = UTF8
 ) -> Text:
-    """The text of files and folders, one after another in the order given.
+    """Return the text in files and folders, one after another in the order given.
 
-    A folder stands for the files below it, sorted by path; hidden files and folders,
-    `__pycache__`, links to folders and what is not a regular file (pipes, sockets) are left out.
-    Raises ConfigError for a path that does not exist or holds no file, StorageError for one that
-    cannot be read.
+    A folder stands for the files below it, sorted by path; hidden files and folders, `__pycache__`,
+    links to folders and special files (pipes, sockets) are left out. Raises ConfigError for a path
+    that does not exist or holds no file, StorageError for one that cannot be read.
     """
     files: list[Path] = []
     for path in paths:
@@ -77,18 +76,19 @@ def text_from_paths(
 
 
 def text_from_files(files: Sequence[Path], name: str, contents: FileContents = UTF8) -> Text:
-    """The text of exactly these files, read lazily, one after another."""
-    n_bytes = sum(about_bytes(file) for file in files)
+    """Return the text in exactly these files, read lazily, one after another."""
+    n_bytes = sum(estimated_bytes(file) for file in files)
 
     def documents() -> Documents:
         for file in files:
             yield from read_documents(file, contents)
 
-    return Text(name, documents, n_bytes, warning=warning_of(files))
+    return Text(name, documents, n_bytes, warning=table_warning(files))
 
 
 def files_below(folder: Path, skip: Collection[str] = ("__pycache__",)) -> list[Path]:
-    """The regular files below a folder, sorted by the parts of their path; see text_from_paths.
+    """List the regular files below a folder, sorted by the parts of their path; see
+    text_from_paths.
 
     Folders named in `skip` are not entered.
     """
@@ -111,9 +111,10 @@ def files_below(folder: Path, skip: Collection[str] = ("__pycache__",)) -> list[
 
 
 def first_bytes(text: Text, max_bytes: int) -> Text:
-    """The longest start of `text` that fits in `max_bytes` UTF-8 bytes; no character is cut.
+    """Truncate `text` to the longest start that fits in `max_bytes` UTF-8 bytes without splitting a
+    character.
 
-    Texts held out of their own stay whole.
+    Held-out texts stay whole.
     """
 
     def documents() -> Documents:
@@ -121,11 +122,11 @@ def first_bytes(text: Text, max_bytes: int) -> Text:
 
         def shortened(document: Iterator[str]) -> Iterator[str]:
             nonlocal left
-            for piece in document:
-                data = piece.encode()
+            for chunk in document:
+                data = chunk.encode()
                 if len(data) <= left:
                     left -= len(data)
-                    yield piece
+                    yield chunk
                     continue
                 start = codecs.utf_8_decode(data[:left], "strict", False)[0]
                 left = 0
@@ -144,5 +145,5 @@ def first_bytes(text: Text, max_bytes: int) -> Text:
 
 
 def utf8_size(text: str) -> int:
-    """Number of bytes of a text in UTF-8."""
+    """Count the UTF-8 bytes of a text."""
     return len(text) if text.isascii() else len(text.encode())

@@ -1,7 +1,7 @@
-"""Passages of text into token ids: here, or in processes beside this one, in order either way.
+"""Encoding passages, here or in other processes, in order either way.
 
-Processes rather than threads: words are found in Python, which has one lock, and what the
-`tokenizers` library returns becomes arrays in Python too.
+Processes rather than threads: words are found in Python, which has one lock, and results from the
+`tokenizers` library become arrays in Python too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BATCHES_AHEAD = 2  # per process: one at work, one waiting
 def batches(
     passages: Iterable[Passage], n_characters: int = BATCH_CHARACTERS
 ) -> Iterator[Passages]:
-    """The passages in lists of about `n_characters` characters."""
+    """Yield the passages in lists with about `n_characters` characters."""
     batch: Passages = []
     held = 0
     for passage in passages:
@@ -53,7 +53,8 @@ def batches(
 
 
 def processes_for(tokenizer: Tokenizer, n_bytes: int) -> int:
-    """The number of processes that a text of that size is worth; 0 to encode in this one."""
+    """Return how many processes are worth starting for `n_bytes` of text; 0 to encode in this
+    one."""
     # Characters are looked up in one NumPy call, faster than they would go through a pipe.
     if tokenizer.kind == "char" or n_bytes < WORTH_PROCESSES_BYTES:
         return 0
@@ -64,9 +65,9 @@ def processes_for(tokenizer: Tokenizer, n_bytes: int) -> int:
 def encoded(
     batches: Iterable[Passages], tokenizer: Tokenizer, n_processes: int
 ) -> Iterator[Encoded]:
-    """Each batch with the ids of each of its passages, in order; bounded memory.
+    """Yield each batch with its passages' ids, in order; bounded memory.
 
-    Raises what the tokenizer raises, StorageError when a process is lost.
+    Raises any error from the tokenizer, StorageError if a process is lost.
     """
     if n_processes == 0:
         for batch in batches:
@@ -94,7 +95,7 @@ def encoded(
 
 
 def _ask(idle: SimpleQueue[PythonChild], texts: Sequence[str]) -> list[npt.NDArray[Any]]:
-    """The ids of each text, from the first process that is idle."""
+    """Return each text's ids, from the first idle process."""
     child = idle.get()
     try:
         ids, lengths = child.ask(texts)
@@ -110,7 +111,7 @@ def _ask(idle: SimpleQueue[PythonChild], texts: Sequence[str]) -> list[npt.NDArr
 
 @contextmanager
 def _started(tokenizer: Tokenizer, n_processes: int) -> Iterator[list[PythonChild]]:
-    """Processes in which `encoder` answers; they end with the body."""
+    """Start processes that run `encoder`; they end with the body."""
     with ExitStack() as stack:
         folder = stack.enter_context(scratch_folder())
         tokenizer.save(folder / "tokenizer.json")
@@ -134,7 +135,7 @@ def _started(tokenizer: Tokenizer, n_processes: int) -> Iterator[list[PythonChil
 
 
 def encoder(tokenizer_file: str) -> Callable[[Sequence[str]], object]:
-    """The function with which a process of the pool answers: texts to (all their ids, lengths)."""
+    """Build the function that a pool process serves: texts to (all their ids, lengths)."""
     tokenizer = load_tokenizer(tokenizer_file)
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
 

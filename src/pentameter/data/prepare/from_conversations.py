@@ -1,9 +1,9 @@
-"""Conversations into token shards, with the answers, which are what a model learns of them.
+"""Conversations into token shards, with the assistant tokens, which alone a model learns.
 
-Messages become text by the tokenizer's chat template; prompt and completion stay as they are, with
-the end of text behind. A prompt and an answer are encoded each by itself, as the prompt is when a
-model is asked. No conversation is ever cut: each lies in one split, by its place among all or by
-the hash of its text. Two passes, as over text: the first finds what is there, the second encodes.
+Messages become text by the tokenizer's chat template; prompt and completion stay as they are,
+followed by the end of text. A prompt and an answer are encoded each by itself, as the prompt is
+when a model is asked. No conversation is ever split: each lies in one split, by its position or by
+the hash of its text. Two passes, as over text: the first counts and hashes, the second encodes.
 """
 
 from __future__ import annotations
@@ -11,29 +11,22 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from pentameter.data.corpora.conversations import (
-    ANSWERS,
-    Chat,
-    Conversation,
-    Conversations,
-    Exchange,
-)
-from pentameter.data.corpora.files import check_whole
+from pentameter.data.corpora.conversations import Chat, Conversation, Conversations, Exchange
+from pentameter.data.corpora.files import check_encodable
 from pentameter.data.corpora.text import utf8_size
-from pentameter.data.prepare.splits import IS_BY_DOCUMENT, Splitting, split_ends, split_of
-from pentameter.data.progress import AWAITING, ENCODING, READING, Progress
+from pentameter.data.prepare.contents import Contents
+from pentameter.data.prepare.splits import IS_BY_DOCUMENT, Splitting
+from pentameter.data.progress import READING, Progress, no_progress
 from pentameter.data.shards.format import SPLITS
-from pentameter.data.shards.writer import SHARD_TOKENS, NewAnswers, ShardWriter
+from pentameter.data.shards.writer import ShardWriter
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.chat import (
     CHATML,
     ChatTemplate,
@@ -41,80 +34,95 @@ from pentameter.data.tokenizers.chat import (
     TemplateBoundsError,
     TemplateRefusalError,
     chosen_chat_template,
-    disarmed,
-    pieces_of,
-    plain,
+    escaped,
+    ids_and_texts,
+    unescaped,
 )
-from pentameter.data.tokenizers.rendering import (
-    Asked,
-    Documents,
-    Rendering,
-    n_characters_of,
-)
-from pentameter.data.tokenizers.setting import build_tokenizer, chosen_tokenizer
-from pentameter.disk.atomic import FolderExistsError, refuse_existing
-from pentameter.disk.lock import building
+from pentameter.data.tokenizers.rendering import Asked, Documents, Rendering, n_characters_of
 from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError
 
 BATCH_DOCUMENTS = 256
-"""Documents that are encoded at once."""
+"""Documents encoded at once."""
 
 BATCH_RENDERED, BATCH_CHARACTERS = 64, 1 << 20
-"""Conversations that are rendered at once, and about their characters: of small ones many, as each
-request to the process that renders takes a tenth of a millisecond."""
+"""Maximum conversations, and characters, rendered in one request: each request to the rendering
+process takes a tenth of a millisecond."""
 
 Records = Iterator[tuple[Conversation, str]]
-"""Conversations, each with the place where it stands."""
+"""Conversations, each with its file and line for messages."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A conversation as text, and which parts of it a model learns."""
+    """A conversation as text, in segments that a model learns or only reads."""
 
     segments: Sequence[Segment]
     is_rendered: bool
-    """By a template, which writes special tokens; what is not has the end of text behind it."""
+    """True if a template wrote it, special tokens included; otherwise the end of text follows."""
 
     @property
     def text(self) -> str:
-        """All of it, as a person reads it."""
-        return plain("".join(text for text, _ in self.segments))
+        """The whole text, as a person reads it."""
+        return unescaped("".join(text for text, _ in self.segments))
 
     def to_bytes(self) -> bytes:
-        """Everything that decides its tokens, for a hash."""
+        """Serialise everything that decides its tokens, for a hash."""
         content = json.dumps([self.segments, self.is_rendered]).encode()
         return len(content).to_bytes(8, "little") + content
 
 
-@dataclass(frozen=True)
-class ConversationContents:
-    """The documents of conversations: hash, number, size and splits, as one pass found them."""
+@dataclass(frozen=True, kw_only=True)
+class ConversationContents(Contents):
+    """Contents of conversations; the hash covers the documents' segments."""
+
+    kind = "conversations"
+    has_loss_mask = True
 
     conversations: Conversations
-    chat: ChatTemplate | None
+    template: ChatTemplate | None
     special_tokens: Mapping[str, int]
-    sha256: str
-    """sha256, in hex, of their segments."""
     splits: bytes
-    """The place in SPLITS of each document."""
-    n_bytes: int
-    characters: str
-    """The distinct characters, sorted, those held out beside too."""
-    held_out: Mapping[str, ConversationContents] = field(default_factory=dict)
+    """Index in SPLITS for each document."""
+
+    @property
+    def chat(self) -> ChatTemplate | None:
+        """Template to store with the tokenizer, if one was chosen."""
+        return self.template
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """JSON values by which a cache knows the conversations; the template is stored with the
+        tokenizer."""
+        chat = None if self.template is None else self.template.to_json()
+        return {**super().key, "chat": chat}
+
+    def count(self) -> dict[str, int]:
+        """Return the number of documents."""
+        return {"conversations": len(self.splits)}
 
     def documents(self) -> Iterator[Document]:
-        """A new pass over them."""
-        return _documents(self.conversations, self.chat, self.special_tokens)
+        """Start a new pass over the documents."""
+        return _documents(self.conversations, self.template, self.special_tokens)
 
-    def description(self) -> dict[str, Any]:
-        """Hashes and sizes, for the header of shards."""
-        sizes = {"sha256": self.sha256, "bytes": self.n_bytes, "conversations": len(self.splits)}
-        held_out = {split: part.description() for split, part in self.held_out.items()}
-        return {**sizes, **({"held_out": held_out} if held_out else {})}
+    def train_texts(self, tokenizer: str) -> Iterator[tuple[str, int]]:
+        """Yield the train split's documents; see `Contents.train_texts`."""
+        n_done = 0
+        for document, split in zip(self.documents(), self.splits, strict=False):
+            n_done += utf8_size(document.text)
+            yield document.text if split == 0 else "", n_done
+
+    def encode(self, tokenizer: Tokenizer, writer: ShardWriter) -> Iterator[int]:
+        """Write all parts' tokens; see `Contents.encode`."""
+        n_done = 0
+        for part in self.parts:
+            for n_bytes in _encode(part, tokenizer, writer):
+                n_done += n_bytes
+                yield n_done
 
 
 def chat_template(setting: str | None, tokenizer: str | Tokenizer) -> ChatTemplate | None:
-    """The template that `data.chat_template` names, else the tokenizer's own; None without one."""
+    """Return the template that `data.chat_template` names, else the tokenizer's; None without
+    one."""
     if setting is not None:
         return chosen_chat_template(setting)
     return None if isinstance(tokenizer, str) else tokenizer.chat
@@ -126,13 +134,13 @@ def read_conversations(
     tokenizer: str | Tokenizer,
     splitting: Splitting,
     *,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> ConversationContents:
-    """What conversations, and those held out beside them, become by a template.
+    """Render conversations, and those held out beside them, once; return their contents.
 
-    `tokenizer` is the one that will encode them, or a setting. Raises ConfigError where messages
-    want a template and there is none, CorruptError for a record that is no conversation or that
-    the template refuses, StorageError as reading does.
+    `tokenizer` is the one that will encode them, or a setting. Raises ConfigError for messages
+    without a template, CorruptError for a record that is no conversation or that the template
+    refuses, StorageError as reading does.
     """
     special = {} if isinstance(tokenizer, str) else tokenizer.special_tokens
     splitting = Splitting(0.0) if conversations.held_out else splitting
@@ -150,33 +158,31 @@ def _read(
     chat: ChatTemplate | None,
     special_tokens: Mapping[str, int],
     splitting: Splitting,
-    progress: Progress | None,
+    progress: Progress,
 ) -> ConversationContents:
     digest, characters = hashlib.sha256(), set[str]()
-    fractions = splitting.validation_fraction, splitting.test_fraction
     n_bytes, splits = 0, bytearray()
     for document in _documents(conversations, chat, special_tokens):
         digest.update(document.to_bytes())
         text = document.text
         characters |= {*text}
         n_bytes += utf8_size(text)
-        splits.append(split_of(hashlib.sha256(text.encode()).digest(), *fractions))
-        if progress is not None:
-            progress(READING, n_bytes, max(conversations.n_bytes, n_bytes))
+        splits.append(splitting.split_of(hashlib.sha256(text.encode()).digest()))
+        progress(READING, n_bytes, max(conversations.n_bytes, n_bytes))
     if not splits:
         raise ConfigError(f"there is no conversation in {conversations.files[0]}; nothing to learn")
     if not IS_BY_DOCUMENT[splitting.by]:
-        ends = split_ends(len(splits), *fractions)
-        counts = np.diff([0, *ends]).tolist()
-        splits = bytearray(b"".join(bytes([place]) * n for place, n in enumerate(counts)))
+        counts = np.diff([0, *splitting.ends(len(splits))])
+        splits = bytearray(np.repeat(np.arange(3, dtype=np.uint8), counts).tobytes())
     return ConversationContents(
-        conversations,
-        chat,
-        special_tokens,
-        digest.hexdigest(),
-        bytes(splits),
-        n_bytes,
-        "".join(sorted(characters)),
+        name=conversations.name,
+        sha256=digest.hexdigest(),
+        n_bytes=n_bytes,
+        characters="".join(sorted(characters)),
+        conversations=conversations,
+        template=chat,
+        special_tokens=special_tokens,
+        splits=bytes(splits),
     )
 
 
@@ -186,7 +192,7 @@ def _documents(
     n_bytes = 0
     for documents, where in _rendered(conversations.records(), chat, special_tokens):
         for document in documents:
-            check_whole(text := document.text, "a message", where)
+            check_encodable(text := document.text, "a message", where)
             n_bytes += utf8_size(text)
             if conversations.max_bytes is not None and n_bytes > conversations.max_bytes:
                 return
@@ -196,14 +202,21 @@ def _documents(
 def _rendered(
     records: Records, chat: ChatTemplate | None, special_tokens: Mapping[str, int]
 ) -> Iterator[tuple[list[Document], str]]:
-    """The documents of each conversation, and where it stands; CorruptError where the template
+    """Yield each conversation's documents with its file and line; CorruptError if the template
     refuses it."""
     with ExitStack() as stack:
         rendering: Rendering | None = None
         for batch in _batches(records):
             chats = [(each, where) for each, where in batch if isinstance(each, Chat)]
             if chats and rendering is None:
-                rendering = stack.enter_context(Rendering(_needed(chat, where=chats[0][1])))
+                if chat is None:
+                    raise ConfigError(
+                        f"{chats[0][1]} has messages, and the tokenizer no chat template that "
+                        "would make them text; set data.chat_template (in prepare "
+                        f"--chat-template): {CHATML!r}, a Jinja file, or a folder with the "
+                        "tokenizer_config.json of a Hugging Face model"
+                    )
+                rendering = stack.enter_context(Rendering(chat))
             found: Iterator[Documents | TemplateRefusalError] = iter(())
             if rendering is not None:
                 asked = [_asked(each, where, special_tokens) for each, where in chats]
@@ -213,13 +226,14 @@ def _rendered(
                     raise CorruptError(f"{chats[0][1]}, or soon after: {error}") from error
             for conversation, where in batch:
                 if isinstance(conversation, Exchange):
-                    yield [_as_it_is(conversation)], where
+                    segments = [(conversation.prompt, False), (conversation.completion, True)]
+                    yield [Document([each for each in segments if each[0]], False)], where
                 else:
                     yield _accepted(next(found), where), where
 
 
 def _batches(records: Records) -> Iterator[list[tuple[Conversation, str]]]:
-    """The conversations in lists of some, of bounded size; those before one that is damaged come
+    """Yield the conversations in lists, each bounded in size; those before a damaged one come
     before its error."""
     batch: list[tuple[Conversation, str]] = []
     n_characters = 0
@@ -236,154 +250,67 @@ def _batches(records: Records) -> Iterator[list[tuple[Conversation, str]]]:
     yield batch
 
 
-def _needed(chat: ChatTemplate | None, where: str) -> ChatTemplate:
-    if chat is None:
-        raise ConfigError(
-            f"{where} has messages, and the tokenizer no chat template that would make them text; "
-            f"set data.chat_template (in prepare --chat-template): {CHATML!r}, a Jinja file, or a "
-            "folder with the tokenizer_config.json of a Hugging Face model"
-        )
-    return chat
-
-
 def _asked(chat: Chat, where: str, special_tokens: Mapping[str, int]) -> Asked:
-    """A chat as the template is asked for it."""
-    answers = [
-        number
-        for number, message in enumerate(chat.messages)
-        if message["role"] == ANSWERS and number >= chat.n_given
-    ]
+    """Build the request to render a chat; CorruptError for reserved characters in its texts."""
     try:
-        messages = disarmed(chat.messages, special_tokens)
-        return Asked(messages, disarmed(chat.tools, special_tokens), answers)
+        messages = escaped(chat.messages, special_tokens)
+        return Asked(messages, escaped(chat.tools, special_tokens), chat.targets)
     except TemplateRefusalError as error:
         raise CorruptError(f"{where}: {error}") from error
 
 
 def _accepted(documents: Documents | TemplateRefusalError, where: str) -> list[Document]:
-    """The documents that a template made; CorruptError where it refused, or left no answer."""
+    """Return a template's documents; CorruptError if it refused, or left no answer."""
     if isinstance(documents, TemplateRefusalError):
         raise CorruptError(f"{where}: {documents}") from documents
     for segments in documents:
-        if not any(is_learnt for _, is_learnt in segments):
+        if not any(is_target for _, is_target in segments):
             raise CorruptError(f"{where}: the chat template leaves nothing of the answers")
     return [Document(segments, True) for segments in documents]
 
 
-def _as_it_is(exchange: Exchange) -> Document:
-    segments = [(exchange.prompt, False), (exchange.completion, True)]
-    return Document([segment for segment in segments if segment[0]], False)
-
-
-def prepare_conversations(
-    contents: ConversationContents,
-    folder: Path,
-    tokenizer: str | Tokenizer,
-    *,
-    progress: Progress | None = None,
-    count_tokens: Callable[[int], None] | None = None,
-    warnings: list[str] | None = None,
-    shard_tokens: int = SHARD_TOKENS,
-    keep_existing: bool = False,
-) -> None:
-    """Write the shards of conversations as a new folder, which appears whole or not at all.
-
-    `tokenizer` is the one that `contents` were read for, or the same setting, which is made of the
-    train split's text. The rest is as `from_text.prepare`, errors too.
-    """
-    if not keep_existing:
-        refuse_existing(folder)
-    wanted = chosen_tokenizer(tokenizer)
-    parts = [contents, *contents.held_out.values()]
-    n_bytes, n_done = sum(part.n_bytes for part in parts), 0
-    tell = progress or (lambda stage, done, total: None)
-    kept = [FolderExistsError] if keep_existing else []
-    with suppress(*kept), building(folder, lambda: tell(AWAITING, 0, n_bytes)) as unfinished:
-        used = _made(wanted, contents, warnings)
-        name = contents.conversations.name
-        with ShardWriter(unfinished, name, used, shard_tokens, has_answers=True) as writer:
-            for part in parts:
-                for n_bytes_more in _encode(part, used, writer):
-                    n_done += n_bytes_more
-                    tell(ENCODING, n_done, n_bytes)
-                    if count_tokens is not None:
-                        count_tokens(writer.n_tokens)
-            writer.finish(contents.description())
-
-
-def _made(
-    wanted: str | Tokenizer, contents: ConversationContents, warnings: list[str] | None
-) -> Tokenizer:
-    """The tokenizer itself, or the one that the setting makes of the train split; with the chat
-    template, which is then its own."""
-
-    def train_texts() -> Iterator[str]:
-        for document, split in zip(contents.documents(), contents.splits, strict=False):
-            if split == 0:
-                yield document.text
-
-    if isinstance(wanted, str):
-        wanted = (
-            CharTokenizer(contents.characters)
-            if wanted == "char"
-            else build_tokenizer(wanted, train_texts, warnings=warnings)
-        )
-    wanted.chat = contents.chat or wanted.chat
-    return wanted
+def _chunks(
+    document: Document, special_tokens: Mapping[str, int], end_of_text: int | None
+) -> list[tuple[str | int, bool]]:
+    """Split a document into texts and special tokens' ids, each with True if it is learned."""
+    if document.is_rendered:
+        return [
+            (chunk, is_target)
+            for text, is_target in document.segments
+            for chunk in ids_and_texts(text, special_tokens)
+        ]
+    return [*document.segments, *([] if end_of_text is None else [(end_of_text, True)])]
 
 
 def _encode(
     contents: ConversationContents, tokenizer: Tokenizer, writer: ShardWriter
 ) -> Iterator[int]:
-    """Write the documents' tokens; yields the bytes of text of some after others.
+    """Write one part's tokens; yield the bytes of text in each batch.
 
-    Raises StorageError if the files are not those of the first pass.
+    Raises StorageError if the files differ from the first pass.
     """
     digest, n_documents = hashlib.sha256(), 0
     documents = contents.documents()
     while batch := list(itertools.islice(documents, BATCH_DOCUMENTS)):
-        pieces = [
-            (number, piece, is_learnt)
-            for number, document in enumerate(batch)
-            for text, is_learnt in document.segments
-            for piece in _pieces(document, text, contents.special_tokens)
-        ]
-        texts = [piece for _, piece, _ in pieces if isinstance(piece, str)]
+        chunks = [_chunks(each, contents.special_tokens, tokenizer.end_of_text) for each in batch]
+        texts = [chunk for each in chunks for chunk, _ in each if isinstance(chunk, str)]
         encoded = iter(tokenizer.encode_batch(texts))
-        parts: list[list[np.ndarray]] = [[] for _ in batch]
-        masks: list[list[np.ndarray]] = [[] for _ in batch]
-        for number, piece, is_learnt in pieces:
-            ids = next(encoded) if isinstance(piece, str) else np.array([piece])
-            parts[number].append(ids)
-            masks[number].append(np.full(len(ids), is_learnt))
-        for number, document in enumerate(batch):
+        for document, each in zip(batch, chunks, strict=True):
             digest.update(document.to_bytes())
             if n_documents == len(contents.splits):
                 break
-            if not document.is_rendered and tokenizer.end_of_text is not None:
-                parts[number].append(np.array([tokenizer.end_of_text]))
-                masks[number].append(np.array([True]))
+            tokens = [next(encoded) if isinstance(c, str) else np.array([c]) for c, _ in each]
+            ids = np.concatenate(tokens)
+            mask = np.repeat([is_target for _, is_target in each], [len(t) for t in tokens])
             split = SPLITS[contents.splits[n_documents]]
-            ids = np.concatenate(parts[number])
-            learnt = "".join(text for text, is_learnt in document.segments if is_learnt)
-            answers = NewAnswers(runs(np.concatenate(masks[number])), utf8_size(plain(learnt)))
+            learned = "".join(text for text, is_target in document.segments if is_target)
             n_documents += 1
             if len(ids):
-                writer.write(split, ids, utf8_size(document.text), [0], answers)
+                n_target_bytes = utf8_size(unescaped(learned))
+                writer.write(split, ids, utf8_size(document.text), [0], mask, n_target_bytes)
         yield sum(utf8_size(document.text) for document in batch)
     if digest.hexdigest() != contents.sha256:
         raise StorageError(
             f"the conversations in {contents.conversations.files[0]} changed while they were read; "
             "start again"
         )
-
-
-def _pieces(document: Document, text: str, special_tokens: Mapping[str, int]) -> list[str | int]:
-    """A segment's special tokens, where a template wrote it, and the texts between them."""
-    return pieces_of(text, special_tokens) if document.is_rendered else [text]
-
-
-def runs(mask: np.ndarray) -> list[tuple[int, int]]:
-    """Where each run of true values starts and stops."""
-    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
-    return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]

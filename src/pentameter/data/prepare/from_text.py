@@ -1,117 +1,100 @@
 """Text into token shards: two passes over a text of any size, the second on all cores.
 
-The first pass finds what the text is: hash, size, characters, splits. The second encodes it
-(`encoders.py`) and writes it.
+The first pass finds hash, size, characters and splits. The second encodes (`encoders.py`) and
+writes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from pentameter.data.corpora.text import Documents, Text, utf8_size
+from pentameter.data.prepare.contents import Contents
 from pentameter.data.prepare.encoders import BATCH_CHARACTERS, batches, encoded, processes_for
-from pentameter.data.prepare.splits import (
-    IS_BY_DOCUMENT,
-    Division,
-    Splitting,
-    divide,
-    split_ends,
-    split_of,
-)
-from pentameter.data.progress import AWAITING, ENCODING, READING, TRAINING, Progress
-from pentameter.data.shards.writer import SHARD_TOKENS, ShardWriter
+from pentameter.data.prepare.splits import IS_BY_DOCUMENT, SplitBounds, Splitting, split_passages
+from pentameter.data.progress import READING, Progress, no_progress
+from pentameter.data.shards.writer import ShardWriter
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.data.tokenizers.char import (
-    N_CODE_POINTS,
-    CharTokenizer,
-    UnseenCharacterError,
-    code_points,
-)
-from pentameter.data.tokenizers.cutting import Cutter
-from pentameter.data.tokenizers.setting import build_tokenizer, chosen_tokenizer
-from pentameter.disk.atomic import FolderExistsError, refuse_existing
-from pentameter.disk.lock import building
+from pentameter.data.tokenizers.char import N_CODE_POINTS, UnseenCharacterError, code_points
+from pentameter.data.tokenizers.chunking import Chunker
 from pentameter.errors import ConfigError, StorageError
 
-HELD_OUT_WHOLE = {"val": (1.0, 0.0), "test": (0.0, 1.0)}
-"""The fractions for validation and test of a text that is a split of its own."""
 
+@dataclass(frozen=True, kw_only=True)
+class TextContents(Contents):
+    """Contents of a text; the hash covers the text and its documents' bounds."""
 
-@dataclass(frozen=True)
-class Contents:
-    """A text's hash, size, characters and splits, as one pass over it found them."""
+    kind = "text"
 
     text: Text
-    sha256: str
-    """sha256, in hex, of the text and of the documents' bounds in it."""
     n_characters: int
-    n_bytes: int
-    division: Division
-    characters: str = ""
-    """The distinct characters, sorted, held-out texts' too; empty when not asked for."""
-    held_out: Mapping[str, Contents] = field(default_factory=dict)
+    bounds: SplitBounds
 
-    def description(self) -> dict[str, Any]:
-        """Hashes and sizes, for the header of shards."""
-        sizes = {"sha256": self.sha256, "bytes": self.n_bytes, "characters": self.n_characters}
-        held_out = {split: part.description() for split, part in self.held_out.items()}
-        return {**sizes, **({"held_out": held_out} if held_out else {})}
+    def count(self) -> dict[str, int]:
+        """Return the number of characters."""
+        return {"characters": self.n_characters}
+
+    def train_texts(self, tokenizer: str) -> Iterator[tuple[str, int]]:
+        """Yield the train split's text in passages; see `Contents.train_texts`."""
+        n_done = 0
+        for passage in split_passages(self.text.documents(), self.bounds, Chunker(tokenizer)):
+            n_done += utf8_size(passage.text)
+            yield passage.text if passage.split == "train" else "", n_done
+
+    def encode(self, tokenizer: Tokenizer, writer: ShardWriter) -> Iterator[int]:
+        """Write all parts' tokens, in several processes if that pays; see `Contents.encode`."""
+        n_processes = processes_for(tokenizer, sum(part.n_bytes for part in self.parts))
+        return _encode(self.parts, tokenizer, writer, n_processes)
 
 
 class TextDigest:
-    """sha256 of a text and of its documents' bounds, as a pass goes on."""
+    """sha256 over a text and its documents' bounds, updated as a pass goes on."""
 
     def __init__(self) -> None:
         self._text, self._bounds = hashlib.sha256(), hashlib.sha256()
         self.n_bytes = 0
 
-    def of(self, documents: Documents) -> Documents:
-        """The same documents, noted as they are read."""
+    def hashed(self, documents: Documents) -> Documents:
+        """Yield the same documents, hashing them as they are read."""
 
         def noted(document: Iterator[str]) -> Iterator[str]:
-            for piece in document:
-                data = piece.encode()
+            for chunk in document:
+                data = chunk.encode()
                 self._text.update(data)
                 self.n_bytes += len(data)
-                yield piece
+                yield chunk
 
         for document in documents:
             yield noted(document)
             self._bounds.update(self.n_bytes.to_bytes(8, "little"))
 
     def hexdigest(self) -> str:
-        """sha256, in hex, of text and bounds."""
+        """Return the sha256, in hex, of text and bounds."""
         return hashlib.sha256(self._text.digest() + self._bounds.digest()).hexdigest()
 
 
 def read_contents(
     text: Text,
-    splitting: Splitting | None = None,
+    splitting: Splitting,
     *,
     characters: bool = True,
-    progress: Progress | None = None,
-) -> Contents:
-    """The contents of a text and of the texts held out beside it, found in one pass.
+    progress: Progress = no_progress,
+) -> TextContents:
+    """Read a text and the texts held out beside it once; return their contents.
 
-    With texts held out of its own, `text` is all train. Raises ConfigError for an empty text,
-    CorruptError and StorageError as reading does.
+    If texts are held out, `text` is all train. `characters`: also collect the distinct characters.
+    Raises ConfigError for an empty text, CorruptError and StorageError as reading does.
     """
-    splitting = Splitting(0.0) if text.held_out else splitting or Splitting()
     seen = np.zeros(N_CODE_POINTS if characters else 0, dtype=bool)
-    fractions = splitting.validation_fraction, splitting.test_fraction
-    by_document = IS_BY_DOCUMENT[splitting.by]
-    found = _read(text, fractions, by_document, seen, progress)
+    found = _read(text, Splitting(0.0) if text.held_out else splitting, "train", seen, progress)
     held_out = {
-        split: _read(other, HELD_OUT_WHOLE[split], False, seen, progress)
+        split: _read(other, Splitting(0.0), split, seen, progress)
         for split, other in text.held_out.items()
     }
     distinct = "".join(map(chr, np.flatnonzero(seen).tolist()))
@@ -119,122 +102,61 @@ def read_contents(
 
 
 def _read(
-    text: Text,
-    fractions: tuple[float, float],
-    by_document: bool,
-    seen: npt.NDArray[np.bool_],
-    progress: Progress | None,
-) -> Contents:
-    """The contents of one text; its characters are set in `seen`, unless that is empty."""
+    text: Text, splitting: Splitting, split: str, seen: npt.NDArray[np.bool_], progress: Progress
+) -> TextContents:
+    """Read one text, whose first characters are `split`; set its characters in `seen`
+    (code points,), unless that is empty."""
     digest = TextDigest()
     n_characters = 0
     splits = bytearray()
-    for document in digest.of(text.documents()):
+    by_document = IS_BY_DOCUMENT[splitting.by]
+    for document in digest.hashed(text.documents()):
         hasher = hashlib.blake2b(digest_size=8)
-        for piece in document:
-            n_characters += len(piece)
+        for chunk in document:
+            n_characters += len(chunk)
             if by_document:
-                hasher.update(piece.encode())
+                hasher.update(chunk.encode())
             if seen.size:
-                points = code_points(piece)
-                if piece.isascii():  # bytes are rid of the known ones faster than looked up
+                points = code_points(chunk)
+                if chunk.isascii():  # bytes are rid of the known ones faster than looked up
                     known = np.flatnonzero(seen[:128]).astype(np.uint8).tobytes()
                     points = np.frombuffer(points.tobytes().translate(None, known), np.uint8)
                 seen[points[~seen[points]]] = True
-            if progress is not None:
-                progress(READING, digest.n_bytes, max(text.n_bytes, digest.n_bytes))
+            progress(READING, digest.n_bytes, max(text.n_bytes, digest.n_bytes))
         if by_document:
-            splits.append(split_of(hasher.digest(), *fractions))
+            splits.append(splitting.split_of(hasher.digest()))
     if n_characters == 0:
         raise ConfigError(f"the text {text.name!r} is empty; there is nothing to learn from")
-    division = bytes(splits) if by_document else split_ends(n_characters, *fractions)
-    return Contents(text, digest.hexdigest(), n_characters, digest.n_bytes, division)
-
-
-def prepare(
-    text: Text,
-    folder: Path,
-    *,
-    tokenizer: str | Tokenizer = "char",
-    splitting: Splitting | None = None,
-    contents: Contents | None = None,
-    progress: Progress | None = None,
-    count_tokens: Callable[[int], None] | None = None,
-    warnings: list[str] | None = None,
-    shard_tokens: int = SHARD_TOKENS,
-    n_processes: int | None = None,
-    keep_existing: bool = False,
-) -> None:
-    """Write the shards of a text as a new folder, which appears whole or not at all.
-
-    `tokenizer` is a setting of `data.tokenizer`, or a tokenizer: `char` knows every character of
-    the whole text, `word` and `bpe:N` are made from the train split. `contents` spares the first
-    pass if it is known. `count_tokens` is told the tokens written so far; `warnings` takes what
-    the user should know. `n_processes` encode (0: this one); by default as many as pay. One
-    process at a time prepares a folder, others wait; with `keep_existing`, a folder that has
-    appeared meanwhile is kept.
-
-    Raises ConfigError (tokenizer unknown, character outside its vocabulary, folder exists, empty
-    text), CorruptError (not UTF-8 text), StorageError (reading or writing fails, or the text
-    changes between the passes).
-    """
-    wanted = chosen_tokenizer(tokenizer)
-    if not keep_existing:
-        refuse_existing(folder)
-    if contents is None:
-        contents = read_contents(text, splitting, characters=wanted == "char", progress=progress)
-    parts = [contents, *contents.held_out.values()]
-    n_bytes = sum(part.n_bytes for part in parts)
-    tell = progress or (lambda stage, done, total: None)
-    kept = [FolderExistsError] if keep_existing else []
-    with suppress(*kept), building(folder, lambda: tell(AWAITING, 0, n_bytes)) as unfinished:
-        used = _made(wanted, contents, tell, warnings)
-        n_processes = processes_for(used, n_bytes) if n_processes is None else n_processes
-        with ShardWriter(unfinished, text.name, used, shard_tokens) as writer:
-            for n_done in _encode(parts, used, writer, n_processes):
-                tell(ENCODING, n_done, n_bytes)
-                if count_tokens is not None:
-                    count_tokens(writer.n_tokens)
-            writer.finish(contents.description())
-
-
-def _made(
-    wanted: str | Tokenizer, contents: Contents, tell: Progress, warnings: list[str] | None
-) -> Tokenizer:
-    """The tokenizer itself, or the one that the setting makes of the train split."""
-
-    def train_texts(cutter: Cutter) -> Iterator[str]:
-        n_done = 0
-        for passage in divide(contents.text.documents(), contents.division, cutter):
-            n_done += utf8_size(passage.text)
-            if passage.split == "train" and passage.text:
-                yield passage.text
-            tell(TRAINING, n_done, contents.n_bytes)
-
-    if not isinstance(wanted, str):
-        return wanted
-    if wanted == "char":
-        return CharTokenizer(contents.characters)
-    return build_tokenizer(wanted, lambda: train_texts(Cutter(wanted)), warnings=warnings)
+    train_end, val_end, _ = splitting.ends(n_characters)
+    by_position = {
+        "train": (train_end, val_end, n_characters),
+        "val": (0, n_characters, n_characters),
+        "test": (0, 0, n_characters),
+    }
+    return TextContents(
+        name=text.name,
+        sha256=digest.hexdigest(),
+        n_bytes=digest.n_bytes,
+        text=text,
+        n_characters=n_characters,
+        bounds=bytes(splits) if by_document else by_position[split],
+    )
 
 
 def _encode(
-    parts: Sequence[Contents], tokenizer: Tokenizer, writer: ShardWriter, n_processes: int
+    parts: list[TextContents], tokenizer: Tokenizer, writer: ShardWriter, n_processes: int
 ) -> Iterator[int]:
-    """Write the tokens of all parts; yields the bytes of text done so far.
-
-    Where the tokenizer has one, the end of text follows each document that has tokens. Raises
-    StorageError if a text is not that of the first pass.
-    """
+    """Write the parts' tokens and, after each document that has any, the end of text if the
+    tokenizer has one; yield the bytes of text done so far."""
     digests = [TextDigest() for _ in parts]
     passages = itertools.chain.from_iterable(
-        divide(digest.of(part.text.documents()), part.division, Cutter(tokenizer.kind))
+        split_passages(digest.hashed(part.text.documents()), part.bounds, Chunker(tokenizer.kind))
         for digest, part in zip(digests, parts, strict=True)
     )
     n_characters = n_bytes = 0
     is_starting = False  # the document at hand has no token yet in the split at hand
     has_tokens = False  # it has one in some split
-    # A passage alone where a character may be unknown, so that its place is known.
+    # A passage alone where a character may be unknown, so that its position is known.
     size = 1 if tokenizer.kind == "char" else BATCH_CHARACTERS
     try:
         for batch, batch_ids in encoded(batches(passages, size), tokenizer, n_processes):

@@ -1,17 +1,17 @@
-"""Token files of other programs into shards: the ids stay as they are.
+"""Token files from other programs into shards: the ids stay as they are.
 
-Formats, told apart by header or neighbour:
+Formats, recognised by header or neighbouring file:
 
-- nanoGPT: `.bin` of uint16 ids and nothing else (a `meta.pkl` beside it is never opened);
-- llm.c and modded-nanogpt: a header of 256 int32 (magic 20240520, version 1, number of tokens),
+- nanoGPT: `.bin` with uint16 ids and nothing else (a `meta.pkl` beside it is never opened);
+- llm.c and modded-nanogpt: a header with 256 int32 (magic 20240520, version 1, token count),
   then uint16 ids; or magic 20240801, version 7, then uint32 ids;
-- Megatron: `.bin` of ids, and beside it `.idx` (`MMIDIDX`, little-endian): version 1 (uint64),
-  code of the ids' type (uint8), number of sequences and of document bounds (uint64 each), then
-  the sequences' lengths (int32) and places in bytes (int64), and the documents' bounds in
-  sequences (int64).
+- Megatron: `.bin` with ids, and beside it `.idx` (`MMIDIDX`, little-endian): version 1 (uint64),
+  the ids' type code (uint8), counts of sequences and document bounds (uint64 each), then the
+  sequences' lengths (int32) and offsets in bytes (int64), and the documents' bounds in sequences
+  (int64).
 
-nanoGPT and Megatron put `<|endoftext|>` behind a document, llm.c before it; here a document
-begins behind it, and one at the very start belongs to the first document.
+nanoGPT and Megatron put `<|endoftext|>` after a document, llm.c before it; here a document begins
+after it, and one at the very start belongs to the first document.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pentameter.config.naming import name_of
-from pentameter.data.prepare.splits import Splitting, split_ends
-from pentameter.data.progress import IMPORTING, Progress
+from pentameter.data.prepare.splits import Splitting
+from pentameter.data.progress import IMPORTING, Progress, no_progress
 from pentameter.data.shards.format import SPLITS, find_header
-from pentameter.data.shards.writer import SHARD_TOKENS, ShardWriter
+from pentameter.data.shards.writer import ShardWriter
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.bpe import BpeTokenizer
 from pentameter.data.tokenizers.char import CharTokenizer
@@ -53,7 +53,7 @@ MEGATRON_DTYPES = MappingProxyType({1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A file of ids that some other program wrote."""
+    """A file with ids that another program wrote."""
 
     path: Path
     format: str
@@ -62,10 +62,10 @@ class TokenFile:
     n_tokens: int
     first_byte: int = 0
     document_starts: npt.NDArray[np.int64] | None = None
-    """Where documents begin; None where only `<|endoftext|>` tells."""
+    """First token of each document (n_documents,); None if only `<|endoftext|>` tells."""
 
     def blocks(self) -> Iterator[npt.NDArray[np.int64]]:
-        """The ids, a block at a time."""
+        """Yield the ids in blocks (n_tokens,)."""
         try:
             with self.path.open("rb") as stream:
                 stream.seek(self.first_byte)
@@ -81,10 +81,10 @@ class TokenFile:
 
 
 def token_files(paths: Sequence[Path]) -> list[Path]:
-    """The files of ids that the paths name; none unless every path names such.
+    """List the token files that the paths name; empty unless every path names some.
 
-    By their suffix, `.bin` or Megatron's `.idx`; a folder of them must hold neither text nor
-    prepared shards (nanoGPT's `data/openwebtext` with its scripts, say).
+    Recognised by their suffix, `.bin` or Megatron's `.idx`; a folder must hold neither text nor
+    prepared shards beside them (nanoGPT's `data/openwebtext` with its scripts passes).
     """
     found: list[Path] = []
     for path in paths:
@@ -102,10 +102,10 @@ def token_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def open_token_file(path: Path) -> TokenFile:
-    """The file's format and size, from its header and its neighbours.
+    """Read a file's format and size from its header and its neighbours.
 
-    Raises ConfigError when it is none that is known, CorruptError when it is damaged,
-    StorageError when it cannot be read.
+    Raises ConfigError for an unknown format, CorruptError for a damaged file, StorageError for one
+    that cannot be read.
     """
     path = path.with_suffix(".bin") if path.suffix == ".idx" else path
     if not path.is_file():
@@ -133,11 +133,11 @@ def open_token_file(path: Path) -> TokenFile:
     return TokenFile(path, "nanoGPT", dtype, size // dtype.itemsize)
 
 
-def with_neighbours(paths: Sequence[Path]) -> dict[str, list[Path]]:
-    """The files of each split, by their names (`train`, `val`, `test` as a word of them).
+def files_by_split(paths: Sequence[Path]) -> dict[str, list[Path]]:
+    """Assign files to splits by a word in their names (`train`, `val`, `test`).
 
-    Where no file is for validation, those beside are taken whose names differ only in that word:
-    `val.bin` with `train.bin`, `fineweb_val_*.bin` with `fineweb_train_000001.bin`.
+    If no file is for validation, those beside are added whose names differ only in that word:
+    `val.bin` for `train.bin`, `fineweb_val_*.bin` for `fineweb_train_000001.bin`.
     """
     splits: dict[str, list[Path]] = {split: [] for split in SPLITS}
     for path in paths:
@@ -161,26 +161,23 @@ def import_tokens(
     *,
     validation_fraction: float = 0.0,
     test_fraction: float = 0.0,
-    progress: Progress | None = None,
-    shard_tokens: int = SHARD_TOKENS,
+    progress: Progress = no_progress,
 ) -> None:
-    """Write the ids of files, split by split, as shards in a new folder.
+    """Write the files' ids, split by split, as shards in a new folder.
 
-    Where only train has files, their last ids are validation and test, by fraction.
-    Raises ConfigError (impossible fractions, an id outside the vocabulary, a tokenizer whose ids
-    have no length in bytes, folder exists), CorruptError and StorageError as reading and writing
-    do.
+    If only train has files, its last ids become validation and test, by fraction. Raises
+    ConfigError (impossible fractions, an id outside the vocabulary, a tokenizer whose ids have no
+    length in bytes, folder exists), CorruptError and StorageError as reading and writing do.
     """
     refuse_existing(folder)
-    Splitting(validation_fraction, test_fraction)  # for its rules
+    splitting = Splitting(validation_fraction, test_fraction)
     n_tokens = {split: sum(file.n_tokens for file in files[split]) for split in SPLITS}
     n_all = sum(n_tokens.values())
     if not n_all:
         raise ConfigError("the files hold no tokens; there is nothing to learn from")
-    cuts = {split: {split: n} for split, n in n_tokens.items()}  # the end of each part, in ids
+    bounds = {split: {split: n} for split, n in n_tokens.items()}  # the end of each part, in ids
     if (validation_fraction or test_fraction) and not (n_tokens["val"] or n_tokens["test"]):
-        places = split_ends(n_tokens["train"], validation_fraction, test_fraction)
-        cuts["train"] = dict(zip(SPLITS, places, strict=True))
+        bounds["train"] = dict(zip(SPLITS, splitting.ends(n_tokens["train"]), strict=True))
     first_file = next(file for split in SPLITS for file in files[split])
     name = name_of(first_file.path.absolute().stem)
     source = {
@@ -190,13 +187,13 @@ def import_tokens(
     sizes, n_done = _token_bytes(tokenizer), 0
     with (
         building(folder) as unfinished,
-        ShardWriter(unfinished, name, tokenizer, shard_tokens) as writer,
+        ShardWriter(unfinished, name, tokenizer) as writer,
     ):
         for split in SPLITS:
             position = 0
             for ids, starts in _blocks(files[split], tokenizer):
                 begin = 0
-                for target, end in cuts[split].items():
+                for target, end in bounds[split].items():
                     first, stop = max(begin - position, 0), min(end - position, len(ids))
                     if first < stop:
                         inside = starts[(starts >= first) & (starts < stop)] - first
@@ -207,15 +204,14 @@ def import_tokens(
                     begin = end
                 position += len(ids)
                 n_done += len(ids)
-                if progress is not None:
-                    progress(IMPORTING, n_done, n_all)
+                progress(IMPORTING, n_done, n_all)
         writer.finish({"format": first_file.format, "files": source})
 
 
 def _blocks(
     files: Sequence[TokenFile], tokenizer: Tokenizer
 ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Blocks of ids, each with the places in it where documents begin."""
+    """Yield blocks of ids, each with the indices in it at which documents begin."""
     for file in files:
         position, after_end = 0, True  # a file begins a document
         for ids in file.blocks():
@@ -241,7 +237,7 @@ def _blocks(
 
 
 def _token_bytes(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
-    """The bytes of text that each id stands for; 0 for `<|endoftext|>`."""
+    """Return the bytes of text that each id stands for (vocab_size,); 0 for `<|endoftext|>`."""
     if isinstance(tokenizer, CharTokenizer):
         return np.array([len(c.encode()) for c in tokenizer.characters], dtype=np.int64)
     if isinstance(tokenizer, BpeTokenizer):
@@ -283,12 +279,12 @@ def _open_megatron(path: Path, index: Path, size: int) -> TokenFile:
         if n_bytes not in {expected, expected + n_sequences}:
             raise CorruptError(f"{index} is damaged: {n_bytes} bytes, expected {expected}")
         lengths = np.fromfile(stream, dtype="<i4", count=n_sequences).astype(np.int64)
-        places = np.fromfile(stream, dtype="<i8", count=n_sequences)
+        offsets = np.fromfile(stream, dtype="<i8", count=n_sequences)
         bounds = np.fromfile(stream, dtype="<i8", count=n_bounds)
     dtype = np.dtype(MEGATRON_DTYPES[int(header["code"])])
     ends = np.cumsum(lengths)
     starts = ends - lengths
-    if (lengths < 0).any() or not np.array_equal(places, starts * dtype.itemsize):
+    if (lengths < 0).any() or not np.array_equal(offsets, starts * dtype.itemsize):
         raise ConfigError(f"{index}: its sequences do not follow one another in {path}")
     if n_bounds and (bounds.min() < 0 or bounds.max() > n_sequences):
         raise CorruptError(f"{index} is damaged: a document ends beyond sequence {n_sequences}")

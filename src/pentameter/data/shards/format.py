@@ -1,17 +1,16 @@
-"""Token shards: `NAME-00000.bin`, … of little-endian ids, and `NAME.json` that describes them.
+"""Token shards: `NAME-00000.bin`, … with little-endian ids, and `NAME.json`, which describes them.
 
     DIR/NAME.json           dtype, counts, vocabulary size, hashes, split bounds, bytes per token
     DIR/NAME-00000.bin      uint16 or uint32 ids, nothing else; then NAME-00001.bin, …
-    DIR/NAME-documents.bin  uint64: the place in its split where each document starts
-    DIR/NAME-answers.bin    uint64: where each answer starts and where it stops, in its split; only
-                            of conversations, of which a model learns the answers alone
+    DIR/NAME-documents.bin  uint64: each document's first token, relative to its split
+    DIR/NAME-answers.bin    uint64: start and stop of each range of assistant tokens, relative to
+                            its split; only for conversations
     DIR/tokenizer.json      the tokenizer that wrote them
 
-The files together are one sequence; `train`, `val` and `test` are its first, middle and last part,
-and so they are in the files of documents and of answers. Version 1 had no file of documents: each
-split was one. Version 3 is version 2 with a file of answers, written only where there is one, so
-that programs which would learn every token refuse it.
-`writer.py` writes them, `dataset.py` opens them.
+The files together are one sequence; `train`, `val` and `test` follow one another in it, and so they
+do in the files of documents and answers. Version 1 had no file of documents: each split was one.
+Version 3 is version 2 with a file of answers, written only if there is one, so that programs which
+would learn every token refuse it. `writer.py` writes them, `dataset.py` opens them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,31 +26,37 @@ from typing import Any
 import numpy as np
 
 from pentameter.data.tokenizers.base import FORMAT as TOKENIZER_FORMAT
-from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.disk.foreign import read_json
+from pentameter.errors import ConfigError, CorruptError
 
 FORMAT = "pentameter-shards"
 VERSION = 2
-VERSION_WITH_ANSWERS = 3
+VERSION_WITH_LOSS_MASK = 3
 SPLITS = ("train", "val", "test")
 DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 )
-PLACE = np.dtype("<u8")
+COUNTS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {"documents": ("documents",), "answers": ("answers", "answer_tokens", "answer_bytes")}
+)
+"""Kind of positions file → the counts that a split has for it in the header."""
+POSITION = np.dtype("<u8")
 HEADER_LIMIT_BYTES = 1 << 24
 TOKENIZER_FILE = "tokenizer.json"
 
 
-def header_hash(header: dict[str, Any]) -> str:
-    """sha256, in hex, of a header without its own "sha256"."""
+def header_hash(header: Mapping[str, Any]) -> str:
+    """Return the sha256, in hex, over a header without its own "sha256"."""
     content = {key: value for key, value in header.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def find_header(path: Path) -> Path | None:
-    """The header file of prepared shards at a path, None where there are none.
+    """Find the header file of prepared shards at a path, which is the header or its folder; None
+    without one.
 
-    `path` is the header itself or its folder. Raises CorruptError for a folder that has shard
-    files but no header, ConfigError for one with several.
+    Raises CorruptError for a folder that has shard files but no header, ConfigError for one with
+    several.
     """
     if path.is_file():
         return path if path.suffix == ".json" and _is_header(path) else None
@@ -77,7 +82,7 @@ def _is_header(file: Path) -> bool:
 
 
 def _begins_with(file: Path, words: str) -> bool:
-    """True if `words` stand in the first bytes of a file that can be read."""
+    """True if `words` stand in a readable file's first bytes."""
     try:
         with file.open("rb") as stream:
             return words.encode() in stream.read(100)
@@ -86,20 +91,13 @@ def _begins_with(file: Path, words: str) -> bool:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The content of a header file, checked to be whole and consistent.
+    """Read a header file and check that it is whole and consistent.
 
-    Raises CorruptError with the file's name where it is not, StorageError when it cannot be read.
+    Raises CorruptError with the file's name if it is not, StorageError if it cannot be read.
     """
-    try:
-        if path.stat().st_size > HEADER_LIMIT_BYTES:
-            raise CorruptError(f"{path} is not a header of shards: {path.stat().st_size} bytes")
-        header = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise CorruptError(f"{path} is missing; prepare the data again") from error
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{path} is not JSON: {error}") from error
+    if not path.exists():
+        raise CorruptError(f"{path} is missing; prepare the data again")
+    header = read_json(path, HEADER_LIMIT_BYTES)
     try:
         _check_header(header, path.stem)
     except CorruptError as error:
@@ -109,15 +107,14 @@ def read_header(path: Path) -> dict[str, Any]:
             f"{path} is not a header of shards: {type(error).__name__} {error}; "
             "prepare the data again"
         ) from error
-    checked: dict[str, Any] = header
-    return checked
+    return header
 
 
-def _check_header(header: Any, name: str) -> None:
+def _check_header(header: Mapping[str, Any], name: str) -> None:
     """Raise CorruptError (or a lookup error) unless a parsed header is whole and consistent."""
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
+    if header.get("format") != FORMAT:
         raise CorruptError(f'"format" is not {FORMAT!r}')
-    if header.get("version") not in (1, VERSION, VERSION_WITH_ANSWERS):
+    if header.get("version") not in (1, VERSION, VERSION_WITH_LOSS_MASK):
         raise CorruptError(f'"version" is {header.get("version")!r}; this version reads 1 to 3')
     if header["name"] != name:
         raise CorruptError(f'"name" is {header["name"]!r}, the file is named {name!r}')
@@ -127,24 +124,21 @@ def _check_header(header: Any, name: str) -> None:
     if not 1 <= vocab_size <= 1 << (8 * DTYPES[header["dtype"]].itemsize):
         raise CorruptError(f'"vocab_size" {vocab_size} does not fit "dtype" {header["dtype"]}')
     _check_counts(header, name)
-    kinds = {1: (), VERSION: ("documents",), VERSION_WITH_ANSWERS: ("documents", "answers")}
+    kinds = {1: (), VERSION: ("documents",), VERSION_WITH_LOSS_MASK: ("documents", "answers")}
     for kind in kinds[header["version"]]:
         file, expected = header[kind], f"{name}-{kind}.bin"
         if file["name"] != expected or not re.fullmatch("[0-9a-f]{64}", file["sha256"]):
             raise CorruptError(f'"{kind}" names {file["name"]!r}, not {expected!r}, or no hash')
         for part in header["splits"].values():
-            _count(part, kind)
-    if header["version"] == VERSION_WITH_ANSWERS:
-        for part in header["splits"].values():
-            _count(part, "answer_tokens")
-            _count(part, "answer_bytes")
+            for key in COUNTS[kind]:
+                _count(part, key)
     if not isinstance(header["tokenizer"]["hash"], str):
         raise CorruptError('"tokenizer" has no "hash"')
     if header.get("sha256") != header_hash(header):
         raise CorruptError('its content does not match its "sha256": damaged or edited')
 
 
-def _check_counts(header: dict[str, Any], name: str) -> None:
+def _check_counts(header: Mapping[str, Any], name: str) -> None:
     """Raise CorruptError unless files and splits add up."""
     n_tokens = _count(header, "n_tokens")
     for number, file in enumerate(header["files"]):
@@ -156,20 +150,20 @@ def _check_counts(header: dict[str, Any], name: str) -> None:
     in_files = sum(file["tokens"] for file in header["files"])
     if in_files != n_tokens or n_tokens < 1:
         raise CorruptError(f'"n_tokens" is {n_tokens}, its files have {in_files}')
-    place = 0
+    end = 0
     if tuple(header["splits"]) != SPLITS:
         raise CorruptError(f'"splits" are {list(header["splits"])}, not {list(SPLITS)}')
     for split, part in header["splits"].items():
         start, stop = _count(part, "start"), _count(part, "stop")
         _count(part, "bytes")
-        if start != place or stop < start:
-            raise CorruptError(f"split {split!r} is {start} … {stop}; it must start at {place}")
-        place = stop
-    if place != n_tokens:
-        raise CorruptError(f'the splits end at {place}, "n_tokens" is {n_tokens}')
+        if start != end or stop < start:
+            raise CorruptError(f"split {split!r} is {start} … {stop}; it must start at {end}")
+        end = stop
+    if end != n_tokens:
+        raise CorruptError(f'the splits end at {end}, "n_tokens" is {n_tokens}')
 
 
-def _count(part: dict[str, Any], key: str) -> int:
+def _count(part: Mapping[str, Any], key: str) -> int:
     value = part[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise CorruptError(f"{key!r} is {value!r}, not a count")

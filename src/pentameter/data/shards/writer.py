@@ -1,4 +1,4 @@
-"""Writes token shards, in any order of the splits; `format.py` says what lies where."""
+"""Writing token shards, the splits in any order; `format.py` describes the files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -15,80 +14,60 @@ import numpy as np
 import numpy.typing as npt
 
 from pentameter.data.shards.format import (
+    COUNTS,
     DTYPES,
     FORMAT,
-    PLACE,
+    POSITION,
     SPLITS,
     TOKENIZER_FILE,
     VERSION,
-    VERSION_WITH_ANSWERS,
+    VERSION_WITH_LOSS_MASK,
     header_hash,
 )
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.disk.atomic import sync
 
 SHARD_TOKENS = 1 << 28  # half a GiB of uint16
-Starts = Sequence[int] | npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class NewAnswers:
-    """The answers among ids that are written: what of them a model learns."""
-
-    runs: Sequence[tuple[int, int]]
-    """Where each starts and stops among the ids."""
-    n_bytes: int
-    """UTF-8 bytes of their text."""
 
 
 class _Split:
-    """One split as it grows: files of tokens, a file of document starts, and their counts."""
+    """One split as it grows: files with tokens, files with positions, and the header's counts."""
 
-    def __init__(self, folder: Path, name: str, dtype: np.dtype[Any], shard_tokens: int) -> None:
+    def __init__(self, folder: Path, name: str, dtype: np.dtype[Any], kinds: Sequence[str]) -> None:
         self._folder, self._name, self._dtype = folder, name, dtype
-        self._shard_tokens = shard_tokens
         self.files: list[tuple[Path, int, str]] = []
-        """(path until its final name is known, tokens, sha256) of each full file."""
-        self.n_tokens = self.n_bytes = self.n_documents = 0
-        self.n_answers = self.n_answer_tokens = self.n_answer_bytes = 0
-        self.starts_path, self.answers_path = (
-            folder / f"{name}.{kind}" for kind in ("documents", "answers")
-        )
-        self._starts, self._answers = self.starts_path.open("xb"), self.answers_path.open("xb")
+        """(path until its final name is known, tokens, sha256) for each full file."""
+        self.n_tokens = 0
+        self.counts = dict.fromkeys(("bytes", *(key for kind in kinds for key in COUNTS[kind])), 0)
+        """Header key → count."""
+        self.positions = {kind: (folder / f"{name}.{kind}").open("xb") for kind in kinds}
+        """Kind (`documents`, `answers`) → file of positions in the split."""
         self._stream: BinaryIO | None = None
         self._in_file = 0
         self._hasher = hashlib.sha256()
 
-    def write(
-        self, ids: npt.NDArray[Any], n_bytes: int, starts: Starts, answers: NewAnswers | None
-    ) -> None:
-        """Append ids, as `ShardWriter.write` says."""
-        if answers is not None:
-            runs = np.asarray(answers.runs, dtype=np.int64).reshape(-1, 2)
-            self._answers.write((runs + self.n_tokens).astype(PLACE).tobytes())
-            self.n_answers += len(runs)
-            self.n_answer_tokens += int((runs[:, 1] - runs[:, 0]).sum())
-            self.n_answer_bytes += answers.n_bytes
-        if len(starts):
-            self._starts.write((np.asarray(starts) + self.n_tokens).astype(PLACE).tobytes())
-            self.n_documents += len(starts)
+    def add_positions(self, kind: str, positions: npt.NDArray[np.int64]) -> None:
+        """Append positions (n,), relative to the next token, to the file of their kind."""
+        self.positions[kind].write((positions + self.n_tokens).astype(POSITION).tobytes())
+
+    def append(self, ids: npt.NDArray[Any]) -> None:
+        """Append ids (n_tokens,) to the current file of tokens, and to new ones as it fills."""
         self.n_tokens += len(ids)
-        self.n_bytes += n_bytes
         while len(ids):
             if self._stream is None:
                 self._stream = (self._folder / f"{self._name}-{len(self.files):05d}").open("xb")
                 self._hasher, self._in_file = hashlib.sha256(), 0
-            part = ids[: self._shard_tokens - self._in_file]
-            data = np.ascontiguousarray(part, dtype=self._dtype).data
+            block = ids[: SHARD_TOKENS - self._in_file]
+            data = np.ascontiguousarray(block, dtype=self._dtype).data
             self._stream.write(data)
             self._hasher.update(data)
-            self._in_file += len(part)
-            ids = ids[len(part) :]
-            if self._in_file == self._shard_tokens:
+            self._in_file += len(block)
+            ids = ids[len(block) :]
+            if self._in_file == SHARD_TOKENS:
                 self.finish_file()
 
     def finish_file(self) -> None:
-        """Bring the file of tokens at hand, if there is one, to the disk."""
+        """Sync and close the current file of tokens, if there is one."""
         if self._stream is None:
             return
         self._stream.flush()
@@ -99,30 +78,25 @@ class _Split:
 
     def close(self) -> None:
         """Close the open files, whatever is in them."""
-        self._starts.close()
-        self._answers.close()
-        if self._stream is not None:
-            self._stream.close()
+        for stream in (*self.positions.values(), self._stream):
+            if stream is not None:
+                stream.close()
 
 
 class ShardWriter:
-    """Writes shards into an empty folder: `write`, then `finish`. `has_answers` says whether each
-    `write` tells the answers among its ids, or all are to be learnt."""
+    """Writes shards into an empty folder: `write`, then `finish`.
+
+    `has_loss_mask`: every `write` has a loss mask; otherwise all tokens are learned.
+    """
 
     def __init__(
-        self,
-        folder: Path,
-        name: str,
-        tokenizer: Tokenizer,
-        shard_tokens: int = SHARD_TOKENS,
-        *,
-        has_answers: bool = False,
+        self, folder: Path, name: str, tokenizer: Tokenizer, *, has_loss_mask: bool = False
     ) -> None:
         self._folder, self._name, self._tokenizer = folder, name, tokenizer
-        self._has_answers = has_answers
+        self._kinds = ("documents", "answers") if has_loss_mask else ("documents",)
         self._dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         self._splits = {
-            split: _Split(folder, split, DTYPES[self._dtype], shard_tokens) for split in SPLITS
+            split: _Split(folder, split, DTYPES[self._dtype], self._kinds) for split in SPLITS
         }
 
     def __enter__(self) -> Self:
@@ -142,18 +116,31 @@ class ShardWriter:
         split: str,
         ids: npt.NDArray[Any],
         n_bytes: int,
-        starts: Starts = (),
-        answers: NewAnswers | None = None,
+        starts: Sequence[int] | npt.NDArray[np.int64] = (),
+        loss_mask: npt.NDArray[np.bool_] | None = None,
+        n_target_bytes: int = 0,
     ) -> None:
-        """Append ids (n_tokens,) that stand for `n_bytes` UTF-8 bytes of text to a split.
+        """Append ids (n_tokens,), which stand for `n_bytes` UTF-8 bytes of text, to a split.
 
-        At the places `starts` among them documents begin.
+        Documents begin at the indices `starts`. `loss_mask` (n_tokens,) is True for tokens to be
+        learned, which stand for `n_target_bytes` bytes.
         """
-        assert (answers is not None) == self._has_answers
-        self._splits[split].write(ids, n_bytes, starts, answers)
+        part = self._splits[split]
+        if "answers" in self._kinds:
+            assert loss_mask is not None
+            edges = np.flatnonzero(np.diff(loss_mask, prepend=False, append=False))
+            part.add_positions("answers", edges)
+            part.counts["answers"] += len(edges) // 2
+            part.counts["answer_tokens"] += int(loss_mask.sum())
+            part.counts["answer_bytes"] += n_target_bytes
+        part.add_positions("documents", np.asarray(starts, np.int64))
+        part.counts["documents"] += len(starts)
+        part.counts["bytes"] += n_bytes
+        part.append(ids)
 
     def finish(self, text: dict[str, Any]) -> None:
-        """Write the tokenizer and the header, with `text` (what was read) noted in it."""
+        """Write the tokenizer and the header, which records `text`, a description of the
+        source."""
         files: list[dict[str, Any]] = []
         splits: dict[str, dict[str, int]] = {}
         start = 0
@@ -164,32 +151,14 @@ class ShardWriter:
                 name = f"{self._name}-{len(files):05d}.bin"
                 path.rename(self._folder / name)
                 files.append({"name": name, "tokens": n_tokens, "sha256": sha256})
-            splits[split] = {
-                "start": start,
-                "stop": start + part.n_tokens,
-                "bytes": part.n_bytes,
-                "documents": part.n_documents,
-            }
-            if self._has_answers:
-                splits[split] |= {
-                    "answers": part.n_answers,
-                    "answer_tokens": part.n_answer_tokens,
-                    "answer_bytes": part.n_answer_bytes,
-                }
+            splits[split] = {"start": start, "stop": start + part.n_tokens, **part.counts}
             start += part.n_tokens
-        parts = self._splits.values()
-        places = {"documents": self._joined("documents", [part.starts_path for part in parts])}
-        answers = self._joined("answers", [part.answers_path for part in parts])
-        if self._has_answers:
-            places["answers"] = answers
-        else:
-            (self._folder / answers["name"]).unlink()
-        n_bytes = sum(part.n_bytes for part in self._splits.values())
+        n_bytes = sum(part.counts["bytes"] for part in self._splits.values())
         self._tokenizer.save(self._folder / TOKENIZER_FILE)
         sync(self._folder / TOKENIZER_FILE)
         header: dict[str, Any] = {
             "format": FORMAT,
-            "version": VERSION_WITH_ANSWERS if self._has_answers else VERSION,
+            "version": VERSION_WITH_LOSS_MASK if "answers" in self._kinds else VERSION,
             "name": self._name,
             "dtype": self._dtype,
             "vocab_size": self._tokenizer.vocab_size,
@@ -198,7 +167,7 @@ class ShardWriter:
             "tokenizer": {"kind": self._tokenizer.kind, "hash": self._tokenizer.hash},
             "splits": splits,
             "files": files,
-            **places,
+            **{kind: self._joined(kind) for kind in self._kinds},
             "text": text,
         }
         header["sha256"] = header_hash(header)
@@ -206,11 +175,12 @@ class ShardWriter:
         path.write_text(json.dumps(header, indent=1) + "\n", encoding="ascii")
         sync(path)
 
-    def _joined(self, kind: str, parts: Sequence[Path]) -> dict[str, str]:
-        """Join the splits' files of places, and return the entry of the whole in the header."""
+    def _joined(self, kind: str) -> dict[str, str]:
+        """Concatenate the splits' files of positions; return the header's entry for the result."""
         path = self._folder / f"{self._name}-{kind}.bin"
         with path.open("w+b") as joined:
-            for part in parts:
+            for split in SPLITS:
+                part = self._folder / f"{split}.{kind}"
                 with part.open("rb") as stream:
                     shutil.copyfileobj(stream, joined)
                 part.unlink()

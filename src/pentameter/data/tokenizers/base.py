@@ -1,4 +1,4 @@
-"""`Tokenizer`, the base class of every kind: ids, hash, and the one JSON file it is saved as."""
+"""`Tokenizer`, the base class for every kind: ids, hash, and the one JSON file it is saved as."""
 
 from __future__ import annotations
 
@@ -24,58 +24,60 @@ FILE_LIMIT_BYTES = 1 << 28  # about 15 million words
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back; its content is a JSON object, and its hash is of that content."""
+    """Text to token ids and back. The content is a JSON object; the hash covers it."""
 
     kind: ClassVar[str]
     """`char`, `word`, `bpe` or `library`."""
     vocab_size: int
     """Number of distinct ids: 0 … vocab_size - 1."""
     end_of_text: int | None = None
-    """The id that follows each document, None where there is none; no text encodes to it."""
+    """The id that follows each document, None without one; no text encodes to it."""
     chat: ChatTemplate | None = None
-    """The template that makes messages text, where one came with it; no id depends on it."""
+    """The template that renders messages, if one came with it; no id depends on it."""
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
-        """Text → id of the tokens that no text encodes to; a chat template writes them."""
+        """Text → id for the tokens that no text encodes to; a chat template writes them."""
         return {}
 
     @classmethod
     @abstractmethod
     def from_content(cls, content: Mapping[str, Any]) -> Self:
-        """The tokenizer of a file's content; CorruptError or ConfigError when it is wrong."""
+        """Build a tokenizer from a file's content; CorruptError or ConfigError if it is wrong."""
 
     @abstractmethod
     def encode(self, text: str) -> Ids:
-        """Token ids (n_tokens,), int64, of a text; ConfigError where it cannot be encoded."""
+        """Return a text's token ids (n_tokens,), int64; ConfigError if it cannot be encoded."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """The token ids of each text, as `encode` gives them."""
+        """Return each text's token ids (n_tokens,), as `encode` does."""
         return [self.encode(text) for text in texts]
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
-        """The text of token ids (n_tokens,); ConfigError for an id outside the vocabulary."""
+        """Return the text for token ids (n_tokens,); ConfigError for an id outside the
+        vocabulary."""
 
     @abstractmethod
     def _fields(self) -> dict[str, Any]:
-        """All that decides the ids, as JSON values; the kind's `from_content` reads them back."""
+        """Return everything that decides the ids, as JSON values; `from_content` reads them
+        back."""
 
     @cached_property
     def hash(self) -> str:
-        """sha256, in hex, of all that decides its ids."""
+        """sha256, in hex, over everything that decides the ids."""
         canonical = json.dumps(self._content(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def to_bytes(self) -> bytes:
-        """The content of the tokenizer's JSON file: ASCII, the same on every machine."""
+        """Serialise to the JSON file's content: ASCII, the same on every machine."""
         content = {**self._content(), "sha256": self.hash}
         if self.chat is not None:
             content["chat"] = self.chat.to_json()
         return (json.dumps(content, indent=1) + "\n").encode("ascii")
 
     def save(self, path: Path) -> None:
-        """Write the JSON file that `load_tokenizer` reads; StorageError when that fails."""
+        """Write the JSON file that `load_tokenizer` reads; StorageError if that fails."""
         try:
             Path(path).write_bytes(self.to_bytes())
         except OSError as error:
@@ -85,7 +87,7 @@ class Tokenizer(ABC):
         return {"format": FORMAT, "version": VERSION, "kind": self.kind, **self._fields()}
 
     def _checked(self, ids: Sequence[int] | npt.NDArray[Any]) -> Ids:
-        """Ids as an array (n_tokens,); ConfigError for one outside the vocabulary."""
+        """Return ids as an array (n_tokens,); ConfigError for one outside the vocabulary."""
         array = np.asarray(ids, dtype=np.int64).reshape(-1)
         wrong = np.flatnonzero((array < 0) | (array >= self.vocab_size))
         if wrong.size:
@@ -96,8 +98,31 @@ class Tokenizer(ABC):
         return array
 
 
+class LibraryBacked(Tokenizer):
+    """A tokenizer on one of the `tokenizers` library, `_library`."""
+
+    _library: Any
+
+    def encode(self, text: str) -> Ids:
+        """Return token ids (n_tokens,), int64, without any special token.
+
+        Raises ConfigError for half a surrogate pair, which is not text.
+        """
+        return self.encode_batch([text])[0]
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
+        """Return the text for token ids (n_tokens,), special ones as the vocabulary writes them;
+        bytes that are not UTF-8 give U+FFFD.
+
+        Raises ConfigError for an id outside the vocabulary.
+        """
+        text: str = self._library.decode(self._checked(ids).tolist(), skip_special_tokens=False)
+        return text
+
+
 def strings(content: Mapping[str, Any], key: str, kind: str) -> list[str]:
-    """The list of strings at `key` of a file's content; CorruptError calls it a list of `kind`."""
+    """Return the list of strings at `key` in a file's content; CorruptError, for which `kind` names
+    them."""
     found = content.get(key)
     if not isinstance(found, list) or not all(isinstance(string, str) for string in found):
         raise CorruptError(f'"{key}" is not a list of {kind}')

@@ -1,4 +1,4 @@
-"""Byte-level byte-pair encoding, as GPT-2 has it, on the `tokenizers` library."""
+"""Byte-level byte-pair encoding like GPT-2's, on the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
-from pentameter.data.tokenizers.base import Ids, Tokenizer, strings
-from pentameter.data.tokenizers.cutting import cut
+from pentameter.data.tokenizers.base import Ids, LibraryBacked, strings
+from pentameter.data.tokenizers.chunking import chunks
 from pentameter.errors import ConfigError, CorruptError
 
 END_OF_TEXT = "<|endoftext|>"
 
-_PIECE_CHARACTERS = 2048
-"""Pieces of a text for the library's threads; its time per token grows with their length."""
-_BATCH_PIECES = 512
-"""Pieces at once: the library's results take a few hundred bytes per token until they are read."""
+_CHUNK_CHARACTERS = 2048
+"""Minimum characters in a chunk for one of the library's threads; its time per token grows with the
+length."""
+_BATCH_CHUNKS = 512
+"""Chunks encoded at once: the library's results take a few hundred bytes per token until they are
+read."""
 MIN_FREQUENCY = 2
-"""Least occurrences of a pair that becomes a token: one that occurs once teaches nothing."""
-_TRAINING_CHARACTERS = 1 << 13  # pieces of text for the library's threads
+"""Minimum occurrences for a pair to become a token: one that occurs once teaches nothing."""
+_TRAINING_CHARACTERS = 1 << 13  # chunks of text for the library's threads
 # The library's training takes time quadratic in the length of a word: a genome on one line would
-# never end. No token worth having is longer than this; encoding cuts nothing.
+# never end. No token worth having is longer than this; encoding splits nothing.
 _LONG_RUN = re.compile(r"\S{1000}|\s{1000}")
 
 
@@ -41,21 +42,21 @@ BYTE_CHARACTERS: Mapping[str, int] = MappingProxyType(
 of Latin-1 for themselves, those from U+0100 on for the others."""
 
 
-class BpeTokenizer(Tokenizer):
-    """Byte-level BPE with GPT-2's rules for cutting text into words.
+class BpeTokenizer(LibraryBacked):
+    """Byte-level BPE with GPT-2's rules for splitting text into words.
 
     Tokens are written in GPT-2's alphabet, one visible character per byte (`Ġ` is a space). Every
-    text encodes, and comes back as it was. Text never becomes a special token: `<|endoftext|>` in
-    a text is text, cut like any other (tiktoken's `encode_ordinary`), so that no document can
+    text encodes, and comes back as it was. Text never becomes a special token: `<|endoftext|>` in a
+    text is tokenized like any other text (tiktoken's `encode_ordinary`), so that no document can
     forge the end of another; the id `end_of_text` is put between documents by whoever joins them.
     """
 
     kind = "bpe"
 
     def __init__(self, tokens: Sequence[str], merges: Sequence[tuple[str, str]]) -> None:
-        """Take the tokens in the order of their ids and the merges, first made first.
+        """Take the tokens ordered by id, and the merges, first made first.
 
-        Raises ConfigError unless tokens are distinct and made of bytes, all 256 single bytes are
+        Raises ConfigError unless tokens are distinct and made from bytes, all 256 single bytes are
         among them, and each merge joins two tokens to a third.
         """
         self.tokens = tuple(tokens)
@@ -66,19 +67,19 @@ class BpeTokenizer(Tokenizer):
         self.vocab_size = len(self.tokens)
         self.end_of_text = self.vocabulary.get(END_OF_TEXT)  # a foreign vocabulary may lack it
         self._check()
-        self._bytes = [bytes(map(BYTE_CHARACTERS.__getitem__, token)) for token in self.tokens]
         import tokenizers  # here: a process that only counts characters need not load it
 
         model = tokenizers.models.BPE(vocab=dict(self.vocabulary), merges=list(self.merges))
-        self._library: Any = tokenizers.Tokenizer(model)
+        self._library = tokenizers.Tokenizer(model)
         self._library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._library.decoder = tokenizers.decoders.ByteLevel()
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
-        """Text → id of the tokens, of several characters, that no merge makes."""
+        """Text → id for the tokens with several characters that no merge makes."""
         made = set(map("".join, self.merges))
         return {
-            self._bytes[number].decode("utf-8", "replace"): number
+            self.decode([number]): number
             for number, token in enumerate(self.tokens)
             if len(token) > 1 and token not in made
         }
@@ -87,7 +88,8 @@ class BpeTokenizer(Tokenizer):
     def from_vocabulary(
         cls, vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]
     ) -> BpeTokenizer:
-        """The tokenizer of a token → id mapping (`encoder.json`, `vocab.json`) and its merges.
+        """Build a tokenizer from a token → id mapping (`encoder.json`, `vocab.json`) and its
+        merges.
 
         Raises ConfigError for ids that are not 0 … n - 1, and as the constructor.
         """
@@ -104,41 +106,27 @@ class BpeTokenizer(Tokenizer):
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> Self:
-        """The tokenizer of a file's content; CorruptError or ConfigError when it is wrong."""
+        """Build a tokenizer from a file's content; CorruptError or ConfigError if it is wrong."""
         tokens = strings(content, "tokens", "strings")
         merges = strings(content, "merges", "strings")
         return cls(tokens, [parse_merge(merge) for merge in merges])
 
-    def encode(self, text: str) -> Ids:
-        """Token ids (n_tokens,), int64, without any special token.
-
-        Raises ConfigError for half a surrogate pair, which is not text.
-        """
-        return self.encode_batch([text])[0]
-
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """The token ids of each text, encoded on the library's threads; errors as `encode`."""
+        """Return each text's token ids (n_tokens,), encoded on the library's threads; errors as
+        `encode`."""
         refuse_surrogates(texts)
         parts: list[list[Ids]] = [[] for _ in texts]
         numbered = (
-            (n, piece) for n, text in enumerate(texts) for piece in cut(text, _PIECE_CHARACTERS)
+            (n, chunk) for n, text in enumerate(texts) for chunk in chunks(text, _CHUNK_CHARACTERS)
         )
-        while batch := list(itertools.islice(numbered, _BATCH_PIECES)):
-            pieces = [piece for _, piece in batch]
-            encodings = self._library.encode_batch_fast(pieces, add_special_tokens=False)
+        while batch := list(itertools.islice(numbered, _BATCH_CHUNKS)):
+            texts_of_batch = [chunk for _, chunk in batch]
+            encodings = self._library.encode_batch_fast(texts_of_batch, add_special_tokens=False)
             for (number, _), encoding in zip(batch, encodings, strict=True):
                 ids = encoding.ids
                 parts[number].append(np.fromiter(ids, dtype=np.int64, count=len(ids)))
         nothing = np.empty(0, dtype=np.int64)
         return [part[0] if len(part) == 1 else np.concatenate([nothing, *part]) for part in parts]
-
-    def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
-        """The text of token ids (n_tokens,); bytes that are not UTF-8 give U+FFFD.
-
-        `end_of_text` reads `<|endoftext|>`. Raises ConfigError for an id outside the vocabulary.
-        """
-        table = self._bytes
-        return b"".join([table[n] for n in self._checked(ids).tolist()]).decode("utf-8", "replace")
 
     def _fields(self) -> dict[str, Any]:
         return {"tokens": self.tokens, "merges": [" ".join(merge) for merge in self.merges]}
@@ -170,22 +158,22 @@ class BpeTokenizer(Tokenizer):
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int) -> BpeTokenizer:
-    """Byte-level BPE trained on documents: at most vocab_size tokens, in GPT-2's order.
+    """Train byte-level BPE on documents: at most vocab_size tokens, in GPT-2's order.
 
     That is the 256 bytes, the merges as they were made, `<|endoftext|>`. There are fewer than
-    vocab_size where the text has no more pairs that occur twice. The same documents give the
-    same tokenizer, whatever the number of threads. Raises ConfigError for an empty text.
+    vocab_size if the text has no more pairs that occur twice. The same documents give the same
+    tokenizer, whatever the number of threads. Raises ConfigError for an empty text.
     """
     import tokenizers
 
     n_characters = 0
 
-    def pieces() -> Iterator[str]:
+    def training_chunks() -> Iterator[str]:
         nonlocal n_characters
         for document in documents:
             n_characters += len(document)
-            for piece in cut(document, _TRAINING_CHARACTERS):
-                yield from _without_long_runs(piece)
+            for chunk in chunks(document, _TRAINING_CHARACTERS):
+                yield from _without_long_runs(chunk)
 
     library: Any = tokenizers.Tokenizer(tokenizers.models.BPE())
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -195,7 +183,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> BpeTokenizer:
         initial_alphabet=list(BYTE_CHARACTERS),
         show_progress=False,
     )
-    library.train_from_iterator(pieces(), trainer)
+    library.train_from_iterator(training_chunks(), trainer)
     if n_characters == 0:
         raise ConfigError("a BPE tokenizer needs text to be trained on; this one is empty")
     merges = [(left, right) for left, right in json.loads(library.to_str())["model"]["merges"]]
@@ -213,7 +201,7 @@ def _without_long_runs(text: str) -> Iterator[str]:
 
 
 def parse_merge(line: str) -> tuple[str, str]:
-    """The two tokens of a merge written `left right`; CorruptError for anything else."""
+    """Parse a merge written `left right` into its two tokens; CorruptError for anything else."""
     left, space, right = line.partition(" ")
     if not (left and space and right) or " " in right:
         raise CorruptError(f"merge {line!a} is not two tokens with a space between")
@@ -221,7 +209,7 @@ def parse_merge(line: str) -> tuple[str, str]:
 
 
 def refuse_surrogates(texts: Sequence[str]) -> None:
-    """Raise ConfigError, with its place, for half a surrogate pair in one of the texts."""
+    """Raise ConfigError, with the position, for half a surrogate pair in one of the texts."""
     # The library's versions differ in what they make of one; no file has any, a command line may.
     for text in texts:
         try:

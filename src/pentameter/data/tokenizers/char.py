@@ -15,12 +15,12 @@ from pentameter.errors import ConfigError, CorruptError
 N_CODE_POINTS = 0x110000
 
 SELDOM, MANY_CHARACTERS = 100, 512
-"""Times that a character is seen on average below which it is seldom; distinct characters that an
-alphabet does not have."""
+"""Average occurrences below which a character is rare; distinct characters beyond any
+alphabet's."""
 
 
 class UnseenCharacterError(ConfigError):
-    """A character outside the vocabulary; knows which and where."""
+    """A character outside the vocabulary, with its position."""
 
     def __init__(self, character: str, position: int, where: str = "the text") -> None:
         # An exception that crosses from the processes that encode is made again from these.
@@ -61,7 +61,7 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> Self:
-        """The tokenizer of a file's content; CorruptError or ConfigError when it is wrong."""
+        """Build a tokenizer from a file's content; CorruptError or ConfigError if it is wrong."""
         characters = content.get("characters")
         if not isinstance(characters, list) or not all(
             isinstance(c, str) and len(c) == 1 for c in characters
@@ -72,7 +72,7 @@ class CharTokenizer(Tokenizer):
         return cls(characters)
 
     def encode(self, text: str) -> Ids:
-        """Token ids (n_characters,), int64.
+        """Return token ids (n_characters,), int64.
 
         Raises UnseenCharacterError (a ConfigError) at the first character outside the vocabulary.
         """
@@ -83,7 +83,8 @@ class CharTokenizer(Tokenizer):
         return ids.astype(np.int64)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
-        """The text of token ids (n_tokens,); ConfigError for an id outside the vocabulary."""
+        """Return the text for token ids (n_tokens,); ConfigError for an id outside the
+        vocabulary."""
         return self._code_points[self._checked(ids)].tobytes().decode("utf-32-le")
 
     def _fields(self) -> dict[str, Any]:
@@ -91,8 +92,8 @@ class CharTokenizer(Tokenizer):
 
 
 def advice_on(vocab_size: int, n_tokens: int) -> str | None:
-    """A sentence of advice where a text of `n_tokens` characters has so many distinct ones that a
-    model sees each of them seldom; else None."""
+    """Advise another tokenizer if a text with `n_tokens` characters has so many distinct ones that
+    a model sees each seldom; else None."""
     if vocab_size < MANY_CHARACTERS or n_tokens >= SELDOM * vocab_size:
         return None
     size = max(1024, min(16384, 1 << (n_tokens // 50).bit_length() - 1))
@@ -104,7 +105,7 @@ def advice_on(vocab_size: int, n_tokens: int) -> str | None:
 
 
 def code_points(text: str) -> npt.NDArray[Any]:
-    """Unicode code points (n_characters,): uint8 where the text is ASCII, else uint32."""
+    """Return Unicode code points (n_characters,): uint8 for ASCII text, else uint32."""
     if text.isascii():
         return np.frombuffer(text.encode("ascii"), dtype=np.uint8)
     # A lone surrogate cannot come from a file, but can from a command line; let it be unseen.

@@ -1,9 +1,9 @@
-"""Chat templates: messages as one text, and which parts of it a model learns to write.
+"""Chat templates: messages as one text, in segments that a model learns or only reads.
 
-A template is Jinja as Hugging Face's tokenizers have it (`chat_template` in
-tokenizer_config.json, or chat_template.jinja). It runs in a sandbox, in a process with bounds
-(`rendering.py`): it comes with models that strangers publish. It sees no clock, so that the same
-messages give the same text on any day (templates that want today's date have a fixed one).
+A template is Jinja as in Hugging Face's tokenizers (`chat_template` in tokenizer_config.json, or
+chat_template.jinja). It runs in a sandbox, in a process with bounds (`rendering.py`): it comes with
+models that strangers publish. It sees no clock, so that the same messages give the same text on any
+day (templates that want today's date have a fixed one).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BEGIN, END, APART = "\ufdd1", "\ufdd2", "\ufdd3"
 _MARKS = re.compile(f"[{BEGIN}{END}{APART}]")
 
 Segment = tuple[str, bool]
-"""A part of a document's text, and whether a model learns to write it."""
+"""Text, and True if a model learns to write it."""
 
 
 class TemplateRefusalError(ConfigError):
@@ -55,13 +55,13 @@ class ChatTemplate:
 
     source: str
     tokens: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """`bos_token`, `eos_token` and others of tokenizer_config.json → their texts."""
+    """`bos_token`, `eos_token` and others in tokenizer_config.json → their texts."""
     origin: str = field(default="the chat template", compare=False)
-    """The name that messages give it, by where it came from."""
+    """Its name in messages, by its source."""
 
     @classmethod
     def from_json(cls, content: Any, origin: str) -> Self:
-        """The template in a tokenizer's file; CorruptError where it is none."""
+        """Read the template in a tokenizer's file; CorruptError if it is none."""
         match content:
             case {"template": str(source), "tokens": dict(tokens)} if all(
                 isinstance(text, str) for text in tokens.values()
@@ -70,25 +70,25 @@ class ChatTemplate:
         raise CorruptError(f'"chat" is not a template and the texts of its tokens: {content!r:.80}')
 
     def to_json(self) -> dict[str, Any]:
-        """The template as a tokenizer's file holds it."""
+        """Return the template as a tokenizer's file holds it."""
         return {"template": self.source, "tokens": dict(self.tokens)}
 
 
-def unmarked(text: str) -> str:
-    """A rendered text without the marks around what `{% generation %}` encloses."""
+def without_marks(text: str) -> str:
+    """Remove the marks around `{% generation %}` blocks from a rendered text."""
     return text.replace(BEGIN, "").replace(END, "")
 
 
-def disarmed(value: Any, special_tokens: Mapping[str, int]) -> Any:
-    """A message, and all within it, with special tokens made plain text: what somebody wrote cannot
-    end a turn or begin another. `plain` undoes it.
+def escaped(value: Any, special_tokens: Mapping[str, int]) -> Any:
+    """Copy a message, and all within it, with special tokens made plain text: nothing a person
+    wrote can end a turn or begin another. `unescaped` undoes it.
 
     Raises TemplateRefusalError for a text that holds one of our marks.
     """
     if isinstance(value, Mapping):
-        return {key: disarmed(each, special_tokens) for key, each in value.items()}
+        return {key: escaped(each, special_tokens) for key, each in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [disarmed(each, special_tokens) for each in value]
+        return [escaped(each, special_tokens) for each in value]
     if not isinstance(value, str):
         return value
     if found := _MARKS.search(value):
@@ -102,30 +102,30 @@ def disarmed(value: Any, special_tokens: Mapping[str, int]) -> Any:
     return value
 
 
-def plain(text: str) -> str:
-    """A text without the marks of `disarmed`."""
+def unescaped(text: str) -> str:
+    """Undo `escaped` in a text."""
     return text.replace(APART, "")
 
 
-def pieces_of(text: str, special_tokens: Mapping[str, int]) -> list[str | int]:
-    """A rendered text as the ids of its special tokens, and the texts between them."""
+def ids_and_texts(text: str, special_tokens: Mapping[str, int]) -> list[str | int]:
+    """Split a rendered text into the ids of its special tokens and the texts between them."""
     if not special_tokens:
-        return [plain(text)] if text else []
+        return [unescaped(text)] if text else []
     longest_first = sorted(special_tokens, key=len, reverse=True)
-    parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
+    texts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
     return [
-        special_tokens[part] if number % 2 else plain(part)
-        for number, part in enumerate(parts)
-        if part
+        special_tokens[text] if number % 2 else unescaped(text)
+        for number, text in enumerate(texts)
+        if text
     ]
 
 
 def read_chat_template(path: Path) -> ChatTemplate | None:
-    """The chat template at a path: a folder, its tokenizer_config.json, or a Jinja file.
+    """Read the chat template at a path: a folder, its tokenizer_config.json, or a Jinja file.
 
-    None for a folder without one. chat_template.jinja goes before what tokenizer_config.json holds,
-    as in transformers. Raises ConfigError for a file that is missing or has none, CorruptError for
-    one that is damaged, StorageError for one that cannot be read.
+    None for a folder without one. As in transformers, chat_template.jinja has precedence over
+    tokenizer_config.json. Raises ConfigError for a file that is missing or has none, CorruptError
+    for a damaged one, StorageError for one that cannot be read.
     """
     if not path.is_dir():
         if path.name != SETTINGS_FILE:
@@ -144,7 +144,7 @@ def read_chat_template(path: Path) -> ChatTemplate | None:
 
 
 def chosen_chat_template(setting: str) -> ChatTemplate:
-    """The chat template that `data.chat_template` names; errors as `read_chat_template`."""
+    """Return the chat template that `data.chat_template` names; errors as `read_chat_template`."""
     if setting == CHATML:
         return ChatTemplate(CHATML_TEMPLATE, origin=f"the chat template {CHATML!r}")
     path = Path(setting)
@@ -159,7 +159,8 @@ def chosen_chat_template(setting: str) -> ChatTemplate:
 
 
 def _source(settings: Mapping[str, Any], path: Path) -> str | None:
-    """The template in tokenizer_config.json: a text, or the one named `default` of several."""
+    """Return the template in tokenizer_config.json: a text, or the one named `default` among
+    several."""
     match settings.get("chat_template"):
         case None:
             return None
@@ -174,7 +175,8 @@ def _source(settings: Mapping[str, Any], path: Path) -> str | None:
 
 
 def _tokens(path: Path) -> Mapping[str, str]:
-    """The special tokens that tokenizer_config.json names; none where there is no such file."""
+    """Map the special tokens named in tokenizer_config.json to their texts; empty without the
+    file."""
     settings = read_json(path, LIMIT_BYTES) if path.is_file() else {}
     tokens = {}
     for key, value in settings.items():

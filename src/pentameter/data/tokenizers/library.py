@@ -1,4 +1,4 @@
-"""A `tokenizer.json` of Hugging Face as it is, on the `tokenizers` library that defines it."""
+"""A Hugging Face `tokenizer.json`, unchanged, on the `tokenizers` library that defines it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
-from pentameter.data.tokenizers.base import Ids, Tokenizer
+from pentameter.data.tokenizers.base import Ids, LibraryBacked
 from pentameter.data.tokenizers.bpe import refuse_surrogates
 from pentameter.errors import ConfigError, CorruptError
 
 
-class LibraryTokenizer(Tokenizer):
-    """Whatever a `tokenizer.json` describes: its normaliser, its cuts, its model, its decoder.
+class LibraryTokenizer(LibraryBacked):
+    """A tokenizer as a `tokenizer.json` describes it: normaliser, pre-tokenizer, model, decoder.
 
     No token is added before or after a text. Text never becomes a special token, so that no
-    document can forge the end of another; tokens that were added without being special are found
-    in text, as they were when a model was trained.
+    document can forge the end of another; added tokens that are not special are found in text, as
+    they were when a model was trained.
     """
 
     kind = "library"
@@ -28,13 +27,13 @@ class LibraryTokenizer(Tokenizer):
     def __init__(self, content: Mapping[str, Any], end_of_text: int | None) -> None:
         """Take the content of a `tokenizer.json` and the id that ends a document, if one does.
 
-        Raises ConfigError for what the library does not take, and for an id that it does not have.
+        Raises ConfigError if the library refuses the content, and for an id outside the vocabulary.
         """
         import tokenizers  # here: a process that only counts characters need not load it
 
         self.content = dict(content)
         try:
-            self._library: Any = tokenizers.Tokenizer.from_str(json.dumps(self.content))
+            self._library = tokenizers.Tokenizer.from_str(json.dumps(self.content))
         except Exception as error:  # the library raises plain Exception
             raise ConfigError(f"the tokenizers library cannot open it: {error!s:.300}") from error
         self._library.no_truncation()
@@ -53,13 +52,13 @@ class LibraryTokenizer(Tokenizer):
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
-        """Text → id of the tokens that the file calls special."""
+        """Text → id for the tokens that the file calls special."""
         added = self.content.get("added_tokens") or []
         return {token["content"]: token["id"] for token in added if token.get("special")}
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> Self:
-        """The tokenizer of a file's content; CorruptError or ConfigError when it is wrong."""
+        """Build a tokenizer from a file's content; CorruptError or ConfigError if it is wrong."""
         whole, end_of_text = content.get("tokenizer"), content.get("end_of_text")
         if not isinstance(whole, dict):
             raise CorruptError('"tokenizer" is not an object')
@@ -68,38 +67,24 @@ class LibraryTokenizer(Tokenizer):
         return cls(whole, end_of_text)
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token as the file writes it; None where there is none."""
+        """Return a token's id, given as the file writes it; None without one."""
         found: int | None = self._library.token_to_id(token)
         return found
 
     def token(self, number: int) -> str | None:
-        """The token of an id as the file writes it; None where there is none."""
+        """Return an id's token as the file writes it; None without one."""
         found: str | None = self._library.id_to_token(number)
         return found
 
-    def encode(self, text: str) -> Ids:
-        """Token ids (n_tokens,), int64, without any special token.
-
-        Raises ConfigError for half a surrogate pair, which is not text.
-        """
-        return self.encode_batch([text])[0]
-
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """The token ids of each text, encoded on the library's threads; errors as `encode`.
+        """Return each text's token ids (n_tokens,), encoded on the library's threads; errors as
+        `encode`.
 
-        A text is never cut: where its tokens end depends on the file.
+        A text is never split: the file decides its token boundaries.
         """
         refuse_surrogates(texts)
         encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
-
-    def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
-        """The text of token ids (n_tokens,), special ones as the file writes them.
-
-        Raises ConfigError for an id outside the vocabulary.
-        """
-        text: str = self._library.decode(self._checked(ids).tolist(), skip_special_tokens=False)
-        return text
 
     def _fields(self) -> dict[str, Any]:
         return {"tokenizer": self.content, "end_of_text": self.end_of_text}

@@ -1,11 +1,11 @@
-"""Rendering chat templates, in a process of their own with bounds on time, memory and output.
+"""Rendering chat templates, in a separate process with bounds on time, memory and output.
 
 A template is a program that comes with a stranger's model. Jinja's sandbox keeps it from the
 machine, but not from looping, doubling a string or recursing without end. So a clean interpreter
-runs it: the kernel refuses memory beyond `MEMORY_BYTES`, and ends the process when one rendering
-has taken its seconds of processor time, whatever it is busy with. No attack need be known.
+runs it: the kernel refuses memory beyond `MEMORY_BYTES`, and ends the process once one rendering
+has used its seconds of processor time, whatever it is busy with. No attack need be known.
 
-`Rendering` is this process's side; `renderer` is what the other process runs.
+`Rendering` is this process's side; `renderer` runs in the other process.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from pentameter.data.tokenizers.chat import (
     Segment,
     TemplateBoundsError,
     TemplateRefusalError,
-    unmarked,
+    without_marks,
 )
 from pentameter.errors import ConfigError, StorageError
 from pentameter.machine.child import ChildEndedError, PythonChild
 
 SECONDS, SECONDS_PER_MILLION = 1.0, 1.0
-"""Processor time of one rendering: this much, and more for each million characters of messages. A
-template of today's models takes a tenth of a millisecond for a short conversation."""
+"""Processor time for one rendering: this much, and more for each million characters of messages.
+Today's templates take a tenth of a millisecond for a short conversation."""
 
 MEMORY_BYTES = 1 << 30
-"""Address space of the process in which templates run; it begins with about 50 MB."""
+"""Address space of the rendering process, which begins with about 50 MB."""
 
 OUTPUT_CHARACTERS, OUTPUT_PER_CHARACTER = 1 << 20, 16
 """Characters that one rendering may write: so many, and more for each character of messages."""
 
 LONGEST_REASON = 300
-"""Characters of what a template says when it refuses."""
+"""Maximum characters of a template's reason for refusing."""
 
 REMEDY = "mend it, remove it, or name another with data.chat_template (a Jinja file, or 'chatml')"
 
@@ -56,26 +56,26 @@ class Asked:
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Any] | None = None
-    answers: Sequence[int] = ()
-    """The numbers of the messages that a model learns."""
+    targets: Sequence[int] = ()
+    """Indices of the messages that a model learns."""
     add_generation_prompt: bool = False
-    """Whether the beginning of an answer follows."""
+    """True to end with the beginning of an answer."""
 
     @cached_property
     def n_characters(self) -> int:
-        """Their size: characters of all texts, and a few for each other value."""
+        """Their size: characters in all texts, and a few for each other value."""
         return n_characters_of(self.messages) + n_characters_of(self.tools)
 
 
 Documents = list[list[Segment]]
-"""The documents that messages become, each as its segments."""
+"""Documents that messages become, each as its segments."""
 
 
 class Rendering:
     """A process that renders a chat template; it starts with the `with` block and ends with it.
 
-    Methods raise TemplateRefusalError where the template fails or exceeds its bounds, ConfigError
-    where it is no template; both name where it came from.
+    Methods raise TemplateRefusalError if the template fails or exceeds its bounds, ConfigError if
+    it is no template; both name its origin.
     """
 
     def __init__(self, template: ChatTemplate) -> None:
@@ -97,21 +97,22 @@ class Rendering:
         self._child.close()
 
     def text(self, asked: Asked) -> str:
-        """The text of messages; what stands within `{% generation %}` is between BEGIN and END."""
+        """Render messages to text; BEGIN and END enclose a `{% generation %}` block's output."""
         (found,) = self._ask("text", [asked])
         if isinstance(found, TemplateRefusalError):
             raise found
         return str(found)
 
     def documents(self, asked: Sequence[Asked]) -> list[Documents | TemplateRefusalError]:
-        """The documents of each of several messages with their answers, or why there are none.
+        """Render several lists of messages; return the documents of each, or the reason for having
+        none.
 
-        A model learns the messages numbered `answers`. Where all of a role are asked for and the
-        template marks them with `{% generation %}`, its marks are taken. Otherwise an answer is
-        what the text up to and with it has beyond the text before it, which ends as it does when a
-        model is asked. Templates that write an earlier turn differently once a later one follows
-        (Qwen3's leaves its thinking out) give a document for each answer: the text up to it, in
-        which it alone is learnt, as it is when a model is asked.
+        A model learns the messages numbered `targets`. If these are all messages of a role and the
+        template marks them with `{% generation %}`, its marks are taken. Otherwise an answer is the
+        difference between the text up to and with it and the text before it, which ends as it does
+        when a model is asked. Templates that write an earlier turn differently once a later one
+        follows (Qwen3's leaves its thinking out) give a document for each answer: the text up to
+        it, in which it alone is learned, as it is when a model is asked.
         """
         return self._ask("documents", asked)
 
@@ -131,12 +132,12 @@ class Rendering:
         return [self._named(each) if isinstance(each, ConfigError) else each for each in found]
 
     def _named(self, error: ConfigError) -> ConfigError:
-        """The error, with where the template came from."""
+        """Return the error with the template's origin."""
         return type(error)(f"{self._template.origin} {error}")
 
 
 def render(template: ChatTemplate, asked: Asked) -> str:
-    """The text of messages, rendered in a process that is started for it; errors as `Rendering`."""
+    """Render messages to text in a process that is started for it; errors as `Rendering`."""
     with Rendering(template) as rendering:
         return rendering.text(asked)
 
@@ -144,10 +145,11 @@ def render(template: ChatTemplate, asked: Asked) -> str:
 def check_template(template: ChatTemplate) -> None:
     """Raise ConfigError for a template that is not Jinja, or exceeds its bounds on two messages.
 
-    What it refuses itself passes: it may want other messages."""
+    Messages that it refuses itself pass: it may want other ones.
+    """
     said = [{"role": role, "content": "2 + 2"} for role in ("user", "assistant")]
     with Rendering(template) as rendering:
-        for found in rendering.documents([Asked(said, answers=[1])]):
+        for found in rendering.documents([Asked(said, targets=[1])]):
             if isinstance(found, TemplateBoundsError):
                 raise found
 
@@ -156,7 +158,7 @@ def check_template(template: ChatTemplate) -> None:
 
 
 def renderer() -> Callable[[tuple[str, str, dict[str, str], Sequence[Asked]]], list[Any]]:
-    """The function with which the process of a `Rendering` answers, under its bound on memory."""
+    """Build the function by which a `Rendering`'s process answers, under its bound on memory."""
     with suppress(ValueError, OSError):  # macOS knows no such bound
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         least = MEMORY_BYTES if most == resource.RLIM_INFINITY else min(MEMORY_BYTES, most)
@@ -165,9 +167,10 @@ def renderer() -> Callable[[tuple[str, str, dict[str, str], Sequence[Asked]]], l
 
 
 def _answer(request: tuple[str, str, dict[str, str], Sequence[Asked]]) -> list[Any]:
-    """The text or the documents of each of several messages, or the error that stands for them.
+    """Render each list of messages to a text, to documents, or to the error in their place.
 
-    Raises ConfigError for a template that is none."""
+    Raises ConfigError for a template that is none.
+    """
     what, source, tokens, several = request
     found: list[Any] = []
     for asked in several:
@@ -183,7 +186,7 @@ def _answer(request: tuple[str, str, dict[str, str], Sequence[Asked]]) -> list[A
 
 @lru_cache(maxsize=1)
 def _compiled(source: str) -> Any:
-    """The template of a source; ConfigError where it is none."""
+    """Compile a template; ConfigError if it is none."""
     import jinja2
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -212,32 +215,33 @@ class _Rendered:
     asked: Asked
 
     def text(self) -> str:
-        """The text of all messages."""
+        """Render all messages to text."""
         return self._render(self.asked.messages, asks=self.asked.add_generation_prompt)
 
     def documents(self) -> Documents:
-        """The documents of the messages; see `Rendering.documents`."""
-        messages, answers = self.asked.messages, self.asked.answers
+        """Render the messages to documents; see `Rendering.documents`."""
+        messages, targets = self.asked.messages, self.asked.targets
         whole = self.text()
-        role = messages[answers[0]]["role"]
-        if BEGIN in whole and len(answers) == sum(each["role"] == role for each in messages):
+        role = messages[targets[0]]["role"]
+        if BEGIN in whole and len(targets) == sum(each["role"] == role for each in messages):
             return [_between_marks(whole)]
         spans, documents = [], []
         is_prefix = True
-        for number in answers:
-            text = unmarked(self._render(messages[: number + 1]))
+        for number in targets:
+            text = without_marks(self._render(messages[: number + 1]))
             before = self._before(number, text)
             spans.append((before, len(text)))
             documents.append([(text[:before], False), (text[before:], True)])
-            is_prefix &= unmarked(whole).startswith(text)
-        return [_cut(unmarked(whole), spans)] if is_prefix else documents
+            is_prefix &= without_marks(whole).startswith(text)
+        return [_segments(without_marks(whole), spans)] if is_prefix else documents
 
     def _before(self, number: int, text: str) -> int:
-        """Characters of `text`, which ends with the answer of that number, that lie before it."""
+        """Count the characters in `text`, which ends with the answer numbered so, that precede the
+        answer."""
         if number == 0:
             return 0
         for asks in (True, False):
-            before = unmarked(self._render(self.asked.messages[:number], asks=asks))
+            before = without_marks(self._render(self.asked.messages[:number], asks=asks))
             if text.startswith(before):
                 return len(before)
         raise TemplateRefusalError(
@@ -247,25 +251,26 @@ class _Rendered:
         )
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, asks: bool = False) -> str:
-        """The text of messages, with the beginning of an answer behind it where it `asks` for one.
+        """Render messages; with `asks`, the beginning of an answer follows.
 
-        Raises TemplateRefusalError for whatever a template does wrong."""
+        Raises TemplateRefusalError for any error in the template.
+        """
         n_characters = self.asked.n_characters
         longest = OUTPUT_CHARACTERS + OUTPUT_PER_CHARACTER * n_characters
         values = {"tools": self.asked.tools, "documents": None, "add_generation_prompt": asks}
-        pieces: list[str] = []
+        written: list[str] = []
         n_written = 0
         try:
             with _seconds(SECONDS + SECONDS_PER_MILLION * n_characters / 1e6):
-                for piece in self.template.generate(messages=messages, **values, **self.tokens):
-                    pieces.append(piece)
-                    n_written += len(piece)
+                for chunk in self.template.generate(messages=messages, **values, **self.tokens):
+                    written.append(chunk)
+                    n_written += len(chunk)
                     if n_written > longest:
                         raise TemplateBoundsError(
                             f"writes more than {longest:,} characters for {n_characters:,} of "
                             f"messages; {REMEDY}"
                         )
-                return "".join(pieces)
+                return "".join(written)
         except MemoryError as error:
             raise _memory_is_full() from error
         except TemplateRefusalError:
@@ -284,7 +289,7 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _seconds(seconds: float) -> Iterator[None]:
-    """End this process, with SIGPROF, when the block takes so many seconds of processor time."""
+    """End this process, by SIGPROF, once the block has used so many seconds of processor time."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
@@ -293,12 +298,12 @@ def _seconds(seconds: float) -> Iterator[None]:
 
 
 def _generation() -> Any:
-    """Jinja's extension for `{% generation %}`, made where Jinja is needed first."""
+    """Build Jinja's extension for `{% generation %}`; Jinja is imported here."""
     from jinja2 import nodes
     from jinja2.ext import Extension
 
     class Generation(Extension):
-        """Puts what stands within the block between BEGIN and END."""
+        """Puts the block's content between BEGIN and END."""
 
         tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
@@ -323,12 +328,13 @@ def _refuse(message: object) -> NoReturn:
 
 
 def _tojson(value: Any, indent: int | None = None, **options: Any) -> str:
-    """Jinja's own escapes HTML, which no template here wants."""
+    """Serialise to JSON; Jinja's own filter escapes HTML, which no template here wants."""
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
 
 def n_characters_of(value: Any) -> int:
-    """The size of a value of JSON: the characters of its texts, and a few for every other value."""
+    """Estimate a JSON value's size: the characters in its texts, and a few for every other
+    value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
@@ -339,18 +345,18 @@ def n_characters_of(value: Any) -> int:
 
 
 def _between_marks(text: str) -> list[Segment]:
-    """The segments of a text in which answers stand between BEGIN and END."""
+    """Split a text into segments; answers stand between BEGIN and END."""
     segments = []
-    for part in text.split(BEGIN):
-        answer, is_marked, rest = part.partition(END)
+    for marked in text.split(BEGIN):
+        answer, is_marked, rest = marked.partition(END)
         segments += [(answer, True), (rest, False)] if is_marked else [(answer, False)]
     return [segment for segment in segments if segment[0]]
 
 
-def _cut(text: str, spans: Sequence[tuple[int, int]]) -> list[Segment]:
-    segments, place = [], 0
+def _segments(text: str, spans: Sequence[tuple[int, int]]) -> list[Segment]:
+    segments, end = [], 0
     for start, stop in spans:
-        segments += [(text[place:start], False), (text[start:stop], True)]
-        place = stop
-    segments.append((text[place:], False))
+        segments += [(text[end:start], False), (text[start:stop], True)]
+        end = stop
+    segments.append((text[end:], False))
     return [segment for segment in segments if segment[0]]

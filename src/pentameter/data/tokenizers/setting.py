@@ -1,4 +1,4 @@
-"""The setting `data.tokenizer`: which tokenizer it names, loaded, downloaded or made from text."""
+"""The setting `data.tokenizer`: a tokenizer to load, to download or to train on text."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
 from pentameter.disk.cache import PublicFile, local_file, public_file
-from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.disk.foreign import read_json
+from pentameter.errors import ConfigError, CorruptError
 
 GPT2_VOCABULARY = PublicFile(
-    place="gpt2-bpe/encoder.json",
+    path="gpt2-bpe/encoder.json",
     url="https://openaipublic.blob.core.windows.net/gpt-2/models/124M/encoder.json",
     sha256="196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     n_bytes=1_042_301,
 )
 GPT2_MERGES = PublicFile(
-    place="gpt2-bpe/vocab.bpe",
+    path="gpt2-bpe/vocab.bpe",
     url="https://openaipublic.blob.core.windows.net/gpt-2/models/124M/vocab.bpe",
     sha256="1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     n_bytes=456_318,
@@ -40,16 +41,16 @@ KINDS = (CharTokenizer, WordTokenizer, BpeTokenizer, LibraryTokenizer)
 GPT2 = "gpt2"
 GPT2_TOKENS = 50_257
 GPT2_HASH = "808ae9c8c2c1400b2711ca17eb863029c2a0ad4eb730c161cdadd5af710a0a6d"
-"""The hash of GPT-2's tokenizer, so that it is known wherever it lies."""
+"""Hash by which GPT-2's tokenizer is known wherever it lies."""
 
 MIN_BPE_TOKENS = 257  # 256 bytes and <|endoftext|>
 MAX_BPE_TOKENS = 1 << 20
 
 
 def bpe_vocab_size(setting: str) -> int | None:
-    """The vocabulary size in `bpe:VOCAB_SIZE`, None for another `data.tokenizer`.
+    """Parse the vocabulary size in `bpe:VOCAB_SIZE`; None for another `data.tokenizer`.
 
-    Raises ConfigError where no text could make it: `bpe:100`, `bpe`.
+    Raises ConfigError for a size that no text could give: `bpe:100`, `bpe`.
     """
     if setting != "bpe" and not setting.startswith("bpe:"):
         return None
@@ -66,14 +67,15 @@ def bpe_vocab_size(setting: str) -> int | None:
 
 
 def is_made_from_text(setting: str) -> bool:
-    """True for a setting that stands for a tokenizer which the text decides."""
+    """True for a setting whose tokenizer the text decides."""
     return setting in {"char", "word"} or setting.startswith("bpe:")
 
 
 def chosen_tokenizer(setting: str | Tokenizer) -> str | Tokenizer:
-    """The tokenizer that a setting names, or the setting itself where the text must decide.
+    """Load the tokenizer that a setting names, or return the setting itself if the text must
+    decide.
 
-    Raises ConfigError for a setting that no text could make, or a missing file.
+    Raises ConfigError for a setting that no text could fulfil, or a missing file.
     """
     if not isinstance(setting, str) or bpe_vocab_size(setting) or is_made_from_text(setting):
         return setting
@@ -86,15 +88,15 @@ def build_tokenizer(
     *,
     warnings: list[str] | None = None,
 ) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` asks for.
+    """Build or load the tokenizer that `data.tokenizer` asks for.
 
     `setting`: `char`, `word` and `bpe:VOCAB_SIZE` are made from the documents; `gpt2` is public;
     anything else is a tokenizer file. `documents` starts a pass over whole documents, or over
-    pieces of them cut as `cutting.cut` does. The same documents give the same tokenizer. A
-    `bpe` whose text has too few pairs for its size is smaller, and adds a line to `warnings`.
+    chunks as `chunking.chunks` makes them. The same documents give the same tokenizer. A `bpe`
+    whose text has too few pairs for its size is smaller, and adds a line to `warnings`.
 
-    Raises ConfigError (a wrong size, a missing file, text without content), CorruptError (a
-    damaged file), StorageError (GPT-2's files are neither at hand nor to be had).
+    Raises ConfigError (a wrong size, a missing file, text without content), CorruptError (a damaged
+    file), StorageError (GPT-2's files are neither cached nor to be had).
     """
     size = bpe_vocab_size(setting)
     if setting == "char":
@@ -115,9 +117,9 @@ def build_tokenizer(
 
 
 def gpt2_tokenizer() -> BpeTokenizer:
-    """GPT-2's own tokenizer: 50,257 tokens, `<|endoftext|>` the last.
+    """Load GPT-2's tokenizer: 50,257 tokens, `<|endoftext|>` the last.
 
-    Raises what `public_file` raises: StorageError when its two files cannot be had.
+    Raises StorageError if its two files cannot be had, as `public_file` does.
     """
     vocabulary = json.loads(public_file(GPT2_VOCABULARY).read_bytes())
     lines = public_file(GPT2_MERGES).read_text(encoding="utf-8").split("\n")
@@ -126,17 +128,18 @@ def gpt2_tokenizer() -> BpeTokenizer:
 
 
 def is_gpt2(tokenizer: Tokenizer) -> bool:
-    """True for GPT-2's own tokenizer, which `data.tokenizer = "gpt2"` names."""
+    """True for GPT-2's tokenizer, which `data.tokenizer = "gpt2"` names."""
     return tokenizer.hash == GPT2_HASH
 
 
-def gpt2_is_at_hand() -> bool:
+def gpt2_is_cached() -> bool:
     """True if `gpt2_tokenizer` needs no download."""
     return all(local_file(file) is not None for file in (GPT2_VOCABULARY, GPT2_MERGES))
 
 
 def known_vocab_size(setting: str) -> int | None:
-    """The vocabulary size of a `data.tokenizer` that neither a text nor a download decides.
+    """Return the vocabulary size for a `data.tokenizer` that needs neither text nor download; else
+    None.
 
     That is GPT-2's and a tokenizer file's; `bpe:N` has N tokens at most. Errors as
     `build_tokenizer`.
@@ -149,10 +152,10 @@ def known_vocab_size(setting: str) -> int | None:
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:
-    """The tokenizer saved in a JSON file, of whichever kind.
+    """Load the tokenizer saved in a JSON file, whatever its kind.
 
-    Raises ConfigError when there is no such file, StorageError when it cannot be read, CorruptError
-    when it is not a tokenizer of this library, is damaged, or disagrees with its own hash.
+    Raises ConfigError if there is no such file, StorageError if it cannot be read, CorruptError if
+    it is not a tokenizer of this library, is damaged, or disagrees with its own hash.
     """
     path = Path(path)
     if not path.is_file():
@@ -161,18 +164,9 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
             "(such as bpe:8192), or a tokenizer file"
         )
     try:
-        size = path.stat().st_size
-        if size > FILE_LIMIT_BYTES:
-            raise CorruptError(
-                f"{path} is not a tokenizer: {size} bytes, at most {FILE_LIMIT_BYTES}"
-            )
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+        content = read_json(path, FILE_LIMIT_BYTES)
+    except CorruptError as error:
         raise CorruptError(f"{path} is not a tokenizer: {error}") from error
-    if not isinstance(content, dict):
-        raise CorruptError(f"{path} is not a tokenizer: a JSON object is expected")
     if content.get("format") != FORMAT:
         hint = "; `pentameter import` reads the tokenizer.json of a Hugging Face folder"
         raise CorruptError(

@@ -41,19 +41,19 @@ class WordTokenizer(Tokenizer):
 
     @classmethod
     def from_documents(cls, documents: Iterable[str]) -> Self:
-        """The vocabulary of documents: `<unk>`, then their words, the most frequent first.
+        """Build the vocabulary from documents: `<unk>`, then their words, the most frequent first.
 
-        Words that are equally frequent follow in the order of their code points, so the order is
-        torchtext's `build_vocab_from_iterator` with `specials=["<unk>"]`. Documents may be pieces
-        of text cut before whitespace (`cutting.cut`). Raises ConfigError when there is no word,
-        or so many that the vocabulary is no use.
+        Equally frequent words follow in the order of their code points, as in torchtext's
+        `build_vocab_from_iterator` with `specials=["<unk>"]`. Documents may be chunks of text split
+        before whitespace (`chunking.chunks`). Raises ConfigError if there is no word, or so many
+        that the vocabulary is no use.
         """
         counts: Counter[str] = Counter()
         for document in documents:
             counts.update(normalized_words(document))
         if not counts:
             raise ConfigError("a word tokenizer needs text; this one has no words")
-        del counts[UNKNOWN]  # it has its place already; nothing happens where it is absent
+        del counts[UNKNOWN]  # it has its id already; nothing happens where it is absent
         n_bytes = sum(len(word) for word in counts) + 6 * len(counts)  # quotes, comma, line
         if n_bytes > FILE_LIMIT_BYTES:
             raise ConfigError(
@@ -64,17 +64,18 @@ class WordTokenizer(Tokenizer):
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> Self:
-        """The tokenizer of a file's content; CorruptError or ConfigError when it is wrong."""
+        """Build a tokenizer from a file's content; CorruptError or ConfigError if it is wrong."""
         return cls(strings(content, "words", "words"))
 
     def encode(self, text: str) -> Ids:
-        """Token ids (n_words,), int64; none for a text without words."""
+        """Return token ids (n_words,), int64; empty for a text without words."""
         words = normalized_words(text)
         get = self._ids.get
         return np.fromiter((get(word, 0) for word in words), dtype=np.int64, count=len(words))
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
-        """The words of token ids, joined with spaces; ConfigError for an id that is no word's."""
+        """Join the words for token ids (n_tokens,) with spaces; ConfigError for an id outside the
+        vocabulary."""
         return " ".join([self.words[number] for number in self._checked(ids).tolist()])
 
     def _fields(self) -> dict[str, Any]:
@@ -82,10 +83,10 @@ class WordTokenizer(Tokenizer):
 
 
 def normalized_words(text: str) -> list[str]:
-    """The words of a text, by the rules of torchtext's `basic_english`.
+    """Split a text into words by the rules of torchtext's `basic_english`.
 
     Lower case; `"` is removed; `<br />`, `;` and `:` are spaces; `'`, `.`, `,`, `(`, `)`, `!` and
-    `?` are words of their own; what whitespace then separates is a word.
+    `?` are separate words; whitespace then separates the others.
     """
     # The order is part of the rules: a `"` inside `<br "/>` goes before the tag is looked for.
     text = text.lower().replace('"', "")

@@ -1,15 +1,15 @@
-// The activation of a feed-forward layer whose products are PyTorch's: f(h + bias), or in a gated layer
-// f of the first half of h's channels times the other half; forward, and backward with what forward
-// gave again, in one pass over memory each.
+// Feed-forward activation after PyTorch's matmuls: f(h + bias); in a gated layer f(first half of
+// h's channels) times the second half. Forward, and backward with forward's output again, one pass
+// over memory each.
 
 #include <algorithm>
 
 #include "activation.h"
 
-// What the host passes; `_Activation` of vector_kernels.py has the same fields. h is (M, N) and what
-// the activation gives (M, n), where N is n or, if a gate acts, 2 · n, in bf16 if they are `low`, else
-// in fp32; n is a multiple of 16. `bias` (N) may be null, and its gradient is summed over `rows` rows at
-// a time. `pieces` and `per_unit` are those of `Smooth`.
+// Arguments from the host, with the same fields as `_Activation` in vector_kernels.py. h is (M, N)
+// and the output (M, n), with N = n or, gated, 2 · n; bf16 if `low`, else fp32; n is a multiple of
+// 16. `bias` (N) may be null; its gradient is summed over `rows` rows at a time. `pieces` and
+// `per_unit` as in `Smooth`.
 struct Activation {
     const float *bias, *pieces;
     int64_t M, N, n, rows, low, kind;
@@ -26,7 +26,7 @@ Floats biased(const Activation& job, const T* h, int64_t channel) {
     return job.bias ? x + load(job.bias + channel) : x;
 }
 
-// Rows take copies of the job: what is written to memory cannot change them.
+// Rows copy the job, so that writes to memory cannot change it.
 template <class F, class T>
 void forward_row(const Activation job, const F& f, T* y, const T* h) {
     for (int64_t c = 0; c < job.n; c += LANES) {
@@ -43,7 +43,7 @@ void forward(const Activation& job, T* y, const T* h) {
         forward_row(job, f, y + row * job.n, h + row * job.N);
 }
 
-// Writes the gradients of h from channel `c` on, and adds them to the bias's.
+// Writes h's gradients from channel `c` on, and adds them to the bias's.
 template <class T>
 void keep(T* g_h, float* g_bias, int64_t c, Floats g) {
     store(g_h + c, g);
@@ -102,7 +102,7 @@ void with_kind(const Activation& job, Act act) {
 
 extern "C" {
 
-// y (M, n) of h (M, N).
+// Computes y (M, n) from h (M, N).
 void pentameter_activate(const Activation* job, void* y, const void* h) {
     with_kind(*job, [&](const auto& f, auto number) {
         using T = decltype(number);
@@ -110,8 +110,8 @@ void pentameter_activate(const Activation* job, void* y, const void* h) {
     });
 }
 
-// The gradients of h and, of every `rows` rows, of the bias, `g_bias` (⌈M / rows⌉, N), from that of y,
-// `g` (M, n); and y again.
+// Computes h's gradient, the bias's per `rows` rows, `g_bias` (⌈M / rows⌉, N), and y again, from
+// y's gradient `g` (M, n).
 void pentameter_activation_gradients(const Activation* job, void* g_h, void* y, float* g_bias,
                                      const void* g, const void* h) {
     with_kind(*job, [&](const auto& f, auto number) {

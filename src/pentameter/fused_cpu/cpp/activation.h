@@ -1,4 +1,4 @@
-// Activations of a feed-forward layer and their slopes, a vector of numbers at once.
+// Feed-forward activations and their slopes, one vector at a time.
 
 #pragma once
 
@@ -10,11 +10,11 @@ struct Value {
 
 constexpr int PIECES = 32;  // as many as activations.py makes
 
-// Where results are rounded to bf16. All activations but ReLU² are f(x) = x · s(x) with
-// s(-x) = 1 - s(x): s is Φ for GELU, the logistic function for SiLU, a step for ReLU. So
-// f(x) = x / 2 + |x| · u(|x|) with u = s - 1/2, which the host gives as a table of cubic polynomials:
-// `pieces` (4, PIECES) are u's coefficients, the constant ones first, for pieces that are
-// 1 / `per_unit` wide. AVX-512 looks them up without memory, in two registers a coefficient.
+// For results rounded to bf16. All activations but ReLU² are f(x) = x · s(x) with s(-x) = 1 - s(x):
+// s is Φ for GELU, the logistic function for SiLU, a step for ReLU. So f(x) = x / 2 + |x| · u(|x|)
+// with u = s - 1/2, a table of cubic polynomials from the host: `pieces` (4, PIECES) are u's
+// coefficients, the constant ones first, for segments 1 / `per_unit` wide. AVX-512 looks them up
+// without memory, in two registers a coefficient.
 class Smooth {
   public:
     Smooth(const float* pieces, float per_unit) : per_unit_(per_unit) {
@@ -23,14 +23,14 @@ class Smooth {
 
     Value operator()(Floats x) const {
         const Floats size = size_of(x), place = size * per_unit_;
-        // Beyond the table its last point; a number that is none stays one.
+        // Beyond the table, its last point; NaN stays NaN.
         const Floats at = place > 31.999998f ? all(31.999998f) : place;
         const Ints piece = __builtin_convertvector(at, Ints);
         const Floats t = at - __builtin_convertvector(piece, Floats);
         Floats c[4];
         for (int i = 0; i < 4; i++) c[i] = look_up(pieces_[i], piece);
         const Floats u = ((c[3] * t + c[2]) * t + c[1]) * t + c[0];
-        // f'(x) = s(x) + x · s'(x), whose part beyond 1/2 has the sign of x; at 0 ReLU's is 0.
+        // f'(x) = s(x) + x · s'(x): the summand beyond 1/2 has x's sign; at 0 ReLU's is 0.
         const Floats du = (3.0f * c[3] * t + 2.0f * c[2]) * t + c[1], beyond = at * du + u;
         return {size * u + 0.5f * x, x <= 0.0f ? 0.5f - beyond : 0.5f + beyond};
     }
@@ -59,7 +59,7 @@ struct SquaredRelu {
     }
 };
 
-// The others where results stay in fp32, by their formulas.
+// For results kept in fp32, by formula.
 
 struct Relu {
     Relu(const float*, float) {}

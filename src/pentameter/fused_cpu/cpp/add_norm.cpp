@@ -1,16 +1,16 @@
 // A sub-layer's output joins the residual stream and is normalised for the next one, forward and
-// backward, in one pass over memory: x' = x + dropout(y + bias), and x' normalised, without a norm's
-// weight and bias, which the linear layer that reads it has folded in.
+// backward, in one pass over memory: x' = x + dropout(y + bias), and x' normalised, without the
+// norm's weight and bias, which are folded into the linear layer that follows.
 
 #include <algorithm>
 #include <cmath>
 
 #include "dropout.h"
 
-// What the host passes; `_AddNorm` of vector_kernels.py has the same fields. There are M rows of D
-// channels, a multiple of 16, T of them for each row of the batch; `keys` (M / T, 2) are those of
-// dropout. `bias` (D) may be null, and its gradient is summed over `rows` rows at a time. A norm that
-// is not `centred` subtracts no mean. y and the normed rows are in bf16 if they are `low`, else in fp32.
+// Arguments from the host, with the same fields as `_AddNorm` in vector_kernels.py. There are M
+// rows with D channels, a multiple of 16, T rows per batch row; `keys` (M / T, 2) are dropout's.
+// `bias` (D) may be null; its gradient is summed over `rows` rows at a time. A norm that is not
+// `centred` subtracts no mean. y and the normed rows are bf16 if `low`, else fp32.
 struct AddNorm {
     const float* bias;
     const int32_t* keys;
@@ -26,13 +26,13 @@ struct AddNorm {
 
 namespace {
 
-// The elements from number `element` of a batch row on, after dropout.
+// Elements from number `element` in a batch row on, after dropout.
 inline Floats dropped(Floats x, const Dropout& dropout, int64_t element) {
     return dropout.scale == 0 ? x : x * dropout.factor(lane_numbers() + int32_t(element));
 }
 
-// Below, the job is a copy: what is written to memory cannot change it, and nothing of it is computed
-// again for each vector.
+// Below, the job is a copy: writes to memory cannot change it, and nothing in it is recomputed for
+// each vector.
 
 template <class Y>
 void forward_row(const AddNorm job, int64_t row, float* out, Y* normed, float* mean_out,
@@ -110,7 +110,7 @@ void backward(const AddNorm& job, float* g_x, Y* g_y, float* g_bias, const float
 
 extern "C" {
 
-// out (M, D) in fp32, its norm, and what each row's is computed with, from x in fp32 and y.
+// Computes out (M, D) in fp32, its norm, and each row's mean and scale, from x in fp32 and y.
 void pentameter_add_norm(const AddNorm* job, float* out, void* normed, float* mean, float* scale,
                          const float* x, const void* y) {
     if (job->low)
@@ -119,8 +119,8 @@ void pentameter_add_norm(const AddNorm* job, float* out, void* normed, float* me
         forward(*job, out, (float*)normed, mean, scale, x, (const float*)y);
 }
 
-// The gradients of x and y and, of every `rows` rows, of the bias: `g_bias` (⌈M / rows⌉, D); from that
-// of out, which may be null, that of its norm, and out.
+// Computes gradients for x, y and, per `rows` rows, the bias: `g_bias` (⌈M / rows⌉, D); from out's,
+// which may be null, its norm's, and out.
 void pentameter_add_norm_backward(const AddNorm* job, float* g_x, void* g_y, float* g_bias,
                                   const float* g, const void* g_norm, const float* out,
                                   const float* mean, const float* scale) {

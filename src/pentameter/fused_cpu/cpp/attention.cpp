@@ -1,10 +1,9 @@
 // Causal attention in bf16, forward and backward.
 //
-// One thread computes the heads that share keys and values of one row of the batch from beginning to
-// end, so that everything between the read of q, k, v and the write of the result stays in its cache:
-// PyTorch's batched products write and read each matrix of scores several times. Scores are computed
-// in blocks of 32 × 32, those after the diagonal not at all. The result does not depend on the number
-// of threads.
+// One thread computes all heads with common keys and values in a batch row from beginning to end,
+// so that everything between reading q, k, v and writing the result stays in its cache: PyTorch's
+// batched matmuls write and read each score matrix several times. Scores are computed in blocks, 32
+// × 32, those after the diagonal not at all. The result does not depend on the number of threads.
 
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -18,13 +17,13 @@
 
 namespace {
 
-// The lanes of 16 keys from `key` on that query may see.
+// Lanes, among 16 keys from `key` on, visible to the query.
 __mmask16 seen(int query, int key) {
     const int n = query - key + 1;
     return n >= 16 ? 0xffff : n <= 0 ? 0 : __mmask16((1u << n) - 1);
 }
 
-// The first rows of a block (32, 32) to bf16 rows `stride` apart, each times its factor.
+// Writes a block's (32, 32) first rows to bf16 rows `stride` apart, each times its factor.
 void write_block(bf16* to, int64_t stride, const float* block, int n_rows,
                  const float* factors) {
     for (int i = 0; i < n_rows; i++, to += stride)
@@ -33,8 +32,8 @@ void write_block(bf16* to, int64_t stride, const float* block, int n_rows,
                                                   _mm512_set1_ps(factors[i]))));
 }
 
-// Weights of one query over keys 0 … query from its raw scores: unnormalised, dropped, in bf16.
-// Returns log2 of the sum of 2^(score · scale2), and the sum's inverse in `inverse`.
+// Turns one query's raw scores over keys 0 … query into weights: unnormalised, dropped, in bf16.
+// Returns log2 Σ 2^(score · scale2), and the sum's inverse in `inverse`.
 float softmax_row(bf16* weights, const float* scores, int query, int n_keys, float scale2,
                   const WeightsDropout& dropout, int32_t index, float* inverse) {
     __m512 largest = _mm512_set1_ps(-INFINITY);
@@ -58,10 +57,10 @@ float softmax_row(bf16* weights, const float* scores, int query, int n_keys, flo
     return top + std::log2(sum);
 }
 
-// For a block of 32 keys (rows) and 32 queries (lanes), raw scores `p` and the gradients `gp` of
-// their dropped weights → the dropped weights and the gradients of the scores, in bf16 rows of
-// `width`; the gradients also paired. `logs` and `delta` are the queries'; see Dao et al. 2022,
-// section 3. `index` numbers the block's first element for dropout.
+// For 32 keys (rows) and 32 queries (lanes), turns raw scores `p` and the dropped weights'
+// gradients `gp` into dropped weights and score gradients, in bf16 rows `width` wide; the gradients
+// also paired. `logs` and `delta` are the queries'; see Dao et al. 2022, section 3. `index` numbers
+// the block's first element for dropout.
 void score_gradients(bf16* weights, bf16* g_scores, int32_t* g_paired, int width, const float* p,
                      const float* gp, const float* logs, const float* delta, float scale,
                      bool diagonal, const WeightsDropout& dropout, int32_t index) {
@@ -96,7 +95,7 @@ void score_gradients(bf16* weights, bf16* g_scores, int32_t* g_paired, int width
     }
 }
 
-// Forward of the heads that share keys and values, one after another.
+// Forward for heads with common keys and values, one after another.
 class Forward {
   public:
     explicit Forward(const Job& job)
@@ -111,8 +110,8 @@ class Forward {
           scores_(space_.take<float>(BLOCK * TP_)),
           weights_(space_.take<bf16>(BLOCK * TP_)) {}
 
-    // Writes y (B, T, H · K) for the heads of kv head g of row b, and `logs` (B, H, TP) of their
-    // sums of weights.
+    // Writes y (B, T, H · K) for KV head g's query heads in batch row b, and `logs` (B, H, TP),
+    // their log-sum-exps.
     void heads(bf16* y, float* logs, int64_t b, int g) {
         read_part(rows_, job_, job_.k, b, g);
         pair_transposed(k_, rows_, TP_, K_);
@@ -129,7 +128,7 @@ class Forward {
     }
 
   private:
-    // Weights of 32 queries over the keys up to the last of them.
+    // Computes weights for 32 queries over all keys up to the last query.
     void weigh(int query, float* logs, int h, const WeightsDropout& dropout) {
         const int steps = K_ / 32, n_keys = query + BLOCK;
         for (int key = 0; key < n_keys; key += BLOCK) {
@@ -142,7 +141,7 @@ class Forward {
                                   dropout, dropout.index(h, query + i, 0), &inverse_[i]);
     }
 
-    // Those weights times the values, to rows of y.
+    // Multiplies those weights by the values, into y's rows.
     void mix(bf16* y, int query) {
         const int n_rows = std::min(BLOCK, T_ - query), steps = TP_ / 32;
         for (int c = 0; c < K_; c += BLOCK) {
@@ -162,16 +161,17 @@ class Forward {
     float out_[BLOCK * BLOCK], inverse_[BLOCK];
 };
 
-// The gradients that backward writes: of the parts, which lie as the parts do, and of the weights of
-// the norms of queries (B · H, K) and keys (B · G, K), to be summed; these begin as zeros.
+// Gradients written by backward: for queries, keys and values, laid out like their data, and for
+// the query norm's (B · H, K) and key norm's (B · G, K) weights, to be summed; these begin as
+// zeros.
 struct Gradients {
     bf16 *q, *k, *v;
     float *q_norm, *k_norm;
 };
 
-// Backward of the heads that share keys and values, one after another. Scores are computed
-// transposed, keys in rows, so that what belongs to a query lies in lanes and the products over
-// queries take them on the left.
+// Backward for heads with common keys and values, one after another. Scores are computed
+// transposed, keys in rows, so that each query's numbers are in lanes and matmuls over queries take
+// them on the left.
 class Backward {
   public:
     explicit Backward(const Job& job)
@@ -185,7 +185,7 @@ class Backward {
         for (bf16** block : {&weights_, &g_scores_}) *block = space_.take<bf16>(BLOCK * TP_);
     }
 
-    // Writes the gradients of kv head g of row b and its queries, given that of y, `g_y`.
+    // Writes gradients for KV head g in batch row b and its queries, given y's, `g_y`.
     void heads(const Gradients& to, const bf16* g_y, const bf16* y, const float* logs, int64_t b,
                int g) {
         read_part(k_, job_, job_.k, b, g);
@@ -205,7 +205,7 @@ class Backward {
     }
 
   private:
-    // A head's q and g in every layout that the products need.
+    // Lays out a head's q and g as the matmuls need.
     void read_queries(const bf16* g_y, int64_t b, int h) {
         read_part(q_, job_, job_.q, b, h);
         read_head(g_, g_y, job_, b, h);
@@ -215,7 +215,7 @@ class Backward {
         pair_rows(g_pairs_, g_, TP_, K_);
     }
 
-    // For each query, delta = Σ g · y, and the logarithm of its sum; a padded one weighs nothing.
+    // Computes delta = Σ g · y for each query, and its log-sum-exp; a padded one has no weight.
     void sum_rows(const bf16* y, const float* logs) {
         for (int t = 0; t < TP_; t++, y += job_.H * K_) {
             __m512 sum = _mm512_setzero_ps();
@@ -227,8 +227,8 @@ class Backward {
         }
     }
 
-    // The gradients of head h's queries, in rows; those of keys and values, `added` to what the
-    // heads before it gave them.
+    // Computes gradients for head h's queries, in rows, and for keys and values, `added` to those
+    // from earlier heads.
     void add_head(int64_t b, int h, bool added) {
         const WeightsDropout dropout = job_.dropout(b);
         std::memset(g_q_, 0, sizeof(float) * TP_ * K_);
@@ -243,7 +243,8 @@ class Backward {
                                 4 * TP_, K_);
     }
 
-    // The scores of 32 keys and 32 queries, their gradients, and what they add to those of q.
+    // Computes scores for 32 keys and 32 queries, their gradients, and these gradients'
+    // contribution to q's.
     void add_block(int key, int query, int h, const WeightsDropout& dropout) {
         const int TP = TP_, K = K_, steps = K / 32;
         const int64_t right = int64_t(query) / 16 * steps * TILE, next = right + steps * TILE;
@@ -257,7 +258,7 @@ class Backward {
                     paired_, paired_ + TILE, 1, true);
     }
 
-    // The gradient of 32 keys (or values): a sum over the queries that see them.
+    // Computes the gradient for 32 keys (or values): a sum over the queries that see them.
     void add_keys(float* to, int key, const bf16* left, const int32_t* pairs, bool added) {
         const int width = TP_ / 32;
         for (int c = 0; c < K_; c += BLOCK) {
@@ -281,7 +282,7 @@ class Backward {
     float p_[BLOCK * BLOCK], gp_[BLOCK * BLOCK];
 };
 
-// Calls `act` of a worker in each thread with every (batch row, kv head).
+// Calls a worker's `act` in each thread with every (batch row, KV head).
 template <class Worker, class Act>
 void for_each_kv_head(const Job& job, Act act) {
 #pragma omp parallel
@@ -304,13 +305,13 @@ int pentameter_amx_works() {
     return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 }
 
-// y (B, T, H · K) and the logarithms (B, H, TP) of its rows' sums of weights.
+// Computes y (B, T, H · K) and its rows' log-sum-exps (B, H, TP).
 void pentameter_attention_forward(const Job* job, bf16* y, float* logs) {
     for_each_kv_head<Forward>(
         *job, [&](Forward& forward, int64_t b, int g) { forward.heads(y, logs, b, g); });
 }
 
-// The gradients of the parts, from that of y.
+// Computes gradients for queries, keys and values from y's.
 void pentameter_attention_backward(const Job* job, const Gradients* to, const bf16* g_y,
                                    const bf16* y, const float* logs) {
     for_each_kv_head<Backward>(*job, [&](Backward& backward, int64_t b, int g) {

@@ -1,4 +1,4 @@
-// Vectors of 16 fp32 or 32 bf16 by the instructions of AVX-512, for the kernels on AMX tiles.
+// Vectors with 16 fp32 or 32 bf16 by AVX-512 instructions, for the kernels on AMX tiles.
 
 #pragma once
 
@@ -12,7 +12,7 @@ static_assert(VECTOR_BYTES == 64, "AMX comes with AVX-512");
 
 const __m512i LANE_NUMBERS = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
 
-// 2^x for x ≤ 0 or a little above; the error is below 3e-6 of the result, bf16 rounds by 4e-3.
+// 2^x for x ≤ 0 or a little above; the relative error is below 3e-6, bf16 rounds by 4e-3.
 inline __m512 power_of_two(__m512 x) {
     const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 part = _mm512_sub_ps(x, whole);

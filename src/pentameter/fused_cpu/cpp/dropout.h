@@ -1,4 +1,4 @@
-// Keyed dropout: an element's number and the keys of its row of the batch say whether it stays.
+// Keyed dropout: an element's number and its batch row's keys decide whether it stays.
 
 #pragma once
 
@@ -16,8 +16,8 @@ struct Dropout {
         return (Ints)(x ^ (x >> 14));
     }
 
-    // What elements are multiplied by: `scale` where they stay, else 0. So what is not finite stays so
-    // where it is dropped, as in the plain model.
+    // Factor on elements: `scale` if kept, else 0. So NaN and infinity stay non-finite if dropped,
+    // like in the plain model.
     Floats factor(Ints index) const {
         return (Floats)((bits(index) >= bound) & (Ints)all(scale));
     }

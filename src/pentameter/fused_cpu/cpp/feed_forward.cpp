@@ -1,21 +1,21 @@
 // A feed-forward layer, forward and backward: down · f(up · x + bias), with or without a gate.
 //
-// A thread takes a block of rows through both products, so that what lies between them, which is
-// several times as wide as x, stays in its cache; of the wide matrices only those are written that
-// backward or a weight's gradient reads, and in the layout in which they are read. The activation of a
-// product's block is computed while the tiles of the next one multiply.
+// A thread takes a block of rows through both matmuls, so that the intermediate, several times as
+// wide as x, stays in its cache; only those wide matrices are written that backward or a weight's
+// gradient reads, in the layout it needs. A block's activation is computed while the next block's
+// tiles multiply.
 //
-// The layer's inner channels come in panels of 32. In a gated layer the first 16 channels of each
-// panel are the gate's and the last 16 those of `up`, which together give 16 that `down` reads.
+// The layer's inner channels come in panels, 32 wide. In a gated layer each panel's first 16
+// channels are the gate's and the last 16 `up`'s; together they give 16 inputs to `down`.
 
 #include <algorithm>
 
 #include "activation.h"
 #include "tiles.h"
 
-// What the host passes; `_FeedForward` of amx_feed_forward.py has the same fields. x is (M, D); `up` (N, D) and
-// `down` (D, n), where n is N or, if a gate acts, N / 2; `bias` (N) may be null. `pieces` and
-// `per_unit` are those of `Smooth`; ReLU² where `pieces` is null. A thread takes `rows` rows at a time; a
+// Arguments from the host, with the same fields as `_FeedForward` in amx_feed_forward.py. x is (M,
+// D); `up` (N, D) and `down` (D, n), with n = N or, gated, N / 2; `bias` (N) may be null. `pieces`
+// and `per_unit` as in `Smooth`; null `pieces` mean ReLU². A thread takes `rows` rows at a time; a
 // weight's gradient reads `chunk`, a multiple of these. All sizes are multiples of 32.
 struct FeedForward {
     const bf16 *up, *down;
@@ -26,13 +26,13 @@ struct FeedForward {
 
 namespace {
 
-// A matrix (n_rows, K), 32 rows after another, of these 32 columns after another: a left factor in a
-// core's cache, or h.
+// A matrix (n_rows, K) in blocks (32, 32), row blocks outermost: a left factor in a core's cache,
+// or h.
 struct LeftBlocks {
     bf16* data;
     int64_t n_rows, K;
 
-    // Where row `row` begins in the block with column `column`.
+    // Returns the start of row `row` in the block with column `column`.
     bf16* at(int64_t row, int64_t column) const {
         return data + row / 32 * 32 * K + column / 32 * 1024 + row % 32 * 32 + column % 32;
     }
@@ -44,8 +44,8 @@ struct LeftBlocks {
     }
 };
 
-// left times a packed right factor (K, n), block (32, 32) by block, panel by panel.
-// `finish(sums, row, column)` takes on rows `row` and `row` + 1 of the sums, from that column.
+// left times a packed right factor (K, n), block (32, 32) by block, panel by panel. `finish(sums,
+// row, column)` takes the sums' rows `row` and `row` + 1, from that column on.
 template <class Finish>
 void multiply(const LeftBlocks& left, const int32_t* right, int64_t n, Finish finish) {
     alignas(64) float blocks[2][BLOCK * BLOCK];
@@ -71,14 +71,14 @@ void multiply(const LeftBlocks& left, const int32_t* right, int64_t n, Finish fi
     finish_rows(BLOCK);
 }
 
-// w (n, K) as the right factor of x · wᵀ.
+// Packs w (n, K) as the right factor in x · wᵀ.
 void pack_transposed(int32_t* out, const bf16* w, int64_t n, int64_t K) {
 #pragma omp for schedule(static)
     for (int64_t column = 0; column < n; column += 16)
         pair_transposed(out + column * K / 2, w + column * K, 16, int(K));
 }
 
-// w (K, n) as the right factor of x · w.
+// Packs w (K, n) as the right factor in x · w.
 void pack(int32_t* out, const bf16* w, int64_t K, int64_t n) {
 #pragma omp for schedule(static)
     for (int64_t column = 0; column < n; column += 16)
@@ -87,7 +87,7 @@ void pack(int32_t* out, const bf16* w, int64_t K, int64_t n) {
                                 pair(load16(w + k * n + column), load16(w + (k + 1) * n + column)));
 }
 
-// Calls `act(first, n_rows)` in each thread for its blocks of rows.
+// Calls `act(first, n_rows)` in each thread for its row blocks.
 template <class Act>
 void for_each_block(const FeedForward& job, Act act) {
 #pragma omp for schedule(static)
@@ -98,7 +98,7 @@ struct Vectors {
     __m512 first, second;
 };
 
-// 32 channels of h, in the precision in which they are kept, with their bias.
+// 32 channels from h, in the precision they are kept in, with their bias.
 Vectors biased(const FeedForward& job, __m512i h, int64_t channel) {
     Vectors x{to_float(_mm512_castsi512_si256(h)), to_float(_mm512_extracti64x4_epi64(h, 1))};
     if (job.bias) {
@@ -112,7 +112,7 @@ void write_row(bf16* out, const float* sums) {
     store32(out, _mm512_loadu_ps(sums), _mm512_loadu_ps(sums + 16));
 }
 
-// One thread's part of forward.
+// One thread's share of the forward work.
 template <class F>
 void forward(const FeedForward& job, const int32_t* up, const int32_t* down, bf16* out, bf16* h,
              const bf16* x) {
@@ -145,8 +145,8 @@ void forward(const FeedForward& job, const int32_t* up, const int32_t* down, bf1
 
 }  // namespace
 
-// What backward writes: x's gradient (M, D); paired, `chunk` rows after another, those of h (M, N) and
-// what `down` reads (M, n); and sums of h's gradient over every 32 rows, (M / 32, N).
+// Results from backward: x's gradient (M, D); paired, in chunks with `chunk` rows, h's gradient (M,
+// N) and `down`'s input (M, n); and h's gradient summed over every 32 rows, (M / 32, N).
 struct FeedForwardGradients {
     bf16* x;
     int32_t *h, *y;
@@ -155,12 +155,13 @@ struct FeedForwardGradients {
 
 namespace {
 
-// Panels of 32 columns of a chunk of n_rows rows, paired, as a weight's gradient reads them.
+// Panels, 32 columns wide, from a chunk with n_rows rows, paired, as a weight's gradient reads
+// them.
 struct PairedPanels {
     int32_t* data;
     int64_t n_rows, first;
 
-    // Writes 32 columns of rows `row` and `row` + 1, counted from the chunk's row `first`.
+    // Writes 32 columns in rows `row` and `row` + 1, counted from the chunk's row `first`.
     void write(int64_t row, int64_t column, __m512i even, __m512i odd) const {
         row += first;
         int32_t* tile = data + column / 2 * n_rows + row / 32 * TILE + row % 32 * 8;
@@ -170,7 +171,7 @@ struct PairedPanels {
     }
 };
 
-// One thread's part of backward.
+// One thread's share of the backward work.
 template <class F>
 class Backward {
   public:
@@ -208,7 +209,7 @@ class Backward {
         return biased(job_, _mm512_loadu_si512(h_.at(first_ + row, channel)), channel);
     }
 
-    // Of two rows, from the gradients of 32 channels that `down` reads.
+    // Handles two rows, given gradients for 32 channels that `down` reads.
     void take_plain(const float* sums, int64_t row, int64_t column) const {
         __m512i y[2], g_h[2];
         Vectors total{_mm512_setzero_ps(), _mm512_setzero_ps()};
@@ -224,7 +225,7 @@ class Backward {
         y_.write(row, column, y[0], y[1]);
     }
 
-    // The same in a gated layer, where they belong to two panels.
+    // The same in a gated layer, with channels from two panels.
     void take_gated(const float* sums, int64_t row, int64_t column) const {
         __m256i y[2][2];  // of a row and a panel
         for (int p = 0; p < 2; p++, sums += 16) {
@@ -248,7 +249,7 @@ class Backward {
         y_.write(row, column, joined(y[0]), joined(y[1]));
     }
 
-    // h's gradient in a row of 32 channels: for the product with `up`, and in the bias's.
+    // Writes a row's h gradient, 32 channels: for the matmul with `up`, and into the bias's.
     __m512i keep(const Vectors& g, Vectors& total, int64_t row, int64_t channel) const {
         total = {_mm512_add_ps(total.first, g.first), _mm512_add_ps(total.second, g.second)};
         const __m512i rounded = round32(g.first, g.second);
@@ -319,12 +320,12 @@ void forward(const FeedForward& job, bf16* out, bf16* h, const bf16* x) {
 
 extern "C" {
 
-// out (M, D), without a bias, and h = x · upᵀ (M, N) for backward, in blocks (32, 32).
+// Computes out (M, D), without a bias, and h = x · upᵀ (M, N) for backward, in blocks (32, 32).
 void pentameter_feed_forward(const FeedForward* job, bf16* out, bf16* h, const bf16* x) {
     job->pieces ? forward<Smooth>(*job, out, h, x) : forward<SquaredRelu>(*job, out, h, x);
 }
 
-// The gradients that `g` (M, D), that of `out`, gives.
+// Computes gradients from `g` (M, D), out's.
 void pentameter_feed_forward_backward(const FeedForward* job, const FeedForwardGradients* to,
                                       const bf16* g, bf16* h) {
     job->pieces ? backward<Smooth>(*job, *to, g, h) : backward<SquaredRelu>(*job, *to, g, h);

@@ -1,5 +1,5 @@
-// The heads of queries, keys and values: where they lie, and what is done to a row between the linear
-// layer that made it and attention, both ways.
+// Query, key and value heads: their layout, and the row operations between the linear layer and
+// attention, both ways.
 
 #pragma once
 
@@ -9,19 +9,19 @@
 #include "dropout.h"
 #include "tiles.h"
 
-// Dropout of a row's weights.
+// Dropout on a row's weights.
 struct WeightsDropout : Dropout {
     int stride;
 
-    // The number of (head, query, key) in its row of the batch; see AttentionDropout.
+    // Number of (head, query, key) in its batch row; see AttentionDropout.
     int32_t index(int head, int query, int key) const {
         return int32_t((uint32_t(head) * stride + query) * stride + key);
     }
 };
 
-// Queries, keys or values as a linear layer made them, in rows of (batch, time): where head 0 begins,
-// how far rows and heads are apart, the layer's bias and the weight (K) of a norm over each head, if
-// there are such. Their gradients lie in the same way.
+// Queries, keys or values from a linear layer, in rows (batch, time): head 0's start, the distances
+// between rows and between heads, the layer's bias and a norm's weight (K) for each head, if any.
+// Their gradients have the same layout.
 struct Part {
     const bf16* data;
     const float *bias, *norm;
@@ -30,9 +30,9 @@ struct Part {
     int64_t at(int64_t row_number, int h) const { return row_number * row + h * head; }
 };
 
-// What the host passes; `_Job` of amx_attention.py has the same fields. There are B rows of the batch, H heads,
-// and G of keys and values, each for H / G heads one after another. Channels i and i + half of a head
-// turn by angles with these cosines and sines (T, half). `keys` (B, 2) are those of dropout.
+// Arguments from the host, with the same fields as `_Job` in amx_attention.py. There are B batch
+// rows, H query heads and G KV heads, each for H / G adjacent query heads. A head's channels i and
+// i + half rotate by angles with these cosines and sines (T, half). `keys` (B, 2) are dropout's.
 struct Job {
     Part q, k, v;
     const float *cosine, *sine;
@@ -50,7 +50,7 @@ struct Job {
 
 constexpr int MAX_HEAD = 256;
 
-// One row of a head in fp32, on its way from what a linear layer made to what attention multiplies.
+// One row in a head, in fp32, between the linear layer's output and attention's matmul.
 class Row {
   public:
     Row(const Job& job, const Part& part) : job_(job), part_(part) {}
@@ -64,7 +64,7 @@ class Row {
         }
     }
 
-    // Normed and turned, at time t.
+    // Applies norm and rotation, at position t.
     void turn(int64_t t) {
         if (part_.norm) {
             const __m512 factor = scale();
@@ -76,8 +76,8 @@ class Row {
         rotate(x_, t, 1);
     }
 
-    // The gradient of the row as it was read, given that of the turned one, in its place; adds to
-    // the gradient of the norm's weight.
+    // Replaces the rotated row's gradient by that for the row as read; adds to the norm weight's
+    // gradient.
     void turn_gradient(float* g, float* g_norm, int64_t t) {
         rotate(g, t, -1);
         if (!part_.norm) return;
@@ -135,7 +135,7 @@ class Row {
     alignas(64) float x_[MAX_HEAD];
 };
 
-// Head h of a part in batch row b, as attention multiplies it, in rows (TP, K).
+// Prepares head h in batch row b for attention's matmuls, in rows (TP, K).
 inline void read_part(bf16* out, const Job& job, const Part& part, int64_t b, int h) {
     Row row(job, part);
     for (int64_t t = 0; t < job.T; t++, out += job.K) {
@@ -153,8 +153,8 @@ inline void read_part(bf16* out, const Job& job, const Part& part, int64_t b, in
     std::memset(out, 0, 2 * (job.padded() - job.T) * job.K);
 }
 
-// The gradient of head h of a part in batch row b, from that of what attention multiplied, in rows
-// (TP, K), which it uses up. `g_norm` (K) begins as zeros.
+// Computes the gradient for head h in batch row b from the prepared head's, in rows
+// (TP, K), which it overwrites. `g_norm` (K) begins as zeros.
 inline void write_part(bf16* to, float* g, float* g_norm, const Job& job, const Part& part, int64_t b,
                 int h) {
     Row row(job, part);
@@ -168,7 +168,7 @@ inline void write_part(bf16* to, float* g, float* g_norm, const Job& job, const 
     }
 }
 
-// Rows (T, K) of head h of x (B, T, H · K).
+// Copies head h's rows (T, K) from x (B, T, H · K).
 inline void read_head(bf16* out, const bf16* x, const Job& job, int64_t b, int h) {
     const Part part{x, nullptr, nullptr, job.H * job.K, job.K, 0};
     for (int64_t t = 0; t < job.T; t++, out += job.K) {

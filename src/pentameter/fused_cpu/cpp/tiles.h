@@ -1,10 +1,10 @@
-// Products on AMX tiles, and the layouts they take.
+// Matmuls on AMX tiles, and their operand layouts.
 //
-// A tile product adds a left factor of 16 rows × 32 bf16 times a right factor of 32 rows × 16
-// columns to 16 × 16 fp32. The right factor comes in pairs of rows: word (p, n) of a right tile
-// holds rows 2p and 2p + 1 of column n. "Paired" below means laid out so, tile after tile.
+// A tile matmul adds a left factor, 16 rows × 32 bf16, times a right factor, 32 rows × 16 columns,
+// to 16 × 16 fp32. The right factor interleaves two rows: word (p, n) in a right tile holds rows 2p
+// and 2p + 1 in column n. "Paired" below means this layout, tile after tile.
 //
-// T is the time, padded with zeros to TP, a multiple of 32; K the head size, a multiple of 32.
+// T is the sequence, padded with zeros to TP, a multiple of 32; K the head size, a multiple of 32.
 
 #pragma once
 
@@ -16,7 +16,7 @@
 constexpr int BLOCK = 32;
 constexpr int TILE = 256;  // words of 32 bits
 
-// A 16 × 16 matrix of 32-bit words, transposed.
+// Transposes a 16 × 16 matrix with 32-bit words.
 inline void transpose_words(int32_t* out, const void* in, int64_t stride_bytes,
                             int64_t out_stride = 16) {
     const auto store = [&](int row, __m512i x) {
@@ -33,7 +33,7 @@ inline void transpose_words(int32_t* out, const void* in, int64_t stride_bytes,
             r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
             r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
         }
-    // r[4g + c] now holds, in lane l, rows 4g … 4g + 3 of column 4l + c.
+    // r[4g + c] now holds, in lane l, rows 4g … 4g + 3 in column 4l + c.
     for (int c = 0; c < 4; c++) {
         const __m512i a = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x44);
         const __m512i b = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xee);
@@ -46,7 +46,8 @@ inline void transpose_words(int32_t* out, const void* in, int64_t stride_bytes,
     }
 }
 
-// 32 rows of 16 elements, `stride` apart → 16 rows of 32, `out_stride` words apart: x transposed.
+// 32 rows with 16 elements, `stride` apart → 16 rows with 32, `out_stride` words apart: x
+// transposed.
 inline void transpose_rows(int32_t* out, int64_t out_stride, const bf16* x, int64_t stride) {
     alignas(64) int32_t pairs[TILE];
     for (int p = 0; p < 16; p++, x += 2 * stride)
@@ -54,15 +55,16 @@ inline void transpose_rows(int32_t* out, int64_t out_stride, const bf16* x, int6
     transpose_words(out, pairs, 64, out_stride);
 }
 
-// x (TP, K) in rows → xᵀ paired: what a product x' · xᵀ over the K channels takes on its right.
-// Tile (t / 16, k / 32).
+// x (TP, K) in rows → xᵀ paired: right operand for a matmul x' · xᵀ over the K channels. Tile (t /
+// 16, k / 32).
 inline void pair_transposed(int32_t* out, const bf16* x, int TP, int K) {
     for (int t = 0; t < TP; t += 16)
         for (int k = 0; k < K; k += 32, out += TILE)
             transpose_words(out, x + int64_t(t) * K + k, 2 * K);
 }
 
-// x (TP, K) in rows → x paired: what a product over time takes on its right. Tile (k / 16, t / 32).
+// x (TP, K) in rows → x paired: right operand for a matmul over the sequence. Tile (k / 16, t /
+// 32).
 inline void pair_rows(int32_t* out, const bf16* x, int TP, int K) {
     for (int k = 0; k < K; k += 16)
         for (int t = 0; t < TP; t += 2, out += 16)
@@ -70,14 +72,14 @@ inline void pair_rows(int32_t* out, const bf16* x, int TP, int K) {
                 out, pair(load16(x + int64_t(t) * K + k), load16(x + int64_t(t + 1) * K + k)));
 }
 
-// Where the four tiles of a matrix of 32 rows lie: the rows of a tile `stride` elements apart, the tile
-// to the right of the first and the one below it so many elements on.
+// Layout for the four tiles in a matrix with 32 rows: the distance between a tile's rows, and from
+// the first tile to its right and its lower neighbour, in elements.
 struct Tiling {
     int64_t stride, right, below;
 };
 
-// C (32, 32) fp32 = A · B over 32 · steps; B0 and B1 are its two columns of paired tiles.
-// With `add`, C += A · B. `beside` is called once a step: the core does it while tiles multiply.
+// C (32, 32) fp32 = A · B over 32 · steps; B0 and B1 are its two columns of paired tiles. With
+// `add`, C += A · B. `beside` is called once a step: the core does it while tiles multiply.
 template <class Beside>
 void product(float* C, const Tiling& c, const bf16* A, const Tiling& a, const int32_t* B0,
              const int32_t* B1, int steps, bool add, Beside beside) {
@@ -110,7 +112,7 @@ void product(float* C, const Tiling& c, const bf16* A, const Tiling& a, const in
     _tile_stored(3, last, 4 * c.stride);
 }
 
-// The same for matrices that lie in rows.
+// The same for matrices laid out in rows.
 inline void product(float* C, int64_t c_stride, const bf16* A, int64_t a_stride, const int32_t* B0,
                     const int32_t* B1, int steps, bool add = false) {
     product(C, {c_stride, 16, 16 * c_stride}, A, {a_stride, 32, 16 * a_stride}, B0, B1, steps, add,
@@ -123,7 +125,7 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// One thread's tiles, and memory that is its own until the object ends.
+// One thread's tile configuration and scratch memory.
 class Workspace {
   public:
     Workspace() { _tile_loadconfig(&config_); }

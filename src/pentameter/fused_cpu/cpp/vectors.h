@@ -1,5 +1,5 @@
-// Vectors of fp32 as wide as the CPU's registers, by the extensions that GCC and Clang share: one source
-// for AVX2, AVX-512 and what else these compile for. Numbers in memory are fp32 or bf16.
+// fp32 vectors as wide as the CPU's registers, by extensions common to GCC and Clang: one source
+// for AVX2, AVX-512 and other targets. Numbers in memory are fp32 or bf16.
 
 #pragma once
 
@@ -76,7 +76,7 @@ inline float sum_of(Floats x) {
 
 inline Floats size_of(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
 
-// e^x, to 2e-7 of the result; 0 below -87 and infinite above 88. Cephes' expf.
+// e^x, to 2e-7 relatively; 0 below -87 and infinite above 88. Cephes' expf.
 inline Floats exponential(Floats x) {
     constexpr float lowest = -87.0f, highest = 88.0f;
     constexpr float rounding = 12582912.0f;  // 1.5 · 2^23: an integer is in the last bits of the sum

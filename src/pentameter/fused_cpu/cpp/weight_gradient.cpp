@@ -1,9 +1,9 @@
-// A linear layer's weight gradient: a product whose sum runs over all rows of a batch.
+// A linear layer's weight gradient: a matmul that sums over all rows in a batch.
 //
-// Both factors lie with the summed index outside, so both have to be turned on the way: chunks of
-// rows are brought into tiles in a core's cache, where PyTorch's products want a transposed copy
-// of one factor in memory. A chunk's product is added to sums in fp32 that stay in the cache too.
-// Threads divide the columns of the wider factor, so the result does not depend on their number.
+// Both factors have the summed index outermost, so both must be transposed on the way: row chunks
+// are brought into tiles in a core's cache, while PyTorch's matmuls need a transposed copy of one
+// factor in memory. A chunk's result is added to fp32 sums that stay in the cache, too. Threads
+// split the wider factor's columns, so the result does not depend on their number.
 
 #include <omp.h>
 
@@ -13,7 +13,8 @@
 
 namespace {
 
-// Columns `column` … `column` + 31 of x (M, n), n_rows rows from the first, paired for the right.
+// Packs columns `column` … `column` + 31 from x (M, n), n_rows rows from the first, paired for the
+// right.
 void pair_panel(int32_t* out, const bf16* x, int64_t n, int n_rows) {
     int32_t* next = out + n_rows / 32 * TILE;
     for (int row = 0; row < n_rows; row += 2, x += 2 * n, out += 16, next += 16) {
@@ -24,8 +25,8 @@ void pair_panel(int32_t* out, const bf16* x, int64_t n, int n_rows) {
     }
 }
 
-// Writes sums (a, 32) of blocks (32, 32) in tiles, one below the other, to columns of `out` (…, b), or
-// transposed to its rows (…, a).
+// Writes sums (a, 32), in blocks (32, 32) and tiles, one below the other, to columns in `out` (…,
+// b), or transposed to its rows (…, a).
 void write_sums(float* out, const float* sums, int64_t a, int64_t b, bool transposed) {
     for (int64_t i = 0; i < a; i += 16)
         for (int64_t j = 0; j < 32; j += 16, sums += TILE)
@@ -40,9 +41,9 @@ void write_sums(float* out, const float* sums, int64_t a, int64_t b, bool transp
 
 extern "C" {
 
-// out (a, b) fp32, or if it is `transposed` (b, a), = leftᵀ · right, for left (M, a) and right (M, b),
-// in chunks of `rows` rows. Right lies in rows or, chunk after chunk, in panels of 32 columns that are
-// `paired`. All sizes are multiples of 32.
+// Computes out (a, b) fp32, or if `transposed` (b, a), = leftᵀ · right, for left (M, a) and right
+// (M, b), in chunks with `rows` rows. Right is in rows or, chunk after chunk, in panels 32 columns
+// wide, `paired`. All sizes are multiples of 32.
 void pentameter_weight_gradient(float* out, const bf16* left, const bf16* right, int64_t M,
                                 int64_t a, int64_t b, int64_t rows, int64_t paired,
                                 int64_t transposed) {

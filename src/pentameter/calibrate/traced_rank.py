@@ -1,0 +1,234 @@
+"""One rank of a layout, built without memory: its parameters as the run would hold them, the
+gradients and activations for one micro-batch, compared with the Plan's counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, UntypedStorage, nn
+
+# PyTorch has no public tensors without memory that keep their device, nor a public process group
+# that stands in for missing ranks. Its own sharding tests, and torchtitan's memory estimates, use
+# these.
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode  # documented by this path
+
+from pentameter.data.batches.tree import leaves
+from pentameter.errors import ConfigError
+from pentameter.estimating.costs import ActivationBytes, step_sizes
+from pentameter.estimating.shares import shard_elements, stage_tables
+from pentameter.parallel.data_parallel import micro_batch, shard_state
+from pentameter.parallel.local_shards import local_shard
+from pentameter.parallel.memory.recomputation import recompute_activations
+from pentameter.parallel.memory.rounded_weights import rounded_weights
+from pentameter.parallel.mesh import build_mesh
+from pentameter.parallel.precision import arithmetic
+from pentameter.parallel.sources.gpt_source import GPTSource
+from pentameter.parallel.sources.tied_parameters import tie_again, tied_names
+from pentameter.parallel.stage_module import StageModule, slice_module
+from pentameter.planning.adapters import run_operations
+from pentameter.planning.plan import Plan
+from pentameter.processes.world import World
+
+
+@dataclass(frozen=True)
+class TracedRank:
+    """The bytes that one rank holds, traced and planned."""
+
+    rank: int
+    traced: Mapping[str, int]
+    """Bytes per parameter in the modules that were built."""
+    gradients: Mapping[str, int]
+    """Bytes per parameter's gradient, as the optimizer finds it."""
+    planned: Mapping[str, int]
+    """Bytes per parameter under the Plan's layout."""
+    activations: int
+    """Bytes that one micro-batch's forward passes save for the backward passes, in all stages on
+    the rank, including the residual stream passed to the next stage or to the head."""
+    planned_activations: int
+    """The same bytes as planned."""
+
+    @property
+    def differing(self) -> list[str]:
+        """Parameters whose bytes or gradient bytes differ, or that only one side has."""
+        names = {*self.traced, *self.gradients, *self.planned}
+        return sorted(
+            name
+            for name in names
+            if not self.traced.get(name) == self.gradients.get(name) == self.planned.get(name)
+        )
+
+    def __str__(self) -> str:
+        traced, planned = sum(self.traced.values()), sum(self.planned.values())
+        verdict = "equal, one by one; so are their gradients, and each of AdamW's moments"
+        if self.differing:
+            verdict = f"differing: {', '.join(self.differing[:5])}"
+        ratio = self.activations / max(1, self.planned_activations)
+        return (
+            f"rank {self.rank}: {len(self.traced)} parameters of {traced:,} bytes built, "
+            f"{planned:,} planned: {verdict}\n"
+            f"activations of a micro-batch: {self.activations:,} bytes traced, "
+            f"{self.planned_activations:,} planned ({ratio:.3f} ×)"
+        )
+
+
+def trace_rank(plan: Plan, rank: int, precision: str) -> TracedRank:
+    """Build a rank's shard of the model without memory, in a process group with the layout's full
+    size whose other ranks do not exist, run one micro-batch through it, and compare with the Plan.
+
+    Raises ConfigError for a rank outside the layout.
+    """
+    layout = plan.layout
+    if not 0 <= rank < layout.world_size:
+        raise ConfigError(
+            f"--dry-run-rank {rank} is not in 0 … {layout.world_size - 1} of the layout {layout}"
+        )
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    try:
+        world = World(rank, layout.world_size, timeout_seconds=600.0)
+        mesh = build_mesh(layout, "cpu", world)
+        return _trace(plan, rank, precision, mesh, world)
+    finally:
+        dist.destroy_process_group()
+
+
+def _trace(plan: Plan, rank: int, precision: str, mesh: DeviceMesh, world: World) -> TracedRank:
+    layout = plan.layout
+    costs = ActivationBytes(plan.config, layout, step_sizes(plan.config, layout, precision))
+    parameters: dict[str, int] = {}
+    gradients: dict[str, int] = {}
+    activations = planned = 0
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    for number in layout.stages_of(layout.coordinates(rank)["pipeline"]):
+        module = slice_module(GPTSource(), plan, number, torch.device("cpu"), arithmetic(precision))
+        with fake:
+            _replace_meta_parameters(module)
+        _shard_stage(module, plan, mesh, world)  # outside fake mode: the meshes' tensors are real
+        _count(parameters, module.model.named_parameters())
+        with fake:
+            activations += _step(module, plan, number)
+        _count(
+            gradients, ((n, p.grad) for n, p in module.model.named_parameters() if p.requires_grad)
+        )
+        run = run_operations(plan.config.model, plan.config.lora, plan.stages[number])
+        planned += costs.stage([op for op in run if op.kind != "head"]) + costs.stream
+    return TracedRank(
+        rank, parameters, gradients, _planned(plan, rank, precision), activations, planned
+    )
+
+
+def _shard_stage(module: StageModule, plan: Plan, mesh: DeviceMesh, world: World) -> None:
+    """Shard a stage as `assemble` does, without the gradient sums over its replicas."""
+    source = GPTSource()
+    source.divide([module.model], plan, module.arithmetic, mesh, world)
+    how = plan.config.train.activation_checkpoint
+    if how is not None:
+        recompute_activations(source.recomputed_blocks(module.model), how)
+    shard_state(module, source, mesh, plan, offload=False)
+
+
+def _replace_meta_parameters(module: nn.Module) -> None:
+    """Replace meta parameters by fake CPU ones, so that operations are dispatched as on a CPU."""
+    shared = tied_names(module)
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            fake = torch.empty_like(parameter, device="cpu")
+            setattr(owner, name, nn.Parameter(fake, parameter.requires_grad))
+    tie_again(module, shared)
+
+
+def _step(module: StageModule, plan: Plan, number: int) -> int:
+    """Run one micro-batch's passes through a stage. Return the bytes that its forward pass saves,
+    including the residual stream passed to the next stage or to the head."""
+    config, layout = plan.config, plan.layout
+    shape = (plan.micro_batch_size, config.model.context_length // layout.context)
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    rows = np.arange(plan.micro_batch_size)
+    keys = GPTSource().row_keys(plan, 0, rows, rows)
+    kept = 0
+    rounded = rounded_weights(GPTSource(), [module.model], plan, module.arithmetic)
+    with rounded, _NewStorages() as new:
+
+        def note(*_: object) -> None:
+            nonlocal kept
+            torch.clear_autocast_cache()  # drop cached rounded weights that no saved tensor needs
+            kept = new.n_bytes
+
+        head = getattr(module.model, "head_loss", None)
+        if head is not None:
+            head.register_forward_pre_hook(note, prepend=True)
+        x = tokens
+        if number > 0:
+            stream = (config.model.context_length, config.model.d_model)
+            local = plan.sharding.local_shape(stream, ("time", "embed"))
+            dtype = module.arithmetic.weights
+            x = torch.zeros((shape[0], *local), dtype=dtype, requires_grad=True)
+        with micro_batch(module, plan.rules, is_last=True):
+            y = module(x, tokens, keys)
+            if head is None:
+                note()
+            y.sum().backward()
+    return kept
+
+
+class _NewStorages(TorchDispatchMode):
+    """Tracks, within its `with` block, the live storages that operations create, except those in
+    which FSDP gathers and reduces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: WeakSet[UntypedStorage] = WeakSet()
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes in the live storages."""
+        return sum(storage.nbytes() for storage in self._alive)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run `func`, and track the storages that it returns but was not passed."""
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # dispatched again for the DTensor's local operations
+        given = set(_storages((args, kwargs)))
+        result = func(*args, **(kwargs or {}))
+        self._alive.update(each for each in _storages(result) if each not in given)
+        if func.namespace == "fsdp":
+            self._alive.difference_update(given)
+        return result
+
+
+def _storages(found: Any) -> Iterator[UntypedStorage]:
+    """Return the storages of all tensors within arguments or results."""
+    return (leaf.untyped_storage() for leaf in leaves(found) if isinstance(leaf, Tensor))
+
+
+def _count(found: dict[str, int], named: Iterator[tuple[str, Tensor | None]]) -> None:
+    """Record the bytes of local tensors by name; a tied weight counts once."""
+    for name, tensor in named:
+        if tensor is not None:
+            local, _ = local_shard(tensor)
+            found.setdefault(name, local.numel() * local.element_size())
+
+
+def _planned(plan: Plan, rank: int, precision: str) -> dict[str, int]:
+    layout = plan.layout
+    coordinates = layout.parameter_coordinates(rank)
+    n_bytes = arithmetic(precision).weights.itemsize
+    tables = stage_tables(plan.config, layout, plan.stages, coordinates["pipeline"])
+    found = {}
+    for _, table in tables:
+        for spec in table:
+            shape = plan.sharding.parameter_shape(spec, coordinates)
+            n = shard_elements(shape, layout.shard, coordinates["shard"])
+            found[spec.name] = n * n_bytes
+    return found

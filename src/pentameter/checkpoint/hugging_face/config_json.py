@@ -1,0 +1,139 @@
+"""Translation between a family's config.json and `[model]`, by the tables in `families`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pentameter.checkpoint.hugging_face.families import FAMILIES, NOT_OURS, Family
+from pentameter.config.choices import look_up
+from pentameter.config.messages import shown
+from pentameter.config.schema import ModelConfig
+from pentameter.errors import ConfigError
+from pentameter.planning.architecture import embedding_dropout, resolved
+
+
+def choose_family(model: ModelConfig) -> str:
+    """Return the `model_type` of the first family that can express a model.
+
+    Raises ConfigError if none can, naming every key and value that the nearest one lacks.
+    """
+    problems = {name: list(_inexpressible(family, model)) for name, family in FAMILIES.items()}
+    nearest = min(problems, key=lambda name: len(problems[name]))
+    if problems[nearest]:
+        raise ConfigError(
+            f"a Hugging Face {FAMILIES[nearest].label} cannot express "
+            f"{'; '.join(problems[nearest])}; nor can {', '.join(FAMILIES.keys() - {nearest})}; "
+            "`export --to safetensors` writes any model"
+        )
+    return nearest
+
+
+def _inexpressible(family: Family, model: ModelConfig) -> Iterator[str]:
+    """Yield each key with its value that the family cannot express, and the reason."""
+    plain = simplest(model)
+    for key, (possible, reason) in family.fixed.items():
+        if getattr(plain, key) != possible:
+            yield f"model.{key}={shown(getattr(model, key))} ({reason})"
+    if model.activation not in family.activations.values():
+        yield f"model.activation={shown(model.activation)} ({family.label} has no such function)"
+    for rule in family.rules:
+        try:
+            rule.write(model)
+        except ValueError as error:
+            yield str(error)
+    fields, known = type(model).model_fields, accounted_keys(family)
+    for key in fields.keys() - known:
+        if getattr(model, key) != fields[key].default:
+            yield f"model.{key}={shown(getattr(model, key))} (its config.json has no such key)"
+
+
+def accounted_keys(family: Family) -> list[str]:
+    """List the pentameter keys that a family's description accounts for, with repetitions."""
+    of_rules = [key for rule in family.rules for key in rule.keys]
+    return [*family.written, *family.fixed, *family.not_needed, *of_rules]
+
+
+def simplest(model: ModelConfig) -> ModelConfig:
+    """Return the same architecture with redundant sizes unset: those that follow from others
+    anyway."""
+    same: dict[str, None] = {}
+    if model.n_kv_heads == model.n_heads:
+        same["n_kv_heads"] = None
+    if model.head_size is not None and model.head_size * model.n_heads == model.d_model:
+        same["head_size"] = None
+    return model.model_copy(update=same)
+
+
+def to_their_config(
+    name: str, model: ModelConfig, *, vocab_size: int, end_of_text: int | None, dtype: str
+) -> dict[str, Any]:
+    """Build the content of config.json for a model that family `name` expresses (`choose_family`).
+
+    vocab_size: rows in its embedding without padding. end_of_text: the tokenizer's id for it.
+    dtype: the weights' dtype (`float32`).
+    """
+    family = FAMILIES[name]
+    theirs = {ours: theirs for theirs, ours in reversed(list(family.activations.items()))}
+    activation = look_up(theirs, model.activation, "model.activation", family.label)
+    whole = resolved(model).model_copy(update={"embedding_dropout": embedding_dropout(model)})
+    values = {
+        **whole.model_dump(include=set(family.written)),
+        "vocab_size": vocab_size,
+        "activation": activation,
+    }
+    content: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": name,
+        **{key: values[ours] for ours, (key, _) in family.written.items()},
+        **{key: default for key, (default, _) in family.not_ours.items() if default is not None},
+    }
+    for rule in family.rules:
+        content |= rule.write(model)
+    return {
+        **content,
+        # Written even if None: an absent key would mean the family's own default.
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        "pad_token_id": None,
+        "use_cache": True,
+        "torch_dtype": dtype,  # the name that old and new versions of transformers read
+    }
+
+
+def from_their_config(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Translate config.json to a model section, not yet validated; `path` is for messages.
+
+    Raises ConfigError for an unsupported architecture, and for a setting that pentameter cannot
+    express.
+    """
+    kind = content.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ConfigError(
+            f"{path}: model_type={shown(kind)} is not supported; these are read: "
+            f"{', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[kind]
+    for key, (default, reason) in {**NOT_OURS, **family.not_ours}.items():
+        value = content.get(key, default)
+        if value not in (default, None):
+            raise ConfigError(f"{path}: {key}={shown(value)} is not supported: {reason}")
+    section = {
+        ours: content.get(key, content.get(family.other_names.get(key, key), default))
+        for ours, (key, default) in family.written.items()
+    }
+    activation, possible = section["activation"], family.activations
+    if not isinstance(activation, str) or activation not in possible:
+        key, _ = family.written["activation"]
+        raise ConfigError(
+            f"{path}: {key}={shown(activation)} is not supported; possible: {', '.join(possible)}"
+        )
+    section["activation"] = possible[activation]
+    section |= {key: value for key, (value, _) in family.fixed.items()} | dict(family.read)
+    for rule in family.rules:
+        try:
+            section |= rule.read(content, section)
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}") from error
+    return section

@@ -1,0 +1,55 @@
+"""The option `--layout`, translated into `[parallel]` overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pentameter.config.schema import Config
+
+BEST = "best"
+"""Layout chosen by the search."""
+
+
+def layout_overrides(layout: str | None) -> list[str]:
+    """Return `[parallel]` overrides for a layout's text, so that the configuration is checked as it
+    will run; empty without a text. For `best`, one that permits every setting: the search then
+    chooses the rest."""
+    from pentameter.planning.layout import NOT_OF_A_LAYOUT, parse_parallel
+
+    if layout is None:
+        return []
+    if layout == BEST:
+        return ["--parallel.zero=1"]
+    chosen = parse_parallel(layout, also=[BEST]).model_dump(exclude=set(NOT_OF_A_LAYOUT))
+    return options({f"parallel.{name}": value for name, value in chosen.items()})
+
+
+def layout_options(config: Config) -> list[str]:
+    """Return overrides that state a configuration's layout, and how it splits the batch."""
+    parallel = config.parallel
+    values = {f"parallel.{name}": value for name, value in parallel.model_dump().items()}
+    for name in ("micro_batch_size", "activation_checkpoint"):
+        values[f"train.{name}"] = getattr(config.train, name)
+    return options(values)
+
+
+def options(values: Mapping[str, Any]) -> list[str]:
+    """Return settings, by dotted path, as command-line options."""
+    return [
+        f"--{key}={'none' if value is None else str(value).lower()}"
+        for key, value in values.items()
+    ]
+
+
+def without_layout(arguments: list[str]) -> list[str]:
+    """Return a command line without its --layout."""
+    kept, rest = [], list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument == "--layout":
+            rest[:1] = []
+        elif not argument.startswith("--layout="):
+            kept.append(argument)
+    return kept

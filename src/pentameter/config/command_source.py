@@ -1,0 +1,72 @@
+"""The configuration that a command names: a preset, a file, or a text to train on; and the files
+beside a model that it begins with."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pentameter.config.load import preset_names, text_name
+from pentameter.config.overrides import parse_overrides
+from pentameter.config.schema import Config
+from pentameter.errors import ConfigError
+
+PRESET_FOR_TEXT = "quickstart"
+"""The preset for `train novel.txt`."""
+
+# A TOML file by another name is no text.
+_OF_A_CONFIGURATION = re.compile(rb"^(extends *=|\[(model|data|optimizer|train)\])", re.MULTILINE)
+_LOOKED_AT_BYTES = 1 << 16
+
+
+def configuration_of(
+    source: str, overrides: list[str], init_from: Path | None = None
+) -> tuple[str, list[str]]:
+    """Return the configuration's source and overrides. If `source` is a text, that is the
+    configuration beside the model `init_from`, else the quickstart's, with the text as data.path.
+
+    Raises ConfigError if the overrides name a text too.
+    """
+    if source in preset_names() or not is_text(Path(source)):
+        return source, overrides
+    for key, text in parse_overrides(overrides):
+        if key in ("data.path", "data.corpus"):
+            raise ConfigError(
+                f"{source} is the text to train on, and --{key} {text} names another; keep one"
+            )
+    named = [f"--data.path={source}", *overrides]
+    if init_from is not None and (init_from / "config.toml").is_file():
+        # The quickstart on that text has the text's own name already.
+        return str(init_from / "config.toml"), [f"--name={text_name(source)}-tuned", *named]
+    return PRESET_FOR_TEXT, named
+
+
+def is_text(path: Path) -> bool:
+    """True if `path` can be trained on: a file that is no configuration, or a folder without one
+    (those of runs and models have one)."""
+    try:
+        is_folder = path.is_dir()
+        if is_folder and any(path.glob("*.safetensors")):
+            return False  # a model
+        file = path / "config.toml" if is_folder else path
+        if not file.is_file():  # to open a pipe would wait
+            return is_folder
+        if file.suffix.lower() == ".toml" and not is_folder:
+            return False
+        with file.open("rb") as opened:
+            return _OF_A_CONFIGURATION.search(opened.read(_LOOKED_AT_BYTES)) is None
+    except (OSError, ValueError):  # unreadable, or a NUL in the name: the loader says so
+        return False
+
+
+def with_tokenizer_beside(config: Config, model: Path | None) -> tuple[Config, list[str]]:
+    """Copy `config` with MODEL's own tokenizer file if the one it names is gone; also return a
+    warning if so: an imported folder names its own file, and may have been moved."""
+    if model is None:
+        return config, []
+    named, beside = Path(config.data.tokenizer), model / "tokenizer.json"
+    if named.name != beside.name or named.exists() or not beside.exists():
+        return config, []
+    data = config.data.model_copy(update={"tokenizer": str(beside)})
+    warning = f"{config.data.tokenizer} is not there; taking {beside}"
+    return config.model_copy(update={"data": data}), [warning]

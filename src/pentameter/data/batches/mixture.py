@@ -1,0 +1,132 @@
+"""A mixture: the data set that each batch row comes from, and the row's index in it.
+
+Rows are numbered through all steps. In each block, `BLOCK_ROWS` long, every data set has a fixed
+number of rows, by its weight, in an order that is drawn anew for each block. So a row's data set is
+a pure function of (seed, step, row); so is the count of that set's earlier rows, and each data set
+is read in its own order, row after row, epoch after epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+from pentameter import keyed
+from pentameter.data.batches.orders import Order, Row
+from pentameter.data.shards.dataset import TokenSplit
+from pentameter.errors import ConfigError
+
+Int64 = npt.NDArray[np.int64]
+
+BLOCK_ROWS = 4096
+"""Rows within which proportions are exact; also the resolution of weights."""
+
+ROWS_AT_ONCE = 1 << 20
+"""Batch size given to the mixed orders, whose steps mean nothing by themselves."""
+
+
+@dataclass(frozen=True)
+class MixtureRow:
+    """A row's data set and tokens."""
+
+    split: TokenSplit
+    row: Row
+
+
+class Mixture:
+    """Rows from several orders, each with `ROWS_AT_ONCE` rows a step, mixed by weights.
+
+    Raises ConfigError for a weight too small for one row in a block.
+    """
+
+    def __init__(self, orders: Sequence[Order], weights: Sequence[float], seed: int) -> None:
+        self.orders, self._seed = list(orders), seed
+        self._counts = np.array(apportion(weights, BLOCK_ROWS), dtype=np.int64)
+        for weight, count in zip(weights, self._counts.tolist(), strict=True):
+            if count == 0:
+                raise ConfigError(
+                    f"data.sources: weight={weight} is too small beside {max(weights)}: less than "
+                    f"one row in {BLOCK_ROWS} would be its; raise it, or leave the source out"
+                )
+        self._block: tuple[int, Int64, Int64] | None = None  # asked for last
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Rows after which every data set has been read whole, the others repeated."""
+        return max(
+            -(-order.rows_per_epoch * BLOCK_ROWS // count)
+            for order, count in zip(self.orders, self._counts.tolist(), strict=True)
+        )
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Distinct tokens in an epoch."""
+        return sum(order.tokens_per_epoch for order in self.orders)
+
+    @property
+    def target_fraction(self) -> float:
+        """Positions in rows whose target counts in the loss ÷ all positions."""
+        fractions = [order.target_fraction for order in self.orders]
+        return float(np.dot(fractions, self._counts)) / BLOCK_ROWS
+
+    def passes(self, n_rows: int) -> list[float]:
+        """Return the passes over each data set that `n_rows` rows make."""
+        return [
+            n_rows * count / BLOCK_ROWS / order.rows_per_epoch
+            for order, count in zip(self.orders, self._counts.tolist(), strict=True)
+        ]
+
+    def rows(self, numbers: Int64) -> list[MixtureRow]:
+        """Return the rows with these numbers (B,), counted through all steps."""
+        sources, indices = self.assign(numbers)
+        found: dict[int, MixtureRow] = {}
+        for source, order in enumerate(self.orders):
+            selected = np.flatnonzero(sources == source)
+            steps, rests = np.divmod(indices[selected], ROWS_AT_ONCE)
+            for step in np.unique(steps).tolist():
+                of_step = steps == step
+                rows = order.rows(step, rests[of_step])
+                for index, row in zip(selected[of_step].tolist(), rows, strict=True):
+                    found[index] = MixtureRow(order.split, row)
+        return [found[index] for index in range(len(numbers))]
+
+    def assign(self, numbers: Int64) -> tuple[Int64, Int64]:
+        """Return each row's data set, and the row's index in it, both (B,)."""
+        sources, indices = np.empty_like(numbers), np.empty_like(numbers)
+        blocks, offsets = np.divmod(numbers, BLOCK_ROWS)
+        for block in np.unique(blocks).tolist():
+            selected = blocks == block
+            drawn, ordinals = self._drawn(block)
+            sources[selected] = drawn[offsets[selected]]
+            indices[selected] = block * self._counts[sources[selected]]
+            indices[selected] += ordinals[offsets[selected]]
+        return sources, indices
+
+    def _drawn(self, block: int) -> tuple[Int64, Int64]:
+        """Return each row's data set in a block, and that set's earlier rows in the block,
+        counted."""
+        if self._block is None or self._block[0] != block:
+            key = keyed.make_key("blend", self._seed, block)
+            slots = keyed.permute(key, BLOCK_ROWS, np.arange(BLOCK_ROWS, dtype=np.int64))
+            drawn = np.repeat(np.arange(len(self._counts)), self._counts)[slots]
+            in_order = np.argsort(drawn, kind="stable")  # those of the first data set, …
+            firsts = np.cumsum(self._counts) - self._counts
+            ordinals = np.empty_like(drawn)
+            ordinals[in_order] = np.arange(BLOCK_ROWS) - firsts[drawn[in_order]]
+            self._block = (block, drawn, ordinals)
+        return self._block[1:]
+
+
+def apportion(weights: Sequence[float], n_rows: int) -> list[int]:
+    """Distribute `n_rows` in proportion to weights, in whole numbers: by the largest remainders."""
+    exact = [Fraction(weight) for weight in weights]
+    quotas = [weight * n_rows / sum(exact) for weight in exact]
+    counts = [int(quota) for quota in quotas]
+    by_remainder = sorted(range(len(quotas)), key=lambda i: (counts[i] - quotas[i], i))
+    for index in by_remainder[: n_rows - sum(counts)]:
+        counts[index] += 1
+    return counts

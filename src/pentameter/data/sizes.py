@@ -1,0 +1,57 @@
+"""Sizes of a configuration's data that its Plan needs: vocabulary, and batch rows in an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pentameter.config.schema import Config
+from pentameter.data.batches.step import training_batches
+from pentameter.data.open_dataset import needs_no_download, open_dataset
+from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.data.tokenizers.setting import known_vocab_size
+from pentameter.planning.plan import UNKNOWN_EPOCH, needs_data
+
+
+@dataclass(frozen=True)
+class DataSizes:
+    """Sizes of a data set that `make_plan`, `make_estimate` and `search` ask for."""
+
+    vocab_size: int | None
+    rows_per_epoch: int | None
+    unknown: tuple[str, ...] = ()
+    """Keys in a Plan's JSON that are unknown while an epoch's length is."""
+
+    @property
+    def warning(self) -> str | None:
+        """Reason for unknown sizes; None if there are none."""
+        if not self.unknown:
+            return None
+        return (
+            "an epoch's length is not known: GPT-2's tokenizer, which cuts the text, is not on "
+            f"this machine; null are {', '.join(self.unknown)}"
+        )
+
+    def without_unknown(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Copy a Plan's JSON with null for unknown values."""
+        return {**record, **dict.fromkeys(self.unknown)}
+
+
+def data_sizes(config: Config, gpt2: Tokenizer | None = None) -> DataSizes:
+    """Find the sizes of `config`'s data, which is read only for an unknown vocabulary or epoch.
+
+    `gpt2` is GPT-2's tokenizer if the caller has it. If that would have to be downloaded for an
+    epoch's length, the length stays unknown.
+    """
+    vocab_size = config.model.vocab_size or known_vocab_size(config.data.tokenizer)
+    model = config.model.model_copy(update={"vocab_size": vocab_size})
+    if not needs_data(config.model_copy(update={"model": model})):
+        return DataSizes(vocab_size, None)
+    if gpt2 is None and not needs_no_download(config.data):
+        of_length = ("steps", "total_tokens", "total_flops")
+        unknown = ("rows_per_epoch", *(of_length if config.train.epochs is not None else ()))
+        return DataSizes(vocab_size, UNKNOWN_EPOCH, unknown)
+    dataset = open_dataset(config.data, tokenizer=gpt2, verify=False)
+    rows_per_epoch = training_batches(config, dataset.split("train")).rows_per_epoch
+    return DataSizes(dataset.vocab_size, rows_per_epoch)

@@ -1,0 +1,85 @@
+"""Splitting long text for a tokenizer without changing its ids.
+
+A text is encoded in chunks. Characters can be split anywhere; for words and BPE a boundary is
+before the first whitespace after a word. Only if none comes within `LONGEST_CHUNK` characters is a
+text split all the same: it is kept whole, but the ids beside that split may differ. So they may for
+a `library` tokenizer, which gets chunks of at least that length.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+# Before the first whitespace behind a word. GPT-2's pre-tokenisation always ends a match there
+# (only a leading space joins what follows, and only runs of whitespace look ahead), and so do
+# words. Only a space that a letter or digit follows: `<br />` is one mark to the word tokenizer.
+_BOUNDARY = re.compile(r"(?<=\S)(?=\n| \w)")
+_LAST_BOUNDARY = re.compile(r".*\S(?=\n| \w)", re.DOTALL)  # goes back from the end
+
+CHUNK_CHARACTERS = 1 << 15
+LONGEST_CHUNK = 1 << 22
+
+
+def chunks(text: str, n_characters: int) -> Iterator[str]:
+    """Yield chunks with at least n_characters each, except for the last; joined they are the text.
+
+    Encoding them one by one gives the whole text's tokens, for every kind of tokenizer. A text
+    without whitespace is one chunk.
+    """
+    start = 0
+    while len(text) - start > n_characters:
+        found = _BOUNDARY.search(text, start + n_characters)
+        if found is None:
+            break
+        yield text[start : found.start()]
+        start = found.start()
+    if start < len(text):
+        yield text[start:]
+
+
+def last_boundary(text: str) -> int:
+    """Count the characters up to the last boundary in an unfinished text; 0 without one.
+
+    Later text must wait for its continuation.
+    """
+    found = _LAST_BOUNDARY.match(text)
+    return found.end() if found else 0
+
+
+class Chunker:
+    """Buffers a document's text and splits it for a kind of tokenizer: `feed` it all, then
+    `rest`."""
+
+    def __init__(self, kind: str, longest: int = LONGEST_CHUNK) -> None:
+        self._anywhere, self._longest = kind == "char", longest
+        self._buffer: list[str] = []
+        self._held = 0  # characters in the buffer
+        # Where a tokenizer of the library ends its tokens is not known: it gets documents whole.
+        self._least = longest if kind == "library" else CHUNK_CHARACTERS
+        self._wanted = self._least
+
+    def feed(self, chunk: str) -> str:
+        """Buffer `chunk`. Once enough characters are held, return the text up to the last boundary,
+        else an empty string."""
+        if self._anywhere:
+            return chunk
+        self._buffer.append(chunk)
+        self._held += len(chunk)
+        if self._held < self._wanted:
+            return ""
+        text = "".join(self._buffer)
+        end = last_boundary(text)
+        if end == 0 and len(text) >= self._longest:
+            end = len(text)
+        self._buffer, self._held = [text[end:]], len(text) - end
+        # After a search in vain the next one waits, so that long lines are not searched over and
+        # over.
+        self._wanted = self._least if end else min(2 * self._held, self._longest)
+        return text[:end]
+
+    def rest(self) -> str:
+        """Return the text after the last boundary, at the document's end."""
+        text = "".join(self._buffer)
+        self._buffer, self._held, self._wanted = [], 0, self._least
+        return text

@@ -1,0 +1,361 @@
+"""The candidates in a layout search: which are legal, and bounds on their time and memory.
+
+A candidate's bound is a time that no schedule can beat: the arithmetic in its slowest stage, and
+the time that its layers wait for tensor-parallel communication. Its bytes are bounded from below
+too, by an even split of weights and optimizer state plus its blocks' activations.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pentameter.config.choices import TAKES_SEVERAL_STAGES
+from pentameter.config.schema import Config, ParallelConfig
+from pentameter.errors import ConfigError
+from pentameter.estimating.cluster import Cluster
+from pentameter.estimating.communication import Communication
+from pentameter.estimating.compute_time import ComputeTime, fuses_dropout
+from pentameter.estimating.costs import ActivationBytes, StepSizes, step_sizes
+from pentameter.estimating.links import Links
+from pentameter.estimating.memory import device_bytes, optimizer_slots, step_memory
+from pentameter.estimating.shares import stage_tables
+from pentameter.planning.adapters import check_adapters, run_operations
+from pentameter.planning.flops import end_weights
+from pentameter.planning.layout import Layout, make_layout, stage_layers
+from pentameter.planning.layout_checks import (
+    check_layout,
+    check_micro_batches,
+    check_passes,
+    divides_heads,
+)
+from pentameter.planning.plan import Plan
+from pentameter.planning.rules import LayoutRules
+from pentameter.planning.sharding import sharding_of
+
+LARGEST_MICRO_BATCH = 64
+"""Maximum sequences per micro-batch; larger ones use no device better."""
+LONG_CONTEXT = 8192
+"""Context length in tokens from which on splitting the sequence is tried."""
+MOST_VIRTUAL_STAGES = 8
+"""Maximum stages per rank; more would cost proportionally more messages for ever smaller savings in
+idle time."""
+CHECKPOINTS = (None, "selective", "full")
+
+
+@dataclass(frozen=True)
+class LayoutCandidate:
+    """A layout with a micro-batch size and a recomputation mode, and a lower bound on its time."""
+
+    config: Config
+    layout: Layout
+    stages: tuple[range, ...]
+    bound: float
+
+    @property
+    def degrees(self) -> tuple[int, int, int, int]:
+        """The mesh sizes; among candidates with equal sizes the best is kept."""
+        layout = self.layout
+        return layout.data, layout.tensor, layout.pipeline, layout.context
+
+
+class Candidates:
+    """Every legal candidate for a configuration on a whole cluster that may fit its devices."""
+
+    def __init__(
+        self, plan: Plan, cluster: Cluster, precision: str, *, sequence: bool | None = None
+    ) -> None:
+        """Start from `plan`, the configuration's Plan on a single rank. `sequence` sets whether
+        tensor-parallel ranks also split the sequence; None tries both."""
+        self.plan = plan
+        self.cluster = cluster
+        self.precision = precision
+        self.sequences = (True, False) if sequence is None else (sequence,)
+        self.n_legal = 0
+        """Layouts that split model, batch and devices evenly, whether or not they may fit."""
+        self._known: dict[object, ComputeTime] = {}
+        self._trained: dict[object, int] = {}
+        self._memories: dict[object, Any] = {}
+        self._bytes: dict[int, int] = {}
+
+    @cached_property
+    def by_bound(self) -> list[LayoutCandidate]:
+        """All candidates, lowest bound first."""
+        return sorted(self, key=lambda each: each.bound)
+
+    def __iter__(self) -> Iterator[LayoutCandidate]:
+        plan, config, cluster = self.plan, self.plan.config, self.cluster
+        ends = end_weights(config)
+        trains = {}
+        for parallel in self._parallels():
+            try:
+                layout = make_layout(parallel, cluster.n_devices)
+                check_layout(layout, config.model, cluster.node_size)
+                kv_copies = sharding_of(layout, config.model).kv_copies
+                check_adapters(config.lora, layout, kv_copies)
+            except ConfigError:
+                continue
+            rows, rest = divmod(plan.batch_size, layout.n_batch_shards)
+            if rest:
+                continue
+            self.n_legal += 1
+            kept, gradients = self._least_state_bytes(layout)
+            if kept + gradients > cluster.usable_bytes:
+                continue
+            stages = stage_layers(config.model.n_layers, layout.n_stages, *ends)
+            bound = _Bound(
+                layout,
+                stages,
+                cluster,
+                self.precision,
+                self._known,
+                self._n_trained(layout, stages),
+            )
+            for micro, how in itertools.product(_micro_batches(rows), CHECKPOINTS):
+                if (micro, how) not in trains:
+                    update = {"micro_batch_size": micro, "activation_checkpoint": how}
+                    trains[micro, how] = config.train.model_copy(update=update)
+                train = trains[micro, how]
+                try:
+                    check_passes(layout, train)
+                    check_micro_batches(layout, rows // micro, micro)
+                except ConfigError:
+                    continue
+                if layout.schedule == "gpipe" and rows // micro >= layout.pipeline:
+                    continue  # 1F1B saves fewer activations in the same time
+                changed = config.model_copy(update={"parallel": parallel, "train": train})
+                fused = self._fuses_dropout(layout)
+                sizes = step_sizes(changed, layout, self.precision, fused_dropout=fused)
+                held = _least_activation_bytes(changed, layout, stages, sizes)
+                if kept + held <= cluster.usable_bytes:
+                    seconds = bound.seconds(changed, sizes)
+                    yield LayoutCandidate(changed, layout, stages, seconds)
+
+    def device_bytes(self, candidate: LayoutCandidate) -> int:
+        """Return the bytes that a candidate's fullest rank holds on its device."""
+        known = id(candidate)  # from `by_bound`, which keeps it alive
+        if known not in self._bytes:
+            config, layout, stages = candidate.config, candidate.layout, candidate.stages
+            memory = step_memory(
+                config,
+                layout,
+                stages,
+                self.precision,
+                fused_dropout=self._fuses_dropout(layout),
+                known=self._memories,
+            )
+            self._bytes[known] = device_bytes(memory, offload=config.train.offload)
+        return self._bytes[known]
+
+    def _fuses_dropout(self, layout: Layout) -> bool:
+        model, device = self.plan.config.model, self.cluster.device
+        return fuses_dropout(model, layout, self.precision, device)
+
+    def _parallels(self) -> Iterator[ParallelConfig]:
+        """Yield `[parallel]` sections that use the whole cluster."""
+        config, n = self.plan.config, self.cluster.n_devices
+        model, old = config.model, config.parallel
+        contexts = [1]
+        if model.context_length >= LONG_CONTEXT:
+            contexts += [size for size in (2, 4, 8, 16) if model.context_length % (2 * size) == 0]
+        tensors = [t for t in _divisors(self.cluster.node_size) if divides_heads(model, t)]
+        for t, c in itertools.product(tensors, contexts):
+            for p in _divisors(n // (t * c) if n % (t * c) == 0 else 0):
+                if p > model.n_layers:
+                    continue
+                data = n // (t * c * p)
+                can_split_sequence = t > 1 and model.context_length % (t * c) == 0
+                ways = itertools.product(
+                    _zero_stages(data * c, p, offload=config.train.offload),
+                    _schedules(p, model.n_layers),
+                    ("ring", "all-to-all") if c > 1 else ("ring",),
+                    self.sequences if can_split_sequence else (False,),
+                )
+                for zero, (schedule, v), mode, sequence in ways:
+                    yield old.model_copy(
+                        update={
+                            "data": data,
+                            "tensor": t,
+                            "sequence": sequence,
+                            "pipeline": p,
+                            "context": c,
+                            "context_mode": mode,
+                            "zero": zero,
+                            "schedule": schedule,
+                            "virtual_stages": v,
+                        }
+                    )
+
+    @cached_property
+    def _numbers(self) -> tuple[int, int, int]:
+        """Element counts for all weights, for the trained ones, and for their optimizer state."""
+        table, optimizer = self.plan.table, self.plan.config.optimizer
+        trained = [spec for spec in table if spec.is_trained]
+        return (
+            sum(spec.n_elements for spec in table),
+            sum(spec.n_elements for spec in trained),
+            sum(spec.n_elements * optimizer_slots(optimizer, spec) for spec in trained),
+        )
+
+    def _n_trained(self, layout: Layout, stages: Sequence[range]) -> int:
+        """Return how many elements the first pipeline rank trains, before sharding."""
+        key = tuple(stages[number] for number in layout.stages_of(0))
+        if key not in self._trained:
+            tables = stage_tables(self.plan.config, layout, stages, 0)
+            specs = itertools.chain.from_iterable(table for _, table in tables)
+            self._trained[key] = sum(spec.n_elements for spec in specs if spec.is_trained)
+        return self._trained[key]
+
+    def _least_state_bytes(self, layout: Layout) -> tuple[float, float]:
+        """Return the minimum bytes on a device for weights and optimizer state, and for gradients:
+        an even split. With a single micro-batch per step, fewer gradients are unsharded at the same
+        time."""
+        if self.plan.config.train.offload:
+            return 0.0, 0.0
+        weights, trained, slots = self._numbers
+        n_ranks = layout.tensor * layout.pipeline
+        e = step_sizes(self.plan.config, Layout(), self.precision).element_bytes
+        shard = layout.shard if layout.zero else 1
+        whole = LayoutRules(layout).keeps_whole_gradients(1)
+        kept = e * (weights + slots) / (n_ranks * shard)
+        return kept, e * trained / (n_ranks * (1 if whole else shard))
+
+
+def _zero_stages(n_copies: int, pipeline: int, *, offload: bool) -> Sequence[int]:
+    """Return the ZeRO stages that differ; offloading requires one above 0."""
+    stages = (1,) if pipeline > 1 else (1, 2, 3)
+    if offload:
+        return stages
+    return (0,) if n_copies == 1 else (0, *stages)
+
+
+def _schedules(pipeline: int, n_layers: int) -> Iterator[tuple[str, int]]:
+    """Yield schedules with their number of stages per rank."""
+    if pipeline == 1:
+        yield "1f1b", 1
+        return
+    most = min(n_layers // pipeline, MOST_VIRTUAL_STAGES)
+    for name, takes_several in TAKES_SEVERAL_STAGES.items():
+        if name == "zero-bubble-v":
+            counts: Sequence[int] = (2,) if most >= 2 else ()
+        elif name == "interleaved":
+            counts = range(2, most + 1)
+        else:
+            counts = range(1, most + 1) if takes_several else (1,)
+        for v in counts:
+            if v == 1 or n_layers % (pipeline * v) == 0:
+                yield name, v
+
+
+def _micro_batches(rows: int) -> list[int]:
+    """Return the possible micro-batch sizes: divisors of `rows`, up to LARGEST_MICRO_BATCH."""
+    return [size for size in range(1, min(rows, LARGEST_MICRO_BATCH) + 1) if rows % size == 0]
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _least_activation_bytes(
+    config: Config, layout: Layout, stages: Sequence[range], sizes: StepSizes
+) -> float:
+    """Return the minimum activation bytes on the first pipeline rank: its blocks', for as many
+    micro-batches as are in flight, half as many in a V schedule."""
+    run = run_operations(config.model, config.lora, range(1))
+    block = [op for op in run if op.layer is not None]
+    each = ActivationBytes(config, layout, sizes).stage(block)
+    n_layers = layout.virtual_stages * min(len(stages[number]) for number in layout.stages_of(0))
+    under_way = min(layout.pipeline, sizes.n_micro_batches) / (2 if layout.turns_back else 1)
+    return each * n_layers * under_way
+
+
+class _Bound:
+    """Lower bounds on the time for a layout's steps."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        stages: Sequence[range],
+        cluster: Cluster,
+        precision: str,
+        known: dict[object, ComputeTime],
+        n_trained: int,
+    ) -> None:
+        """Prepare bounds; `n_trained` counts the elements that the first pipeline rank trains,
+        before sharding."""
+        self.layout = layout
+        self.stages = stages
+        self.cluster = cluster
+        self.precision = precision
+        self.known = known
+        self.n_trained = n_trained
+        self.rules = LayoutRules(layout)
+        self.links = Links(layout, cluster)
+        self.ranks = [
+            (numbers, sum(len(stages[number]) for number in numbers))
+            for numbers in map(layout.stages_of, range(layout.pipeline))
+        ]
+
+    def seconds(self, config: Config, sizes: StepSizes) -> float:
+        """Return the bound for a step with a micro-batch size and a recomputation mode."""
+        layout, M = self.layout, sizes.n_micro_batches
+        compute = ComputeTime(config, layout, sizes, self.cluster, self.precision)
+        compute = self.known.setdefault(compute.key, compute)
+        seconds = [compute.stage(layers) for layers in self.stages]
+        whole = [sum(each) for each in seconds]
+        sums = self.sums_of_layer(config, sizes)
+        slowest = filling = draining = 0.0
+        for numbers, n_layers in self.ranks:
+            busy = M * (sum(whole[number] for number in numbers) + n_layers * sums)
+            # While other ranks drain the pipeline, it may compute its weights' gradients.
+            late = 0.0
+            if layout.splits_backward:
+                late = M * sum(seconds[number].backward_weight for number in numbers)
+            slowest = max(slowest, filling + busy, filling + busy - late + draining)
+            filling += seconds[numbers[0]].forward
+            draining += seconds[numbers[0]].backward_input
+        sent = self.gradients_and_weights(config, sizes)
+        if layout.pipeline > 1:  # not overlapped: before the first pass and after the last
+            return slowest + sent
+        hidden = self.cluster.device.calibration.interference_share * min(slowest, sent)
+        return max(slowest, sent) + hidden
+
+    def sums_of_layer(self, config: Config, sizes: StepSizes) -> float:
+        """Return the minimum time that a layer's passes wait for tensor-parallel sums in its two
+        sub-layers. Each takes as long as an all-reduce, or, with sequence parallelism, as two
+        collectives half as long."""
+        layout = self.layout
+        if layout.tensor == 1:
+            return 0.0
+        n_tokens = sizes.micro_batch_size * config.model.context_length // layout.context
+        n_bytes = n_tokens * config.model.d_model * sizes.product_bytes
+        one = self.links.seconds("tensor", "all_reduce", Communication(1, n_bytes))
+        if config.lora.rank is not None:  # the first layer's inputs need no gradient
+            return 2 * one
+        if not self.rules.reads_at_once(config.lora):
+            return 4 * one
+        gathers = 1 if layout.sequence else 0  # for the results' gradients
+        return (2 + gathers + 2 * self.cluster.device.calibration.interference_share) * one
+
+    def gradients_and_weights(self, config: Config, sizes: StepSizes) -> float:
+        """Return the minimum time for gradient sums and weight gathers in a step: one message, or
+        one per ZeRO unit. Of parameters that tensor-parallel ranks replicate, only each rank's
+        fraction is counted."""
+        rules, M, links = self.rules, sizes.n_micro_batches, self.links
+        data_sum = sharding_of(self.layout, config.model).data_sum
+        if data_sum == "none":
+            return 0.0
+        n = self.n_trained // self.layout.tensor
+        whole = n * sizes.element_bytes
+        if data_sum != "fsdp":
+            return links.seconds("data", "all_reduce", Communication(1, whole))
+        n_gathers = 1 if rules.weights_stay_gathered else 2 * M
+        n_sums = M if rules.reduces_each_micro_batch else 1
+        n_units = 1 + 2 * self.ranks[0][1]
+        gathered = Communication(n_units, n * sizes.product_bytes)
+        gathers = links.seconds("shard", "all_gather", gathered)
+        sums = links.seconds("shard", "reduce_scatter", Communication(n_units, whole))
+        return n_gathers * gathers + n_sums * sums

@@ -1,0 +1,372 @@
+"""Clusters: devices, devices per node, node count, and the links between them.
+
+The table of devices is `devices.toml` in this folder; `--cluster mine.toml:8x16` reads another file
+in the same format. Bandwidths count one direction.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from pentameter.config.choices import refuse_unknown
+from pentameter.config.messages import shown
+from pentameter.config.schema import MatmulPrecision
+from pentameter.config.section import Positive, Section, Switch
+from pentameter.errors import ConfigError, either, listed, nearest, printable
+
+CONTEXT_BYTES = 1.5e9
+"""GPU bytes that no run can use: the driver's context, libraries, communication buffers. An A100
+and an H100 show 0.5 GB for the context; NCCL's and cuBLAS's buffers take the rest."""
+
+MEASURED_FILE = "machine.toml"
+"""The file in the cache folder in which `doctor --measure` describes this machine."""
+
+# A number, not a bool. The ranges admit any machine, yet keep every time and price a finite float.
+Teraflops = Annotated[float, Field(strict=True, ge=1e-6, le=1e6)]
+Bytes = Annotated[float, Field(strict=True, ge=1e6, le=1e16)]
+BytesPerSecond = Annotated[float, Field(strict=True, ge=1e3, le=1e16)]
+Seconds = Annotated[float, Field(strict=True, ge=0, le=10)]
+Share = Annotated[float, Field(strict=True, ge=1e-4, le=1)]
+Ratio = Annotated[float, Field(strict=True, ge=1e-2, le=1e3)]
+
+
+def multiplied_in(precision: str, matmul_precision: MatmulPrecision | None = None) -> str:
+    """Return a GPU's matmul arithmetic, as a key in `Device.tflops`: `train.precision`, unless
+    `train.matmul_precision` overrides it for 32-bit numbers. `medium` may mean bf16 by its name,
+    but is TF32 in torch (`torch.set_float32_matmul_precision`, CUDA and ROCm)."""
+    if precision not in ("fp32", "tf32") or matmul_precision is None:
+        return precision
+    match matmul_precision:
+        case "highest":
+            return "fp32"
+        case "high" | "medium":
+            return "tf32"
+        case unknown:
+            refuse_unknown(unknown, "train.matmul_precision", "the planner's peaks")
+
+
+class ProductShares(Section):
+    """Fractions of a device's peak that matmuls reach."""
+
+    product_share: Share
+    """For a matmul that fills the device."""
+    attention_share: Share
+    """For fused attention over a long context, forward."""
+    attention_backward: Ratio = 2.5
+    """The backward time ÷ the forward time for fused attention: five matmuls against two, at equal
+    speed (Dao et al. 2022, "FlashAttention", algorithm 4)."""
+    step_share: Ratio = 1.0
+    """The speed at which a step's passes compute everything ÷ the speed in isolation. The other
+    fractions were measured on isolated operations, whose inputs are still cached."""
+    kernel_seconds: Seconds = 5e-6
+    """Minimum seconds per operation, however small it is."""
+
+
+class Calibration(ProductShares):
+    """Fractions of a device's published figures that training reaches."""
+
+    fitted_on: str
+    """The measurements to which they are fitted."""
+    precisions: dict[str, ProductShares] = Field(default_factory=dict)
+    """Maps `train.precision` to its matmul fractions, if they differ."""
+    fused: dict[str, ProductShares] = Field(default_factory=dict)
+    """Maps `train.precision` to the fractions in the fused CPU step, whose feed-forward layers
+    count activation functions as part of their matmuls."""
+    memory_share: Share
+    """Fraction of the memory bandwidth, in element-wise operations and in the optimizer."""
+    link_share: Share
+    """Fraction of the link bandwidth within a node, in collectives on large tensors."""
+    network_share: Share
+    """Fraction of the network bandwidth between nodes, likewise."""
+    interference_share: Share = 0.3
+    """Fraction of overlapped communication time that slows compute nevertheless: its kernels occupy
+    some processors, and both read memory."""
+    exponential_seconds: Seconds = 0.0
+    """Seconds for an exponential, or for an equally slow function, per element; 0 if moving the
+    element takes longer, as on a GPU."""
+    fresh_bytes_per_second: BytesPerSecond | None = None
+    """Write speed, in bytes per second, to memory that the system has just mapped, page by page. A
+    ZeRO run on a CPU writes there again and again. None if an allocator keeps memory, as on a GPU.
+    """
+    hop_seconds: Seconds = 5e-6
+    """Seconds for the smallest message between two devices in a node."""
+    network_hop_seconds: Seconds = 15e-6
+    """Seconds for the smallest message between nodes."""
+
+    def products(self, precision: str, *, fused: bool = False) -> ProductShares:
+        """Return the matmul fractions for a precision, in the fused step if they are known. If they
+        have no time per operation, the calibration's own is used."""
+        shares = self.precisions.get(precision, self)
+        shares = self.fused.get(precision, shares) if fused else shares
+        if "kernel_seconds" in shares.model_fields_set:
+            return shares
+        return shares.model_copy(update={"kernel_seconds": self.kernel_seconds})
+
+
+UNCALIBRATED = Calibration(
+    fitted_on="nothing: usual shares",
+    product_share=0.65,
+    attention_share=0.4,
+    memory_share=0.75,
+    link_share=0.7,
+    network_share=0.6,
+)
+
+
+class Device(Section):
+    """A device, as its vendor describes it."""
+
+    name: str = ""
+    """Its name, in words."""
+    driver_names: str = ""
+    """A regular expression for the names that its driver reports."""
+    tflops: dict[str, Teraflops]
+    """Maps `train.precision` to the peak matmul speed, in TFLOP/s."""
+    units: Positive = 1
+    """Processors that each work on one matmul tile; 1 if matmuls are not tiled this way."""
+    memory_bytes: Bytes | None = None
+    memory_bytes_per_second: BytesPerSecond | None = None
+    link_bytes_per_second: BytesPerSecond | None = None
+    """From a device to others in its node, in one direction."""
+    network_bytes_per_second: BytesPerSecond | None = None
+    """From a device to other nodes, in one direction: its fraction of the node's bandwidth."""
+    shared: Switch = False
+    """Whether a node's ranks share these figures, as on a CPU."""
+    calibration: Calibration = UNCALIBRATED
+    calibration_key: str = ""
+    """The name of its calibration in the file."""
+    source: str
+    """The origin of the figures."""
+    date: str
+    """The date of publication or measurement."""
+
+    @property
+    def can_be_planned(self) -> bool:
+        """Whether memory and links are known, not only the peak."""
+        return None not in (
+            self.memory_bytes,
+            self.memory_bytes_per_second,
+            self.link_bytes_per_second,
+        )
+
+    def peak_flops(
+        self, precision: str, matmul_precision: MatmulPrecision | None = None
+    ) -> float | None:
+        """Return the matmul FLOP/s for `train.precision` and `train.matmul_precision`; None if
+        unknown. A GPU without TF32 multiplies in fp32 if TF32 is allowed, and so does a CPU."""
+        key = multiplied_in(precision, matmul_precision)
+        if key == "tf32" and (self.shared or (precision == "fp32" and key not in self.tflops)):
+            key = "fp32"
+        teraflops = self.tflops.get(key)
+        return None if teraflops is None else teraflops * 1e12
+
+
+class Cluster(Section):
+    """Identical nodes with identical devices."""
+
+    device_key: str
+    device: Device
+    node_size: Positive
+    """Devices per node, one rank each."""
+    n_nodes: Positive
+
+    @property
+    def n_devices(self) -> int:
+        """Total device count."""
+        return self.node_size * self.n_nodes
+
+    @property
+    def sharing(self) -> int:
+        """The number of ranks that share a device's figures."""
+        return self.node_size if self.device.shared else 1
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory in bytes that a run may use per rank."""
+        assert self.device.memory_bytes is not None  # checked by parse_cluster
+        reserved = 0.0 if self.device.shared else CONTEXT_BYTES
+        return self.device.memory_bytes / self.sharing - reserved
+
+    @property
+    def memory_bandwidth(self) -> float:
+        """Bytes per second that a rank's element-wise operations reach."""
+        assert self.device.memory_bytes_per_second is not None
+        share = self.device.calibration.memory_share
+        return self.device.memory_bytes_per_second * share / self.sharing
+
+    def peak_flops(self, precision: str, matmul_precision: MatmulPrecision | None = None) -> float:
+        """Return the FLOP/s for a rank's device, as in `Device.peak_flops`. Raises ConfigError if
+        unknown."""
+        peak = self.device.peak_flops(precision, matmul_precision)
+        if peak is None:
+            raise ConfigError(
+                f"train.precision={precision}: a peak in "
+                f"{multiplied_in(precision, matmul_precision)} is not known of {self.device_key}, "
+                f"if it has one; known: {listed(self.device.tflops)}"
+            )
+        return peak / self.sharing
+
+    def resized(self, n_devices: int) -> Cluster:
+        """Return a cluster with the same kind of nodes, fewer or more, and `n_devices` devices in
+        total."""
+        node_size = min(self.node_size, n_devices)
+        n_nodes = -(-n_devices // node_size)
+        return self.model_copy(update={"node_size": node_size, "n_nodes": n_nodes})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the cluster as an object for the plan's JSON."""
+        return {
+            "device": self.device_key,
+            "name": self.device.name or self.device_key,
+            "node_size": self.node_size,
+            "n_nodes": self.n_nodes,
+            "n_devices": self.n_devices,
+            "usable_bytes": round(self.usable_bytes),
+            "source": f"{self.device.source} ({self.device.date})",
+            "calibration": self.device.calibration.fitted_on,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.device_key}:{self.node_size}x{self.n_nodes}"
+
+
+@cache
+def known_devices() -> Mapping[str, Device]:
+    """Return the table of devices by key, in file order."""
+    file = resources.files("pentameter.estimating") / "devices.toml"
+    return _devices(file.read_text(encoding="utf-8"), "devices.toml", {})
+
+
+def device_of_driver(name: str) -> Device | None:
+    """Return the device that a driver calls `name` ("NVIDIA A100-SXM4-80GB"); None if unknown."""
+    found = (
+        device
+        for device in known_devices().values()
+        if device.driver_names and re.search(device.driver_names, name)
+    )
+    return next(found, None)
+
+
+def read_devices(path: Path) -> Mapping[str, Device]:
+    """Read the devices in a user's file, which may use the calibrations in the package's table.
+
+    Raises ConfigError if the file is missing or its content is invalid.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{printable(str(path))} cannot be read: {why}") from None
+    return _devices(text, printable(str(path)), _calibrations())
+
+
+def parse_cluster(text: str) -> Cluster:
+    """Parse a cluster such as `h100-80gb:8x16`: a known device, or a TOML file with one, the
+    devices per node and the node count, both 1 if omitted.
+
+    Raises ConfigError for impossible values, naming the possible ones.
+    """
+    key, _, shape = text.strip().rpartition(":")
+    if not key:
+        key, shape = shape, "1x1"
+    sizes = re.fullmatch(r"(\d{1,6})(?:[x×](\d{1,6}))?", shape)
+    if sizes is None or "0" in sizes.groups("1"):
+        raise ConfigError(
+            f"--cluster {text!r} must be DEVICE:GPUSxNODES, such as a100-80gb:8x128 (1,024 devices "
+            "in nodes of 8)"
+        )
+    device = _device(key)
+    if not device.can_be_planned:
+        raise ConfigError(
+            f"--cluster {text!r}: only the peak of {key} is known here, not its memory and links; "
+            "describe it in a TOML file (docs/planner.md), or take one of: "
+            + listed(name for name, each in known_devices().items() if each.can_be_planned)
+        )
+    node_size, n_nodes = (int(size or 1) for size in sizes.groups())
+    if n_nodes > 1 and device.network_bytes_per_second is None:
+        raise ConfigError(
+            f"--cluster {text!r}: no network between nodes is known of {key}; add "
+            "network_bytes_per_second to its table"
+        )
+    name = Path(key).stem if key.endswith(".toml") else key
+    return Cluster(device_key=name, device=device, node_size=node_size, n_nodes=n_nodes)
+
+
+def _device(key: str) -> Device:
+    if key.endswith(".toml"):
+        devices = read_devices(Path(key))
+        if len(devices) != 1:
+            raise ConfigError(
+                f"{printable(key)} describes {len(devices)} devices ({listed(devices)}); "
+                "a cluster's file describes one"
+            )
+        return next(iter(devices.values()))
+    devices = known_devices()
+    if key.lower() not in devices:
+        names = [name for name, device in devices.items() if device.can_be_planned]
+        longer = [name for name in names if name.startswith(f"{key.lower()}-")]
+        near = longer or [each for each in (nearest(key.lower(), names),) if each]
+        hint = f"; did you mean {either(near)}?" if near else "."
+        raise ConfigError(
+            f"device {key!r} is not known{hint} Known: {listed(names)}, or a TOML file of your own "
+            "(docs/planner.md)"
+        )
+    return devices[key.lower()]
+
+
+@cache
+def _calibrations() -> Mapping[str, Any]:
+    file = resources.files("pentameter.estimating") / "devices.toml"
+    found: Mapping[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))["calibrations"]
+    return found
+
+
+def _devices(text: str, label: str, calibrations: Mapping[str, Any]) -> Mapping[str, Device]:
+    try:
+        tree = tomllib.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{label}: not valid TOML: {printable(str(error))}") from None
+    unknown = tree.keys() - {"devices", "calibrations"}
+    if unknown or not isinstance(tree.get("devices"), dict):
+        raise ConfigError(
+            f"{label}: holds {listed(sorted(unknown)) or 'no table'}; it must hold tables "
+            "[devices.NAME], and may hold [calibrations.NAME]"
+        )
+    calibrations = {**calibrations, **tree.get("calibrations", {})}
+    found = {}
+    for name, values in tree["devices"].items():
+        named = values.get("calibration") if isinstance(values, dict) else None
+        if isinstance(named, str):
+            if named not in calibrations:
+                raise ConfigError(
+                    f"{label}: devices.{name}.calibration={named!r} is not known; known: "
+                    f"{listed(calibrations)}"
+                )
+            fitted = {"calibration": calibrations[named], "calibration_key": named}
+            values = {**values, **fitted}  # noqa: PLW2901
+        try:
+            found[name] = Device.model_validate(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            path = ".".join(("devices", name, *map(str, first["loc"])))
+            value = "" if first["type"] == "missing" else f"={shown(first['input'])}"
+            raise ConfigError(
+                f"{label}: {printable(path)}{value}: {first['msg']}; docs/planner.md has a device "
+                "as it is written, with units"
+            ) from None
+    return found
+
+
+def group_shape(stride: int, size: int, node_size: int) -> tuple[int, int]:
+    """Return (members per node, nodes) for a group with `size` ranks that are `stride` apart."""
+    within = max(1, min(size, math.ceil(node_size / stride))) if stride < node_size else 1
+    return within, -(-size // within)

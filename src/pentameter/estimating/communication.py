@@ -1,0 +1,275 @@
+"""Communication per step: calls and bytes, along each mesh dimension.
+
+Bytes are the size of the tensor passed to the call, as in the ledger that measures it: the tensor
+itself for an all-reduce or a message, the gathered tensor for an all-gather, the input for a
+reduce-scatter. The algorithm decides how much then travels; a ring with n ranks moves (n - 1) / n
+of it through each link, and twice that for an all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pentameter.config.schema import Config
+from pentameter.estimating.costs import ActivationBytes, step_sizes
+from pentameter.estimating.grid_communication import GridCommunication
+from pentameter.estimating.operation_communication import (
+    OF_MATRICES,
+    Kind,
+    OperationCommunication,
+    Sent,
+    When,
+)
+from pentameter.estimating.shares import (
+    gathered_elements,
+    is_rounded,
+    shard_elements,
+    stage_tables,
+    units,
+)
+from pentameter.planning.adapters import run_operations
+from pentameter.planning.architecture import (
+    ParameterSpec,
+)
+from pentameter.planning.buckets import COPIES_BUCKET_BYTES, filled_buckets
+from pentameter.planning.layout import PARAMETER_DIMENSIONS, Layout
+from pentameter.planning.rules import LayoutRules
+from pentameter.planning.sharding import Shape, sharding_of
+
+WORLD = "world"
+"""The dimension for scalar reductions (target count, loss, gradient norm), whichever group of ranks
+they span."""
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Collectives of one kind along one dimension."""
+
+    calls: int
+    n_bytes: int
+
+
+StepCommunication = Mapping[tuple[str, Kind], Communication]
+"""Communication by dimension (one of MESH_DIMENSIONS, or WORLD) and kind."""
+
+
+class CommunicationCounter:
+    """Accumulates Communication by (dimension, kind)."""
+
+    def __init__(self) -> None:
+        self.counted: dict[tuple[str, Kind], Communication] = defaultdict(
+            lambda: Communication(0, 0)
+        )
+
+    def add(self, dimension: str, kind: Kind, n_bytes: int, calls: int = 1) -> None:
+        """Count `calls` calls with `n_bytes` each."""
+        if calls:
+            old = self.counted[dimension, kind]
+            self.counted[dimension, kind] = Communication(
+                old.calls + calls, old.n_bytes + calls * n_bytes
+            )
+
+    def add_sent(self, sent: Sent, n_micro_batches: int) -> None:
+        """Count what is sent in each of `n_micro_batches`."""
+        self.add(sent.dimension, sent.kind, sent.n_bytes, sent.calls * n_micro_batches)
+
+
+def step_communication(
+    config: Config,
+    layout: Layout,
+    stages: Sequence[range],
+    rank: int = 0,
+    precision: str | None = None,
+) -> StepCommunication:
+    """Return the communication by `rank` in a step with a resolved configuration, including the
+    gradient norm.
+
+    `precision` is the run's if the configuration leaves it open; without it, matmuls are assumed to
+    be in full precision. An optimizer sends nothing (except Muon, if ZeRO or tensor parallelism
+    shards its matrices). DDP's first two steps differ, while it learns the order in which gradients
+    arrive. So does a rank with more than three stages under ZeRO, because the schedule gathers them
+    again.
+    """
+    step = _RankCommunication(config, layout, stages, rank, precision)
+    if layout.world_size > 1:
+        step.count_numbers()
+        step.count_messages()
+        step.count_operations()
+        step.count_sums_after_backward()
+        step.count_ddp()
+        step.count_shards()
+        step.count_tied()
+    return dict(step.counter.counted)
+
+
+def matrix_communication(
+    config: Config, layout: Layout, stages: Sequence[range], rank: int, precision: str
+) -> dict[When, StepCommunication]:
+    """Return a rank's communication per step for tensor-parallel matrices, by when it is sent; the
+    arguments are `step_communication`'s."""
+    counters: dict[When, CommunicationCounter] = defaultdict(CommunicationCounter)
+    step = _RankCommunication(config, layout, stages, rank, precision)
+    for sent in step.operations.sent(OF_MATRICES):
+        counters[sent.when].add_sent(sent, step.n_micro_batches)
+    return {when: dict(counter.counted) for when, counter in counters.items()}
+
+
+def busiest(config: Config, layout: Layout, stages: Sequence[range]) -> StepCommunication:
+    """Return the communication for the rank that has the most."""
+    first = (layout.rank_of(pipeline=coordinate) for coordinate in range(layout.pipeline))
+    each = (step_communication(config, layout, stages, rank) for rank in first)
+    return max(each, key=lambda sent: sum(traffic.n_bytes for traffic in sent.values()))
+
+
+def by_dimension(traffic: StepCommunication) -> dict[str, dict[str, dict[str, int]]]:
+    """Return communication as `train --dry-run` prints it: dimension → kind → calls and bytes."""
+    nested: dict[str, dict[str, dict[str, int]]] = {}
+    for (dimension, kind), counted in traffic.items():
+        nested.setdefault(dimension, {})[kind] = {
+            "calls": counted.calls,
+            "bytes": counted.n_bytes,
+        }
+    return nested
+
+
+class _RankCommunication:
+    """One rank's step, with counts for everything that it sends."""
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        stages: Sequence[range],
+        rank: int,
+        precision: str | None,
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.sharding = sharding_of(layout, config.model)
+        self.rules = LayoutRules(layout)
+        self.counter = CommunicationCounter()
+        self.coordinates = layout.coordinates(rank)
+        self.parameter_coordinates = layout.parameter_coordinates(rank)
+        self.sizes = step_sizes(config, layout, precision)
+        self.n_micro_batches = self.sizes.n_micro_batches
+        self.element_bytes = self.sizes.element_bytes
+        self.stages = dict(stage_tables(config, layout, stages, self.coordinates["pipeline"]))
+        run = [
+            op
+            for number in self.stages
+            for op in run_operations(config.model, config.lora, stages[number])
+        ]
+        in_1d = not layout.is_grid
+        count = OperationCommunication if in_1d else GridCommunication
+        self.operations = count(config, layout, self.sizes, self.coordinates, run)
+
+    def local_shape(self, spec: ParameterSpec) -> Shape:
+        """Return a parameter's local shape on this rank, before ZeRO shards it."""
+        return self.sharding.parameter_shape(spec, self.parameter_coordinates)
+
+    def gradient_bytes(self, specs: Sequence[ParameterSpec]) -> list[int]:
+        """Return the bytes for the gradients that this rank has after the backward pass."""
+        shard, coordinate = self.layout.shard, self.parameter_coordinates["shard"]
+        return [
+            self.element_bytes * shard_elements(self.local_shape(spec), shard, coordinate)
+            for spec in specs
+        ]
+
+    def count_numbers(self) -> None:
+        """Count the target count before the step, the loss and the gradient norm after it: one fp64
+        each."""
+        self.counter.add(WORLD, "all_reduce", 8, calls=3)
+
+    def count_messages(self) -> None:
+        """Count the stream sent to the next stage and its gradient sent back, in the weights'
+        dtype, per micro-batch. Tensor-parallel ranks send one shard each, and all-gather the shards
+        they receive if each holds the whole stream."""
+        if self.layout.pipeline == 1:
+            return
+        M, costs = self.n_micro_batches, ActivationBytes(self.config, self.layout, self.sizes)
+        gathers = self.sharding.shards_messages(self.config.model.context_length)
+        for number in self.stages:
+            place_of = self.layout.pipeline_rank_of_stage
+            neighbours = [place_of[n] for n in (number - 1, number + 1) if n in place_of]
+            n_neighbours = sum(coordinate != place_of[number] for coordinate in neighbours)
+            for kind in ("send", "receive"):
+                self.counter.add("pipeline", kind, costs.message, n_neighbours * M)
+            self.counter.add("tensor", "all_gather", costs.stream, gathers * len(neighbours) * M)
+
+    def count_operations(self) -> None:
+        """Count the collectives that operations cause in each micro-batch."""
+        for sent in self.operations.sent():
+            self.counter.add_sent(sent, self.n_micro_batches)
+
+    def count_sums_after_backward(self) -> None:
+        """Count the gradient sums after the backward pass, for parameters that ranks replicate but
+        apply to different tokens, heads or batch rows, along the dimensions that their placement
+        names."""
+        trained = [spec for table in self.stages.values() for spec in table if spec.is_trained]
+        for dimension in PARAMETER_DIMENSIONS:
+            summed = [
+                spec for spec in trained if dimension in self.sharding.placement(spec).summed_over
+            ]
+            sizes = self.gradient_bytes(summed)
+            for bucket in filled_buckets(sizes):
+                self.counter.add(dimension, "all_reduce", sum(sizes[bucket]))
+
+    def count_ddp(self) -> None:
+        """Count the all-reduces by DDP, for parameters whose placement names it."""
+        specs = [spec for table in self.stages.values() for spec in table if spec.is_trained]
+        by_ddp = [each for each in _backward_order(specs) if self.sharding.placement(each).ddp_over]
+        n_bytes = 0
+        for size in self.gradient_bytes(by_ddp):  # DDP closes full buckets
+            n_bytes += size
+            if n_bytes >= COPIES_BUCKET_BYTES:
+                self.counter.add("data", "all_reduce", n_bytes)
+                n_bytes = 0
+        if n_bytes:
+            self.counter.add("data", "all_reduce", n_bytes)
+
+    def count_shards(self) -> None:
+        """Count ZeRO's collectives, as the rules prescribe. Weights are gathered once, or for each
+        pass; gradients are reduce-scattered in the last micro-batch, or in each; the shards'
+        replicas all-reduce theirs in the last."""
+        rules, shard = self.rules, self.layout.shard
+        if self.sharding.data_sum != "fsdp":
+            return
+        n_gathers = 1 if rules.weights_stay_gathered else 2 * self.n_micro_batches
+        n_reductions = self.n_micro_batches if rules.reduces_each_micro_batch else 1
+        for specs in self.stages.values():
+            for name, unit in units(specs).items():
+                gathered, reduced = (
+                    sum(gathered_elements(self.local_shape(spec), shard) for spec in specs)
+                    for specs in (unit, [spec for spec in unit if spec.is_trained])
+                )
+                low = self.sizes.product_bytes if is_rounded(name) else self.element_bytes
+                if shard > 1:
+                    self.counter.add("shard", "all_gather", gathered * low, n_gathers)
+                if shard > 1 and reduced:
+                    whole = reduced * self.element_bytes
+                    self.counter.add("shard", "reduce_scatter", whole, n_reductions)
+                if reduced and self.layout.parameter_sizes["data"] > 1:
+                    self.counter.add("data", "all_reduce", reduced // shard * self.element_bytes)
+
+    def count_tied(self) -> None:
+        """Count the all-reduce between the embedding's gradient and that of its copy in the last
+        stage."""
+        layout, model = self.layout, self.config.model
+        if layout.pipeline == 1 or layout.turns_back or not model.tied_head:
+            return
+        for specs in self.stages.values():
+            named = [spec for spec in specs if spec.name == "token_embedding.weight"]
+            held = [spec for spec in named if spec.is_trained]
+            for size in self.gradient_bytes(held):
+                self.counter.add("pipeline", "all_reduce", size)
+
+
+def _backward_order(specs: Sequence[ParameterSpec]) -> list[ParameterSpec]:
+    """Return parameters in the order in which a backward pass completes their gradients."""
+    first = ("token_embedding.weight", "position_embedding.weight")
+    return [
+        *(spec for spec in reversed(specs) if spec.name not in first),
+        *(spec for spec in reversed(specs) if spec.name in first),
+    ]

@@ -1,0 +1,455 @@
+"""The time that a model's operations take on a device: a roofline for each.
+
+A matmul is split into tiles that the device's processors take in waves; it takes as long as its
+arithmetic or its bytes, whichever is longer. Attention is two matmuls, and causal attention
+computes half. Everything else moves bytes. The cluster's `Calibration` holds the fractions of the
+published figures that are reached; no other constant is fitted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from pentameter.config.choices import look_up
+from pentameter.config.schema import Config, LoraConfig, ModelConfig
+from pentameter.estimating.cluster import Cluster, Device, ProductShares
+from pentameter.estimating.costs import RECOMPUTES_PRODUCTS, ActivationBytes, PassSeconds, StepSizes
+from pentameter.planning.adapters import run_operations
+from pentameter.planning.architecture import ActivationTensor, Operation, ParameterSpec
+from pentameter.planning.fused_step import dropout_kernel_obstacle, fused_obstacle
+from pentameter.planning.layout import Layout
+from pentameter.planning.layout_checks import may_compile
+from pentameter.planning.rules import LayoutRules
+from pentameter.planning.sharding import sharding_of
+
+TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.95), (64, 128, 0.8), (64, 64, 0.6))
+"""A matmul tile's rows and columns, and the speed at each size relative to the largest, which reads
+least for its arithmetic (CUTLASS's usual tiles; the best one for a shape is used)."""
+TILE_FILL = 128
+"""Matmul depth that takes as long as filling a tile's pipeline and writing its result."""
+SOFTMAX_CHANNELS = 16
+"""Channels per head whose matmuls take as long as the softmax between them."""
+ATTENTION_FILL = 256
+"""Context length at which fused attention spends half its time on partly filled blocks."""
+
+
+HASH_OPERATIONS = 14
+"""Operations on 32-bit words that compute one element's random bits (`keyed.bits`)."""
+DROPPING_BACKWARD = 7 / 5
+"""Backward matmuls in kernels with attention dropout ÷ those in a fused kernel without: two of the
+kernels each compute scores and their gradients (`model/dropout_kernels.py`)."""
+WORDS_PER_FLOP = 1 / 4
+"""A GPU's operations on 32-bit words ÷ its fp32 FLOPs outside matrix units: it has half as many
+units for the former, and the latter count multiplication and addition."""
+ROTATION_PASSES = (12, 16)
+"""The times a rotary embedding reads or writes each number as float32, forward and backward,
+if its operations are not fused."""
+
+NORM_PASSES = {False: (2, 3), True: (7, 12)}
+"""The times a norm reads or writes the stream, forward and backward: as one operation (False),
+or in steps (True)."""
+
+
+class Kind(NamedTuple):
+    """Operations in a slice that take equal time: one example, and their count."""
+
+    op: Operation
+    key: str
+    """Equal for equal shapes, in any slice."""
+    runs_again: bool
+    """Whether full activation checkpointing recomputes them: within a block, all operations before
+    the last one that saves something, whose result no backward pass reads."""
+    n: int
+
+
+@lru_cache(maxsize=4096)
+def kinds_of_operations(model: ModelConfig, lora: LoraConfig, layers: range) -> tuple[Kind, ...]:
+    """Return the operations in a slice, grouped by equal shapes."""
+    found: dict[str, Kind] = {}
+    run = run_operations(model, lora, layers)
+    last_saving = {op.layer: index for index, op in enumerate(run) if op.saves}
+    for index, op in enumerate(run):
+        shapes = tuple((each.shape, each.axes, each.dtype) for each in (*op.reads, op.result))
+        again = op.layer is not None and index < last_saving[op.layer]
+        costs = (op.token_products, op.contracts, len(op.saves), op.is_trained, op.gives_gradient)
+        key = repr((op.kind, shapes, *costs, again))
+        n = found[key].n + 1 if key in found else 1
+        found[key] = Kind(op, key, again, n)
+    return tuple(found.values())
+
+
+def product_seconds(
+    cluster: Cluster, shares: ProductShares, peak: float, m: int, n: int, k: int, width: int
+) -> float:
+    """Return the seconds for a matmul (m, k) × (k, n) with `width` bytes per number, on devices
+    with `peak` FLOP/s, a fraction of which matmuls reach."""
+    device, peak = cluster.device, peak * shares.product_share
+    if device.units == 1:
+        arithmetic = 2 * m * n * k / peak
+    else:
+        arithmetic = min(
+            _waves(m, n, rows, columns, device.units)
+            * (2 * rows * columns * (k + TILE_FILL) * device.units / (peak * speed))
+            for rows, columns, speed in TILES
+        )
+    moved = width * (m * k + k * n + m * n) / cluster.memory_bandwidth
+    return max(arithmetic, moved) + shares.kernel_seconds
+
+
+def _waves(m: int, n: int, rows: int, columns: int, units: int) -> float:
+    """Return the number of waves in which the units compute all tiles. It is fractional beyond the
+    first wave, because libraries split the last tiles along their depth."""
+    turns = -(-m // rows) * -(-n // columns) / units
+    whole = math.ceil(turns)
+    return whole if whole == 1 else (turns + whole) / 2
+
+
+class _ElementwiseTime:
+    """The time of operations that move bytes: everything but matmuls and attention."""
+
+    def __init__(
+        self, config: Config, layout: Layout, sizes: StepSizes, cluster: Cluster, precision: str
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.sharding = sharding_of(layout, config.model)
+        self.sizes = sizes
+        self.cluster = cluster
+        self.precision = precision
+        fused = fuses_dropout(config.model, layout, precision, cluster.device)
+        self.bytes = ActivationBytes(config, layout, replace(sizes, fused_dropout=fused))
+        rules = LayoutRules(layout)
+        self.adds_whole = sizes.n_micro_batches > 1 and not rules.reduces_each_micro_batch
+        self.weights_come_rounded = rules.weights_come_rounded(sizes.n_micro_batches)
+        self.joins = may_compile(layout, config.train)
+        """Whether consecutive element-wise operations are fused into one, as compilation does;
+        otherwise each reads the previous one's output."""
+        calibration = cluster.device.calibration
+        is_fused = self.joins and fused_obstacle(config, layout) is None
+        self.joins_activations = is_fused and precision in calibration.fused
+        """Whether activation functions are computed within the adjacent matmuls, and attention
+        dropout within attention."""
+        self.shares = calibration.products(precision, fused=is_fused)
+        self.peak = cluster.peak_flops(precision, config.train.matmul_precision)
+
+    def _look_up(self, op: Operation) -> PassSeconds:
+        """Return the time for an embedding: rows are read and written. The backward pass zeroes a
+        gradient for the whole table and adds to it."""
+        moved = self.bytes.of([op.result])
+        (table,) = (spec for spec in op.parameters if len(spec.shape) == 2)
+        n_table = math.prod(self.sharding.parameter_shape(table))
+        return PassSeconds(
+            self._moving(2 * moved),
+            0.0,
+            self._moving(3 * moved + self.sizes.element_bytes * n_table) if op.is_trained else 0.0,
+        )
+
+    def _norm(self, op: Operation) -> PassSeconds:
+        """Return the time for a norm, including the preceding residual addition, which is not
+        listed as an operation."""
+        stream = self._bytes(op.reads)
+        rounded = self._bytes([replace(op.result, dtype="products")])  # as matmuls read it
+        if self.joins:
+            moved = 2 * (stream + rounded)
+            return PassSeconds(self._moving(moved, 2), self._moving(moved, 2), 0.0)
+        forward, backward = NORM_PASSES[self._by_steps(op)]
+        return PassSeconds(
+            self._moving((2 + forward) * stream + rounded, 2),
+            self._moving((3 + backward) * stream, 2),
+            0.0,
+        )
+
+    def _by_steps(self, op: Operation) -> bool:
+        """Whether PyTorch computes a norm in several operations: an RMS norm on a CPU."""
+        return self.config.model.norm == "rmsnorm" and self.cluster.device.units == 1
+
+    def _activation(self, op: Operation) -> PassSeconds:
+        """Return the time for an activation function and its derivative."""
+        if self.joins_activations:
+            return PassSeconds(0.0, 0.0, 0.0)
+        moving, n = self._element_wise(op), self.bytes.of([op.result])
+        least = n // self.sizes.bytes_of(op.result) * self._per_exponential
+        return PassSeconds(max(moving.forward, least), max(moving.backward_input, 2 * least), 0.0)
+
+    @property
+    def _per_exponential(self) -> float:
+        """Seconds per exponential on one rank."""
+        return self.cluster.device.calibration.exponential_seconds * self.cluster.sharing
+
+    def _exponentials(self, n_bytes: int, n: int) -> float:
+        """Return the time for moving bytes, overlapped with `n` exponentials."""
+        return max(self._moving(n_bytes), n * self._per_exponential)
+
+    def _rotation(self, op: Operation) -> PassSeconds:
+        """Return the time for rotating queries or keys in float32."""
+        if self.joins:
+            return self._element_wise(op)
+        precise = self._bytes([replace(op.result, dtype="float32")])
+        forward, backward = (self._moving(n * precise) for n in ROTATION_PASSES)
+        return PassSeconds(forward, backward, 0.0)
+
+    def _dropout(self, op: Operation) -> PassSeconds:
+        """Return the time for dropout with a computed mask. Dropout before the residual addition is
+        fused with the following norm."""
+        once = self._element_wise(op)
+        if self.joins:
+            return once if op.layer is None else PassSeconds(0.0, 0.0, 0.0)
+        return once._replace(forward=once.forward + self._mask(op.result))
+
+    def _mask(self, tensor: ActivationTensor) -> float:
+        """Return the time for a tensor's keyed mask if each operation on its words runs separately:
+        a word is read and written."""
+        words = self._bytes([replace(tensor, dtype="float32")])
+        return HASH_OPERATIONS * self._moving(2 * words)
+
+    def _element_wise(self, op: Operation) -> PassSeconds:
+        """Return the time for reading and writing elements. The backward pass reads a gradient and
+        the inputs, and writes the inputs' gradients. A gate's multiplication is one more operation.
+        """
+        read, written = self._bytes(op.reads), self._bytes([op.result])
+        forward, backward = read + written, 2 * read + written
+        if not self.joins and len(op.reads) > 1:
+            forward, backward = forward + read, backward + 2 * read
+        return PassSeconds(self._moving(forward), self._moving(backward), 0.0)
+
+    def _bytes(self, tensors: Iterable[ActivationTensor]) -> int:
+        return sum(self.bytes.of([tensor]) for tensor in tensors)
+
+    def _moving(self, n_bytes: float, n_kernels: int = 1) -> float:
+        if not n_bytes:
+            return 0.0
+        return n_bytes / self.cluster.memory_bandwidth + n_kernels * self.shares.kernel_seconds
+
+
+class _OperationTime(_ElementwiseTime):
+    """The time of every operation, in seconds for one micro-batch."""
+
+    def of(self, op: Operation) -> PassSeconds:
+        """Return an operation's pass times."""
+        pairs = zip(self._times(op), self._fresh(op), strict=True)
+        both = PassSeconds(*(sum(pair) / self.shares.step_share for pair in pairs))
+        return both if op.gives_gradient else both._replace(backward_input=0.0)
+
+    def _fresh(self, op: Operation) -> PassSeconds:
+        """Return the time to allocate results and gradients if freed memory goes back to the
+        system: on a CPU with ZeRO, whose gathered weights would leave holes in a heap."""
+        rate = self.cluster.device.calibration.fresh_bytes_per_second
+        if rate is None or not self.layout.zero:
+            return PassSeconds(0.0, 0.0, 0.0)
+        n = sum(math.prod(self.sharding.parameter_shape(s)) for s in op.parameters)
+        made = (self._bytes([op.result]), self._bytes(op.reads), self.sizes.element_bytes * n)
+        return PassSeconds(*(each * self.cluster.sharing / rate for each in made))
+
+    def _times(self, op: Operation) -> PassSeconds:
+        by_kind: dict[str, Callable[[Operation], PassSeconds]] = {
+            "product": self._matmul,
+            "head": self._head,
+            "attention": self._attention,
+            "look_up": self._look_up,
+            "norm": self._norm,
+            "activation": self._activation,
+            "rotation": self._rotation,
+            "dropout": self._dropout,
+        }
+        return by_kind.get(op.kind, self._element_wise)(op)
+
+    def _matmul(self, op: Operation) -> PassSeconds:
+        """Return the time for a matmul; its two gradients are matmuls with the same three sides."""
+        n_tokens, n_out = self.sharding.local_shape(op.result.shape, op.result.axes)
+        (x,) = op.reads
+        _, n_in = self.sharding.local_shape(x.shape, ("context", x.axes[1]))
+        m = self.sizes.micro_batch_size * n_tokens
+        # A grid multiplies block by block, or with rows gathered from other ranks.
+        n_blocks = self.layout.sizes["tensor"] if self.layout.is_grid else 1
+        p = self.sizes.product_bytes
+        forward, to_input, to_weight = (
+            n_blocks * product_seconds(self.cluster, self.shares, self.peak, *sides, p)
+            for sides in ((m, n_out, n_in), (m, n_in, n_out), (n_out, n_in, m))
+        )
+        rounding, adding = self._weight_bytes(op.parameters)
+        if not self.joins and self.bytes.rounds_weights:  # inputs and gradients, each separately
+            both = 1 + self.sizes.element_bytes / self.sizes.product_bytes
+            if x.dtype == "weights":
+                one = both * self.bytes.of([replace(x, dtype="products")])
+                forward += self._moving(one)
+                to_input += self._moving(one)
+            if op.result.axes[1] == "embed":  # output added to the stream
+                to_input += self._moving(both * self.bytes.of([op.result]))
+        return PassSeconds(
+            forward + self._moving(rounding),
+            to_input,
+            to_weight + self._moving(adding) if op.is_trained else 0.0,
+        )
+
+    def _weight_bytes(self, parameters: Sequence[ParameterSpec]) -> tuple[int, int]:
+        """Return the bytes moved to round weights for matmuls, and to widen and accumulate their
+        gradients. If weights arrive already rounded, one operation adds gradients to the unsharded
+        ones."""
+        e, p = self.sizes.element_bytes, self.sizes.product_bytes
+        n = sum(math.prod(self.sharding.parameter_shape(spec)) for spec in parameters)
+        if not self.bytes.rounds_weights:
+            return 0, 3 * e * n if self.adds_whole else 0
+        if self.weights_come_rounded:
+            return 0, (2 * e + p if self.adds_whole else e + p) * n
+        return (e + p) * n, (e + p + (3 * e if self.adds_whole else 0)) * n
+
+    def _head(self, op: Operation) -> PassSeconds:
+        """Return the time for the last matmul with the loss. Logits are read and written as float32
+        in each pass; if operations are not fused, they are also rounded, and zeros are written for
+        the gradient."""
+        matmul = self._matmul(op)
+        p, width = self.sizes.product_bytes, max(4, self.sizes.element_bytes)
+        n = self.bytes.of([op.result]) // self.sizes.bytes_of(op.result)
+        forward = backward = 2 * width * n
+        if not self.joins:
+            forward, backward = forward + (p + width) * n, backward + (p + 3 * width) * n
+        return matmul._replace(
+            forward=matmul.forward + self._exponentials(forward, n),
+            backward_input=matmul.backward_input + self._exponentials(backward, n),
+        )
+
+    def _attention(self, op: Operation) -> PassSeconds:
+        """Return the time for attention. Fused attention skips masked blocks; kernels may include
+        dropout. Otherwise it is two full matmuls with the weights written out."""
+        whole = math.prod(op.result.shape)
+        local = math.prod(self.sharding.local_shape(op.result.shape, op.result.axes))
+        n_tokens = self.sizes.micro_batch_size * op.result.shape[0]
+        flops = 2 * op.token_products * n_tokens * local / whole
+        n_context, n_channels = op.result.shape
+        n_attended = op.token_products / (2 * n_channels)
+        channels = n_channels / self.config.model.n_heads
+        shares, peak = self.shares, self.peak
+        moved = self.bytes.of((*op.reads, op.result))
+        drops, fused = op.result not in op.saves, self.bytes.sizes.fused_dropout
+        if drops and not fused and not self.joins_activations:
+            return self._written_attention(op, flops / (peak * shares.product_share), moved)
+        fraction = shares.attention_share * channels / (channels + SOFTMAX_CHANNELS)
+        fraction *= n_attended / (n_attended + ATTENTION_FILL)
+        if self.cluster.device.units == 1:
+            fraction = shares.attention_share
+        is_seen = 1 - n_attended / (2 * n_context)  # half without a window
+        forward = flops * is_seen / (peak * fraction)
+        backward = shares.attention_backward * forward
+        if drops and fused:
+            n_seen = flops * is_seen / (4 * channels)  # weights: two matmuls over a head's channels
+            mask = n_seen * HASH_OPERATIONS / (self.cluster.peak_flops("fp32") * WORDS_PER_FLOP)
+            forward, backward = forward + mask, DROPPING_BACKWARD * backward + 2 * mask
+        return PassSeconds(forward + self._moving(moved), backward + self._moving(2 * moved), 0.0)
+
+    def _written_attention(self, op: Operation, matmul: float, moved: int) -> PassSeconds:
+        """Return the time for attention whose weights are written out for dropout: two full
+        matmuls, and twice as many backward."""
+        written = self.bytes.of(op.saves)
+        mask = 0.0
+        if not self.joins:
+            mask = sum(self._mask(saved) for saved in op.saves if saved.dtype == "bool")
+        return PassSeconds(
+            2 * matmul + mask + self._moving(moved + 2 * written, 4),
+            4 * matmul + self._moving(2 * moved + 2 * written, 6),
+            0.0,
+        )
+
+
+class ComputeTime:
+    """Pass times in seconds for one micro-batch through a rank's stages."""
+
+    def __init__(
+        self, config: Config, layout: Layout, sizes: StepSizes, cluster: Cluster, precision: str
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.sizes = sizes
+        self.cluster = cluster
+        self.precision = precision
+        self._operations = _OperationTime(config, layout, sizes, cluster, precision)
+        how = config.train.activation_checkpoint
+        self.checkpoint = how
+        self.recomputes_products = look_up(
+            RECOMPUTES_PRODUCTS, how, "train.activation_checkpoint", "the planner's times"
+        )
+        self._known: dict[str, PassSeconds] = {}
+        self._stages: dict[object, PassSeconds] = {}
+        self._slices: dict[range, PassSeconds] = {}
+        self._reading: dict[range, PassSeconds] = {}
+
+    @property
+    def key(self) -> object:
+        """A key that is equal if equal layers take equal time, for the same model, cluster and
+        precision."""
+        layout, train, each = self.layout, self.config.train, self._operations
+        return (
+            layout.tensor, layout.sequence, layout.context, layout.zero > 0, each.joins,
+            train.micro_batch_size, train.activation_checkpoint, each.adds_whole,
+            each.weights_come_rounded, each.joins_activations, each.bytes.sizes.fused_dropout,
+        )  # fmt: skip
+
+    def stage(self, layers: range) -> PassSeconds:
+        """Return a stage's pass times; stages with equally many equal layers take equal time."""
+        if layers not in self._slices:
+            self._slices[layers] = self._slice(layers)
+        return self._slices[layers]
+
+    def _slice(self, layers: range) -> PassSeconds:
+        kinds = kinds_of_operations(self.config.model, self.config.lora, layers)
+        same = tuple((kind.key, kind.n) for kind in kinds)
+        if same not in self._stages:
+            self._stages[same] = self._stage(kinds)
+        return self._stages[same]
+
+    def _stage(self, kinds: Sequence[Kind]) -> PassSeconds:
+        forward = backward_input = backward_weight = 0.0
+        for kind in kinds:
+            one = self.operation(kind)
+            forward += kind.n * one.forward
+            backward_input += kind.n * one.backward_input
+            backward_weight += kind.n * one.backward_weight
+            if kind.runs_again and self.computes_again(kind.op):
+                backward_input += kind.n * one.forward
+        return PassSeconds(forward, backward_input, backward_weight)
+
+    def attention(self, layers: range) -> float:
+        """Return the seconds for a stage's attention in both passes, with which a ring's messages
+        overlap."""
+        return sum(
+            kind.n * sum(self.operation(kind))
+            for kind in kinds_of_operations(self.config.model, self.config.lora, layers)
+            if kind.op.kind == "attention"
+        )
+
+    def reading(self, layers: range) -> PassSeconds:
+        """Return the pass times for a stage's column-parallel matrices, whose gradients may overlap
+        with communication."""
+        if layers not in self._reading:
+            one_by_one = [
+                (kind.n, self.operation(kind))
+                for kind in kinds_of_operations(self.config.model, self.config.lora, layers)
+                if kind.op.kind == "product" and kind.op.reads[0].axes[0] == "time"
+            ]
+            sums = (sum(n * each[i] for n, each in one_by_one) for i in range(3))
+            self._reading[layers] = PassSeconds(*sums)
+        return self._reading[layers]
+
+    def computes_again(self, op: Operation) -> bool:
+        """Whether activation checkpointing computes an operation in a block twice."""
+        if self.checkpoint is None:
+            return False
+        return self.recomputes_products or not self._operations.bytes.saves_selectively(op)
+
+    def operation(self, kind: Kind) -> PassSeconds:
+        """Return one operation's pass times; equal shapes are computed once."""
+        if kind.key not in self._known:
+            self._known[kind.key] = self._operations.of(kind.op)
+        return self._known[kind.key]
+
+
+def fuses_dropout(model: ModelConfig, layout: Layout, precision: str, device: Device) -> bool:
+    """Whether kernels are planned to apply attention dropout on a device: a GPU whose matrix units
+    support bf16, as all GPUs with these kernels do, and whose fp32 peak is known. A run checks the
+    kernels before its first step, and warns if it writes the weights out after all."""
+    is_served = device.units > 1 and {"bf16", "fp32"} <= device.tflops.keys()
+    drops = model.attention_dropout > 0
+    return drops and is_served and dropout_kernel_obstacle(model, layout, precision) is None

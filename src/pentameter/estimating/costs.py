@@ -1,0 +1,340 @@
+"""Costs per operation: folds over the one list in `planning/gpt.py`.
+
+FLOPs, pass times per stage, padding, and the bytes that forward passes save for their backward
+passes. The latter follow Korthikanti et al. 2022 ("Reducing activation recomputation in large
+transformer models"), section 4, adapted to our modules: their attention has dropout and writes out
+its weights; ours by default does neither.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from pentameter.config.choices import DTYPE_BYTES, PRECISIONS, look_up, refuse_unknown
+from pentameter.config.schema import Config
+from pentameter.planning.adapters import Run, run_operations
+from pentameter.planning.architecture import (
+    ActivationTensor,
+    Operation,
+    residual_stream,
+)
+from pentameter.planning.buckets import MAX_LOGITS, row_chunks
+from pentameter.planning.layout import Layout
+from pentameter.planning.rules import LayoutRules
+from pentameter.planning.sharding import Sharding, sharding_of
+
+RECOMPUTES_PRODUCTS = {None: False, "selective": False, "full": True}
+"""Maps `train.activation_checkpoint` to whether the backward pass recomputes a block's matmuls."""
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """The split of a data-parallel rank's step into micro-batches, and the bytes per number."""
+
+    n_rows: int
+    """Sequences per step."""
+    micro_batch_size: int
+    """Sequences per micro-batch, a divisor of `n_rows`."""
+    element_bytes: int
+    """Bytes per element in weights and in the residual stream."""
+    product_bytes: int
+    """Bytes per element that enters a matmul."""
+    fused_dropout: bool = False
+    """Whether GPU kernels apply dropout to attention weights without writing them out."""
+
+    @property
+    def n_micro_batches(self) -> int:
+        """Micro-batches per step."""
+        return self.n_rows // self.micro_batch_size
+
+    def bytes_of(self, tensor: ActivationTensor) -> int:
+        """Return the bytes per element in an activation."""
+        match tensor.dtype:
+            case "weights":
+                return self.element_bytes
+            case "products":
+                return self.product_bytes
+            case "softmax":
+                return max(4, self.element_bytes)
+            case "float32":
+                return 4
+            case "bool":
+                return 1
+
+
+def step_sizes(
+    config: Config, layout: Layout, precision: str | None = None, *, fused_dropout: bool = False
+) -> StepSizes:
+    """Return the sizes in a step with a resolved configuration. `precision` is the run's if the
+    configuration leaves it open; without it, matmuls are assumed to be in full precision."""
+    train = config.train
+    assert train.batch_size is not None  # resolved
+    assert train.micro_batch_size is not None
+    precision = precision or train.precision
+    known = {"auto": PRECISIONS["fp32"], **PRECISIONS}
+    numbers = look_up(known, precision, "train.precision", "the planner")
+    return StepSizes(
+        n_rows=train.batch_size // layout.n_batch_shards,
+        micro_batch_size=train.micro_batch_size,
+        element_bytes=DTYPE_BYTES[numbers.weights],
+        product_bytes=DTYPE_BYTES[numbers.products],
+        fused_dropout=fused_dropout,
+    )
+
+
+# -- arithmetic -------------------------------------------------------------------------------
+
+
+class PassSeconds(NamedTuple):
+    """Durations of a stage's passes, in any unit."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+
+
+def pass_seconds(config: Config, stages: Sequence[range]) -> list[PassSeconds]:
+    """Return each stage's pass times, in multiplications per token, with attention counted in
+    full."""
+    how, key = config.train.activation_checkpoint, "train.activation_checkpoint"
+    recomputed = look_up(RECOMPUTES_PRODUCTS, how, key, "the timeline")
+    seconds = []
+    for layers in stages:
+        run = run_operations(config.model, config.lora, layers)
+        weights = sum(op.weight_products for op in run)
+        trained = sum(op.weight_products for op in run if op.is_trained)
+        activations = sum(op.token_products for op in run)
+        forward = weights + activations
+        # A matmul has two gradients; with two activations as factors, both count as inputs'
+        # gradients.
+        backward_input = weights + 2 * activations + (forward if recomputed else 0)
+        seconds.append(PassSeconds(forward, backward_input, trained))
+    return seconds
+
+
+# -- activations ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """Activation bytes for one micro-batch, on the rank with the largest shard of each tensor."""
+
+    config: Config
+    layout: Layout
+    sizes: StepSizes
+
+    @cached_property
+    def sharding(self) -> Sharding:
+        """The model's sharding under the layout."""
+        return sharding_of(self.layout, self.config.model)
+
+    def of(self, tensors: Iterable[ActivationTensor]) -> int:
+        """Return the bytes for some activations, each counted once."""
+        return sum(self._one(tensor) for tensor in set(tensors))
+
+    def _one(self, tensor: ActivationTensor) -> int:
+        n_rows = self.sizes.micro_batch_size
+        n_elements = math.prod(self.sharding.local_shape(tensor.shape, tensor.axes))
+        return n_rows * n_elements * self.sizes.bytes_of(tensor)
+
+    @property
+    def stream(self) -> int:
+        """Bytes in the residual stream between blocks."""
+        return self._one(residual_stream(self.config.model, "stream"))
+
+    @property
+    def message(self) -> int:
+        """Bytes that a rank sends to the next stage from the residual stream."""
+        stream = residual_stream(self.config.model, "message")
+        return self._one(replace(stream, axes=("message", "embed")))
+
+    def stage(self, run: Sequence[Operation]) -> int:
+        """Return the bytes that a stage's forward pass saves for the backward pass, with activation
+        checkpointing if enabled, which applies to blocks."""
+        ends = [op for op in run if op.layer is None]
+        kept = self.of(tensor for op in ends for tensor in op.saves)
+        return kept + sum(n * self._kept_of_block(block) for block, n in _alike_blocks(run))
+
+    def _block(self, block: Sequence[Operation]) -> int:
+        """Return the bytes that one block saves for the backward pass without checkpointing: its
+        operations' saved tensors, and its matrices if it rounds them for matmuls."""
+        kept = self.of(tensor for op in block for tensor in self.saves(op))
+        if self.layout.exchanges_heads:  # its result; attention saves it exchanged
+            kept += self.of(op.result for op in block if op.kind == "attention")
+        in_1d = not self.layout.is_grid  # else each pass rounds them again
+        come_rounded = LayoutRules(self.layout).weights_come_rounded(self.sizes.n_micro_batches)
+        if self.rounds_weights and in_1d and not come_rounded:
+            products = [op for op in block if op.kind == "product" and op.gives_gradient]
+            kept += sum(self.rounded_weight(op) for op in products)
+        return kept
+
+    def saves(self, op: Operation) -> tuple[ActivationTensor, ...]:
+        """Return the tensors that an operation's backward pass reads. A ring's attention works by
+        blocks, and so do kernels with dropout. Column-parallel matrices that run as one operation
+        save only this rank's input shard, and gather it again."""
+        if op.kind == "attention" and (self._has_ring or self.sizes.fused_dropout):
+            return op.saves_by_blocks
+        if self._gathers_again(op):
+            return tuple(replace(kept, axes=op.reads[0].axes) for kept in op.saves)
+        return op.saves
+
+    def saves_selectively(self, op: Operation) -> bool:
+        """Whether `activation_checkpoint = "selective"` keeps an operation's result: a matmul's,
+        and that of attention in one operation, which saves its own result."""
+        by_blocks = op.kind == "attention" and op.result in self.saves(op)
+        return op.kind == "product" or by_blocks
+
+    def _gathers_again(self, op: Operation) -> bool:
+        """Whether a matmul's backward pass gathers its input again, because only a shard was
+        saved."""
+        reads_stream = op.kind == "product" and op.reads[0].axes[0] == "time"
+        at_once = LayoutRules(self.layout).reads_at_once(self.config.lora)
+        return reads_stream and at_once and self.layout.sequence
+
+    @property
+    def _has_ring(self) -> bool:
+        return self.layout.context > 1 and not self.layout.exchanges_heads
+
+    def attending(self, run: Sequence[Operation]) -> int:
+        """Return the extra bytes during the backward pass of a ring's attention, when the block's
+        later saved tensors are freed: its buffers, and two gradients of the stream; 0 without a
+        ring."""
+        if not self._has_ring:
+            return 0
+        most = 0
+        for block, _ in _alike_blocks(run):
+            kept = self._kept_of_block(block)
+            if self.config.train.activation_checkpoint is not None:
+                kept -= self.stream
+            for index, op in enumerate(block):
+                if op.kind == "attention":
+                    before = self._block(block[: index + 1])
+                    most = max(most, before - kept + self._ring_buffers(op) + 2 * self.stream)
+        return most
+
+    def _ring_buffers(self, op: Operation) -> int:
+        """Return the bytes for the backward pass of a ring's attention: keys and values in use and
+        in flight, in the matmul dtype; their gradients, likewise plus this rank's own, and the
+        queries' gradient, in the accumulation dtype."""
+        n_q, n_kv = attention_elements(op, self.sharding)
+        summed = max(4, self.sizes.element_bytes)
+        each_row = 2 * n_kv * self.sizes.product_bytes + (3 * n_kv + n_q) * summed
+        return self.sizes.micro_batch_size * each_row
+
+    def _kept_of_block(self, block: Sequence[Operation]) -> int:
+        """Return the bytes that one block saves for the backward pass, with activation
+        checkpointing if enabled."""
+        match self.config.train.activation_checkpoint:
+            case None:
+                return self._block(block)
+            case "full":
+                return self.stream
+            case "selective":
+                return self.stream + self.of(
+                    op.result for op in block if self.saves_selectively(op)
+                )
+            case unknown:
+                refuse_unknown(unknown, "train.activation_checkpoint", "the planner's memory")
+
+    def between_backward_halves(self, run: Sequence[Operation]) -> int:
+        """Return the bytes that a stage holds between its input's gradient and its weights'
+        gradients: the gradients of results computed with a block's parameters."""
+        return sum(
+            n * self.of(op.result for op in block if op.parameters)
+            for block, n in _alike_blocks(run)
+        )
+
+    def recomputing(self, run: Sequence[Operation]) -> int:
+        """Return the extra bytes while a block is recomputed: its tensors that were not saved, and
+        the gradients for the activation function's input and output and for the stream."""
+        if self.config.train.activation_checkpoint is None:
+            return 0
+        return max(
+            self._block(block)
+            - (self._kept_of_block(block) - self.stream)
+            + self.of(
+                tensor
+                for op in block
+                if op.kind == "activation"
+                for tensor in (*op.reads, op.result)
+            )
+            + 2 * self.stream
+            for block, _ in _alike_blocks(run)
+        )
+
+    def loss(self, run: Sequence[Operation]) -> int:
+        """Return the extra bytes while the loss is computed: logits as probabilities with two
+        gradients, or their current chunk, and the weight and its gradient if they are rounded for
+        it; 0 in a stage without the head."""
+        return max((self._loss(op) for op in run if op.kind == "head"), default=0)
+
+    def _loss(self, head: Operation) -> int:
+        e, p = self.sizes.element_bytes, self.sizes.product_bytes
+        rounded = 2 * self.rounded_weight(head) if self.rounds_weights else 0
+        whole_width = head.result.shape[1]
+        T, width = self.sharding.local_shape(head.result.shape, head.result.axes)
+        n_tokens = self.sizes.micro_batch_size * T
+        if width == whole_width and n_tokens * width <= MAX_LOGITS:
+            return rounded + 3 * max(4, e) * n_tokens * width
+        n_rows = row_chunks(n_tokens, width, MAX_LOGITS)[0].stop
+        logits = n_rows * width * (p if p == e else p + 4)
+        return rounded + logits + self.of(head.saves) + self._matmul_blocks(head, n_rows)
+
+    def multiplying(self, run: Sequence[Operation]) -> int:
+        """Return the extra bytes during a matmul's backward pass in a block, if ranks shard the
+        matmul."""
+        n_tokens = self.sizes.micro_batch_size * self.config.model.context_length
+        n_tokens = self.sharding.local_shape((n_tokens,), ("context",))[0]
+        products = (op for op in run if op.kind == "product")
+        return max((self._matmul_blocks(op, n_tokens) for op in products), default=0)
+
+    def _matmul_blocks(self, op: Operation, n_tokens: int) -> int:
+        """Return the bytes for other ranks' blocks in the backward pass of a matmul with `n_tokens`
+        tokens. With sequence parallelism: the input gathered again, its gradient, and other ranks'
+        partial results for it. SUMMA: two blocks each from the weight and from the result's
+        gradient, and a sum for another rank. Mode 3d: gathered inputs, weight and gradients."""
+        layout, weight = self.layout, op.parameters[0]
+        p, summed = self.sizes.product_bytes, max(4, self.sizes.product_bytes)
+        if not layout.is_grid:
+            return 3 * p * n_tokens * op.reads[0].shape[1] if self._gathers_again(op) else 0
+        n_in, n_out = (
+            self.sharding.local_shape(tensor.shape, tensor.axes)[1]
+            for tensor in (*op.reads, op.result)
+        )
+        if layout.is_3d:
+            rows = layout.sizes["row"] * n_tokens
+            return p * rows * (n_in + n_out) + (p + summed) * n_in * n_out
+        n_block = math.prod(self.sharding.parameter_shape(weight))
+        return (2 * p + summed) * n_block + 2 * p * n_tokens * n_out
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Whether matmuls read weights in a narrower dtype than they are stored in."""
+        return self.sizes.product_bytes < self.sizes.element_bytes
+
+    def rounded_weight(self, op: Operation) -> int:
+        """Return the bytes in an operation's matrix, as matmuls read it."""
+        weight = op.parameters[0]
+        n_elements = math.prod(self.sharding.parameter_shape(weight))
+        return self.sizes.product_bytes * n_elements
+
+
+def attention_elements(
+    op: Operation, sharding: Sharding, coordinates: Mapping[str, int] | None = None
+) -> tuple[int, int]:
+    """Return the element counts for the queries, and for the keys and values, that a rank has per
+    sequence."""
+    n_q = math.prod(sharding.local_shape(op.result.shape, op.result.axes, coordinates))
+    n_read = sum(
+        math.prod(sharding.local_shape(each.shape, each.axes, coordinates)) for each in op.reads
+    )
+    return n_q, n_read - n_q
+
+
+def _alike_blocks(run: Sequence[Operation]) -> list[tuple[list[Operation], int]]:
+    """Return one block of each kind, with its count."""
+    return (run if isinstance(run, Run) else Run(run)).alike_blocks

@@ -1,0 +1,264 @@
+"""An Estimate: a Plan on a cluster, with its memory, its time and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from pentameter.config.schema import Config
+from pentameter.errors import ConfigError
+from pentameter.estimating.cluster import Cluster, parse_cluster
+from pentameter.estimating.communication import WORLD, StepCommunication
+from pentameter.estimating.compute_time import fuses_dropout
+from pentameter.estimating.links import Links
+from pentameter.estimating.memory import Memory, device_bytes
+from pentameter.estimating.plan_estimates import plan_memory, plan_record
+from pentameter.estimating.step_time import StepTime, communication_of_stages, step_time
+from pentameter.planning.auto_precision import auto_precision
+from pentameter.planning.layout import parse_parallel
+from pentameter.planning.mfu import model_flops
+from pentameter.planning.plan import Plan, make_plan
+
+SMALL_PRODUCT_ROWS = 1024
+"""Tokens per micro-batch below which matmuls leave much of a GPU idle."""
+LARGE_BUBBLE = 0.25
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The cost of running a Plan on a cluster."""
+
+    plan: Plan
+    cluster: Cluster
+    precision: str
+    """The matmul precision: the configuration's, or for `auto` the devices' best."""
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The fullest rank's bytes."""
+        return plan_memory(self.plan, self.precision, fused_dropout=self.fused_dropout)
+
+    @property
+    def fused_dropout(self) -> bool:
+        """Whether kernels are planned to apply dropout to attention weights without writing them
+        out."""
+        plan = self.plan
+        inputs = (plan.config.model, plan.layout, self.precision, self.cluster.device)
+        return fuses_dropout(*inputs)
+
+    @cached_property
+    def time(self) -> StepTime:
+        """A step's time by component."""
+        plan = self.plan
+        inputs = (plan.config, plan.layout, plan.stages, self.cluster, self.precision)
+        return step_time(*inputs, self.communication)
+
+    @cached_property
+    def communication(self) -> list[StepCommunication]:
+        """The communication in a step by the first rank at each `pipeline` coordinate."""
+        plan = self.plan
+        return communication_of_stages(plan.config, plan.layout, plan.stages, self.precision)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that the fullest rank holds on its device."""
+        return device_bytes(self.memory, offload=self.plan.config.train.offload)
+
+    @property
+    def spare_bytes(self) -> float:
+        """A device's unused bytes; negative if the plan does not fit."""
+        return self.cluster.usable_bytes - self.device_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank fits its device."""
+        return self.spare_bytes >= 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second, over all ranks."""
+        return self.plan.tokens_per_step / self.time.seconds
+
+    @property
+    def mfu(self) -> float:
+        """The model's FLOP/s ÷ the peak FLOP/s of the devices that the layout uses."""
+        matmul_precision = self.plan.config.train.matmul_precision
+        peak = self.cluster.peak_flops(self.precision, matmul_precision)
+        flops_per_token = self.plan.flops_per_token
+        assert flops_per_token is not None  # an Estimate is of the built-in model
+        flops = model_flops(flops_per_token, self.tokens_per_second)
+        return flops / (self.plan.layout.world_size * peak)
+
+    @property
+    def run_seconds(self) -> float | None:
+        """Training seconds for the whole run, without evaluation and checkpoints; None if the run
+        is counted in epochs whose length is unknown."""
+        return self.plan.steps * self.time.seconds if self.plan.has_known_length else None
+
+    @property
+    def device_hours(self) -> float | None:
+        """Hours over all devices in the cluster, idle ones included; None as for `run_seconds`."""
+        seconds = self.run_seconds
+        return None if seconds is None else seconds / 3600 * self.cluster.n_devices
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what to change, one line each, with the remedy."""
+        plan, layout = self.plan, self.plan.layout
+        if not self.fits:
+            yield (
+                f"does not fit: the fullest process needs {-self.spare_bytes / 1e9:,.1f} GB more "
+                f"than the {self.cluster.usable_bytes / 1e9:,.1f} GB of {self.cluster.device_key}; "
+                "try --search, a smaller train.micro_batch_size, train.activation_checkpoint, or "
+                "more of parallel.zero, tensor or pipeline"
+            )
+        if layout.world_size < self.cluster.n_devices:
+            idle = self.cluster.n_devices - layout.world_size
+            yield (
+                f"the layout uses {layout.world_size:,} of {self.cluster.n_devices:,} devices, and "
+                f"{idle:,} stay idle; leave data out of the layout to use them all"
+            )
+        links = Links(layout, self.cluster)
+        for dimension in ("tensor", "row", "context"):
+            if layout.sizes[dimension] > 1 and links.link(dimension) == "between nodes":
+                yield (
+                    f"{dimension}-parallel processes are in several nodes: every layer waits for "
+                    f"the network; keep parallel.{'tensor' if dimension == 'row' else dimension} "
+                    f"within the {self.cluster.node_size} devices of a node"
+                )
+        rows = plan.micro_batch_size * plan.config.model.context_length // layout.context
+        if self.cluster.device.units > 1 and rows < SMALL_PRODUCT_ROWS:
+            yield (
+                f"a micro-batch has {rows:,} tokens, too few to fill a device; raise "
+                f"train.micro_batch_size={plan.micro_batch_size}"
+            )
+        if self.time.bubble_fraction > LARGE_BUBBLE:
+            yield (
+                f"the pipeline's bubble is {self.time.bubble_fraction:.0%} of its work: more "
+                f"micro-batches than {plan.n_micro_batches}, parallel.schedule='interleaved' or, "
+                "where nothing is computed again, 'zero-bubble', or a smaller parallel.pipeline "
+                "shrink it"
+            )
+        if self.fused_dropout:
+            written = plan_memory(plan, self.precision).total_bytes - self.memory.total_bytes
+            yield (
+                f"model.attention_dropout={plan.config.model.attention_dropout} is planned to be "
+                "dropped in kernels, which no measured run has timed; a run checks them at its "
+                f"start, and warns where it writes weights out: {written / 1e9:,.1f} GB more"
+            )
+        if plan.config.train.offload:
+            yield "train.offload: what travels between host and device is not in the time"
+        if self.cluster.device.calibration.fitted_on.startswith("nothing"):
+            yield (
+                f"no measured run calibrated {self.cluster.device_key}: its time is reckoned with "
+                "usual shares of its figures"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object for `plan --json`: the Plan's record, and its estimates on the
+        cluster."""
+        time, found = self.time, plan_record(self.plan)
+        return {
+            **found,
+            "memory": {
+                **asdict(self.memory),
+                "device_bytes": self.device_bytes,
+                "usable_bytes": round(self.cluster.usable_bytes),
+                "spare_bytes": round(self.spare_bytes),
+            },
+            "time": {
+                "step_seconds": time.seconds,
+                "tokens_per_second": self.tokens_per_second,
+                "mfu": self.mfu,
+                "bubble_fraction": time.bubble_fraction,
+                "compute_seconds": time.compute,
+                "bubble_seconds": time.bubble,
+                "exposed_seconds": time.exposed,
+                "hidden_seconds": time.hidden,
+                "optimizer_seconds": time.optimizer,
+                "run_seconds": self.run_seconds,
+                "device_hours": self.device_hours,
+            },
+            "links": self.links(),
+            "precision": self.precision,
+            "cluster": {**self.cluster.to_json(), "text": str(self.cluster)},
+            "fits": self.fits,
+            "warnings": list(self.warnings()),
+        }
+
+    def links(self) -> dict[str, str]:
+        """Return the link used by each mesh dimension that communicates."""
+        links = Links(self.plan.layout, self.cluster)
+        names = dict.fromkeys(dimension for sent in self.communication for dimension, _ in sent)
+        return {name: links.link(name) for name in names if name != WORLD}
+
+
+def make_estimate(
+    config: Config,
+    cluster: Cluster,
+    vocab_size: int | None = None,
+    rows_per_epoch: int | None = None,
+    *,
+    layout: str | None = None,
+) -> Estimate:
+    """Return the Estimate for a configuration on a cluster, in the configured layout or in `layout`
+    ("data=8,tensor=8,pipeline=16"), whose `data` fills the cluster if omitted.
+
+    Raises the errors from `make_plan`, and ConfigError if the layout needs more devices than there
+    are.
+    """
+    if layout is not None:
+        config = config.model_copy(update={"parallel": parse_parallel(layout, config.parallel)})
+    world_size = cluster.n_devices
+    if config.parallel.data is not None:
+        asked = _named_processes(config)
+        if asked > world_size:
+            raise ConfigError(
+                f"the layout takes {asked:,} devices, and --cluster {cluster} has {world_size:,}; "
+                "name a larger cluster, or lower a degree"
+            )
+        world_size = asked
+    plan = make_plan(config, vocab_size, rows_per_epoch, world_size=world_size)
+    return Estimate(plan, cluster, best_precision(config, cluster))
+
+
+def plan(
+    config: Config,
+    cluster: Cluster | str | int | None = None,
+    vocab_size: int | None = None,
+    rows_per_epoch: int | None = None,
+    *,
+    layout: str | None = None,
+    world_size: int | None = None,
+    local_size: int | None = None,
+) -> Plan | Estimate:
+    """Implement `pm.plan`: return the Estimate for a configuration on a cluster ("h100-80gb:8x2"),
+    or without one its Plan, for `world_size` ranks. A number in the cluster's position is the
+    `vocab_size`."""
+    if isinstance(cluster, int):
+        cluster, vocab_size, rows_per_epoch = None, cluster, rows_per_epoch or vocab_size
+    if cluster is None:
+        if layout is not None:
+            config = config.model_copy(update={"parallel": parse_parallel(layout, config.parallel)})
+        return make_plan(
+            config, vocab_size, rows_per_epoch, world_size=world_size, local_size=local_size
+        )
+    resolved = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    return make_estimate(config, resolved, vocab_size, rows_per_epoch, layout=layout)
+
+
+def _named_processes(config: Config) -> int:
+    """Return how many ranks `[parallel]` names in full."""
+    parallel = config.parallel
+    return (parallel.data or 1) * parallel.tensor * parallel.pipeline * parallel.context
+
+
+def best_precision(config: Config, cluster: Cluster) -> str:
+    """Return the configured precision, or for `auto` the one that a run would choose on the
+    devices, by their peaks."""
+    if config.train.precision != "auto":
+        return config.train.precision
+    known: dict[str, float] = dict(cluster.device.tflops)
+    chosen = auto_precision([name for name in known if known[name] > known.get("fp32", 0)])
+    return chosen if chosen in known else max(known, key=lambda name: known[name])

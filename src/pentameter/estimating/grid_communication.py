@@ -1,0 +1,167 @@
+"""Collectives per micro-batch in the 2-D, 2.5-D and 3-D tensor modes, operation by operation.
+
+They are those named in `parallel/grid/tensor_grid.py`: SUMMA's broadcasts and reductions, the 3-D
+algorithm's gathers and sums, those for norms, embedding and loss. Bytes are counted as in
+`estimating/communication.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from pentameter.config.choices import look_up
+from pentameter.estimating.operation_communication import (
+    OperationCommunication,
+    Sent,
+    recomputed_results,
+)
+from pentameter.planning.architecture import CollectiveKind, Operation, ParameterSpec
+from pentameter.planning.buckets import MAX_LOGITS, row_chunks
+from pentameter.planning.layout import shard_size
+
+TOKEN_BYTES = 8
+NUMBERS_OF_A_NORM = {"layernorm": 2, "rmsnorm": 1}
+"""Maps `model.norm` to the statistics that each rank computes over a token's local channels: mean
+and variance, or one."""
+
+
+class GridCommunication(OperationCommunication):
+    """The collectives in one micro-batch, where matrices, norms and the embedding have others than
+    in one dimension."""
+
+    def sent(self, kinds: Collection[CollectiveKind] | None = None) -> Iterator[Sent]:
+        """Yield what every operation sends, and what its collectives of these kinds do."""
+        how = self.config.train.activation_checkpoint
+        # The tensors that we save are saved by an operation that has run.
+        repeated = recomputed_results(self.run, with_last=True) if how else set()
+        for op in self.run:
+            yield from self._of(op, 2 if op.name in repeated else 1)
+        yield from super().sent(kinds or ("softmax", "attend"))
+
+    def _of(self, op: Operation, n_forward: int) -> Iterator[Sent]:
+        """Yield the collectives in an operation's passes, of which `n_forward` are forward."""
+        match op.role:
+            case "token_embedding":
+                yield from self._look_up(op)
+            case "norm":
+                yield from self._norm(n_forward)
+            case "head_norm":
+                yield from self._norm_of_heads(op, n_forward)
+            case "column_parallel" | "row_parallel":
+                yield from self._bias(op, n_forward)
+                if self.config.train.activation_checkpoint == "selective":
+                    n_forward = 1  # the result is kept
+                yield from self._matmul(op, self.n_tokens, n_forward)
+            case "head":
+                yield from self._bias(op, 1)
+                if self.layout.is_3d:  # the targets for the rows whose logits this rank has
+                    n_bytes = self.edge * self.n_tokens * TOKEN_BYTES
+                    yield Sent("depth", "all_gather", n_bytes)
+                _, width = self.sharding.local_shape(op.result.shape, op.result.axes)
+                for rows in row_chunks(self.n_tokens, width, MAX_LOGITS):
+                    yield from self._matmul(op, rows.stop - rows.start, 1)
+
+    @property
+    def edge(self) -> int:
+        """Ranks along `row`, and along `tensor`."""
+        return self.layout.sizes["tensor"]
+
+    @property
+    def n_tokens(self) -> int:
+        """A micro-batch's tokens on this rank."""
+        shape = (self.config.model.context_length,)
+        return self.sizes.micro_batch_size * self.sharding.local_shape(shape, ("context",))[0]
+
+    @property
+    def summed_bytes(self) -> int:
+        """Bytes per element while a weight's gradient is summed."""
+        return max(4, self.sizes.product_bytes)
+
+    def _matmul(self, op: Operation, n_tokens: int, n_forward: int) -> Iterator[Sent]:
+        n_out, n_in = op.parameters[0].shape
+        if self.layout.is_3d:
+            return self._matmul_3d(op, n_tokens, n_forward)
+        return self._summa(n_out, n_in // self.edge, n_tokens, n_forward)
+
+    def _summa(self, n_out: int, n_in: int, n_tokens: int, n_forward: int) -> Iterator[Sent]:
+        """Yield SUMMA's collectives for a weight with shape (n_out, n_in) per column: in each pass
+        the weight's blocks are broadcast, as are those from the result's gradient, and each sum is
+        reduced to one rank."""
+        p = self.sizes.product_bytes
+        for coordinate in range(self.edge):
+            n = shard_size(n_out, self.edge, coordinate)
+            yield Sent("row", "broadcast", p * n * n_in, n_forward + 1)
+            yield Sent("tensor", "reduce", p * n * n_tokens, n_forward)
+            yield Sent("tensor", "broadcast", p * n * n_tokens)
+            yield Sent("row", "reduce", self.summed_bytes * n * n_in)
+
+    def _matmul_3d(self, op: Operation, n_tokens: int, n_forward: int) -> Iterator[Sent]:
+        """Yield the 3-D algorithm's collectives: input and weight are gathered in each pass;
+        results and all three gradients are reduce-scattered."""
+        n_out, n_in = op.parameters[0].shape
+        reads_stream = op.contracts == "embed"
+        inputs, results = ("depth", "tensor") if reads_stream else ("tensor", "depth")
+        split, whole = (n_out, n_in) if reads_stream else (n_in, n_out)
+        block = self._gathered(split) * (whole // self.edge)
+        rows = self.edge * n_tokens * self.sizes.product_bytes
+        axis = op.result.axes[1]
+        (width,) = self.sharding.local_shape((n_out,), (axis,), self.coordinates)
+        x, y = rows * (n_in // self.edge), rows * width
+        yield Sent(inputs, "all_gather", x, n_forward + 1)
+        yield Sent("row", "all_gather", self.sizes.product_bytes * block, n_forward + 1)
+        yield Sent(results, "reduce_scatter", y, n_forward)
+        yield Sent(results, "all_gather", y)
+        yield Sent(inputs, "reduce_scatter", x)
+        yield Sent("row", "reduce_scatter", self.summed_bytes * block)
+
+    def _gathered(self, n: int) -> int:
+        """Return how many elements are gathered along `row` for a rank to have its n, padded to the
+        largest shard."""
+        return shard_size(n, self.layout.parameter_sizes["row"], 0) * self.layout.sizes["row"]
+
+    def _bias(self, op: Operation, n_forward: int) -> Iterator[Sent]:
+        """Yield the collectives for a bias. In mode 3d, a bias on an inner width is sharded as its
+        weight is."""
+        biases = [spec for spec in op.parameters if len(spec.shape) == 1]
+        if self.layout.is_3d and biases and op.contracts == "embed":
+            yield from self._gathered_vector(biases[0], n_forward)
+
+    def _gathered_vector(self, spec: ParameterSpec, n_forward: int) -> Iterator[Sent]:
+        n_bytes = self.sizes.element_bytes * self._gathered(*spec.shape)
+        yield Sent("row", "all_gather", n_bytes, n_forward)
+        yield Sent("row", "reduce_scatter", n_bytes)
+
+    def _norm(self, n_forward: int) -> Iterator[Sent]:
+        n = look_up(NUMBERS_OF_A_NORM, self.config.model.norm, "model.norm", "the traffic")
+        n_bytes = n * self.n_tokens * max(4, self.sizes.element_bytes)
+        if n == 1:
+            yield Sent("tensor", "all_reduce", n_bytes, n_forward)
+        else:
+            yield Sent("tensor", "all_gather", self.edge * n_bytes, n_forward)
+        yield Sent("tensor", "all_reduce", n_bytes)
+
+    def _norm_of_heads(self, op: Operation, n_forward: int) -> Iterator[Sent]:
+        """Yield the collectives for a norm over all heads' channels: a mean square per token. A
+        norm within one head needs none."""
+        (weight,) = op.parameters
+        if weight.axes[0] == "head":
+            return
+        n_bytes = self.n_tokens * max(4, self.sizes.element_bytes)
+        yield Sent(self.layout.grid_width, "all_reduce", n_bytes, n_forward + 1)
+        if self.layout.is_3d:
+            yield from self._gathered_vector(weight, n_forward)
+
+    def _look_up(self, op: Operation) -> Iterator[Sent]:
+        """Yield the embedding's collectives: all tokens in a group to each rank, and each rank's
+        shard of the sums back."""
+        dimension = "depth" if self.layout.is_3d else "row"
+        n_tokens, e = self.edge * self.n_tokens, self.sizes.element_bytes
+        V, D = op.parameters[0].shape
+        sums = e * n_tokens * (D // self.edge)
+        yield Sent(dimension, "all_gather", n_tokens * TOKEN_BYTES)
+        yield Sent(dimension, "reduce_scatter", sums)
+        yield Sent(dimension, "all_gather", sums)
+        if self.layout.is_3d:
+            table = e * self._gathered(V) * (D // self.edge)
+            yield Sent("row", "all_gather", table)
+            yield Sent("row", "reduce_scatter", table)

@@ -1,0 +1,127 @@
+"""Communication times: from the bytes sent and the links that a group's ranks span.
+
+A ring with n ranks moves (n - 1) / n of a gathered tensor through each link, and twice that for an
+all-reduce. Between nodes, all group members within a node use its network together. A small
+message's hops count by ring length, or by tree depth in an all-reduce between nodes (NCCL's
+algorithms); between processes on a CPU a message is one hop.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from pentameter.estimating.cluster import Cluster, group_shape
+from pentameter.estimating.communication import WORLD, Communication, StepCommunication
+from pentameter.estimating.operation_communication import Kind
+from pentameter.planning.layout import MESH_DIMENSIONS, Layout
+
+Link = Literal["inside a node", "between nodes"]
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links between the ranks in a layout's groups on a cluster."""
+
+    layout: Layout
+    cluster: Cluster
+
+    def group(self, dimension: str) -> tuple[int, int, int]:
+        """Return the size, members per node, and node count for a rank's group along a mesh
+        dimension."""
+        if dimension == WORLD:
+            size, stride = self.layout.world_size, 1
+        else:
+            sizes, parameters = self.layout.sizes, self.layout.parameter_sizes
+            index = MESH_DIMENSIONS.index(dimension)
+            size = sizes[dimension]
+            stride = math.prod(sizes[name] for name in MESH_DIMENSIONS[index + 1 :])
+            if dimension in ("data", "shard"):  # their collectives span context too
+                stride //= parameters[dimension] // size
+                size = parameters[dimension]
+        within, nodes = group_shape(stride, size, self.cluster.node_size)
+        return size, within, nodes
+
+    def link(self, dimension: str) -> Link:
+        """Return the slowest link that a dimension's groups span."""
+        return "inside a node" if self.group(dimension)[2] == 1 else "between nodes"
+
+    def seconds(self, dimension: str, kind: Kind, traffic: Communication) -> float:
+        """Return the seconds that these calls take, one after another."""
+        size, within, nodes = self.group(dimension)
+        if size == 1 or not traffic.calls:
+            return 0.0
+        n_bytes = traffic.n_bytes / traffic.calls
+        return traffic.calls * (
+            n_bytes * self._passes(kind, size) / self._bandwidth(kind, size, within, nodes)
+            + self._hops(kind, within, nodes)
+        )
+
+    def total(self, traffic: StepCommunication, *dimensions: str) -> float:
+        """Return the seconds for all communication along some dimensions."""
+        return sum(
+            self.seconds(dimension, kind, counted)
+            for (dimension, kind), counted in traffic.items()
+            if dimension in dimensions
+        )
+
+    def seconds_and_calls(
+        self, traffic: StepCommunication, dimension: str, kind: Kind
+    ) -> tuple[float, int]:
+        """Return the seconds and calls for one kind along a dimension."""
+        counted = traffic.get((dimension, kind))
+        if counted is None:
+            return 0.0, 0
+        return self.seconds(dimension, kind, counted), counted.calls
+
+    def exposed_seconds(self, compute: float, sent: float) -> float:
+        """Return how much overlapped communication adds to compute: the excess over compute time,
+        and its cost to the compute that hides it."""
+        cost = self.cluster.device.calibration.interference_share
+        return max(0.0, sent - compute) + cost * min(compute, sent)
+
+    def message_seconds(self, n_bytes: int) -> float:
+        """Return the seconds for a message to the next pipeline rank."""
+        return self.seconds("pipeline", "send", Communication(1, n_bytes))
+
+    def _bandwidth(self, kind: Kind, size: int, within: int, nodes: int) -> float:
+        """Return the bytes per second into each group member."""
+        device = self.cluster.device
+        assert device.link_bytes_per_second is not None  # checked by parse_cluster
+        link = device.link_bytes_per_second * device.calibration.link_share
+        if nodes == 1:
+            return link
+        assert device.network_bytes_per_second is not None
+        network = device.network_bytes_per_second * device.calibration.network_share
+        if kind in ("send", "receive"):
+            return network
+        if kind == "all_to_all":  # each rank sends its shard out; bytes inside the node overlap
+            return network * (size - 1) / max(1, size - within)
+        return min(link, network * within) if within > 1 else network
+
+    def _hops(self, kind: Kind, within: int, nodes: int) -> float:
+        calibration = self.cluster.device.calibration
+        inside, between = calibration.hop_seconds, calibration.network_hop_seconds
+        if self.cluster.device.shared and nodes == 1:  # who arrives first waits to be woken, once
+            return inside
+        match kind:
+            case "send" | "receive":
+                return inside if nodes == 1 else between
+            case "all_reduce":
+                return 2 * ((within - 1) * inside + math.ceil(math.log2(nodes)) * between)
+            case _:
+                return (within - 1) * inside + math.ceil(math.log2(nodes)) * between
+
+    def _passes(self, kind: Kind, size: int) -> float:
+        """Return how many times a call's bytes pass through each member's link. Between CPUs, a
+        reduce-scatter is an all-reduce after which each member keeps its shard (torch's gloo)."""
+        if kind == "reduce_scatter" and self.cluster.device.shared:
+            kind = "all_reduce"
+        match kind:
+            case "all_reduce":
+                return 2 * (size - 1) / size
+            case "all_gather" | "reduce_scatter" | "all_to_all":
+                return (size - 1) / size
+            case "broadcast" | "reduce" | "send" | "receive":
+                return 1.0

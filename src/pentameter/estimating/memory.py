@@ -1,0 +1,512 @@
+"""Bytes on each rank: weights, gradients, optimizer state, gathered weights, activations."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from functools import cached_property
+
+from pentameter.config.choices import MOMENTS, look_up
+from pentameter.config.schema import Config, OptimizerConfig
+from pentameter.estimating.costs import ActivationBytes, StepSizes, step_sizes
+from pentameter.estimating.shares import (
+    ROOT,
+    alike_stages,
+    gathered_elements,
+    is_rounded,
+    shard_elements,
+    stage_tables,
+    units,
+)
+from pentameter.estimating.timeline import UnderWay, passes_under_way, waiting_messages
+from pentameter.planning.adapters import Run, run_operations
+from pentameter.planning.architecture import ParameterSpec
+from pentameter.planning.buckets import SUM_BUCKET_BYTES
+from pentameter.planning.layout import Layout
+from pentameter.planning.rules import LayoutRules
+from pentameter.planning.sharding import sharding_of
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that the fullest rank holds from step to step, and its gradients."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    """The maximum held from one micro-batch to the next, or to the optimizer's step."""
+    optimizer_bytes: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, gradients and optimizer state together."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of host memory that a rank's copy of what it saves takes at most, while it is
+        written next to training; ranks that hold copies of each other split them."""
+        return self.weights_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True)
+class Memory(StateBytes):
+    """The fullest rank's bytes, in a step after the first one, which allocates the optimizer state.
+
+    With `train.offload`, weights, gradients and optimizer state are in host memory, the rest in
+    device memory.
+    """
+
+    gathered_bytes: int
+    """Additional bytes at the peak: weights gathered from shards or rounded for matmuls, and
+    communication buffers in flight."""
+    received_bytes: int
+    """Pipeline messages in flight: activations and gradients that no pass has read yet, and
+    gradients sent. A received activation that has been read counts as an activation."""
+    activations_bytes: int
+    """The maximum that the forward passes in flight have saved for their backward passes."""
+    total_bytes: int
+    """The peak: less than the sum if gradients reuse the memory freed by activations."""
+
+
+def step_memory(
+    config: Config,
+    layout: Layout,
+    stages: Sequence[range],
+    precision: str | None = None,
+    *,
+    fused_dropout: bool = False,
+    known: dict[object, _RankMemory] | None = None,
+) -> Memory:
+    """Return the fullest rank's Memory in a step with a resolved configuration.
+
+    `precision` is the run's if the configuration leaves it open; without it, matmuls are assumed to
+    be in full precision. Attention weights with dropout are assumed to be written out, unless
+    kernels apply the dropout (`fused_dropout`). Among ranks that shard the same tensors, the first
+    holds the largest shards. Muon's workspace for a matrix is left out. `known` caches the results
+    that depend on parameters alone, for other calls with the same model, optimizer and precision.
+    """
+    sizes = step_sizes(config, layout, precision, fused_dropout=fused_dropout)
+    n_micro_batches = sizes.n_micro_batches
+    under_way = passes_under_way(layout, n_micro_batches)
+    waiting = waiting_messages(layout, n_micro_batches)
+    known = {} if known is None else known
+    found = []
+    for coordinates in alike_stages(layout, stages):
+        key = layout, coordinates[0], n_micro_batches > 1
+        if key not in known:
+            known[key] = _RankMemory(config, layout, stages, coordinates[0], sizes)
+        held = _RankActivations(config, layout, stages, coordinates[0], sizes)
+        peaks = {
+            (*held.peaks(under_way[each]), held.received(waiting[each])) for each in coordinates
+        }
+        found += [known[key].memory(*most) for most in _largest(peaks)]
+    return max(found, key=lambda memory: memory.total_bytes)
+
+
+def _largest(peaks: set[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Return the maximal tuples: those that no other tuple matches or exceeds in every
+    component."""
+    return [
+        one
+        for one in peaks
+        if not any(other != one and all(map(operator.ge, other, one)) for other in peaks)
+    ]
+
+
+def state_bytes(
+    config: Config, layout: Layout, tables: Sequence[Sequence[ParameterSpec]]
+) -> StateBytes:
+    """Return the fullest rank's bytes that follow from parameters alone, for a resolved
+    configuration. `tables` lists the parameters per pipeline stage. The optimizer is the
+    configuration's, and a matrix is sharded along the axes that its table names."""
+    sizes, rules = step_sizes(config, layout), LayoutRules(layout)
+    sharding = sharding_of(layout, config.model)
+    whole_gradients = rules.keeps_whole_gradients(sizes.n_micro_batches)
+
+    def on_rank(coordinate: int) -> StateBytes:
+        weights = gradients = optimizer = 0
+        numbers = layout.stages_of(coordinate)
+        specs = {spec.name: spec for number in numbers for spec in tables[number]}
+        for spec in specs.values():
+            local = sharding.parameter_shape(spec)
+            n_local = shard_elements(local, layout.shard, 0) if local else 1
+            weights += n_local
+            gradients += math.prod(local) if whole_gradients else n_local
+            optimizer += n_local * optimizer_slots(config.optimizer, spec)
+        e = sizes.element_bytes
+        return StateBytes(e * weights, e * gradients, e * optimizer)
+
+    ranks = map(on_rank, range(layout.pipeline))
+    return max(ranks, key=lambda b: b.weights_bytes + b.gradients_bytes + b.optimizer_bytes)
+
+
+def device_bytes(memory: Memory, *, offload: bool) -> int:
+    """Return the bytes in a rank's Memory that are on its device."""
+    if not offload:
+        return memory.total_bytes
+    state = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+    return max(0, memory.total_bytes - state)
+
+
+def optimizer_slots(optimizer: OptimizerConfig, spec: ParameterSpec) -> int:
+    """Return how many numbers a resolved configuration's optimizer keeps per weight."""
+    if optimizer.name == "sgd" and not optimizer.momentum:
+        return 0
+    if optimizer.name == "muon" and spec.is_block_matrix:
+        return 1
+    return look_up(MOMENTS, optimizer.name, "optimizer.name", "the planner's memory")
+
+
+@dataclass(frozen=True)
+class _FsdpUnit:
+    """Bytes for the parameters that FSDP gathers and reduces together."""
+
+    gathered: int
+    """Unsharded parameters as matmuls read them, shards padded to the largest."""
+    fresh: int
+    """Unsharded gradients as a backward pass computes them."""
+    largest: int
+    """The largest parameter's fresh gradient."""
+    whole: int
+    """Unsharded gradients as micro-batches accumulate them."""
+    padded: int
+    """Unsharded gradients as they are reduce-scattered, padded."""
+    shard: int
+    """This rank's gradient shard."""
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """Bytes held at one point in a step, besides weights and optimizer state."""
+
+    state_bytes: int
+    activations_bytes: float = 0.0
+
+
+class _RankActivations:
+    """Activations on the rank at one `pipeline` coordinate, with coordinate 0 along every other
+    dimension."""
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        stages: Sequence[range],
+        coordinate: int,
+        sizes: StepSizes,
+    ) -> None:
+        self.costs = ActivationBytes(config, layout, sizes)
+        self.numbers = layout.stages_of(coordinate)
+        last = layout.n_stages - 1
+        known: dict[object, tuple[int, int, int]] = {}
+        found = []
+        for number in self.numbers:
+            kind = len(stages[number]), number == 0, number == last
+            if kind not in known:
+                run = run_operations(config.model, config.lora, stages[number])
+                known[kind] = self._of_stage(run, number > 0, number < last)
+            found.append(known[kind])
+        kept, split, at_once = zip(*found, strict=True)
+        self.at_once = max(at_once)
+        self.of_passes = [*kept, *split]
+        """Bytes for the passes that an UnderWay counts. Each forward pass holds its stage's saved
+        tensors until the backward pass is done. With a split backward pass, it also holds the
+        tensors between the two halves, among them the gradients received and sent."""
+
+    def _of_stage(self, run: Run, receives: bool, sends: bool) -> tuple[int, int, int]:
+        """Return the bytes that a stage's forward pass saves, the bytes held between the two halves
+        of a backward pass, and the temporary bytes on top."""
+        costs, layout = self.costs, self.costs.layout
+        in_shards = receives and costs.sharding.shards_messages(costs.config.model.context_length)
+        # The stage keeps sent activations and received shards; the gathered input counts with the
+        # first block.
+        kept = costs.stage(run) + costs.message * (sends + in_shards)
+        split = 0
+        if layout.splits_backward:
+            split = costs.between_backward_halves(run) + costs.message * (receives + sends)
+        extra = costs.recomputing(run), costs.attending(run), costs.loss(run)
+        return kept, split, max(*extra, costs.multiplying(run))
+
+    def peaks(self, under_way: UnderWay) -> tuple[int, int]:
+        """Return the peak bytes over the step, and the peak once gradients exist, after the first
+        backward pass. Both include the temporary bytes for recomputing one block and for the loss.
+        """
+        ever, later = under_way.peaks(self.of_passes)
+        return ever + self.at_once, later + self.at_once if later else 0
+
+    def received(self, waiting: int) -> int:
+        """Return the bytes of pipeline messages in flight: the waiting ones, the gradient that a
+        backward pass computes for sending, and the previously sent one per stage."""
+        n_sending = sum(number > 0 for number in self.numbers)
+        return self.costs.message * (waiting + n_sending + (n_sending > 0))
+
+
+class _RankMemory:
+    """One such rank's memory, including everything that follows from its parameters alone."""
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        stages: Sequence[range],
+        coordinate: int,
+        sizes: StepSizes,
+    ) -> None:
+        """From `sizes`, only bytes per number matter, and whether a step has several
+        micro-batches."""
+        self.layout = layout
+        self.sharding = sharding_of(layout, config.model)
+        self.rules = LayoutRules(layout)
+        self.sizes = sizes
+        self.has_tied_head = config.model.tied_head
+        self.element_bytes = sizes.element_bytes
+        self.product_bytes = sizes.product_bytes
+        self.accumulates = sizes.n_micro_batches > 1
+        numbered = dict(stage_tables(config, layout, stages, coordinate))
+        self.tables = list(numbered.values())
+        self.has_first, self.has_last = 0 in numbered, layout.n_stages - 1 in numbered
+        self.specs = [spec for table in self.tables for spec in table]
+        self.trained = [spec for spec in self.specs if spec.is_trained]
+        self.activations_bytes = self.later_activations_bytes = 0
+        self.fsdp = _FsdpSnapshots(self)
+        self.weights_bytes = self.element_bytes * sum(map(self.elements, self.specs))
+        self.optimizer_bytes = self.element_bytes * sum(
+            self.elements(spec) * optimizer_slots(config.optimizer, spec) for spec in self.trained
+        )
+
+    def memory(self, activations: int, later_activations: int, received: int) -> Memory:
+        """Return this rank's Memory, given these activation peaks and bytes of messages in
+        flight."""
+        self.activations_bytes, self.later_activations_bytes = activations, later_activations
+        points = list(
+            self.fsdp.snapshots() if self.sharding.data_sum == "fsdp" else self.without_zero()
+        )
+        gradients = self.gradients_bytes
+        peak = max(point.state_bytes + received + point.activations_bytes for point in points)
+        return Memory(
+            weights_bytes=self.weights_bytes,
+            gradients_bytes=gradients,
+            optimizer_bytes=self.optimizer_bytes,
+            gathered_bytes=max(point.state_bytes for point in points) - gradients,
+            received_bytes=received,
+            activations_bytes=activations,
+            total_bytes=self.weights_bytes + self.optimizer_bytes + round(peak),
+        )
+
+    def elements(self, spec: ParameterSpec) -> int:
+        """Return how many of a parameter's elements stay on this rank."""
+        local = self.sharding.parameter_shape(spec)
+        return shard_elements(local, self.layout.shard, 0)
+
+    def whole_elements(self, spec: ParameterSpec) -> int:
+        """Return how many of a parameter's elements are on this rank while it is gathered from its
+        shards."""
+        return math.prod(self.sharding.parameter_shape(spec))
+
+    def padded_elements(self, specs: Sequence[ParameterSpec]) -> int:
+        """Return the element count for parameters as they are gathered, shards padded to the
+        largest."""
+        shapes = [self.sharding.parameter_shape(spec) for spec in specs]
+        return sum(gathered_elements(shape, self.layout.shard) for shape in shapes)
+
+    @cached_property
+    def gradients_bytes(self) -> int:
+        """Gradient bytes held from one micro-batch to the next, or to the optimizer's step."""
+        whole = self.rules.keeps_whole_gradients(self.sizes.n_micro_batches)
+        elements = self.whole_elements if whole else self.elements
+        return self.element_bytes * sum(map(elements, self.trained))
+
+    def head_gradient_bytes(self) -> int:
+        """Return the bytes for the head weight's gradient, the first in a backward pass."""
+        head = "token_embedding.weight" if self.has_tied_head else "head.weight"
+        specs = [spec for spec in self.trained if spec.name == head and self.has_last]
+        return self.element_bytes * sum(self.whole_elements(spec) for spec in specs)
+
+    def embedding_gradient_bytes(self) -> int:
+        """Return the extra bytes at the end of the backward pass: the embedding's gradient, before
+        it is added to the accumulated one."""
+        if not self.has_first or not self.specs[0].is_trained:
+            return 0
+        fresh = self.element_bytes * self.whole_elements(self.specs[0])
+        if self.has_tied_head and self.has_last:
+            return 2 * fresh  # the gradient, and its sum with the head's
+        return fresh if self.accumulates else 0
+
+    def kept_head_gradient_bytes(self) -> int:
+        """Return the bytes for a tied head's gradient, which waits for the embedding's before both
+        are added to the accumulated gradient."""
+        both = self.has_tied_head and self.has_first and self.has_last
+        return self.head_gradient_bytes() if both else 0
+
+    # -- snapshots of a step ----------------------------------------------------------------------
+
+    def without_zero(self) -> Iterator[_Snapshot]:
+        """Yield snapshots of a step without ZeRO. If micro-batches accumulate gradients, DDP holds
+        buckets for all gradients from the start."""
+        data_sum, whole = self.sharding.data_sum, self.gradients_bytes
+        rounded = self.rounded_bytes
+        split = self.split_gradient_bytes
+        in_buckets = whole if data_sum == "ddp" else 0
+        added = whole if self.accumulates and not in_buckets else 0
+        head = self.head_gradient_bytes()
+        yield _Snapshot(rounded + in_buckets + head, self.activations_bytes)
+        if self.accumulates:
+            held = rounded + split + in_buckets + added
+            yield _Snapshot(held + head, self.later_activations_bytes)
+        kept = self.kept_head_gradient_bytes() if in_buckets + added else 0
+        held = rounded + split + max(whole, in_buckets + added)
+        yield _Snapshot(held + kept + self.embedding_gradient_bytes())
+        if data_sum == "after_backward":
+            yield _Snapshot(rounded + whole + min(whole, SUM_BUCKET_BYTES))
+
+    @cached_property
+    def rounded_bytes(self) -> int:
+        """Bytes for the weights that stay rounded for all micro-batches, without ZeRO."""
+        return sum(map(self.rounded_bytes_of, self.tables))
+
+    @cached_property
+    def split_gradient_bytes(self) -> int:
+        """Bytes for a stage's rounded gradients: the second half of a split backward pass computes
+        them all before it accumulates them."""
+        if not self.layout.splits_backward:
+            return 0
+        return max(map(self.rounded_bytes_of, self.tables))
+
+    def rounded_bytes_of(self, table: Sequence[ParameterSpec]) -> int:
+        """Return the bytes for one stage's rounded weights."""
+        rounds_once = self.rules.rounds_once(self.sizes.n_micro_batches)
+        if not rounds_once or self.product_bytes == self.element_bytes:
+            return 0
+        return self.product_bytes * sum(
+            self.whole_elements(spec)
+            for name, specs in units(table).items()
+            for spec in specs
+            if is_rounded(name)
+        )
+
+
+class _FsdpSnapshots:
+    """Snapshots of a rank's step with ZeRO."""
+
+    def __init__(self, rank: _RankMemory) -> None:
+        self.rank = rank
+
+    @property
+    def adds_whole(self) -> bool:
+        """Whether micro-batches accumulate unsharded gradients."""
+        return self.rank.accumulates and not self.rank.rules.reduces_each_micro_batch
+
+    @cached_property
+    def units(self) -> tuple[list[_FsdpUnit], _FsdpUnit]:
+        """FSDP's units in the blocks, in execution order, and the root unit."""
+        blocks: list[_FsdpUnit] = []
+        roots: list[_FsdpUnit] = []
+        for table in self.rank.tables:
+            for name, specs in units(table).items():
+                e = self.rank.element_bytes
+                p = self.rank.product_bytes if is_rounded(name) else e
+                trained = [spec for spec in specs if spec.is_trained]
+                whole = [self.rank.whole_elements(spec) for spec in trained]
+                gathered, padded = map(self.rank.padded_elements, (specs, trained))
+                unit = _FsdpUnit(
+                    gathered=p * gathered,
+                    fresh=p * sum(whole),
+                    largest=p * max(whole, default=0),
+                    whole=e * sum(whole),
+                    padded=e * padded,
+                    shard=e * padded // self.rank.layout.shard,
+                )
+                (roots if name == ROOT else blocks).append(unit)
+        return blocks, _FsdpUnit(
+            *(sum(values) for values in zip(*map(astuple, roots), strict=True))
+        )
+
+    def snapshots(self) -> Iterator[_Snapshot]:
+        """Yield snapshots of a step with ZeRO: gathered units, and gradients being reduced to
+        shards, in the step's last micro-batch."""
+        if self.rank.layout.pipeline > 1:
+            yield from self.in_pipeline()
+            return
+        blocks, root = self.units
+        every = [*blocks, root]
+        adds_whole = self.adds_whole
+        accumulated = 0  # gradients from earlier micro-batches
+        if self.rank.accumulates:
+            accumulated = sum(unit.whole if adds_whole else unit.shard for unit in every)
+        # A reduction's input is kept until the next reduction, even across micro-batches.
+        reduced = root.padded if self.rank.accumulates and not adds_whole else 0
+        yield from self.gathering(blocks, root, accumulated + reduced)
+        yield from self.reducing(blocks, root, accumulated, reduced)
+        yield _Snapshot(sum(unit.shard for unit in every))
+
+    def gathering(
+        self, blocks: list[_FsdpUnit], root: _FsdpUnit, accumulated: int
+    ) -> Iterator[_Snapshot]:
+        """Yield snapshots of a forward pass. A unit's gather buffer is kept until the next one is
+        available; with prefetching, the next unit is gathered while this one computes."""
+        each = self.rank.activations_bytes / len(blocks)
+        gathered = root.gathered
+        for index, unit in enumerate(blocks):
+            ahead = blocks[index + 1 : index + 2] if self.rank.rules.prefetches_weights else []
+            arriving = unit.gathered + sum(later.gathered for later in ahead)
+            yield _Snapshot(accumulated + gathered + unit.gathered + arriving, (index + 1) * each)
+            if self.rank.rules.weights_stay_gathered:
+                gathered += unit.gathered
+        if not self.rank.rules.weights_stay_gathered:  # for the backward pass
+            yield _Snapshot(accumulated + 2 * root.gathered, self.rank.activations_bytes)
+
+    def reducing(
+        self, blocks: list[_FsdpUnit], root: _FsdpUnit, accumulated: int, reduced: int
+    ) -> Iterator[_Snapshot]:
+        """Yield snapshots of a backward pass. Each unit is freed, and its gradients are copied for
+        reduction, once all are computed. The root, whose first gradients are the head's, follows at
+        the end."""
+        adds_whole = self.adds_whole
+        each = self.rank.activations_bytes / len(blocks)
+        head = self.rank.head_gradient_bytes()
+        gathered = root.gathered
+        if self.rank.rules.weights_stay_gathered:
+            gathered += sum(unit.gathered for unit in blocks)
+        for index, unit in reversed(list(enumerate(blocks))):
+            ahead = 0
+            if not self.rank.rules.weights_stay_gathered:
+                gathered += unit.gathered
+                ahead = blocks[index - 1].gathered if index else 0
+            held = accumulated + gathered + ahead + head
+            yield _Snapshot(held + self.arriving(unit) + reduced, (index + 1) * each)
+            gathered -= unit.gathered
+            held += (0 if adds_whole else unit.fresh) - unit.gathered
+            yield _Snapshot(held + unit.padded + unit.shard, index * each)
+            reduced = unit.padded
+            if adds_whole:
+                accumulated += unit.shard - unit.whole
+            elif not self.rank.accumulates:
+                accumulated += unit.shard
+        fresh = self.rank.kept_head_gradient_bytes() if adds_whole else root.fresh
+        yield _Snapshot(
+            accumulated + gathered + fresh + self.rank.embedding_gradient_bytes() + reduced
+        )
+        yield _Snapshot(accumulated + (0 if adds_whole else fresh) + root.padded + root.shard)
+
+    def arriving(self, unit: _FsdpUnit) -> int:
+        """Return a unit's gradient bytes at the end of its backward pass, besides the accumulated
+        ones. Gradients with the same dtype are accumulated in place, one parameter after another.
+        """
+        return unit.largest if self.adds_whole and unit.fresh == unit.whole else unit.fresh
+
+    def in_pipeline(self) -> Iterator[_Snapshot]:
+        """Yield snapshots of a pipeline's step: units stay gathered, and gradients unsharded, to
+        its end."""
+        blocks, root = self.units
+        every = [*blocks, root]
+        gathered = sum(unit.gathered for unit in every)
+        whole = sum(unit.whole for unit in every)
+        fresh = max(map(self.arriving, blocks))
+        head = self.rank.head_gradient_bytes()
+        yield _Snapshot(gathered + fresh + head, self.rank.activations_bytes)
+        yield _Snapshot(gathered + whole + fresh + head, self.rank.later_activations_bytes)
+        yield _Snapshot(gathered + whole + self.rank.embedding_gradient_bytes())
+        for unit in every:
+            yield _Snapshot(gathered - unit.gathered + whole + unit.padded + unit.shard)

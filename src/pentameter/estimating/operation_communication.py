@@ -1,0 +1,209 @@
+"""Communication that operations cause in a micro-batch: sums over the collectives that each names.
+
+Bytes are counted as in `estimating/communication.py`. The 2-D, 2.5-D and 3-D tensor modes send in
+other ways (`grid_communication.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from pentameter.config.choices import refuse_unknown
+from pentameter.config.schema import Config
+from pentameter.estimating.costs import StepSizes, attention_elements
+from pentameter.planning.architecture import (
+    ActivationTensor,
+    Collective,
+    CollectiveKind,
+    Operation,
+    shares_kv_heads,
+)
+from pentameter.planning.buckets import MAX_LOGITS, row_chunks
+from pentameter.planning.layout import Layout
+from pentameter.planning.rules import LayoutRules
+from pentameter.planning.sharding import Sharding, sharding_of
+
+Kind = Literal[
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "send",
+    "receive",
+]
+When = Literal["forward", "backward", "beside"]
+"""When an operation communicates: in a pass, which waits, or overlapped (`beside`) with matmuls in
+the backward pass."""
+
+OF_MATRICES: tuple[CollectiveKind, ...] = ("gather", "sum")
+
+
+class Sent(NamedTuple):
+    """Calls along a mesh dimension in one micro-batch."""
+
+    dimension: str
+    kind: Kind
+    n_bytes: int
+    """Bytes per call."""
+    calls: int = 1
+    when: When = "forward"
+
+
+@dataclass(frozen=True)
+class OperationCommunication:
+    """The communication of the rank at mesh `coordinates` in one micro-batch, for the operations in
+    `run`."""
+
+    config: Config
+    layout: Layout
+    sizes: StepSizes
+    coordinates: Mapping[str, int]
+    run: Sequence[Operation]
+
+    @cached_property
+    def sharding(self) -> Sharding:
+        """The model's sharding under the layout."""
+        return sharding_of(self.layout, self.config.model)
+
+    @cached_property
+    def repeated(self) -> set[str]:
+        """Operations whose results the backward pass recomputes."""
+        return recomputed_results(self.run) if self.config.train.activation_checkpoint else set()
+
+    def sent(self, kinds: Collection[CollectiveKind] | None = None) -> Iterator[Sent]:
+        """Yield what is sent for collectives of these kinds, or of all kinds."""
+        gathered = set()
+        for op in self.run:
+            for each in op.collectives:
+                if kinds is not None and each.kind not in kinds:
+                    continue
+                for dimension in self.sharding.sharded_axes.get(each.axis, ()):
+                    if each.kind == "gather":  # once, however many matrices have this input
+                        if (dimension, each.tensor) in gathered:
+                            continue
+                        gathered.add((dimension, each.tensor))
+                    yield from self._sent(op, each, dimension)
+
+    def _sent(self, op: Operation, each: Collective, dimension: str) -> Iterator[Sent]:
+        match each.kind:
+            case "gather":
+                return self._gather(op, each.tensor, dimension)
+            case "sum":
+                return self._sum(op, each.tensor, dimension)
+            case "mean_squares":
+                return self._mean_squares(op, each.tensor, dimension)
+            case "softmax":
+                return self._softmax(each.tensor, dimension)
+            case "attend":
+                return self._attend(op, dimension)
+            case unknown:
+                refuse_unknown(unknown, "a collective's kind", "the planner's communication")
+
+    def _gather(self, op: Operation, x: ActivationTensor, dimension: str) -> Iterator[Sent]:
+        """Yield what an input needs that column-parallel matrices read: all-gathers of the
+        sequence's shards, and the sum of its gradient."""
+        at_once = op.kind == "product" and LayoutRules(self.layout).reads_at_once(self.config.lora)
+        yield self._gather_of("forward", dimension, x)
+        if op.layer is not None and self._gathers_again(at_once):
+            yield self._gather_of("backward", dimension, x)
+        if at_once:
+            yield self._gather_of("beside", dimension, x)
+        if op.gives_gradient:
+            yield self._sum_of("beside" if at_once else "backward", dimension, x)
+
+    def _sum(self, op: Operation, result: ActivationTensor, dimension: str) -> Iterator[Sent]:
+        """Yield what a partial sum needs: the sum, and an all-gather of its gradient's shards."""
+        yield self._sum_of("forward", dimension, result)
+        if op.name in self.repeated:
+            yield self._sum_of("backward", dimension, result)
+        if op.reads_gradient:
+            yield self._gather_of("backward", dimension, result)
+
+    def _gathers_again(self, at_once: bool) -> bool:
+        """Whether recomputing a block all-gathers its matrices' inputs again: selective
+        checkpointing keeps the result of an operation that communicates."""
+        how = self.config.train.activation_checkpoint
+        return how == "full" or (how == "selective" and not at_once)
+
+    def _sum_of(self, when: When, dimension: str, tensor: ActivationTensor) -> Sent:
+        """Return the sum over an activation's or its gradient's partial results. If the dimension
+        shards the sequence, each rank sums its own shard, which the others send."""
+        shards_sequence = dimension in self.sharding.sharded_axes.get("time", ())
+        kind: Kind = "all_to_all" if shards_sequence else "all_reduce"
+        return Sent(dimension, kind, self._bytes_of_all_tokens(tensor), 1, when)
+
+    def _gather_of(self, when: When, dimension: str, tensor: ActivationTensor) -> Sent:
+        """Return the all-gather for an activation or its gradient; it has no calls unless the
+        dimension shards the sequence."""
+        shards_sequence = dimension in self.sharding.sharded_axes.get("time", ())
+        n_bytes = self._bytes_of_all_tokens(tensor)
+        return Sent(dimension, "all_gather", n_bytes, int(shards_sequence), when)
+
+    def _bytes_of_all_tokens(self, tensor: ActivationTensor) -> int:
+        """Return an activation's bytes for all tokens in a micro-batch."""
+        whole = replace(tensor, axes=("context", tensor.axes[1]))
+        n_elements = math.prod(self.sharding.local_shape(whole.shape, whole.axes, self.coordinates))
+        return self.sizes.micro_batch_size * n_elements * self.sizes.bytes_of(tensor)
+
+    def _mean_squares(
+        self, op: Operation, squares: ActivationTensor, dimension: str
+    ) -> Iterator[Sent]:
+        """Yield the all-reduce of one number per token in each pass of a norm."""
+        n_calls = (2 if op.name in self.repeated else 1) + op.gives_gradient
+        yield Sent(dimension, "all_reduce", self._bytes_of_all_tokens(squares), n_calls)
+
+    def _softmax(self, logits: ActivationTensor, dimension: str) -> Iterator[Sent]:
+        """Yield the loss's all-reduces over the vocabulary's shards: per token its largest logit,
+        then its sum of exponentials together with its target's logit."""
+        T, width = self.sharding.local_shape(logits.shape, logits.axes)
+        for rows in row_chunks(self.sizes.micro_batch_size * T, width, MAX_LOGITS):
+            for n_columns in (1, 2):
+                n_bytes = n_columns * (rows.stop - rows.start) * self.sizes.element_bytes
+                yield Sent(dimension, "all_reduce", n_bytes)
+
+    def _attend(self, op: Operation, dimension: str) -> Iterator[Sent]:
+        """Yield what attention needs from other sequence shards. In a ring, keys and values pass
+        all ranks in each pass, and their gradients once, accumulated in at least float32. In
+        all-to-all mode, two exchanges give each rank the whole sequence for some heads, and return
+        the result."""
+        n, p = self.layout.sizes[dimension], self.sizes.product_bytes
+        n_q, n_kv = (
+            self.sizes.micro_batch_size * n
+            for n in attention_elements(op, self.sharding, self.coordinates)
+        )
+        # Selective checkpointing keeps a ring's result.
+        in_ring = self.layout.context_mode == "ring"
+        is_kept = in_ring and self.config.train.activation_checkpoint == "selective"
+        n_backward = int(op.gives_gradient)
+        n_passes = (2 if op.name in self.repeated and not is_kept else 1) + n_backward
+        match self.layout.context_mode:
+            case "ring":
+                kinds: tuple[Kind, ...] = ("send", "receive")
+                for kind in kinds:
+                    yield Sent(dimension, kind, n_kv * p, (n - 1) * n_passes)
+                    summed = n_kv * max(4, self.sizes.element_bytes)
+                    yield Sent(dimension, kind, summed, (n - 1) * n_backward)
+            case "all-to-all":
+                groups_heads = shares_kv_heads(self.config.model)
+                for n_elements in (n_q, n_kv, n_q) if groups_heads else (n_q + n_kv, n_q):
+                    yield Sent(dimension, "all_to_all", n_elements * p, n_passes)
+            case unknown:
+                refuse_unknown(unknown, "parallel.context_mode", "the planner's traffic")
+
+
+def recomputed_results(run: Sequence[Operation], *, with_last: bool = False) -> set[str]:
+    """Return the operations whose results activation checkpointing recomputes: those before the
+    last one in their block that saves something, and also that one `with_last`. Later operations,
+    which only add to the stream, are not considered."""
+    last_saving = {op.layer: index for index, op in enumerate(run) if op.saves}
+    return {
+        op.name
+        for index, op in enumerate(run)
+        if op.layer is not None and index < last_saving[op.layer] + with_last
+    }

@@ -1,0 +1,115 @@
+"""Scaling on paper: a configuration's best layout on 1, 2, 4, … devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pentameter.config.schema import Config
+from pentameter.estimating.candidates import Candidates, LayoutCandidate
+from pentameter.estimating.cluster import Cluster
+from pentameter.estimating.estimate import Estimate
+from pentameter.estimating.search import Allowed, all_candidates, search
+from pentameter.planning.batch_sizes import global_batch_size
+
+MOST_DEVICES = 16_384
+TIMED_OF_EACH = 25
+"""Candidates that are timed per device count and layout kind."""
+
+
+@dataclass(frozen=True)
+class ScalePoint:
+    """The best layouts on a number of devices; None if none fits."""
+
+    n_devices: int
+    best: Estimate | None
+    without_pipeline: Estimate | None
+    data_alone: Estimate | None
+    """The best layout that splits only the batch, with or without ZeRO."""
+    efficiency: float
+    """Tokens per second and device ÷ those on the fewest devices that hold the model."""
+    why: str = ""
+    """Why there is no best layout."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the point as `plan --scale --json` prints it."""
+        kinds = {
+            "best": self.best,
+            "without_pipeline": self.without_pipeline,
+            "data_alone": self.data_alone,
+        }
+        return {
+            "n_devices": self.n_devices,
+            "efficiency": self.efficiency,
+            "why": self.why,
+            **{name: None if each is None else _short(each) for name, each in kinds.items()},
+        }
+
+
+def _short(estimate: Estimate) -> dict[str, Any]:
+    return {
+        "layout": str(estimate.plan.layout),
+        "micro_batch_size": estimate.plan.micro_batch_size,
+        "step_seconds": estimate.time.seconds,
+        "tokens_per_second": estimate.tokens_per_second,
+        "mfu": estimate.mfu,
+    }
+
+
+def scale(
+    config: Config,
+    cluster: Cluster,
+    vocab_size: int | None = None,
+    rows_per_epoch: int | None = None,
+    *,
+    most: int = MOST_DEVICES,
+) -> Iterator[ScalePoint]:
+    """Yield a ScalePoint for each power of two up to `most` devices, in nodes like those in
+    `cluster`. The batch is always the configuration's."""
+    batch_size = global_batch_size(config)
+    first = 0.0
+    n = 1
+    while n <= most:
+        resized = cluster.resized(n)
+        candidates = all_candidates(config, resized, vocab_size, rows_per_epoch)
+
+        def best(
+            allowed: Allowed, resized: Cluster = resized, among: Candidates = candidates
+        ) -> Estimate | None:
+            found = search(
+                config,
+                resized,
+                vocab_size,
+                rows_per_epoch,
+                n_best=1,
+                most_timed=TIMED_OF_EACH,
+                allowed=allowed,
+                among=among,
+            )
+            return found.estimates[0] if found.estimates else None
+
+        alone, flat = best(_is_data_alone), best(_is_flat)
+        every = [each for each in (best(_is_any), alone, flat) if each is not None]
+        top = min(every, key=lambda each: each.time.seconds, default=None)
+        why = ""
+        if top is None:
+            why = "nothing fits" if n < batch_size else "the batch has no more sequences to divide"
+        else:
+            first = first or top.tokens_per_second / n
+        efficiency = 0.0 if top is None else top.tokens_per_second / n / first
+        yield ScalePoint(n, top, flat, alone, efficiency, why)
+        n *= 2
+
+
+def _is_any(candidate: LayoutCandidate) -> bool:
+    return True
+
+
+def _is_flat(candidate: LayoutCandidate) -> bool:
+    return candidate.layout.pipeline == 1
+
+
+def _is_data_alone(candidate: LayoutCandidate) -> bool:
+    layout = candidate.layout
+    return layout.pipeline == layout.tensor == layout.context == 1

@@ -1,0 +1,267 @@
+"""The layout search: all legal layouts on a cluster, best first, by branch and bound.
+
+Candidates are visited in the order of a lower bound on their time (`candidates.py`). Those that
+exceed the device's memory are skipped, and the others are timed in full, until no bound is below
+the times found. The ranking is therefore that of the whole time model, although most candidates are
+never timed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from pentameter.config.schema import Config, ParallelConfig
+from pentameter.errors import ConfigError
+from pentameter.estimating.candidates import CHECKPOINTS, Candidates, LayoutCandidate
+from pentameter.estimating.cluster import Cluster
+from pentameter.estimating.estimate import Estimate, best_precision
+from pentameter.estimating.plan_estimates import plan_memory
+from pentameter.estimating.step_time import step_time
+from pentameter.planning.plan import Plan, make_plan
+
+MOST_TIMED = 200
+"""Maximum count of candidates that fit and are timed in full: those with the lowest bounds. A count
+rather than a time limit, so that a busy machine finds the same layouts."""
+
+Change = tuple[str, object]
+"""A setting's dotted path, and its new value."""
+
+
+Allowed = Callable[[LayoutCandidate], bool]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The search result: the best layout for each mesh, best first."""
+
+    estimates: tuple[Estimate, ...]
+    nearest: Estimate | None
+    """If nothing fits, the candidate that lacks the least memory, if there are any."""
+    n_legal: int
+    """Layouts that split the model, the batch and the devices evenly."""
+    n_candidates: int
+    """Legal layouts, combined with a micro-batch size and a recomputation mode, that may fit."""
+    n_timed: int
+    n_too_large: int
+    """Candidates that were visited before the search ended and do not fit the device."""
+    is_complete: bool
+    """Whether every candidate was timed, or is known to be slower."""
+    seconds: float
+
+
+def search(
+    config: Config,
+    cluster: Cluster,
+    vocab_size: int | None = None,
+    rows_per_epoch: int | None = None,
+    *,
+    n_best: int = 5,
+    most_timed: int = MOST_TIMED,
+    sequence: bool | None = None,
+    allowed: Allowed = lambda candidate: True,
+    among: Candidates | None = None,
+) -> Found:
+    """Find the fastest layouts for a configuration that use the whole cluster and fit its devices.
+
+    The configuration's `[parallel]`, micro-batch size and activation checkpointing are ignored; its
+    batch is kept. `sequence` sets whether tensor-parallel ranks also split the sequence; None tries
+    both. `allowed` decides whether a candidate may be used. `among` reuses the candidates from
+    another search for the same configuration and cluster.
+    """
+    start = time.monotonic()
+    every = among or all_candidates(config, cluster, vocab_size, rows_per_epoch, sequence=sequence)
+    precision = every.precision
+    candidates = list(filter(allowed, every.by_bound))
+    best: dict[tuple[int, ...], tuple[float, LayoutCandidate]] = {}
+    least, nearest = math.inf, None
+    n_timed = n_too_large = 0
+    is_complete = True
+    for candidate in candidates:
+        times = sorted(found for found, _ in best.values())
+        limit = times[n_best - 1] if len(times) >= n_best else math.inf
+        best_of_mesh = best[candidate.degrees][0] if candidate.degrees in best else math.inf
+        if candidate.bound >= limit:
+            break
+        if candidate.bound >= best_of_mesh:
+            continue
+        needed = every.device_bytes(candidate)
+        if needed > cluster.usable_bytes:
+            n_too_large += 1
+            if needed < least:
+                least, nearest = needed, candidate
+            continue
+        if n_timed >= most_timed:
+            is_complete = False
+            break
+        n_timed += 1
+        inputs = (candidate.config, candidate.layout, candidate.stages)
+        took = step_time(*inputs, cluster, precision).seconds
+        if took < min(best_of_mesh, limit):
+            best[candidate.degrees] = took, candidate
+    ranked = sorted(best.values(), key=lambda each: each[0])[:n_best]
+
+    def estimate(candidate: LayoutCandidate) -> Estimate:
+        n = candidate.layout.world_size
+        chosen = make_plan(candidate.config, vocab_size, rows_per_epoch, world_size=n)
+        return Estimate(chosen, cluster, precision)
+
+    return Found(
+        estimates=tuple(estimate(candidate) for _, candidate in ranked),
+        nearest=None if best or nearest is None else estimate(nearest),
+        n_legal=every.n_legal,
+        n_candidates=len(candidates),
+        n_timed=n_timed,
+        n_too_large=n_too_large,
+        is_complete=is_complete,
+        seconds=time.monotonic() - start,
+    )
+
+
+def why_nothing_fits(config: Config, cluster: Cluster, found: Found) -> str:
+    """Explain why a search found nothing, and which change would help."""
+    nothing = f"no layout of {config.name} fits {cluster}"
+    if not found.n_legal:
+        return (
+            f"no layout of {config.name} divides a step over all {cluster.n_devices:,} devices of "
+            f"{cluster}: name fewer devices, or raise train.batch_size"
+        )
+    remedy = "name a larger cluster, shorten model.context_length, or take train.offload=true"
+    if found.nearest is None:
+        return (
+            f"{nothing}: weights, gradients, optimizer and activations take more than the "
+            f"{cluster.usable_bytes / 1e9:,.1f} GB of a device in each of {found.n_legal:,} "
+            f"layouts; {remedy}"
+        )
+    near = found.nearest
+    how = near.plan.config.train.activation_checkpoint
+    return (
+        f"{nothing}: of {found.n_candidates:,} candidates the smallest, {near.plan.layout} with a "
+        f"micro-batch of {near.plan.micro_batch_size}{f' recomputing {how}' if how else ''}, needs "
+        f"{-near.spare_bytes / 1e9:,.1f} GB more than the {cluster.usable_bytes / 1e9:,.1f} GB of "
+        f"a device; {remedy}"
+    )
+
+
+def reasons(better: Estimate, worse: Estimate) -> list[str]:
+    """Explain which components make one estimate's step faster than another's, the largest
+    first."""
+    parts: list[tuple[str, float, float]] = []
+    for name, key in (("compute", "compute"), ("bubble", "bubble"), ("optimizer", "optimizer")):
+        parts.append((name, getattr(better.time, key), getattr(worse.time, key)))
+    for name in dict.fromkeys((*better.time.exposed, *worse.time.exposed)):
+        ours, theirs = (each.time.exposed.get(name, 0.0) for each in (better, worse))
+        parts.append((f"waiting for {name}", ours, theirs))
+    gains = sorted(((theirs - ours, name) for name, ours, theirs in parts), reverse=True)
+    least = 0.002 * worse.time.seconds
+    return [f"{gain:.3g} s less {name}" for gain, name in gains if gain > least]
+
+
+def settings_that_fit(
+    plan: Plan, usable_bytes: float, precision: str | None, *, fused_dropout: bool = False
+) -> list[str]:
+    """Return changes to a Plan, as command-line options, with which a rank needs at most
+    `usable_bytes`: single changes first, then recomputation with the smallest micro-batch. With
+    `fused_dropout`, GPU kernels apply dropout to the attention weights."""
+    ways = [[change] for change in _single_changes(plan)]
+    smallest: list[Change] = [
+        ("train.micro_batch_size", 1),
+        ("train.activation_checkpoint", "full"),
+    ]
+    ways += [smallest, [*smallest, ("parallel.zero", 3)]]
+    found = []
+    for changes in ways:
+        other = _changed(plan, changes)
+        if other is None:
+            continue
+        memory = plan_memory(other, precision, fused_dropout=fused_dropout)
+        if memory.total_bytes <= usable_bytes:
+            found.append(_as_options(changes))
+    return found
+
+
+def first_change(estimate: Estimate) -> tuple[str, Estimate] | None:
+    """Return the fitting single change that makes a step fastest; None if no change gains 1 %."""
+    for words, changed in _changes(estimate):
+        if changed.time.seconds > 0.99 * estimate.time.seconds:
+            return None
+        if changed.fits:
+            return words, changed
+    return None
+
+
+def _changes(estimate: Estimate) -> list[tuple[str, Estimate]]:
+    """Return estimates with one setting changed, the fastest first."""
+    found = []
+    for change in _single_changes(estimate.plan):
+        other = _changed(estimate.plan, [change])
+        if other is not None:
+            changed = Estimate(other, estimate.cluster, estimate.precision)
+            found.append((_as_options([change]), changed))
+    return sorted(found, key=lambda each: each[1].time.seconds)
+
+
+def _single_changes(plan: Plan) -> list[Change]:
+    """Return settings that may be changed individually: micro-batch size, recomputation, ZeRO
+    stage, sequence parallelism, schedule."""
+    rows, micro = plan.batch_size // plan.layout.n_batch_shards, plan.micro_batch_size
+    sizes = [size for size in (micro * 2, *range(micro - 1, 0, -1)) if rows % size == 0]
+    ways: list[Change] = [("train.micro_batch_size", size) for size in sizes[:4]]
+    ways += [("train.activation_checkpoint", how) for how in CHECKPOINTS]
+    ways += [("parallel.zero", zero) for zero in (0, 1, 2, 3) if plan.layout.data > 1]
+    ways += [("parallel.sequence", True)] if plan.layout.tensor > 1 else []
+    if plan.layout.pipeline > 1:
+        ways += [("parallel.schedule", name) for name in ("1f1b", "zero-bubble")]
+    return [way for way in ways if attrgetter(way[0])(plan.config) != way[1]]
+
+
+def _changed(plan: Plan, changes: Sequence[Change]) -> Plan | None:
+    """Return the Plan with some settings changed; None if it is impossible."""
+    tree = plan.portable_config.model_dump()
+    for key, value in changes:
+        section, _, name = key.partition(".")
+        tree[section][name] = value
+    try:
+        config = Config.model_validate(tree)
+        return make_plan(
+            config, rows_per_epoch=plan.rows_per_epoch, world_size=plan.layout.world_size
+        )
+    except (ConfigError, ValueError):
+        return None
+
+
+def _as_options(changes: Sequence[Change]) -> str:
+    return " ".join(
+        f"--{key.replace('_', '-')} {'none' if value is None else str(value).lower()}"
+        for key, value in changes
+    )
+
+
+def all_candidates(
+    config: Config,
+    cluster: Cluster,
+    vocab_size: int | None = None,
+    rows_per_epoch: int | None = None,
+    *,
+    sequence: bool | None = None,
+) -> Candidates:
+    """Return a search's candidates, for use by several searches; the arguments are `search`'s."""
+    plan = _base(config, vocab_size, rows_per_epoch)
+    return Candidates(plan, cluster, best_precision(config, cluster), sequence=sequence)
+
+
+def _base(config: Config, vocab_size: int | None, rows_per_epoch: int | None) -> Plan:
+    """Return the Plan for a single rank, whose resolved configuration every candidate starts
+    from."""
+    alone = config.model_copy(
+        update={
+            "parallel": ParallelConfig(
+                partition=config.parallel.partition, timeout_seconds=config.parallel.timeout_seconds
+            ),
+            "train": config.train.model_copy(update={"micro_batch_size": None}),
+        }
+    )
+    return make_plan(alone, vocab_size, rows_per_epoch, world_size=1)

@@ -1,0 +1,72 @@
+"""ZeRO's parameter shards, the units that FSDP gathers together, and parameter tables per stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from pentameter.config.schema import Config
+from pentameter.planning.adapters import training_table
+from pentameter.planning.architecture import ParameterSpec
+from pentameter.planning.layout import Layout, shard_size
+from pentameter.planning.sharding import Shape
+
+ROOT = ""
+"""The unit for parameters outside any sub-layer: embeddings, norms, head."""
+
+
+def shard_elements(shape: Shape, n_shards: int, coordinate: int) -> int:
+    """Return the element count in the shard at `coordinate`, for a tensor sharded by its first
+    dimension."""
+    return shard_size(shape[0], n_shards, coordinate) * math.prod(shape[1:])
+
+
+def gathered_elements(shape: Shape, n_shards: int) -> int:
+    """Return how many elements a rank receives when it all-gathers such a tensor. Shards are padded
+    to the largest, so that all ranks send equally much."""
+    return n_shards * shard_elements(shape, n_shards, 0)
+
+
+def units(specs: Sequence[ParameterSpec]) -> dict[str, list[ParameterSpec]]:
+    """Return a stage's FSDP units, whose parameters are gathered and reduced together: each
+    sub-layer in execution order, norms within them as separate units, and finally the rest, ROOT.
+    """
+    found: dict[str, list[ParameterSpec]] = {}
+    for spec in specs:
+        names = spec.name.split(".")  # blocks.LAYER.SUB_LAYER.MODULE.weight
+        is_norm = len(spec.shape) == 1 and names[-1] == "weight"
+        unit = names[: 4 if is_norm else 3] if spec.layer is not None and len(names) > 4 else []
+        found.setdefault(".".join(unit), []).append(spec)
+    rest = found.pop(ROOT, [])
+    return {**found, ROOT: rest}
+
+
+def is_rounded(unit: str) -> bool:
+    """Whether a unit's parameters are rounded before they are gathered, because only matmuls read
+    them."""
+    return unit != ROOT and not unit.endswith("_norm")
+
+
+def stage_tables(
+    config: Config, layout: Layout, stages: Sequence[range], pipeline_index: int
+) -> Iterator[tuple[int, tuple[ParameterSpec, ...]]]:
+    """Yield the index and the parameters of each stage on a pipeline rank. A parameter in several
+    stages is listed with the first only."""
+    held: set[str] = set()
+    for number in layout.stages_of(pipeline_index):
+        layers = stages[number]
+        table = training_table(config, first_layer=layers.start, last_layer=layers.stop)
+        yield number, tuple(spec for spec in table if spec.name not in held)
+        held.update(spec.name for spec in table)
+
+
+def alike_stages(layout: Layout, stages: Sequence[range]) -> list[list[int]]:
+    """Group the `pipeline` coordinates whose ranks hold equally many layers and the same ends of
+    the model in each stage."""
+    last = layout.n_stages - 1
+    found: dict[object, list[int]] = {}
+    for coordinate in range(layout.pipeline):
+        numbers = layout.stages_of(coordinate)
+        key = tuple((len(stages[n]), n == 0, n == last, (n - 1) in numbers) for n in numbers)
+        found.setdefault(key, []).append(coordinate)
+    return list(found.values())

@@ -1,0 +1,410 @@
+"""The time for a step on a cluster: compute, bubble, exposed communication, optimizer.
+
+A stage's passes take the time of their operations (`compute_time.py`) and of the collectives that
+they wait for (`links.py`); a pipeline is simulated pass by pass from the lists that the run
+executes (`timeline.py`). ZeRO's gathers and reductions, DDP's buckets, a ring's messages and some
+tensor-parallel communication overlap with compute; they are exposed as far as they take longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pentameter.config.schema import Config
+from pentameter.estimating.cluster import Cluster
+from pentameter.estimating.communication import (
+    WORLD,
+    StepCommunication,
+    matrix_communication,
+    step_communication,
+)
+from pentameter.estimating.compute_time import ComputeTime
+from pentameter.estimating.costs import ActivationBytes, PassSeconds, StepSizes, step_sizes
+from pentameter.estimating.links import Links
+from pentameter.estimating.memory import optimizer_slots
+from pentameter.estimating.operation_communication import Kind, When
+from pentameter.estimating.shares import alike_stages, shard_elements, stage_tables
+from pentameter.estimating.timeline import PipelineTime, Span, idle_fraction, pipeline_time
+from pentameter.planning.layout import Layout
+from pentameter.planning.rules import LayoutRules
+from pentameter.planning.sharding import sharding_of
+
+FORWARD_SHARE = 1 / 3
+"""The forward pass's fraction of a layer's communication, for grid matmuls and sequence shards:
+each matmul occurs once in the forward and twice in the backward pass, and gradients are summed in
+float32."""
+MOVES: Mapping[Kind, int] = {"all_gather": 1, "all_to_all": 2}
+"""The times a tensor-parallel message's bytes are read or written besides being sent."""
+IN_LAYERS = ("tensor", "row", "depth")
+"""Mesh dimensions whose collectives every layer waits for."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step's time by component, in seconds; the components add up to the whole."""
+
+    seconds: float
+    compute: float
+    """A pipeline's mean over its ranks, including recomputation for activation checkpointing."""
+    bubble: float
+    """Idle time, a pipeline's mean over its ranks."""
+    exposed: dict[str, float]
+    """Communication that compute waits for, by mesh dimension."""
+    optimizer: float
+    """The update, and the gradient norm."""
+    hidden: dict[str, float]
+    """Communication overlapped with compute, by dimension."""
+    pipeline: PipelineTime | None = field(default=None, repr=False)
+    """The pipeline ranks' passes; None without a pipeline."""
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The pipeline ranks' idle time ÷ busy time; 0 without a pipeline."""
+        if self.pipeline is None:
+            return 0.0
+        return idle_fraction(self.pipeline.length, self.pipeline.length - self.bubble)
+
+    @property
+    def spans(self) -> Sequence[Sequence[Span]]:
+        """The pipeline ranks' passes; only the first rounds if there are many."""
+        return [] if self.pipeline is None else self.pipeline.spans
+
+
+def step_time(
+    config: Config,
+    layout: Layout,
+    stages: Sequence[range],
+    cluster: Cluster,
+    precision: str,
+    traffic: Sequence[StepCommunication] | None = None,
+) -> StepTime:
+    """Return the StepTime for a resolved configuration, in a matmul precision that the cluster's
+    devices support; `traffic` is the result from `communication_of_stages`, if already known."""
+    traffic = traffic or communication_of_stages(config, layout, stages, precision)
+    return _Step(config, layout, stages, cluster, precision, traffic).time()
+
+
+def communication_of_stages(
+    config: Config, layout: Layout, stages: Sequence[range], precision: str
+) -> list[StepCommunication]:
+    """Return the communication in a step by the first rank at each `pipeline` coordinate; equal
+    coordinates are counted once."""
+    found: dict[int, StepCommunication] = {}
+    for coordinates in alike_stages(layout, stages):
+        rank = layout.rank_of(pipeline=coordinates[0])
+        found |= dict.fromkeys(
+            coordinates, step_communication(config, layout, stages, rank, precision)
+        )
+    return [found[coordinate] for coordinate in range(layout.pipeline)]
+
+
+class _Waiting(NamedTuple):
+    """Communication seconds in a stage's passes for one micro-batch."""
+
+    hidden: dict[str, float]
+    """Overlapped with compute, by dimension."""
+    exposed: dict[str, float]
+    """Waited for by compute, by dimension."""
+    passes: PassSeconds = PassSeconds(0.0, 0.0, 0.0)
+    """The exposed seconds, by pass."""
+
+
+class _Waits:
+    """How long the passes of stages wait for other ranks."""
+
+    def __init__(
+        self,
+        stages: Sequence[range],
+        compute: ComputeTime,
+        links: Links,
+        communication: Sequence[StepCommunication],
+    ) -> None:
+        self.stages = stages
+        self.compute = compute
+        self.links = links
+        self.communication = communication
+        self._known: dict[int, Mapping[When, StepCommunication]] = {}
+        self._waits: dict[object, _Waiting] = {}
+
+    def of_stage(self, number: int) -> _Waiting:
+        """Return how long a stage's passes wait; equal stages wait equally."""
+        coordinate, layers = self.compute.layout.pipeline_rank_of_stage[number], self.stages[number]
+        key = id(self.communication[coordinate]), len(layers), self.compute.stage(layers)
+        if key not in self._waits:
+            n_local_layers = sum(
+                len(self.stages[other]) for other in self.compute.layout.stages_of(coordinate)
+            )
+            fraction = len(layers) / n_local_layers / self.compute.sizes.n_micro_batches
+            self._waits[key] = self._waiting_of(layers, coordinate, fraction)
+        return self._waits[key]
+
+    def _waiting_of(self, layers: range, coordinate: int, fraction: float) -> _Waiting:
+        """Return how long these layers' passes wait. They account for `fraction` of a rank's
+        communication in a step."""
+        forward, backward, hidden = self._tensor(layers, coordinate, fraction)
+        waiting = _Waiting({"tensor": hidden}, {"tensor": forward + backward})
+        if self.compute.layout.context > 1:
+            context = fraction * self.links.total(self.communication[coordinate], "context")
+            exposed = context
+            if not self.compute.layout.exchanges_heads:  # a ring's messages overlap with attention
+                exposed = max(0.0, context - self.compute.attention(layers))
+            waiting.hidden["context"] = context - exposed
+            waiting.exposed["context"] = exposed
+            forward += exposed * FORWARD_SHARE
+            backward += exposed * (1 - FORWARD_SHARE)
+        return waiting._replace(passes=PassSeconds(forward, backward, 0.0))
+
+    def _tensor(
+        self, layers: range, coordinate: int, fraction: float
+    ) -> tuple[float, float, float]:
+        """Return the seconds that these layers' passes wait for sharded matrices, forward and
+        backward, and the overlapped seconds. The layers account for `fraction` of a rank's
+        communication."""
+        in_layers = fraction * self.links.total(self.communication[coordinate], *IN_LAYERS)
+        if self.compute.layout.is_grid or not in_layers:
+            return FORWARD_SHARE * in_layers, (1 - FORWARD_SHARE) * in_layers, 0.0
+        sent = self._matrix_communication(coordinate)
+        seconds = {when: fraction * self.links.total(sent[when], "tensor") for when in sent}
+        moved = {when: fraction * self._reordering(sent[when]) for when in sent}
+        total, hidden = in_layers + sum(moved.values()), 0.0
+        if "beside" in sent:
+            # The input is gathered while its gradient's matmuls run, and that gradient is summed
+            # while the weights' matmuls run.
+            _, to_input, to_weight = self.compute.reading(layers)
+            gathers = (
+                fraction * self.links.seconds_and_calls(sent["beside"], "tensor", "all_gather")[0]
+            )
+            sums = seconds["beside"] - gathers
+            hidden = (
+                gathers
+                + sums
+                - self.links.exposed_seconds(to_input, gathers)
+                - self.links.exposed_seconds(to_weight, sums)
+            )
+        forward = seconds["forward"] + moved["forward"]
+        return forward, total - hidden - forward, hidden
+
+    def _reordering(self, traffic: StepCommunication) -> float:
+        """Return the time in which a rank reorders messages for sequence shards, half of which
+        arrive by rank but are needed by sequence position, and sums the shards that the others
+        sent."""
+        moved = sum(MOVES.get(kind, 0) * each.n_bytes for (_, kind), each in traffic.items())
+        return moved / self.compute.cluster.memory_bandwidth
+
+    def _matrix_communication(self, coordinate: int) -> Mapping[When, StepCommunication]:
+        """Return the communication for sharded matrices in a step, by when it is sent; equal
+        coordinates share one result."""
+        traffic = id(self.communication[coordinate])
+        if traffic not in self._known:
+            rank = self.compute.layout.rank_of(pipeline=coordinate)
+            self._known[traffic] = matrix_communication(
+                self.compute.config, self.compute.layout, self.stages, rank, self.compute.precision
+            )
+        return self._known[traffic]
+
+
+class _Step:
+    """One step's times, on the ranks with coordinate 0 along every dimension except pipeline."""
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        stages: Sequence[range],
+        cluster: Cluster,
+        precision: str,
+        traffic: Sequence[StepCommunication],
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.sharding = sharding_of(layout, config.model)
+        self.stages = stages
+        self.cluster = cluster
+        self.rules = LayoutRules(layout)
+        self.sizes: StepSizes = step_sizes(config, layout, precision)
+        self.n_micro_batches = self.sizes.n_micro_batches
+        self.precision = precision
+        self.links = Links(layout, cluster)
+        self.compute = ComputeTime(config, layout, self.sizes, cluster, precision)
+        self.hidden: dict[str, float] = {}
+        self.exposed: dict[str, float] = {}
+        self.communication = traffic
+        self.waits = _Waits(stages, self.compute, self.links, traffic)
+
+    def time(self) -> StepTime:
+        """Return the whole step's time."""
+        computed, waiting = self._passes()
+        pipeline, bubble = None, 0.0
+        if self.layout.pipeline == 1:
+            length = self._without_pipeline(computed[0], waiting[0])
+            busy = self.n_micro_batches * sum(computed[0])
+        else:
+            pipeline, length, busy, bubble = self._pipeline(computed, waiting)
+        numbers = self.links.total(self.communication[0], WORLD)
+        optimizer = _update_seconds(self.config, self.layout, self.stages, self.sizes, self.cluster)
+        self.exposed[WORLD] = numbers
+        exposed = {name: seconds for name, seconds in self.exposed.items() if seconds}
+        return StepTime(
+            seconds=length + numbers + optimizer,
+            compute=busy,
+            bubble=bubble,
+            exposed=exposed,
+            optimizer=optimizer,
+            hidden={name: seconds for name, seconds in self.hidden.items() if seconds},
+            pipeline=pipeline,
+        )
+
+    # -- passes ---------------------------------------------------------------------------------
+
+    def _passes(self) -> tuple[list[PassSeconds], list[PassSeconds]]:
+        """Return each stage's pass times, and how long they wait for other ranks."""
+        computed = [self.compute.stage(layers) for layers in self.stages]
+        waiting = [self.waits.of_stage(number) for number in range(len(self.stages))]
+        for each in waiting:
+            for book, times in ((self.hidden, each.hidden), (self.exposed, each.exposed)):
+                for name, seconds in times.items():
+                    self._note(book, name, seconds * self._passes_per_rank)
+        return computed, [each.passes for each in waiting]
+
+    @property
+    def _passes_per_rank(self) -> float:
+        """Passes per stage in a step ÷ pipeline ranks. Seconds for a stage's pass times this, added
+        up over the stages, are the mean over the ranks."""
+        return self.n_micro_batches / self.layout.pipeline
+
+    def _note(self, book: dict[str, float], name: str, seconds: float) -> None:
+        book[name] = book.get(name, 0.0) + seconds
+
+    # -- without a pipeline -----------------------------------------------------------------------
+
+    def _without_pipeline(self, computed: PassSeconds, waiting: PassSeconds) -> float:
+        """Return the seconds for all micro-batches' passes without a pipeline, with the overlapped
+        work for ZeRO and DDP."""
+        traffic, M = self.communication[0], self.n_micro_batches
+        forward = computed.forward + waiting.forward
+        backward = sum(computed[1:]) + sum(waiting[1:])
+        match self.sharding.data_sum:
+            case "none":
+                return M * (forward + backward)
+            case "after_backward":
+                sums = self.links.total(traffic, "data")
+                self._note(self.exposed, "data", sums)
+                return M * (forward + backward) + sums
+            case "ddp":
+                sums = self.links.total(traffic, "data")
+                calls = sum(each.calls for key, each in traffic.items() if key[0] == "data")
+                last = self._overlapped(backward, sums, calls, "data")
+                return M * (forward + backward) - backward + last
+            case "fsdp":
+                return self._sharded(forward, backward)
+
+    def _overlapped(self, compute: float, sent: float, calls: int, name: str) -> float:
+        """Return the time for compute with overlapped communication, whose last call is exposed."""
+        last = sent / max(1, calls)
+        time = compute + self.links.exposed_seconds(compute, sent - last) + last
+        self._note(self.exposed, name, time - compute)
+        self._note(self.hidden, name, max(0.0, sent - (time - compute)))
+        return time
+
+    def _sharded(self, forward: float, backward: float) -> float:
+        """Return the time for a step with ZeRO. Weights are gathered once, or before each pass;
+        gradients are reduced in the last micro-batch, or in each."""
+        traffic, M = self.communication[0], self.n_micro_batches
+        gathers, n_gathers = self.links.seconds_and_calls(traffic, "shard", "all_gather")
+        sums, n_sums = self.links.seconds_and_calls(traffic, "shard", "reduce_scatter")
+        gathers += self._copying(traffic, "all_gather")
+        sums += self._copying(traffic, "reduce_scatter")
+        copies, n_copies = self.links.seconds_and_calls(traffic, "data", "all_reduce")
+        n_reducing = M if self.rules.reduces_each_micro_batch else 1
+        n_gathering = 2 * M if not self.rules.weights_stay_gathered else 1
+        gather, calls = gathers / n_gathering, n_gathers // n_gathering
+        reduction, n_reduced = sums / n_reducing, n_sums // n_reducing
+        total = 0.0
+        for number in range(M):
+            is_first, is_last = number == 0, number == M - 1
+            gathers_anew = not self.rules.weights_stay_gathered
+            if number > 1 and not is_last:
+                continue
+            repeated = M - 2 if number == 1 and not is_last else 1
+            time = forward
+            before = {name: dict(book) for name, book in self._books().items()}
+            if is_first or gathers_anew:
+                time = self._overlapped(forward, gather, calls, "shard")
+            sent, n_calls = (gather, calls) if gathers_anew else (0.0, 0)
+            if self.rules.reduces_each_micro_batch or is_last:
+                sent, n_calls = sent + reduction, n_calls + n_reduced
+            if is_last:
+                sent, n_calls = sent + copies, n_calls + n_copies
+            time += self._overlapped(backward, sent, n_calls, "shard") if sent else backward
+            total += repeated * time
+            for name, book in self._books().items():
+                for key, seconds in book.items():
+                    old = before[name].get(key, 0.0)
+                    book[key] = old + repeated * (seconds - old)
+        return total
+
+    def _books(self) -> dict[str, dict[str, float]]:
+        return {"hidden": self.hidden, "exposed": self.exposed}
+
+    def _copying(self, traffic: StepCommunication, kind: Kind) -> float:
+        """Return the time in which a CPU copies gathered weights out of their message, or gradients
+        into theirs: both use memory that the system allocates anew."""
+        fresh = self.cluster.device.calibration.fresh_bytes_per_second
+        counted = traffic.get(("shard", kind))
+        if fresh is None or counted is None:
+            return 0.0
+        moved = 2 * counted.n_bytes
+        return moved / self.cluster.memory_bandwidth + moved * self.cluster.sharing / fresh
+
+    # -- pipelines ------------------------------------------------------------------------------
+
+    def _pipeline(
+        self, computed: list[PassSeconds], waiting: list[PassSeconds]
+    ) -> tuple[PipelineTime, float, float, float]:
+        """Return the passes, the seconds including those after the last pass, and the mean compute
+        and idle time over the ranks."""
+        both = [
+            PassSeconds(*(a + b for a, b in zip(*pair, strict=True)))
+            for pair in zip(computed, waiting, strict=True)
+        ]
+        p, M = self.layout.pipeline, self.n_micro_batches
+        sent = ActivationBytes(self.config, self.layout, self.sizes).message
+        message = self.links.message_seconds(sent)
+        time = pipeline_time(self.layout, M, both, message)
+        compute = M * sum(map(sum, computed)) / p
+        waited = M * sum(map(sum, waiting)) / p
+        tails = [_after_passes(self.links, traffic) for traffic in self.communication]
+        at_end = {name: max(tail.get(name, 0.0) for tail in tails) for name in tails[0]}
+        for name, seconds in at_end.items():
+            self._note(self.exposed, name, seconds)
+        return time, time.length + sum(at_end.values()), compute, time.length - compute - waited
+
+
+def _after_passes(links: Links, traffic: StepCommunication) -> dict[str, float]:
+    """Return the communication on a pipeline rank before its first pass and after its last one."""
+    return {
+        "data": links.total(traffic, "data"),
+        "shard": links.total(traffic, "shard"),
+        "pipeline": links.seconds_and_calls(traffic, "pipeline", "all_reduce")[0],
+    }
+
+
+def _update_seconds(
+    config: Config, layout: Layout, stages: Sequence[range], sizes: StepSizes, cluster: Cluster
+) -> float:
+    """Return the update time on the fullest rank: weight and state are read and written; gradients
+    are read for the update, for their norm and to be scaled and zeroed."""
+    most, sharding = 0.0, sharding_of(layout, config.model)
+    for coordinate in {0, layout.pipeline - 1}:
+        tables = stage_tables(config, layout, stages, coordinate)
+        n_bytes = sum(
+            sizes.element_bytes
+            * (2 + 2 * optimizer_slots(config.optimizer, spec) + 4)
+            * shard_elements(sharding.parameter_shape(spec), layout.shard, 0)
+            for _, table in tables
+            for spec in table
+        )
+        most = max(most, n_bytes / cluster.memory_bandwidth)
+    return most

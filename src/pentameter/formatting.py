@@ -1,0 +1,118 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+COUNTS = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}
+BYTES = {"EB": 1e18, "PB": 1e15, "TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
+RATES = {"E": 1e18, "P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
+HUGE = 1e9
+"""Number from which digits before the point say nothing: it is written as 2.688e+43."""
+
+
+def whole(value: int | None) -> str:
+    """Format 10,788,929 in full, in threes; None as "–"."""
+    return "–" if value is None else f"{value:,}"
+
+
+def count(value: float) -> str:
+    """Format 10,788,929 as "10.8M"; NaN and infinity as "–"."""
+    if not math.isfinite(value):
+        return "–"
+    scaled, letter = _scaled(value, COUNTS)
+    if not letter:
+        return f"{value:zg}" if value == int(value) else f"{value:.3g}"
+    n_digits = 0 if abs(scaled) >= 99.95 else 1 if abs(scaled) >= 9.995 else 2
+    return f"{scaled:,.{n_digits}f}{letter}" if abs(scaled) < HUGE else f"{scaled:.3g}{letter}"
+
+
+def size(n_bytes: float) -> str:
+    """Format 1,500,000 bytes as "1.5 MB"."""
+    if not math.isfinite(n_bytes):
+        return "–"
+    scaled, unit = _scaled(n_bytes, BYTES)
+    return f"{_three_digits(scaled)} {unit}" if unit else f"{n_bytes:z.0f} B"
+
+
+def flops(per_second: float) -> str:
+    """Format 2.2e12 as "2.2 TFLOP/s", 2.8e9 as "2.8 GFLOP/s"; NaN and infinity as "–"."""
+    if not math.isfinite(per_second):
+        return "–"
+    scaled, unit = _scaled(per_second, RATES)
+    return f"{_three_digits(scaled)} {unit}FLOP/s"
+
+
+def _scaled(value: float, units: Mapping[str, float]) -> tuple[float, str]:
+    """Return `value` in the largest unit that leaves at least one after rounding to three digits,
+    and that unit; unchanged and "" if it is below all."""
+    for unit, size_of_one in units.items():
+        if abs(value) >= 0.9995 * size_of_one:
+            return value / size_of_one, unit
+    return value, ""
+
+
+def _three_digits(value: float) -> str:
+    """Format 2.5, 999 and 12,345: three significant digits, but no whole digit dropped."""
+    whole_only = 999.5 <= abs(value) < HUGE
+    return f"{value:,.0f}" if whole_only else f"{value:z.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Format 3,723 seconds as "1 h 2 min": at most two units, from seconds to years with 365
+    days."""
+    if not math.isfinite(seconds) or seconds < 0:
+        return "–"
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    whole, minutes, hours, days = (round(seconds / unit) for unit in (1, 60, 3600, 86_400))
+    if minutes < 60:
+        short = f"{minutes} min" if whole >= 600 else f"{whole // 60} min {whole % 60} s"
+        return f"{whole} s" if whole < 60 else short
+    if hours < 24:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return _two_units(hours, 24, "d", "h") if days < 365 else _two_units(days, 365, "y", "d")
+
+
+def rough_duration(seconds: float) -> str:
+    """Format 3,723 seconds as "1.0 h": one unit, for estimates in narrow columns."""
+    if not math.isfinite(seconds) or seconds < 0:
+        return "–"
+    if seconds < 59.5:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 59.5 * 60 else f"{seconds / 3600:.1f} h"
+
+
+def _two_units(n: int, size: int, large: str, small: str) -> str:
+    """Format n small units as large ones, `size` each, plus the remainder if there is one."""
+    whole, rest = divmod(n, size)
+    return f"{whole:,} {large} {rest} {small}" if rest else f"{whole:,} {large}"
+
+
+def fixed(value: float, digits: int = 4) -> str:
+    """Format `value` with `digits` decimals; NaN and infinity as "–"."""
+    if not math.isfinite(value):
+        return "–"
+    return f"{value:z,.{digits}f}" if abs(value) < HUGE else f"{value:.3e}"
+
+
+def percent(value: float) -> str:
+    """Format 0.4213 as "42.1 %"."""
+    return f"{fixed(100 * value, 1)} %" if math.isfinite(100 * value) else "–"
+
+
+def scalar(value: object) -> str:
+    """Format a configuration value: yes and no, lists without brackets, short floats."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if isinstance(value, list | tuple):
+        return ", ".join(scalar(item) for item in value) or "none"
+    text = str(value)
+    return repr(text) if text != text.strip() or not text else text

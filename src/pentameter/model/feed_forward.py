@@ -1,0 +1,63 @@
+"""The feed-forward layer: two matrices, or three with a gate, around an activation function.
+
+Shapes: B batch, T tokens, D d_model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pentameter.config.choices import look_up
+from pentameter.config.schema import ModelConfig
+from pentameter.model.attention import Read, read
+from pentameter.model.cache import KVCache
+from pentameter.model.dropout import StreamDropout, mlp_output_site
+from pentameter.model.positions import Positions
+from pentameter.planning.architecture import feed_forward_width
+from pentameter.planning.sub_layers.feed_forward import has_gate
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+}
+"""`model.activation` → the function that acts on the layer's inner width, or on its gate."""
+
+
+class MLP(nn.Module):
+    """The feed-forward layer, applied to each token by itself."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        D, d_ff = config.d_model, feed_forward_width(config)
+        name = config.activation
+        self.activation = look_up(ACTIVATIONS, name, "model.activation", "the model")
+        self.gate = nn.Linear(D, d_ff, bias=config.bias) if has_gate(config) else None
+        self.up = nn.Linear(D, d_ff, bias=config.bias)
+        self.down = nn.Linear(d_ff, D, bias=config.bias)
+        self.read: Read = read
+        """Applies the column-parallel linears, as `Attention.read` does."""
+        self.dropout = StreamDropout(mlp_output_site(layer), config.dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Positions,
+        dropout_keys: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Apply the layer to x (B, T, D), and return (B, T, D). Nothing is cached."""
+        if self.gate is None:
+            (up,) = self.read(x, self.up)
+            inner = self.activation(up)  # (B, T, d_ff)
+        else:
+            gate, up = self.read(x, self.gate, self.up)
+            inner = self.activation(gate) * up
+        return self.dropout(self.down(inner), dropout_keys, positions.stream)

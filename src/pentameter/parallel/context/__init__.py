@@ -1,0 +1,2 @@
+"""Context parallelism: ring attention, and the all-to-all that swaps sequence shards for head
+shards."""

@@ -1,0 +1,124 @@
+"""Context parallelism: ranks that shard each sequence.
+
+Embedding, norms, linears and loss run on each rank's own positions; only attention needs the
+others'. Either keys and values travel round a ring (`ring_attention.py`), or an all-to-all swaps
+sequence shards with all heads for full sequences with some heads, and back (Jacobs et al. 2023,
+"DeepSpeed Ulysses").
+
+Shapes: B batch rows, H heads, K head size; T tokens in the full sequence, n ranks that shard it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pentameter.config.choices import refuse_unknown
+from pentameter.model.attention import Attend, Attention, attend
+from pentameter.model.dropout import AttentionDropout
+from pentameter.model.gpt import GPT
+from pentameter.parallel.context.ring_attention import RingAttention
+from pentameter.parallel.mesh import group_named, name_of
+from pentameter.planning.layout import Layout
+from pentameter.planning.sharding import Sharding
+
+
+def parallelize_context(model: GPT, group: dist.ProcessGroup, sharding: Sharding) -> None:
+    """Have a model compute the positions that belong to this rank in `group`, in place. Raises
+    ConfigError for an unknown `parallel.context_mode`."""
+    layout, rank = sharding.layout, group.rank()
+    n_heads = sharding.n_heads_here(model.config.n_heads)
+    T = model.config.context_length
+    model.attention_positions = partial(own_positions, layout, rank)
+    for attention in model.modules():
+        if not isinstance(attention, Attention):
+            continue
+        match layout.context_mode:
+            case "ring":
+                starts = [
+                    [chunk.start for chunk in layout.positions(each, T)]
+                    for each in range(layout.context)
+                ]
+                attention.attend = RingAttention(group, starts)
+            case "all-to-all":
+                attention.attend = _attention_by_heads(group)
+                attention.weights_dropout.head_offset += rank * (n_heads // layout.context)
+            case unknown:
+                refuse_unknown(unknown, "parallel.context_mode", "the engine")
+
+
+def own_positions(layout: Layout, rank: int, positions: Tensor) -> Tensor:
+    """Return the positions (T / n,) that `rank` in its group computes, out of a sequence's
+    positions (T,)."""
+    chunks = layout.positions(rank, len(positions))
+    return torch.cat([positions[chunk.start : chunk.stop] for chunk in chunks])
+
+
+def _attention_by_heads(group: dist.ProcessGroup) -> Attend:
+    """Return full-sequence attention on some of the heads, between two all-to-alls over `group`."""
+    group_name = name_of(group)
+
+    def attend_by_heads(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        dropout: AttentionDropout,
+        dropout_keys: Tensor | None,
+        positions: Tensor,
+        window: int | None,
+    ) -> Tensor:
+        """Attend from q (B, H, T / n, K) to k and v, which may have fewer heads. Returns
+        (B, H, T / n, K)."""
+        size = q.shape[-1]
+        if q.shape == k.shape:
+            together = exchange(torch.cat((q, k, v), dim=-1), True, group_name)
+            q, k, v = together.split(size, dim=-1)
+        else:
+            q = exchange(q, True, group_name)
+            k, v = exchange(torch.cat((k, v), dim=-1), True, group_name).split(size, dim=-1)
+        indices = torch.arange(q.shape[2], device=q.device)
+        y = attend(
+            q, k, v, dropout=dropout, dropout_keys=dropout_keys, positions=indices, window=window
+        )
+        return exchange(y, False, group_name)
+
+    return attend_by_heads
+
+
+def exchanged(x: Tensor, to_heads: bool, group_name: str) -> Tensor:
+    """All-to-all x (B, H, T / n, K) → (B, H / n, T, K) if `to_heads`, or back. Chunk i along one
+    dimension goes to rank i, and the received chunks are concatenated along the other. Collective.
+    """
+    group = group_named(group_name)
+    split_dim, concat_dim = (1, 2) if to_heads else (2, 1)
+    sent = torch.stack(x.chunk(group.size(), dim=split_dim))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return torch.cat(received.unbind(), dim=concat_dim)
+
+
+exchange = torch.library.custom_op("pentameter::exchange", exchanged, mutates_args=())
+
+
+@exchange.register_fake
+def _(x: Tensor, to_heads: bool, group_name: str) -> Tensor:
+    n = group_named(group_name).size()
+    B, H, T, K = x.shape
+    return x.new_empty((B, H // n, T * n, K) if to_heads else (B, H * n, T // n, K))
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.to_heads, ctx.group_name = inputs
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    """Return the gradient for x: the inverse all-to-all on the output's."""
+    return exchange(grad, not ctx.to_heads, ctx.group_name), None, None
+
+
+exchange.register_autograd(_backward, setup_context=_remember)

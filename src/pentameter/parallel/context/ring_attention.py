@@ -1,0 +1,433 @@
+"""Ring attention: keys and values travel round a ring of ranks, overlapped with attention to the
+block at hand.
+
+After Liu et al. 2023 ("Ring attention with blockwise transformers for near-infinite context"). A
+rank has the queries, keys and values for some chunks of the sequence. In every step it attends to
+one rank's keys and values and passes them on; block outputs are merged by their log-sum-exps, so
+that no rank ever holds attention weights for more than a block. In the backward pass keys and
+values go round once more, together with their gradients.
+
+The forward and backward passes are PyTorch custom operations (`torch.library`), which a compiled
+model calls as they are.
+
+Shapes: B batch rows, H heads, G key and value heads, K head size; T this rank's tokens, C tokens in
+a chunk; Q queries and S keys in a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pentameter.model.attention import for_each_head
+from pentameter.model.dropout import AttentionDropout, drop, weight_index
+from pentameter.parallel.mesh import group_named, name_of
+
+TILE = 1024
+"""Queries, and keys, per block when attention weights are materialized."""
+
+
+class RingAttention:
+    """Causal attention over a group whose ranks each have some chunks of the sequence.
+
+    `chunk_starts` are the positions at which each rank's chunks start, indexed by rank in the
+    group; all chunks have the same size. Replaces `attend` in an Attention.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, chunk_starts: Sequence[Sequence[int]]) -> None:
+        self._group_name = name_of(group)
+        self._starts = [start for starts in chunk_starts for start in starts]
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        dropout: AttentionDropout,
+        dropout_keys: Tensor | None,
+        positions: Tensor,
+        window: int | None,
+    ) -> Tensor:
+        """Return the attention output (B, H, T, K) for q (B, H, T, K), k and v (B, G, T, K).
+        Collective."""
+        keys = None
+        if dropout_keys is not None and dropout.acts(dropout_keys):
+            keys = dropout_keys[:, dropout.site]
+        out, _ = ring_attention(
+            q,
+            k,
+            v,
+            keys,
+            dropout.p,
+            dropout.head_offset,
+            dropout.context_length,
+            self._starts,
+            window or 0,
+            self._group_name,
+        )
+        return out
+
+
+class _Dropout(NamedTuple):
+    """Dropout on attention weights: the batch rows' keys, int32 (B, 2), and the numbers that index
+    a weight."""
+
+    row_keys: Tensor
+    p: float
+    head_offset: int
+    context_length: int
+
+    def __call__(self, weights: Tensor, block: _Block) -> Tensor:
+        """Drop and scale a block's weights (B, H, Q, S), or their gradients. Returns the same
+        shape."""
+        n_heads, n_queries, n_keys = weights.shape[1:]
+        query, key = (
+            torch.arange(first, first + n, device=weights.device)
+            for first, n in ((block.first_query, n_queries), (block.first_key, n_keys))
+        )
+        heads = range(self.head_offset, self.head_offset + n_heads)
+        index = weight_index(heads, query, key, self.context_length)
+        return drop(weights, self.row_keys, index, self.p)
+
+
+class _Block(NamedTuple):
+    """A block of queries and keys. Each query sees all the keys, or only its own and earlier ones,
+    back to the start of its window if there is one."""
+
+    queries: slice
+    keys: slice
+    first_query: int
+    first_key: int
+    window: int
+    """Tokens that a query sees, itself included; 0 for all earlier ones."""
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the block is on the diagonal: queries see no keys after their own."""
+        return self.first_query == self.first_key
+
+    def hidden(self, device: torch.device) -> Tensor | None:
+        """Return the mask, bool (Q, S), true if a query does not see a key; None if all see all."""
+        n_queries, n_keys = (each.stop - each.start for each in (self.queries, self.keys))
+        last_query = self.first_query + n_queries - 1
+        reaches_back = not self.window or last_query - self.first_key < self.window
+        if reaches_back and not self.is_causal:
+            return None
+        query = torch.arange(self.first_query, last_query + 1, device=device)[:, None]
+        key = torch.arange(self.first_key, self.first_key + n_keys, device=device)
+        return (key > query) if reaches_back else (key > query) | (key <= query - self.window)
+
+
+def attend_around(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    row_keys: Tensor | None,
+    p: float,
+    head_offset: int,
+    context_length: int,
+    chunk_starts: list[int],
+    window: int,
+    group_name: str,
+) -> tuple[Tensor, Tensor]:
+    """Return the attention output (B, H, T, K) and the scores' log-sum-exps (B, H, T).
+
+    `row_keys`, int32 (B, 2), `p`, `head_offset` and `context_length` describe attention dropout;
+    without keys there is none. `window` is how many tokens a query sees, 0 for all. `q` is
+    (B, H, T, K), `k` and `v` are (B, G, T, K). Collective over the group.
+    """
+    dropout = _dropout(row_keys, p, head_offset, context_length)
+    ring = _Ring(group_named(group_name), chunk_starts, window)
+    out = torch.zeros(q.shape, dtype=_precise(q), device=q.device)
+    sums = torch.full(q.shape[:3], float("-inf"), dtype=out.dtype, device=q.device)
+    travelling = torch.stack((k, v))
+    for step in range(ring.size):
+        arriving = ring.pass_on(travelling) if step < ring.size - 1 else None
+        keys, values = travelling
+        for block in ring.blocks(step, q.shape[2], explicit=_is_explicit(q, dropout, window)):
+            block_qkv = (q[:, :, block.queries], keys[:, :, block.keys], values[:, :, block.keys])
+            _merge(out, sums, block.queries, *_attend_block(*block_qkv, block, dropout))
+        if arriving is not None:
+            travelling = arriving.wait()
+    return out.to(q.dtype), sums
+
+
+def differentiate_around(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    row_keys: Tensor | None,
+    p: float,
+    head_offset: int,
+    context_length: int,
+    chunk_starts: list[int],
+    window: int,
+    group_name: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients for q (B, H, T, K), k and v (B, G, T, K), given that for the output
+    (B, H, T, K); `sums` are its log-sum-exps (B, H, T).
+
+    The gradients for keys and values travel one step behind them, and each rank adds its
+    contribution; the rank that owns them adds its own at the end. Collective over the group.
+    """
+    dropout = _dropout(row_keys, p, head_offset, context_length)
+    ring = _Ring(group_named(group_name), chunk_starts, window)
+    q_grad = torch.zeros(q.shape, dtype=_precise(q), device=q.device)
+    travelling = torch.stack((k, v))
+    own_grads = torch.empty(0)
+    arriving_grads: _Arriving | None = None
+    for step in range(ring.size):
+        arriving = ring.pass_on(travelling) if step < ring.size - 1 else None
+        keys, values = travelling
+        added = torch.zeros(travelling.shape, dtype=q_grad.dtype, device=q.device)
+        for block in ring.blocks(step, q.shape[2], explicit=_is_explicit(q, dropout, window)):
+            grads = _differentiate_block(
+                grad[:, :, block.queries],
+                q[:, :, block.queries],
+                out[:, :, block.queries],
+                sums[:, :, block.queries],
+                keys[:, :, block.keys],
+                values[:, :, block.keys],
+                block,
+                dropout,
+            )
+            q_grad[:, :, block.queries] += grads[0]
+            added[0, :, :, block.keys] += grads[1]
+            added[1, :, :, block.keys] += grads[2]
+        if step == 0:
+            own_grads = added
+        else:
+            if arriving_grads is not None:
+                added += arriving_grads.wait()
+            arriving_grads = ring.pass_on(added)
+        if arriving is not None:
+            travelling = arriving.wait()
+    if arriving_grads is not None:
+        own_grads += arriving_grads.wait()
+    k_grad, v_grad = own_grads.to(q.dtype)
+    return q_grad.to(q.dtype), k_grad.clone(), v_grad.clone()
+
+
+ring_attention = torch.library.custom_op(
+    "pentameter::ring_attention", attend_around, mutates_args=()
+)
+ring_attention_backward = torch.library.custom_op(
+    "pentameter::ring_attention_backward", differentiate_around, mutates_args=()
+)
+
+
+@ring_attention.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(
+        q.shape[:3], dtype=_precise(q)
+    )
+
+
+@ring_attention_backward.register_fake
+def _(_: Tensor, *qkv: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in qkv[:3])
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, row_keys, *rest = inputs
+    ctx.save_for_backward(q, k, v, *output, row_keys)
+    ctx.rest = rest
+
+
+def _backward(ctx: Any, grad: Tensor, _sums_grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients for q (B, H, T, K), k and v (B, G, T, K), and None for the other
+    arguments."""
+    q, k, v, out, sums, row_keys = ctx.saved_tensors
+    grads = ring_attention_backward(grad, q, k, v, out, sums, row_keys, *ctx.rest)
+    return (*grads, None, *(None for _ in ctx.rest))
+
+
+ring_attention.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+class _Ring:
+    """This rank's index in a ring, its messages, and the blocks that it computes."""
+
+    def __init__(self, group: dist.ProcessGroup, chunk_starts: Sequence[int], window: int) -> None:
+        self._window = window
+        self.size = group.size()
+        self._group = group
+        self._rank = group.rank()
+        n_chunks = len(chunk_starts) // self.size
+        self._starts = [
+            chunk_starts[rank * n_chunks : (rank + 1) * n_chunks] for rank in range(self.size)
+        ]
+
+    def pass_on(self, tensor: Tensor) -> _Arriving:
+        """Start to send a tensor to the next rank, and to receive one with the same shape from the
+        previous rank."""
+        after, before = (
+            dist.get_global_rank(self._group, (self._rank + hop) % self.size) for hop in (1, -1)
+        )
+        tensor = tensor.contiguous()
+        received = torch.empty_like(tensor)
+        work = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, tensor, after, self._group),
+                dist.P2POp(dist.irecv, received, before, self._group),
+            ]
+        )
+        return _Arriving(received, tensor, work)
+
+    def blocks(self, step: int, n_tokens: int, *, explicit: bool) -> Iterator[_Block]:
+        """Yield the blocks of this rank's queries and the keys it has at a step, except those whose
+        keys no query sees."""
+        queries = self._starts[self._rank]
+        keys = self._starts[(self._rank - step) % self.size]
+        size = n_tokens // len(queries)
+        tile = min(size, TILE) if explicit else size
+        for first_query, query_slice in _tiles(queries, size, tile):
+            for first_key, key_slice in _tiles(keys, size, tile):
+                last_key = first_key + key_slice.stop - key_slice.start - 1
+                is_near = not self._window or first_query - last_key < self._window
+                if first_key <= first_query and is_near:
+                    yield _Block(query_slice, key_slice, first_query, first_key, self._window)
+
+
+class _Arriving(NamedTuple):
+    """A tensor that is being received, and the one that is being sent at the same time."""
+
+    received: Tensor
+    sent: Tensor
+    work: list[dist.Work]
+
+    def wait(self) -> Tensor:
+        """Wait for both messages, and return the received tensor, in the shape of the sent one."""
+        for each in self.work:
+            each.wait()
+        return self.received
+
+
+def _tiles(starts: Sequence[int], size: int, tile: int) -> Iterator[tuple[int, slice]]:
+    """Yield the position and the local slice for each tile in chunks that start at these
+    positions."""
+    for number, start in enumerate(starts):
+        for offset in range(0, size, tile):
+            n_tokens = min(tile, size - offset)
+            first = number * size + offset
+            yield start + offset, slice(first, first + n_tokens)
+
+
+def _merge(out: Tensor, sums: Tensor, queries: slice, added: Tensor, added_sums: Tensor) -> None:
+    """Merge another block's output `added` (B, H, Q, K) and log-sum-exps `added_sums` (B, H, Q)
+    into some queries' `out` and `sums`, in place."""
+    old = sums[:, :, queries]
+    new = torch.logaddexp(old, added_sums.to(old.dtype))
+    finite = new.clamp(min=torch.finfo(new.dtype).min)  # a query that has seen no key yet: -inf
+    weight_old, weight_added = (old - finite).exp(), (added_sums - finite).exp()
+    mixed = out[:, :, queries] * weight_old[..., None] + added * weight_added[..., None]
+    out[:, :, queries] = mixed
+    sums[:, :, queries] = new
+
+
+def _is_explicit(q: Tensor, dropout: _Dropout | None, window: int) -> bool:
+    """Return whether to materialize attention weights: for dropout, for a window, and if PyTorch
+    has no public operation that returns log-sum-exps and takes them back."""
+    return dropout is not None or window > 0 or q.device.type != "cpu"
+
+
+def _attend_block(
+    q: Tensor, k: Tensor, v: Tensor, block: _Block, dropout: _Dropout | None
+) -> tuple[Tensor, Tensor]:
+    """Return a block's output (B, H, Q, K), normalized within the block, and its log-sum-exps
+    (B, H, Q), given q (B, H, Q, K), k and v (B, G, S, K)."""
+    with torch.autocast(q.device.type, enabled=False):
+        k, v = for_each_head(k, q), for_each_head(v, q)
+        if not _is_explicit(q, dropout, block.window):
+            out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, block.is_causal
+            )
+            return out, sums
+        scores = _scores(q, k, block)
+        sums = scores.logsumexp(-1)
+        weights = _weights(scores, sums)
+        if dropout is not None:
+            weights = dropout(weights, block)
+        return weights.to(v.dtype) @ v, sums
+
+
+def _differentiate_block(
+    grad: Tensor,
+    q: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: _Block,
+    dropout: _Dropout | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a block's contributions to the gradients for q (B, H, Q, K), k and v (B, G, S, K),
+    given that for the output (B, H, Q, K). `out` (B, H, Q, K) and `sums` (B, H, Q) span the full
+    context: a weight is exp(score - sum) in any block."""
+    n_kv_heads = k.shape[1]
+    with torch.autocast(q.device.type, enabled=False):
+        k, v = for_each_head(k, q), for_each_head(v, q)
+        if not _is_explicit(q, dropout, block.window):
+            q_grad, k_grad, v_grad = (
+                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                    grad, q, k, v, out, sums, 0.0, block.is_causal
+                )
+            )
+            return (
+                q_grad,
+                _over_query_heads(k_grad, n_kv_heads),
+                _over_query_heads(v_grad, n_kv_heads),
+            )
+        weights = _weights(_scores(q, k, block), sums)
+        weight_grads = (grad @ v.transpose(-2, -1)).to(weights.dtype)
+        left = weights
+        if dropout is not None:
+            left, weight_grads = dropout(weights, block), dropout(weight_grads, block)
+        mean = (grad.to(weights.dtype) * out).sum(-1, keepdim=True)
+        score_grads = (weights * (weight_grads - mean)).to(q.dtype)
+        scale = q.shape[-1] ** -0.5
+        return (
+            score_grads @ k * scale,
+            _over_query_heads(score_grads.transpose(-2, -1) @ q * scale, n_kv_heads),
+            _over_query_heads(left.to(grad.dtype).transpose(-2, -1) @ grad, n_kv_heads),
+        )
+
+
+def _over_query_heads(gradient: Tensor, n_kv_heads: int) -> Tensor:
+    """Sum the gradients (B, H, S, K) over the query heads that use a key or value head:
+    (B, G, S, K)."""
+    return gradient.unflatten(1, (n_kv_heads, -1)).sum(2)
+
+
+def _weights(scores: Tensor, sums: Tensor) -> Tensor:
+    """Return exp(score - sum) for scores (B, H, Q, S) and sums (B, H, Q); 0 if a query sees no key
+    at all."""
+    return (scores - sums.clamp(min=torch.finfo(sums.dtype).min)[..., None]).exp()
+
+
+def _scores(q: Tensor, k: Tensor, block: _Block) -> Tensor:
+    """Return the scores (B, H, Q, S) for q (B, H, Q, K) and k (B, H, S, K); -inf if a query does
+    not see a key."""
+    scores = ((q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)).to(_precise(q))
+    hidden = block.hidden(q.device)
+    return scores if hidden is None else scores.masked_fill(hidden, float("-inf"))
+
+
+def _precise(tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which blocks are summed: float32 at least."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _dropout(
+    row_keys: Tensor | None, p: float, head_offset: int, context_length: int
+) -> _Dropout | None:
+    """Return the dropout for these keys, int32 (B, 2); None without keys."""
+    return None if row_keys is None else _Dropout(row_keys, p, head_offset, context_length)

@@ -1,0 +1,123 @@
+"""Matmuls with matrices sharded over l × l × l ranks.
+
+After Bian et al. 2021 ("Maximizing parallelism in distributed training for huge neural networks").
+Inputs, weight and outputs are sharded along both their axes, so that each rank holds 1 / l³ of
+every matrix. Each is all-gathered or reduce-scattered along another of the three mesh dimensions:
+
+    X: rows by (row, d), inputs by e    all-gathered along d: all rows of `row`
+    W: outputs by d, inputs by e        all-gathered along `row`, which shards the axis that d does
+    Y = X · Wᵀ                          reduce-scattered along e: rows by (row, e), outputs by d
+
+The output is sharded like the input with d and e swapped. d is `depth` and e is `tensor` in a
+column-parallel matmul, and the reverse in a row-parallel one.
+
+Shapes: R batch rows at this rank's `row` coordinate, … further dimensions, K inputs and N outputs
+over all ranks; l ranks along each dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pentameter.parallel.mesh import group_named
+from pentameter.parallel.precision import arithmetic
+from pentameter.parallel.tensor.collectives import gathered_shards, product_operation, reduced_shard
+
+
+class Product3d(NamedTuple):
+    """A 3-D matmul. Ranks along `row` shard dimension `cut` of the weight, `n_cut` long, in shards
+    of `most`; the last ones may be smaller."""
+
+    n_cut: int
+    most: int
+    cut: int
+    inputs: str
+    """The group over which inputs are all-gathered, by name."""
+    row: str
+    results: str
+    """The group over which outputs are reduce-scattered, by name."""
+    precision: str
+    """The precision in whose arithmetic it is computed."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return this rank's shard (R / l, …, N / l) of x · weightᵀ + bias, given its shards x
+        (R / l, …, K / l), weight: (N / l², K / l), or (N / l, K / l²) if `cut` is 1, and bias
+        (N / l,)."""
+        y = product_3d(x, weight, *self)
+        return y if bias is None else y + bias.to(y.dtype)
+
+    def differentiate(self, g: Tensor, x: Tensor, weight: Tensor, weight_grad: Tensor) -> Tensor:
+        """Return the gradient for the shard x, and add the weight's to `weight_grad`, in their
+        shapes, given g (R / l, …, N / l)."""
+        x_grad, shard = differentiated(g, x, weight, *self)
+        weight_grad.add_(shard)
+        return x_grad
+
+
+def multiplied(
+    x: Tensor,
+    weight: Tensor,
+    n_cut: int,
+    most: int,
+    cut: int,
+    inputs: str,
+    row: str,
+    results: str,
+    precision: str,
+) -> Tensor:
+    """Return this rank's shard (R / l, …, N / l) of x · weightᵀ, computed in x's dtype.
+    Collective."""
+    block = _gathered_weight(weight.to(x.dtype), n_cut, most, cut, row)
+    rows = arithmetic(precision).matmul.linear(_gathered_rows(x, inputs), block)
+    return _summed_rows(rows, results)
+
+
+def differentiated(
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    n_cut: int,
+    most: int,
+    cut: int,
+    inputs: str,
+    row: str,
+    results: str,
+    precision: str,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients for this rank's shards: x (R / l, …, K / l), in its dtype, and weight,
+    in float32 at least, given g (R / l, …, N / l). Gathered tensors are gathered again, not kept.
+    Collective."""
+    matmul = arithmetic(precision).matmul
+    g_rows = _gathered_rows(g.to(x.dtype), results)
+    block = _gathered_weight(weight.to(x.dtype), n_cut, most, cut, row)
+    x_grad = _summed_rows(matmul.input_gradient(g_rows, block), inputs)
+    del block
+    rows = _gathered_rows(x, inputs)
+    block_grad = matmul.precise_weight_gradient(g_rows.flatten(0, -2), rows.flatten(0, -2))
+    shard = reduced_shard(block_grad.transpose(0, cut), most, row)
+    return x_grad, shard.transpose(0, cut).contiguous()
+
+
+def _gathered_rows(x: Tensor, group_name: str) -> Tensor:
+    """All-gather equal shards along dimension 0: (R / l, …) → (R, …)."""
+    return gathered_shards(x, len(x), len(x) * group_named(group_name).size(), group_name)
+
+
+def _summed_rows(rows: Tensor, group_name: str) -> Tensor:
+    """Reduce-scatter along dimension 0: (R, …) → (R / l, …)."""
+    return reduced_shard(rows, len(rows) // group_named(group_name).size(), group_name)
+
+
+def _gathered_weight(weight: Tensor, n_cut: int, most: int, cut: int, row: str) -> Tensor:
+    """All-gather a weight's dimension `cut` over `row`, to a block (N / l, K / l)."""
+    return gathered_shards(weight.transpose(0, cut), most, n_cut, row).transpose(0, cut)
+
+
+def _n_columns(weight: Tensor, n_cut: int, most: int, cut: int, *_: Any) -> int:
+    """Return this rank's number of output columns, N / l."""
+    return n_cut if cut == 0 else len(weight)
+
+
+product_3d = product_operation("product_3d", multiplied, differentiated, _n_columns)

@@ -1,0 +1,61 @@
+"""What a module computes in place of its own `forward`: linear layers in a run's arithmetic, with
+their adapters. The one way in which parallelism, arithmetic and adapters come into a model.
+
+Shapes: K inputs and N outputs of a layer, or of this rank's shard of it; r LoRA rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from pentameter.model.gpt import TiedHead
+from pentameter.model.loss import HeadLoss
+from pentameter.model.matmul import PLAIN, Matmul
+from pentameter.parallel.gradients import local
+from pentameter.planning.adapters import A
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
+    """Set a module's `forward`, in place. Its parameters, its hooks and the names in its
+    `state_dict()` stay."""
+    target: Any = module
+    target.forward = forward
+
+
+def use_matmul(model: nn.Module, matmul: Matmul) -> None:
+    """Have linear layers, head and loss multiply by `matmul`, in place."""
+    if matmul is PLAIN:  # as they do by themselves
+        return
+    for module in model.modules():
+        if isinstance(module, TiedHead | HeadLoss):
+            replace_forward(module, partial(module.forward, matmul=matmul))
+        elif type(module).forward is nn.Linear.forward:
+            replace_forward(module, partial(_linear, matmul, module))
+
+
+def _linear(matmul: Matmul, linear: Any, x: Tensor) -> Tensor:
+    """Return a linear layer's output (…, N) for x (…, K)."""
+    return matmul.linear(x, linear.weight, linear.bias)
+
+
+def adapt(linear: Any, factor: float, matmul: Matmul) -> None:
+    """Have a linear layer with LoRA matrices add `factor` times their output, in place."""
+    linear.lora_factor = factor
+    forward = linear.forward
+    replace_forward(linear, lambda x: adapted(matmul, linear, x, forward(x)))
+
+
+def adapted(matmul: Matmul, linear: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Return y (…, N), the output of a linear layer or of this rank's shard for x (…, K), plus
+    that of its adapter, factor · B A x, if it has one."""
+    if not hasattr(linear, A):
+        return y
+    a, b = linear.lora_a, linear.lora_b  # (r, K), (N, r)
+    if not isinstance(x, DTensor):  # PyTorch's styles pass DTensors, ours local shards
+        a, b = local(a), local(b)
+    return y + linear.lora_factor * matmul.linear(matmul.linear(x, a), b)

@@ -1,0 +1,1 @@
+"""Memory saved for compute: recomputed activations, weights rounded once per step."""

@@ -1,0 +1,76 @@
+"""Activation recomputation (checkpointing): blocks drop activations in the forward pass, and
+recompute them for the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from pentameter.config.choices import refuse_unknown
+from pentameter.parallel.linear import replace_forward
+
+_SAVED_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_SAVED_NAMES = (
+    "scaled_dot_product",
+    "dropped_attention",
+    "ring_attention",
+    "read_stream",
+    "summa",
+    "product_3d",
+)
+
+
+def recompute_activations(
+    blocks: Iterable[nn.Module],
+    how: Literal["selective", "full"],
+    *,
+    draws_from_generator: bool = False,
+) -> None:
+    """Have every block drop its activations, and recompute them in the backward pass.
+
+    `full` keeps only a block's input. `selective` also keeps the outputs of matmuls and fused
+    attention, and recomputes elementwise operations: norms, activation functions, dropout, and the
+    weights in attention that materializes them, which are the largest tensors.
+
+    Only the blocks' `forward` is replaced, so names in `state_dict()` stay. Keyed dropout needs no
+    generator state for the second pass; blocks that draw from PyTorch's generator do. Raises
+    ConfigError for an unknown `how`.
+    """
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws_from_generator}
+    match how:
+        case "full":
+            pass
+        case "selective":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        case unknown:
+            refuse_unknown(unknown, "train.activation_checkpoint", "the engine")
+    for block in blocks:
+        replace_forward(block, partial(_recomputed, block.forward, options))
+
+
+def _recomputed(
+    forward: Callable[..., Tensor], options: dict[str, Any], *arguments: Any, **named: Any
+) -> Tensor:
+    """Run a block's forward under `checkpoint`, or plainly without gradients. Tensors keep the
+    block's own shapes, (B, T, D) for the GPT."""
+    if not torch.is_grad_enabled():
+        return forward(*arguments, **named)
+    return checkpoint(forward, *arguments, **options, **named)
+
+
+def _policy(ctx: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    """Decide whether to keep an operation's output. Attention has a name for each device (flash,
+    efficient, cuDNN …); ring attention, attention that drops weights in kernels, and matmuls with
+    sharded matrices are custom operations."""
+    if op in _SAVED_MATMULS or any(name in str(op) for name in _SAVED_NAMES):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,106 @@
+"""Weights rounded for matmuls once per step instead of once per pass, kept next to the master
+weights.
+
+During a step, modules hold leaves in the matmul dtype in place of their parameters. Whatever
+autograd adds to a leaf is added at once to the master parameter's gradient, in its own dtype: bit
+by bit the same sum as when every pass rounds and every gradient is widened first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from pentameter.parallel.gradients import local
+from pentameter.parallel.precision import Arithmetic
+from pentameter.parallel.sources.model_source import ModelSource
+from pentameter.planning.plan import Plan
+
+
+def rounded_weights(
+    source: ModelSource, models: Iterable[nn.Module], plan: Plan, arithmetic: Arithmetic
+) -> RoundedWeights:
+    """Return the RoundedWeights for these slices, a context for a step's forward and backward
+    passes. It is empty unless the plan's rules round weights once."""
+    dtype = arithmetic.autocast_dtype
+    if dtype is None or not plan.rules.rounds_once(plan.n_micro_batches):
+        return RoundedWeights([], torch.float32)
+    units = [unit for model in models for unit in source.gathered_units(model)]
+    return RoundedWeights(units, dtype)
+
+
+class RoundedWeights(contextlib.AbstractContextManager[None]):
+    """The parameters of `units` that only matmuls read, rounded to `dtype`.
+
+    `units` are (module, whether only matmuls read its parameters), as `ModelSource.gathered_units`
+    returns them; other units nested within are left as they are. Inside the context the modules
+    compute with the leaves, which are created at the first entry and stay. Hooks on the parameters
+    do not fire there, because autograd reaches the leaves instead.
+    """
+
+    def __init__(self, units: Sequence[tuple[nn.Module, bool]], dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._slots: list[tuple[nn.Module, str, Parameter]] = []
+        self._leaves: list[Parameter] = []
+        others = {id(each) for unit, rounds in units if not rounds for each in unit.modules()}
+        for unit in (unit for unit, rounds in units if rounds):
+            for owner in unit.modules():
+                if id(owner) not in others:
+                    own = owner.named_parameters(recurse=False)
+                    self._slots += [(owner, name, parameter) for name, parameter in own]
+
+    def __enter__(self) -> None:
+        """Round the weights, and set the leaves on the modules."""
+        self._round()
+        for (owner, name, _), leaf in zip(self._slots, self._leaves, strict=True):
+            setattr(owner, name, leaf)
+
+    def __exit__(self, *_: object) -> None:
+        """Restore the parameters, which hold the gradients."""
+        for (owner, name, parameter), leaf in zip(self._slots, self._leaves, strict=True):
+            setattr(owner, name, parameter)
+            leaf.grad = None  # left by a step that failed
+
+    def collect(self) -> None:
+        """Add to the parameters' gradients any leaf gradients that were not accumulated by
+        autograd, so that no hook saw them."""
+        for (_, _, parameter), leaf in zip(self._slots, self._leaves, strict=False):
+            if leaf.grad is not None:
+                _pass_on(parameter, leaf)
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        """Copy the master weights into the leaves, creating leaves at the first call."""
+        if len(self._leaves) < len(self._slots):
+            self._leaves = [self._leaf(parameter) for _, _, parameter in self._slots]
+            return
+        for index, ((_, _, parameter), leaf) in enumerate(
+            zip(self._slots, self._leaves, strict=True)
+        ):
+            if leaf.requires_grad == parameter.requires_grad:
+                local(leaf).copy_(local(parameter))
+            else:  # it was frozen or unfrozen since
+                self._leaves[index] = self._leaf(parameter)
+
+    def _leaf(self, parameter: Parameter) -> Parameter:
+        """Create a rounded leaf with the parameter's shape, whose gradient goes to the
+        parameter."""
+        leaf = Parameter(parameter.detach().to(self._dtype), parameter.requires_grad)
+        if parameter.requires_grad:
+            leaf.register_post_accumulate_grad_hook(partial(_pass_on, parameter))
+        return leaf
+
+
+def _pass_on(parameter: Parameter, leaf: Tensor) -> None:
+    """Add a rounded leaf's gradient to the parameter's, same shape, in place, and drop it."""
+    gradient, leaf.grad = leaf.grad, None
+    assert gradient is not None
+    if parameter.grad is None:
+        parameter.grad = gradient.to(parameter.dtype)
+    else:
+        local(parameter.grad).add_(local(gradient))

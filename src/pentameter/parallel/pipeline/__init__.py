@@ -1,0 +1,1 @@
+"""Pipeline parallelism: PyTorch's schedules over stages with bounded memory."""

@@ -1,0 +1,197 @@
+"""Pipeline stages that hold a receive buffer only while a micro-batch needs it.
+
+Before torch 2.15 `PipelineStage` allocates buffers for all micro-batches in a step, and schedules
+hold sent tensors until the step ends: memory that grows with the batch. Both pass through the
+stage's public methods, which mark when a message is posted and when it has been read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+SCHEDULES_LET_GO = hasattr(PipelineStage, "release_fwd_send_outputs")
+"""Whether PyTorch's schedules release sent activations: since torch 2.15, which also allocates no
+buffers in advance, so that a BoundedStage finds none to drop."""
+
+
+class BoundedStage(PipelineStage):
+    """A PipelineStage that allocates a receive buffer when the receive is posted, and drops it when
+    the pass that reads it is done.
+
+    Autograd keeps a received activation for the backward pass, as it does any input. The second
+    half of a split backward pass adds to the weights' `.grad` without autograd's hooks; the stage
+    then calls `take_gradients`.
+    """
+
+    def __init__(self, *args: Any, take_gradients: Callable[[], None], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.take_gradients = take_gradients
+        self.args_recv_info = _WithoutMemory()
+        self.grad_recv_info = _WithoutMemory()
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the receives for a micro-batch's activations, into buffers allocated now."""
+        _allocate(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the receives for the gradients of the activations that a micro-batch's forward
+        pass sent."""
+        if self.has_backward:
+            _allocate(self.grad_recv_info[bwd_chunk_id], self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run a micro-batch's forward pass, and return its output: the residual stream (B, T, D),
+        the summed loss (1,) or logits (B, T, V)."""
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        _release(self.args_recv_info[fwd_chunk_id])
+        return output
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Run a micro-batch's backward pass, or its first half, from `loss` (the schedule's scalar)
+        in the last stage."""
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if self.has_backward:
+            _release(self.grad_recv_info[bwd_chunk_id])
+        if loss is not None:  # the schedule keeps it, and its graph would keep the stage's input
+            loss.detach_()
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Compute the weight gradients for a micro-batch, the second half of a split
+        backward pass."""
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self.take_gradients()
+
+    # In a V, PyTorch passes gradients between a rank's two stages even without backward passes.
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """Return the gradient of a micro-batch's input, for the previous stage on this rank."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Take the gradient of a micro-batch's output from the next stage on this rank."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def end_step(self) -> None:
+        """Drop the state that a step without backward passes leaves behind."""
+        self.clear_runtime_states()
+
+
+class SendingStage(BoundedStage):
+    """A BoundedStage that posts its messages itself, for schedules that would otherwise hold each
+    one until the step ends.
+
+    Not for schedules that post a send and a receive as one call, as nccl needs if two ranks send to
+    each other at once.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._receives: dict[tuple[str, int], list[dist.Work]] = {}
+        self._sends: dict[tuple[str, int], list[dist.Work]] = {}
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Post the activation receives, and return no operations to the schedule."""
+        ops = super().get_fwd_recv_ops(fwd_chunk_id)
+        self._receives["forward", fwd_chunk_id] = _post(ops)
+        return []
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Post the gradient receives, and return no operations to the schedule."""
+        ops = super().get_bwd_recv_ops(bwd_chunk_id)
+        self._receives["backward", bwd_chunk_id] = _post(ops)
+        return []
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Post the activation sends, and return no operations to the schedule."""
+        self._sends["forward", fwd_chunk_id] = _post(super().get_fwd_send_ops(fwd_chunk_id))
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Post the gradient sends, and return no operations to the schedule."""
+        # The previous gradient was sent a pass ago, and its receive is posted at once.
+        _wait(self._sends.pop(("backward", bwd_chunk_id - 1), []))
+        self._sends["backward", bwd_chunk_id] = _post(super().get_bwd_send_ops(bwd_chunk_id))
+        return []
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Wait for a micro-batch's input, then run its forward pass and return the output."""
+        _wait(self._receives.pop(("forward", fwd_chunk_id), []))
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Wait for a micro-batch's output gradient, then run its backward pass, or its
+        first half."""
+        _wait(self._receives.pop(("backward", bwd_chunk_id), []))
+        # The stage that sent this gradient has received the activations.
+        _wait(self._sends.pop(("forward", bwd_chunk_id), []))
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def end_step(self) -> None:
+        """Wait for the remaining sends, and drop the state that a step without backward passes
+        leaves behind."""
+        for works in self._sends.values():
+            _wait(works)
+        self._sends.clear()
+        super().end_step()
+
+
+class _WithoutMemory(dict[int, Any]):
+    """PyTorch's receive information by micro-batch, each buffer on `meta` until it is allocated.
+
+    PyTorch allocates the buffers for all micro-batches at the first step, one after the other; this
+    dictionary releases each before the next is made.
+    """
+
+    def __setitem__(self, micro_batch: int, infos: Iterable[Any]) -> None:
+        super().__setitem__(micro_batch, infos)
+        _release(infos)
+
+
+def _allocate(infos: Iterable[Any], device: torch.device) -> None:
+    """Give each receive buffer memory on `device`."""
+    _replace_buffers(infos, device)
+
+
+def _release(infos: Iterable[Any]) -> None:
+    """Replace each receive buffer by one on `meta`."""
+    _replace_buffers(infos, torch.device("meta"))
+
+
+def _replace_buffers(infos: Iterable[Any], device: torch.device) -> None:
+    """Replace each receive buffer by an empty one with the same shape and dtype on `device`."""
+    for info in infos:
+        buffer = getattr(info, "buffer", None)  # the first stage's arguments have none
+        if buffer is not None:
+            fresh = torch.empty_like(buffer, device=device)
+            info.buffer = fresh.requires_grad_(buffer.requires_grad)
+
+
+def _post(ops: Iterable[dist.P2POp]) -> list[dist.Work]:
+    """Start the sends or receives in `ops`."""
+    return [op.op(op.tensor, op.peer, op.group) for op in ops]
+
+
+def _wait(works: Iterable[dist.Work]) -> None:
+    for work in works:
+        work.wait()

@@ -1,0 +1,228 @@
+"""Pipeline parallelism: layers split into stages on different ranks, driven by PyTorch's schedules.
+
+Shapes: B rows in a micro-batch, T this rank's tokens, D d_model, V padded vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from pentameter.config.choices import TAKES_SEVERAL_STAGES, look_up
+from pentameter.data.batches.tree import Tree, leaves
+from pentameter.parallel.pipeline.bounded_stage import (
+    SCHEDULES_LET_GO,
+    BoundedStage,
+    SendingStage,
+)
+from pentameter.parallel.stage_module import StageModule
+from pentameter.planning.architecture import residual_stream
+from pentameter.planning.plan import Plan
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zero-bubble-v": ScheduleZBVZeroBubble,
+}
+STAGES: dict[str, type[BoundedStage]] = {
+    "gpipe": SendingStage,
+    "1f1b": BoundedStage,
+    "interleaved": SendingStage,
+    "zero-bubble": SendingStage,
+    "zero-bubble-v": SendingStage,
+}
+"""`parallel.schedule` → its stage class, unless SCHEDULES_LET_GO. PyTorch's 1F1B posts a send and a
+receive as one call, and releases each message; the other schedules hold sent tensors until the step
+ends."""
+Use = Literal["train", "evaluate", "logits"]
+
+
+class Pipeline:
+    """Runs this rank's pipeline stages, and exchanges activations and gradients with other ranks.
+
+    `modules` maps stage numbers to this rank's stage modules, which FSDP may wrap already; `module`
+    is one of them. Every rank along `pipeline` creates one Pipeline, and all call its methods
+    together. `take_gradients` is passed on to each BoundedStage.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        module: StageModule,
+        plan: Plan,
+        mesh: DeviceMesh,
+        take_gradients: Callable[[], None],
+    ) -> None:
+        self._take_gradients = take_gradients
+        self._modules = modules
+        self._plan = plan
+        self._group = mesh["pipeline"].get_group()
+        self._device = module.device
+        self._stream_dtype = next(module.model.parameters()).dtype
+        self._logits_dtype = self._stream_dtype  # StageModule does not round them, unless sharded
+        if plan.layout.zero:
+            self._logits_dtype = module.arithmetic.products
+        self._holds_first = 0 in modules
+        self._reads_inputs = any(
+            isinstance(each, StageModule) and each.reads_inputs for each in modules.values()
+        )
+        self._schedules: dict[tuple[object, ...], tuple[Any, list[BoundedStage]]] = {}
+        self._factor: Tensor | float = 1.0
+        self._losses: list[Tensor] = []
+
+    def train(
+        self,
+        inputs: Tree,
+        targets: Tree,
+        keys: Tensor | None,
+        factor: Tensor | float,
+        n_micro_batches: int,
+    ) -> Tensor:
+        """Run forward and backward over equal micro-batches of the rows in `inputs` and `targets`,
+        both (n · B, …), with dropout `keys` (n · B, …). Returns the summed loss in nats, () (zero
+        if this rank lacks the last stage). The gradients of that loss times `factor` are added to
+        the parameters' `.grad`."""
+        self._factor = factor
+        schedule, stages = self._schedule(
+            "train", self._plan.layout.schedule, inputs, n_micro_batches
+        )
+        self._run(schedule.step, inputs, targets, keys)
+        return self._collect_losses(stages)
+
+    def evaluate(self, inputs: Tree, targets: Tree, n_micro_batches: int) -> Tensor:
+        """Compute the summed loss in nats, (), over equal micro-batches, without gradients."""
+        schedule, stages = self._schedule("evaluate", self._forward_only, inputs, n_micro_batches)
+        self._run(schedule.eval, inputs, targets, None)
+        return self._collect_losses(stages)
+
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """Compute logits (B, T, V) for one micro-batch of tokens (B, T); None if this rank lacks
+        the last stage."""
+        schedule, stages = self._schedule("logits", self._forward_only, tokens, 1)
+        arguments = (tokens,) if self._holds_first else ()
+        context = {"inputs": tokens} if self._reads_inputs else {}
+        result: Tensor | None = schedule.step(*arguments, **context)
+        _end(stages)
+        return result
+
+    def _run(
+        self, run: Callable[..., Any], inputs: Tree, targets: Tree, keys: Tensor | None
+    ) -> None:
+        """Run a schedule on inputs, targets and dropout keys (n · B, …), which it splits into
+        micro-batches."""
+        arguments = (inputs,) if self._holds_first else ()
+        context = {"targets": targets}
+        if keys is not None:
+            context["dropout_keys"] = keys
+        if self._reads_inputs:
+            context["inputs"] = inputs
+        # PyTorch requires a tensor, which `_loss` ignores.
+        run(*arguments, target=leaves(targets)[0], **context)
+
+    def _loss(self, loss: Tensor, _targets: Tensor) -> Tensor:
+        """Record a micro-batch's loss (1,), and return it times the factor, (), for the backward
+        pass."""
+        self._losses.append(loss.detach())
+        return loss.sum() * self._factor
+
+    def _collect_losses(self, stages: list[BoundedStage]) -> Tensor:
+        """End the step, and return the recorded losses' sum, ()."""
+        _end(stages)
+        losses, self._losses = self._losses, []
+        return torch.cat(losses).sum() if losses else torch.zeros((), device=self._device)
+
+    @property
+    def _forward_only(self) -> str:
+        """The schedule without backward passes: this layout's, if it takes several stages, else
+        GPipe's, which takes any number of micro-batches."""
+        name = self._plan.layout.schedule
+        return name if _takes_several_stages(name) else "gpipe"
+
+    def _schedule(
+        self, use: Use, name: str, inputs: Tree, n_micro_batches: int
+    ) -> tuple[Any, list[BoundedStage]]:
+        """Return PyTorch's schedule for a use and the inputs' shapes, created at its first call,
+        and its stages.
+
+        A schedule's shapes are fixed for its life, and so is whether received tensors have a
+        gradient, which the first step settles. Schedules hold no parameters.
+        """
+        # The shapes for one micro-batch; batch rows come first.
+        on_meta = [
+            torch.empty(
+                (len(each) // n_micro_batches, *each.shape[1:]), dtype=each.dtype, device="meta"
+            )
+            for each in leaves(inputs)
+        ]
+        shapes = tuple((each.shape, each.dtype) for each in on_meta)
+        key = (use, name, n_micro_batches, shapes)
+        if key not in self._schedules:
+            stages = [
+                self._stage(use, name, number, module, on_meta)
+                for number, module in self._modules.items()
+            ]
+            schedule = SCHEDULES[name](
+                stages if _takes_several_stages(name) else stages[0],
+                n_micro_batches,
+                loss_fn=None if use == "logits" else self._loss,
+                scale_grads=False,  # the loss is divided by the global target count
+            )
+            self._schedules[key] = schedule, stages
+        return self._schedules[key]
+
+    def _stage(
+        self, use: Use, schedule: str, number: int, module: nn.Module, inputs: Sequence[Tensor]
+    ) -> BoundedStage:
+        """Create one stage for a schedule; `inputs` are the first stage's (B, …), on `meta`."""
+        plan, layout = self._plan, self._plan.layout
+        micro_batch_size = len(inputs[0])
+        (T,) = plan.sharding.local_shape((plan.config.model.context_length,), ("context",))
+        has_loss = use != "logits"
+        on_meta: dict[str, Any] = {"device": "meta"}
+        stream = torch.empty(
+            micro_batch_size,
+            *plan.sharding.local_shape(
+                residual_stream(plan.config.model, "stream").shape, ("message", "embed")
+            ),
+            dtype=self._stream_dtype,
+            requires_grad=has_loss,
+            **on_meta,
+        )
+        if has_loss:  # summed losses are fp32 or fp64
+            output = torch.empty(1, dtype=self._stream_dtype, requires_grad=True, **on_meta)
+        else:
+            shape = (micro_batch_size, T, plan.vocab_size_padded)
+            output = torch.empty(shape, dtype=self._logits_dtype, **on_meta)
+        stage = BoundedStage if SCHEDULES_LET_GO else STAGES[schedule]
+        return stage(
+            module,
+            number,
+            layout.n_stages,
+            self._device,
+            input_args=tuple(inputs) if number == 0 else stream,
+            output_args=output if number == layout.n_stages - 1 else stream,
+            group=self._group,
+            take_gradients=self._take_gradients,
+        )
+
+
+def _end(stages: list[BoundedStage]) -> None:
+    for stage in stages:
+        stage.end_step()
+
+
+def _takes_several_stages(schedule: str) -> bool:
+    return look_up(TAKES_SEVERAL_STAGES, schedule, "parallel.schedule", "the pipeline")

@@ -1,0 +1,129 @@
+"""Tied parameters: one parameter under several names in a module, kept as one; and copies in
+several pipeline stages.
+
+PyTorch gives each name its own tensor when a module leaves `meta`, or when tensor-parallel styles
+replace parameters one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
+
+from pentameter.errors import ConfigError
+from pentameter.parallel import gradients
+from pentameter.parallel.mesh import make_group
+from pentameter.planning.plan import Plan
+from pentameter.processes.world import World
+
+TiedNames = list[list[str]]
+"""For each tied parameter, the names it has."""
+
+
+def tied_names(module: nn.Module) -> TiedNames:
+    """Return the names that refer to one parameter, for each such parameter. FSDP keeps it under
+    the first name in each list."""
+    found: dict[int, list[str]] = {}
+    for prefix, owner in _children_first(module, ""):
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(id(parameter), []).append(f"{prefix}{name}")
+    return [names for names in found.values() if len(names) > 1]
+
+
+def tie_again(module: nn.Module, tied: TiedNames) -> None:
+    """Tie parameters again that were tied before. Raises ConfigError if they have been sharded
+    differently since."""
+    for first, *others in tied:
+        kept = module.get_parameter(first)
+        for name in others:
+            other = module.get_parameter(name)
+            if _placements(other) != _placements(kept) or other.shape != kept.shape:
+                raise ConfigError(
+                    f"{first} and {name} are one parameter, and the table of styles cuts one as "
+                    f"{_placements(kept) or 'a whole'}, the other as "
+                    f"{_placements(other) or 'a whole'}; cut both alike"
+                )
+            _set(module, name, kept)
+
+
+def give_memory(module: nn.Module, device: torch.device) -> None:
+    """Allocate every parameter and buffer on a device, uninitialized, in place; tied ones stay
+    tied."""
+    tied = tied_names(module)
+    module.to_empty(device=device)
+    tie_again(module, tied)
+
+
+def tie_within(models: Sequence[nn.Module], names: Iterable[str]) -> None:
+    """Tie parameters with these names across several slices on this rank: their gradients then
+    accumulate without communication."""
+    for name in names:
+        found: Parameter | None = None
+        for model in models:
+            if name not in dict(model.named_parameters()):
+                continue
+            if found is None:
+                found = model.get_parameter(name)
+                continue
+            aliases = next((each for each in tied_names(model) if name in each), [name])
+            for alias in aliases:
+                _set(model, alias, found)
+
+
+class TiedCopies:
+    """Parameters tied across stages on different ranks: for example an embedding and the tied
+    head's copy.
+
+    Every rank in the world constructs it at the same time. `copies` names those that this rank
+    holds but another stage owns.
+    """
+
+    def __init__(
+        self, plan: Plan, mesh: DeviceMesh, world: World, named: Mapping[str, Parameter]
+    ) -> None:
+        layout = plan.layout
+        coordinates = layout.coordinates(world.rank)
+        own_stage = coordinates["pipeline"]
+        tied = {name: at for name, at in plan.tied.items() if own_stage in at and len(at) > 1}
+        self.copies = frozenset(name for name, at in tied.items() if at[0] != own_stage)
+        self._held: list[tuple[dist.ProcessGroup, list[Parameter]]] = []
+        # In the same order on every rank, so that no two wait for each other.
+        for holders in sorted({tuple(sorted(at)) for at in tied.values()}):
+            if len(holders) == layout.pipeline:
+                group = mesh["pipeline"].get_group()
+            else:
+                ranks = (layout.rank_of(**{**coordinates, "pipeline": each}) for each in holders)
+                group = make_group(ranks, world)
+            names = sorted(name for name, at in tied.items() if tuple(sorted(at)) == holders)
+            self._held.append((group, [named[name] for name in names]))
+
+    def add_up(self) -> None:
+        """All-reduce the gradients of each tied parameter over its copies."""
+        for group, held in self._held:
+            found = [gradients.local(each.grad) for each in held if each.grad is not None]
+            if found:
+                gradients.add_up(found, group)
+
+
+def _set(module: nn.Module, name: str, parameter: Parameter) -> None:
+    """Register `parameter` under a dotted name."""
+    path, _, own = name.rpartition(".")
+    setattr(module.get_submodule(path), own, parameter)
+
+
+def _placements(parameter: Parameter) -> Sequence[object]:
+    """Return a DTensor's placements; none for a plain tensor."""
+    return tuple(getattr(parameter, "placements", ()))
+
+
+def _children_first(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every sub-module, children first, with its parameter name prefix. A module with several
+    names comes under the first, as in `named_parameters()`."""
+    for name, child in module.named_children():
+        yield from _children_first(child, f"{prefix}{name}.")
+    yield prefix, module

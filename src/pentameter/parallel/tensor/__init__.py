@@ -1,0 +1,1 @@
+"""Tensor parallelism in one dimension, and the collectives that every tensor mode uses."""

@@ -1,0 +1,47 @@
+"""Sizes that a run obeys: gradient buckets for all-reduce, and chunks of logits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+COPIES_BUCKET_BYTES = 25 * 2**20
+"""Size in bytes for DDP's buckets, whose all-reduces start during the backward pass. This is DDP's
+own default, applied to the first bucket too, which DDP would make smaller."""
+SUM_BUCKET_BYTES = 64 * 2**20
+"""Size in bytes for an all-reduce bucket after the backward pass. Large, for few messages, because
+no computation is left to overlap with."""
+
+MAX_LOGITS = 2**26
+"""Logits to hold in memory at once. `loss_sum` computes smaller micro-batches unchunked,
+so that `torch.compile` can fuse them with the model."""
+MOST_CHUNKS = 8
+"""Maximum chunk count for a micro-batch's logits. Each chunk adds V · D numbers to the weight's
+gradient: with 49 chunks, an H100 spent 50 ms of gpt2-124m's step on that (`docs/performance.md`).
+An eighth of a large micro-batch's logits takes little memory next to its activations."""
+TILE_ROWS = 128
+"""Rows in one matmul tile. Chunk sizes are multiples if that keeps them within the limit."""
+
+
+def filled_buckets(sizes: Sequence[int]) -> list[slice]:
+    """Group tensors with these sizes in bytes into buckets, in order. A bucket holds up to
+    SUM_BUCKET_BYTES, or a single larger tensor."""
+    starts: list[int] = []
+    n_bytes = 0
+    for index, size in enumerate(sizes):
+        if not starts or n_bytes + size > SUM_BUCKET_BYTES:
+            starts.append(index)
+            n_bytes = 0
+        n_bytes += size
+    return [slice(a, b) for a, b in itertools.pairwise([*starts, len(sizes)])]
+
+
+def row_chunks(n_rows: int, width: int, max_logits: int) -> list[slice]:
+    """Split the rows of logits (n_rows, width) into the fewest chunks with at most `max_logits`
+    numbers each, a limit that is raised to one row and to an eighth of all rows if it is below
+    them. Chunks are as equal as possible: one or two distinct shapes, for the sake of whatever
+    compiles the kernel."""
+    most = max(1, max_logits // max(1, width), -(-n_rows // MOST_CHUNKS))
+    size = -(-n_rows // max(1, -(-n_rows // most)))
+    size = min(-(-size // TILE_ROWS) * TILE_ROWS, most)
+    return [slice(start, min(start + size, n_rows)) for start in range(0, n_rows, max(1, size))]

@@ -1,0 +1,65 @@
+"""FLOPs per token, the cost of embedding and head in a pipeline, and vocabulary padding, as a Plan
+records or obeys them.
+
+These are folds over the one operation list in `planning/gpt.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from pentameter.config.choices import refuse_unknown
+from pentameter.config.schema import Config, LoraConfig, ModelConfig
+from pentameter.planning.adapters import run_operations
+from pentameter.planning.architecture import padded_vocab_size
+from pentameter.planning.gpt import parameter_table
+
+NO_ADAPTERS = LoraConfig()
+CONVENTION = "6·N + 12·n_layers·d_model·context_length per token, full attention"
+
+
+def flops_per_token(model: ModelConfig, lora: LoraConfig = NO_ADAPTERS) -> int:
+    """Return the forward and backward FLOPs per trained token: 6·N +
+    12·n_layers·d_model·context_length.
+
+    N counts every parameter except position embeddings, which are only added, and except an untied
+    token embedding, because a look-up multiplies nothing. Attention counts in full although half is
+    masked. This is PaLM's convention (Chowdhery et al. 2022, appendix B). If only adapters are
+    trained, each frozen parameter counts 4 rather than 6: its gradient is not computed.
+    """
+    used = [op for op in run_operations(model, lora) if op.kind != "look_up"]
+    multiplied = {spec for op in used for spec in op.parameters}
+    n_multiplications = sum(op.token_products for op in used)
+    return 6 * n_multiplications + sum(
+        (6 if spec.is_trained else 4) * spec.n_elements for spec in multiplied
+    )
+
+
+def end_weights(config: Config) -> tuple[float, float]:
+    """Return embedding and head costs in units of one layer's cost. They are zero for a uniform
+    partition. A weighted partition balances stages by their multiplications: an embedding only
+    looks up, while a head is a matmul with V · D weights."""
+    match config.parallel.partition:
+        case "uniform":
+            return 0.0, 0.0
+        case "weighted":
+            run = run_operations(config.model, config.lora)
+            first, layer, last = (
+                sum(op.weight_products + op.token_products for op in group)
+                for group in (
+                    itertools.takewhile(lambda op: op.layer is None, run),
+                    (op for op in run if op.layer == 0),
+                    itertools.takewhile(lambda op: op.layer is None, reversed(run)),
+                )
+            )
+            return first / layer, last / layer
+        case unknown:
+            refuse_unknown(unknown, "parallel.partition", "the planner")
+
+
+def padding_elements(model: ModelConfig) -> int:
+    """Return how many elements in embedding and head rows only pad the vocabulary."""
+    assert model.vocab_size is not None
+    n_rows = padded_vocab_size(model)
+    in_rows = sum(spec.n_elements for spec in parameter_table(model) if "vocab" in spec.axes)
+    return in_rows // n_rows * (n_rows - model.vocab_size)

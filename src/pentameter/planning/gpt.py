@@ -1,0 +1,183 @@
+"""A GPT's parameters and operations: the ends, and blocks that are lists of sub-layers.
+
+Sharding, initialization, weight decay and checkpoints read the parameter table. FLOPs, memory,
+communication and the balance between pipeline stages are folds over the operation list
+(`planning/flops.py`, `estimating/`). Tests hold the table equal to the built model's
+`state_dict()`, and the operations equal to the matmuls that the model runs and the tensors that it
+saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+from pentameter.config.choices import refuse_unknown
+from pentameter.config.schema import ModelConfig
+from pentameter.planning.architecture import (
+    Axis,
+    Collective,
+    Init,
+    Operation,
+    ParameterSpec,
+    embedding_dropout,
+    has_final_norm,
+    has_position_table,
+    padded_vocab_size,
+    residual_stream,
+)
+from pentameter.planning.sub_layers.attention import ATTENTION
+from pentameter.planning.sub_layers.building import (
+    ZEROS,
+    OperationList,
+    SubLayer,
+    norm,
+    vector,
+)
+from pentameter.planning.sub_layers.feed_forward import FEED_FORWARD
+
+
+def sub_layers(model: ModelConfig) -> tuple[SubLayer, ...]:
+    """Return the sub-layers of every block, in execution order."""
+    return ATTENTION, FEED_FORWARD
+
+
+@lru_cache(maxsize=64)
+def parameter_table(
+    model: ModelConfig, *, first_layer: int = 0, last_layer: int | None = None
+) -> tuple[ParameterSpec, ...]:
+    """Return the parameters in the order of the model's `state_dict()`.
+
+    The model may be a slice, from layer `first_layer` up to but not including `last_layer`
+    (n_layers when absent). The embeddings belong to the slice that starts at 0, the final norm and
+    the head to the slice that ends at n_layers. A tied head is the token embedding: a slice with
+    the head but not the embeddings also has `token_embedding.weight`, under that name.
+
+    Raises:
+        ConfigError: `vocab_size` is not set.
+        ValueError: the layer range is empty or exceeds the model.
+    """
+    first_layer, last_layer = layer_range(model, first_layer, last_layer)
+    is_first, is_last = first_layer == 0, last_layer == model.n_layers
+    rows, D = padded_vocab_size(model), model.d_model
+    ends = _ends(model)
+    axes: tuple[Axis, Axis] = ("vocab", "embed")
+    table: list[ParameterSpec] = []
+    if is_first or (is_last and model.tied_head):
+        table.append(ParameterSpec("token_embedding.weight", (rows, D), axes, ends, True))
+    if is_first and has_position_table(model):
+        shape = (model.context_length, D)
+        positions = ParameterSpec(
+            "position_embedding.weight", shape, ("position", "embed"), ends, True
+        )
+        table.append(replace(positions, sums_over=("time",)))
+    for layer in range(first_layer, last_layer):
+        table.extend(_block(model, layer))
+    if is_last:
+        if has_final_norm(model):
+            table.extend(norm(model, "final_norm", None))
+        if not model.tied_head:
+            table.append(ParameterSpec("head.weight", (rows, D), axes, ends, True))
+        if model.head_bias:
+            table.append(vector("head.bias", rows, "vocab", ZEROS, None))
+    return tuple(table)
+
+
+@lru_cache(maxsize=64)
+def operations(model: ModelConfig, layers: range | None = None) -> tuple[Operation, ...]:
+    """Return the operations in a slice of the model (the whole model when absent), in execution
+    order.
+
+    Raises:
+        ConfigError: `vocab_size` is not set.
+        ValueError: the layer range is empty or exceeds the model.
+    """
+    layers = range(model.n_layers) if layers is None else layers
+    table = parameter_table(model, first_layer=layers.start, last_layer=layers.stop)
+    build = OperationList(model, {spec.name: spec for spec in table})
+    if layers.start == 0:
+        _add_embedding(build)
+    for layer in layers:
+        _add_block(build, layer)
+    if layers.stop == model.n_layers:
+        _add_head(build)
+    return tuple(build.found)
+
+
+def layer_range(model: ModelConfig, first_layer: int, last_layer: int | None) -> tuple[int, int]:
+    """Return the checked slice (first_layer, last_layer); the latter is n_layers when absent.
+
+    Raises:
+        ValueError: the range is empty or exceeds the model.
+    """
+    last_layer = model.n_layers if last_layer is None else last_layer
+    if not 0 <= first_layer < last_layer <= model.n_layers:
+        raise ValueError(
+            f"layers {first_layer} … {last_layer} must be a non-empty range within "
+            f"0 … n_layers={model.n_layers}"
+        )
+    return first_layer, last_layer
+
+
+def _block(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
+    for sub_layer in sub_layers(model):
+        path = f"blocks.{layer}.{sub_layer.name}"
+        yield from norm(model, f"{path}_norm", layer)
+        yield from sub_layer.parameters(model, path, layer)
+
+
+def _ends(model: ModelConfig) -> Init:
+    """Return the initialization for embeddings and head: N(0, init_std), or U(±0.1)."""
+    match model.init:
+        case "normal":
+            return Init("normal", model.init_std)
+        case "uniform":
+            return Init("uniform", 0.1)
+        case unknown:
+            refuse_unknown(unknown, "model.init", "the parameter table")
+
+
+def _add_embedding(build: OperationList) -> None:
+    """Add the look-ups of token and position embeddings; their sum is the residual stream."""
+    for name in ("token_embedding", "position_embedding"):
+        if f"{name}.weight" in build.specs:
+            build.matrix(name, "look_up", (), residual_stream(build.model, name))
+    build.dropout("embedding_dropout", embedding_dropout(build.model))
+
+
+def _add_block(build: OperationList, layer: int) -> None:
+    """Add one block's sub-layers. By `norm_position`, a norm comes before each sub-layer, after its
+    addition to the stream, or on its output."""
+    model, build.layer = build.model, layer
+    stream = x = residual_stream(model, f"blocks.{layer}")
+    for sub_layer in sub_layers(model):
+        path = f"blocks.{layer}.{sub_layer.name}"
+        total = residual_stream(model, f"{path} and the stream")
+        match model.norm_position:
+            case "pre":
+                reads = stream if model.parallel_residual else x
+                sub_layer.add_operations(build, path, build.norm(f"{path}_norm", reads))
+                x = total
+            case "post":
+                sub_layer.add_operations(build, path, x)
+                x = build.norm(f"{path}_norm", total)
+            case "output":
+                sub_layer.add_operations(build, path, x)
+                build.norm(f"{path}_norm", residual_stream(model, f"{path}.added"))
+                x = total
+            case unknown:
+                refuse_unknown(unknown, "model.norm_position", "the list of operations")
+    build.layer = None
+
+
+def _add_head(build: OperationList) -> None:
+    """Add the final norm, and the logits with their loss."""
+    model = build.model
+    x = residual_stream(model, "blocks")
+    if has_final_norm(model):
+        x = build.norm("final_norm", x)
+    weight = "token_embedding" if model.tied_head else "head"
+    logits = build.computed("head", padded_vocab_size(model), "vocab")
+    loss = (Collective("softmax", "vocab", logits),)
+    build.matrix("head", "head", (x,), logits, weight, loss)

@@ -1,0 +1,255 @@
+"""The sharding of one model: local activation shapes, and the Placement of each parameter.
+
+Local shapes, the parameters' DTensor placements, the gradient sums after the backward pass, the
+memory and communication estimates and the divisibility checks all read these two tables and this
+one function from (layout, parameter).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from pentameter.config.schema import ModelConfig
+from pentameter.planning.architecture import Axis, ParameterSpec, n_kv_heads
+from pentameter.planning.layout import PARAMETER_DIMENSIONS, Layout, shard_size
+
+AXIS_DIMENSIONS: Mapping[Axis, tuple[str, ...]] = {
+    "vocab": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "context": ("context",),
+    "time": ("context", "tensor"),
+    "message": ("context", "tensor"),
+}
+"""Maps an axis of a parameter or an activation to the mesh dimensions that shard it, outermost
+first. `tensor` shards `time` only with `sequence`, and `message` only if it splits into equal
+shards. A missing axis is replicated on every rank."""
+
+GRID_AXES: tuple[Axis, ...] = ("vocab", "heads", "kv_heads", "mlp")
+"""Activation axes that a grid shards by `layout.grid_width`, besides `embed`, which it shards by
+`tensor`. It shards `context`, `time` and `message` by `context` only, and the batch by `depth` and
+`row`. In mode 3d this applies to the residual stream's batch rows; between a layer's two matmuls,
+`tensor` and `row` shard the batch."""
+
+NOT_IN_A_GRID: frozenset[Axis] = frozenset({"position", "head"})
+"""Parameter axes that no grid shards: position embeddings are replicated, as all batch rows look
+them up. Otherwise `row` shards a matrix's rows and `tensor` shards its columns and any vector; in
+mode 3d `tensor` shards `embed`, and `row` everything else."""
+
+Shape = tuple[int, ...]
+DataSum = Literal["none", "ddp", "fsdp", "after_backward"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One parameter's placement on the mesh, in terms of PARAMETER_DIMENSIONS."""
+
+    sharded_by: tuple[tuple[str, ...], ...]
+    """For each tensor dimension the mesh dimensions that shard it, outermost first."""
+    summed_over: tuple[str, ...]
+    """Mesh dimensions over which the gradient is all-reduced after the backward pass. These
+    replicate the parameter, and their ranks compute gradients from different tokens or heads.
+    Replicas along a dimension that is in none of the three get equal gradients."""
+    fsdp_over: tuple[str, ...] = ()
+    """Mesh dimensions over which FSDP reduces the gradient during the backward pass: `shard`, along
+    which ZeRO shards the parameter, preceded by `data` if those shards have replicas (HSDP)."""
+    ddp_over: tuple[str, ...] = ()
+    """Mesh dimensions over which DDP all-reduces the gradient during a step's last backward
+    pass."""
+
+    def dimension(self, mesh_dimension: str) -> int | None:
+        """Return the tensor dimension that a mesh dimension shards; None if it replicates."""
+        for index, dimensions in enumerate(self.sharded_by):
+            if mesh_dimension in dimensions:
+                return index
+        return None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank in its pipeline stage has all of it, before ZeRO shards it."""
+        return not any(self.sharded_by)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A layout with the model that it shards. From the model, only the key and value head count is
+    needed."""
+
+    layout: Layout
+    n_kv_heads: int
+
+    @property
+    def kv_copies(self) -> int:
+        """Ranks along `tensor` that compute the same key and value heads, if a model has fewer of
+        them than `tensor` ranks; otherwise 1."""
+        n_ranks = 1 if self.layout.is_grid else self.layout.tensor
+        return n_ranks // self.n_kv_heads if n_ranks % self.n_kv_heads == 0 else 1
+
+    @cached_property
+    def sharded_axes(self) -> dict[Axis, tuple[str, ...]]:
+        """The sharded activation axes, with the mesh dimensions that shard them."""
+        layout, table = self.layout, AXIS_DIMENSIONS
+        if layout.is_grid:
+            grid: dict[Axis, tuple[str, ...]] = dict.fromkeys(GRID_AXES, (layout.grid_width,))
+            table = {**table, "message": ("context",), **grid, "embed": ("tensor",)}
+        found = {
+            axis: tuple(
+                dimension
+                for dimension in dimensions
+                if layout.sizes[dimension] > 1
+                and (layout.sequence or (axis, dimension) != ("time", "tensor"))
+            )
+            for axis, dimensions in table.items()
+            if axis != "kv_heads" or self.kv_copies == 1  # else some ranks replicate heads
+        }
+        return {axis: dimensions for axis, dimensions in found.items() if dimensions}
+
+    @cached_property
+    def sharding_dimensions(self) -> tuple[str, ...]:
+        """The mesh dimensions that shard at least one axis."""
+        return tuple(dict.fromkeys(itertools.chain(*self.sharded_axes.values())))
+
+    @property
+    def loss_copies(self) -> tuple[str, ...]:
+        """The mesh dimensions whose ranks all have the same loss."""
+        return self.sharded_axes.get("vocab", ())
+
+    def local_shape(
+        self, shape: Shape, axes: Sequence[Axis], coordinates: Mapping[str, int] | None = None
+    ) -> Shape:
+        """Return an activation's local shape, given its global `shape` over `axes`, on the rank at
+        mesh `coordinates`. An omitted mesh dimension has coordinate 0, which holds the largest
+        shard."""
+        coordinates = coordinates or {}
+        local = list(shape)
+        for index, axis in enumerate(axes):
+            if axis == "kv_heads" and self.kv_copies > 1:
+                local[index] //= self.n_kv_heads
+            for dimension in self.sharded_axes.get(axis, ()):
+                local[index] = self._shard(
+                    local[index], axis, dimension, coordinates.get(dimension, 0)
+                )
+        return tuple(local)
+
+    def n_heads_here(self, n_heads: int) -> int:
+        """Return how many of `n_heads` attention heads one rank computes, for all its tokens."""
+        return self.local_shape((n_heads,), ("heads",))[0]
+
+    @property
+    def n_kv_heads_here(self) -> int:
+        """Key and value heads that one rank computes, for all its tokens."""
+        return self.local_shape((self.n_kv_heads,), ("kv_heads",))[0]
+
+    def shards_messages(self, context_length: int) -> bool:
+        """Whether tensor-parallel ranks hold the whole residual stream and each sends only a shard
+        to the next pipeline stage."""
+        time, message = (
+            self.local_shape((context_length,), (axis,)) for axis in ("time", "message")
+        )
+        return self.layout.pipeline > 1 and time != message
+
+    def placement(self, spec: ParameterSpec) -> Placement:
+        """Return a parameter's placement on the mesh."""
+        key = spec.axes, spec.sums_over
+        if key not in self._placements:
+            self._placements[key] = self._placement(spec.axes, spec.sums_over)
+        return self._placements[key]
+
+    def parameter_shape(
+        self, spec: ParameterSpec, coordinates: Mapping[str, int] | None = None
+    ) -> Shape:
+        """Return a parameter's local shape on the rank at `coordinates` along PARAMETER_DIMENSIONS,
+        before ZeRO shards it. An omitted dimension has coordinate 0, which holds the largest shard.
+        """
+        coordinates, local = coordinates or {}, list(spec.shape)
+        for index, dimensions in enumerate(self.placement(spec).sharded_by):
+            for dimension in dimensions:
+                size = self.layout.parameter_sizes[dimension]
+                local[index] = shard_size(local[index], size, coordinates.get(dimension, 0))
+        return tuple(local)
+
+    @cached_property
+    def _placements(self) -> dict[tuple[tuple[Axis, ...], tuple[Axis, ...]], Placement]:
+        """Cached placements, because layers are alike."""
+        return {}
+
+    def _placement(self, axes: tuple[Axis, ...], sums_over: tuple[Axis, ...]) -> Placement:
+        sizes = self.layout.parameter_sizes
+        if not self.layout.is_grid:
+            sharded_by = tuple(self.sharded_axes.get(axis, ()) for axis in axes)
+            # A rank's gradient covers its own shard of every axis that the gradient sums over.
+            # `context` is not among these dimensions: it is summed together with the data
+            # dimension.
+            summed = {"heads" if axis == "kv_heads" else axis for axis in (*axes, *sums_over)}
+            partial = set(itertools.chain(*(self.sharded_axes.get(axis, ()) for axis in summed)))
+            copies = [name for name in PARAMETER_DIMENSIONS if name in partial]
+        else:
+            sharded_by = self._grid_placement(axes)
+            # Every rank in a grid computes a distinct block of every activation.
+            copies = [name for name in ("row", "tensor") if sizes[name] > 1]
+        held = set(itertools.chain(*sharded_by))
+        summed_over = tuple(name for name in copies if name not in held)
+        match self.data_sum:
+            case "none":
+                return Placement(sharded_by, summed_over=summed_over)
+            case "fsdp":
+                fsdp_over = ("data", "shard") if sizes["data"] > 1 else ("shard",)
+                return Placement(sharded_by, summed_over=summed_over, fsdp_over=fsdp_over)
+            case "ddp":
+                return Placement(sharded_by, summed_over=summed_over, ddp_over=("data",))
+            case "after_backward":
+                return Placement(sharded_by, summed_over=(*summed_over, "data"))
+
+    @property
+    def data_sum(self) -> DataSum:
+        """The way gradients are summed over the ranks that compute different batch rows or sequence
+        chunks.
+
+        `fsdp` reduce-scatters gradients to ZeRO's shards. Without ZeRO, `ddp` all-reduces them
+        during a step's last backward pass. If tensor or pipeline parallelism is used too, our own
+        all-reduce runs `after_backward`: DDP knows neither DTensors nor a pipeline's schedule.
+        `none` means that there is nothing to sum.
+        """
+        layout = self.layout
+        if layout.zero:
+            return "fsdp"
+        if layout.parameter_sizes["data"] == 1:
+            return "none"
+        return "ddp" if layout.is_data_parallel else "after_backward"
+
+    def _grid_placement(self, axes: tuple[Axis, ...]) -> tuple[tuple[str, ...], ...]:
+        if self.layout.is_3d:
+            dimensions = ["tensor" if axis == "embed" else "row" for axis in axes]
+        else:
+            dimensions = ["row"] * (len(axes) - 1) + ["tensor"]
+        return tuple(
+            () if axis in NOT_IN_A_GRID else (dimension,)
+            for axis, dimension in zip(axes, dimensions, strict=True)
+        )
+
+    def _shard(self, n: int, axis: Axis, dimension: str, coordinate: int) -> int:
+        """Return n's shard size at a coordinate along a mesh dimension. In mode 3d, `row` further
+        shards `depth`'s shard of a vocabulary, with all boundaries as if both split it at once."""
+        size = self.layout.sizes[dimension]
+        if axis == "message" and n % size:
+            return n
+        if (axis, dimension) != ("vocab", "depth"):
+            return shard_size(n, size, coordinate)
+        row = self.layout.sizes["row"]
+        most = shard_size(n, size * row, 0) * row
+        return min(most, max(0, n - coordinate * most))
+
+
+@lru_cache(maxsize=4096)
+def _sharding(layout: Layout, n_kv: int) -> Sharding:
+    return Sharding(layout, n_kv)
+
+
+def sharding_of(layout: Layout, model: ModelConfig) -> Sharding:
+    """Return a model's Sharding under a layout."""
+    return _sharding(layout, n_kv_heads(model))

@@ -1,0 +1,146 @@
+"""Causal self-attention: its parameters and operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pentameter.config.choices import refuse_unknown
+from pentameter.config.schema import ModelConfig
+from pentameter.planning.architecture import (
+    ActivationTensor,
+    Axis,
+    Collective,
+    ParameterSpec,
+    head_size,
+    n_kv_heads,
+    shares_kv_heads,
+    window,
+)
+from pentameter.planning.sub_layers.building import ONES, OperationList, SubLayer, linear, vector
+
+
+def projections(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Map the name of each projection to the parts that it makes of a head: 0 queries, 1 keys,
+    2 values. One fused matrix makes all three; if several query heads share keys and values, these
+    have a matrix of their own."""
+    return {"q": (0,), "kv": (1, 2)} if shares_kv_heads(model) else {"qkv": (0, 1, 2)}
+
+
+def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[ParameterSpec]:
+    D, H, G, K = model.d_model, model.n_heads, n_kv_heads(model), head_size(model)
+    for name, parts in projections(model).items():
+        axis: Axis = "heads" if 0 in parts else "kv_heads"
+        yield from linear(
+            model,
+            f"{path}.{name}",
+            layer,
+            (len(parts) * (H if 0 in parts else G) * K, D),
+            (axis, "embed"),
+            bias=model.qkv_bias,
+            is_fused=len(parts) == 3,
+        )
+    match model.qk_norm:
+        case None:
+            pass
+        case "head":
+            yield vector(f"{path}.q_norm.weight", K, "head", ONES, layer, "heads")
+            yield vector(f"{path}.k_norm.weight", K, "head", ONES, layer, "kv_heads")
+        case "width":
+            yield vector(f"{path}.q_norm.weight", H * K, "heads", ONES, layer)
+            yield vector(f"{path}.k_norm.weight", G * K, "kv_heads", ONES, layer)
+        case unknown:
+            refuse_unknown(unknown, "model.qk_norm", "the parameter table")
+    yield from linear(model, f"{path}.out", layer, (D, H * K), ("embed", "heads"), bias=model.bias)
+
+
+def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> None:
+    """Add attention. Its weights are written out only if they have dropout."""
+    model = build.model
+    T, H = model.context_length, model.n_heads
+    width = H * head_size(model)
+    reads = _add_inputs(build, path, x)
+    result = build.computed(path, width, "heads")
+    sums = build.computed(f"{path}.exponential_sums", H, "heads", "float32")
+    by_blocks: tuple[ActivationTensor, ...] = (*reads, result, sums)
+    saves = by_blocks
+    if model.attention_dropout:
+        saves = (
+            *reads,
+            build.computed(f"{path}.scaled_queries", width, "heads"),
+            build.computed(f"{path}.weights", H * T, "heads", "softmax"),
+            build.computed(f"{path}.mask", H * T, "heads", "bool"),
+            build.computed(f"{path}.weights_left", H * T, "heads"),
+        )
+    assert build.layer is not None
+    n_seen = window(model, build.layer) or T
+    build.add(
+        path,
+        "attention",
+        reads,
+        result,
+        saves=saves,
+        saves_by_blocks=by_blocks,
+        collectives=(Collective("attend", "context", result),),
+        token_products=2 * width * n_seen,  # q·kᵀ and weights·v, ignoring the mask
+    )
+    build.linear(f"{path}.out", result)
+    build.dropout(f"{path}.dropout", model.dropout)
+
+
+def _add_inputs(
+    build: OperationList, path: str, x: ActivationTensor
+) -> tuple[ActivationTensor, ...]:
+    """Add queries, keys and values, and return them. They are the projections' outputs: one fused
+    tensor, or separate ones for queries and for keys with values, if query heads share those. If
+    queries and keys are normalized or rotated, q, k and v are three separate tensors."""
+    model = build.model
+    q_width, kv_width = (n * head_size(model) for n in (model.n_heads, n_kv_heads(model)))
+    made = tuple(build.linear(f"{path}.{name}", x) for name in projections(model))
+    q, k = made[0], made[-1]
+    kv_axis = k.axes[1]
+    if model.qk_norm is not None:
+        q = _add_head_norm(build, f"{path}.q_norm", q, q_width)
+        k = _add_head_norm(build, f"{path}.k_norm", k, kv_width)
+    if model.positions == "rotary":
+        q = _add_rotation(build, f"{path}.q_turned", q, q_width)
+        k = _add_rotation(build, f"{path}.k_turned", k, kv_width)
+    if q is made[0]:
+        return made
+    return q, k, build.computed(f"{path}.v", kv_width, kv_axis)
+
+
+def _add_head_norm(
+    build: OperationList, name: str, x: ActivationTensor, width: int
+) -> ActivationTensor:
+    """Add a norm for queries or keys, which are `width` of x's channels, and return its result."""
+    result, parameters = build.computed(name, width, x.axes[1]), build.parameters(name)
+    saves = (replace(result, name=f"{name}.input", dtype="weights"),)
+    collectives: tuple[Collective, ...] = ()
+    if parameters[0].axes != ("head",):  # which would normalize one head
+        squares = build.computed(f"{name}.mean_squares", 1, "head", "softmax")
+        collectives = (Collective("mean_squares", x.axes[1], squares),)
+    build.add(
+        name, "norm", (x,), result, parameters=parameters, saves=saves, collectives=collectives
+    )
+    return result
+
+
+def _add_rotation(
+    build: OperationList, name: str, x: ActivationTensor, width: int
+) -> ActivationTensor:
+    """Add a rotary embedding for queries or keys, which are `width` of x's channels, and return its
+    result."""
+    result = build.computed(name, width, x.axes[1])
+    build.add(name, "rotation", (x,), result)
+    return result
+
+
+def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
+    return {
+        "heads": {"n_heads": model.n_heads},
+        "kv_heads": {"n_kv_heads": n_kv_heads(model)},
+    }
+
+
+ATTENTION = SubLayer("attention", _parameters, _add_operations, _even_sizes)

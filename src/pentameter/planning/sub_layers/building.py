@@ -1,0 +1,183 @@
+"""The building blocks of a sub-layer's parameters and of its operations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pentameter.config.choices import refuse_unknown
+from pentameter.config.schema import ModelConfig
+from pentameter.planning.architecture import (
+    INNER_AXES,
+    ActivationTensor,
+    ActivationType,
+    Axis,
+    Collective,
+    Init,
+    Operation,
+    OperationKind,
+    ParameterSpec,
+    norm_has_bias,
+    residual_stream,
+)
+
+ZEROS, ONES = Init("zeros"), Init("ones")
+
+
+@dataclass(frozen=True)
+class SubLayer:
+    """One kind of sub-layer, which reads the residual stream and adds to it."""
+
+    name: str
+    """Its module's name within a block; its norm is called `<name>_norm`."""
+    parameters: Callable[[ModelConfig, str, int], Iterator[ParameterSpec]]
+    """Yields its parameters, given its path in the model and its block's index."""
+    add_operations: Callable[[OperationList, str, ActivationTensor], None]
+    """Adds its operations, given its path and the tensor that it reads."""
+    even_sizes: Callable[[ModelConfig], dict[Axis, dict[str, int]]]
+    """Returns, per axis, the sizes that a sharded axis must split into equal shards, by key in
+    `[model]`."""
+
+
+# -- parameters -----------------------------------------------------------------------------------
+
+
+def vector(
+    name: str, n: int, axis: Axis, init: Init, layer: int | None, *also: Axis
+) -> ParameterSpec:
+    """Return a bias, or a norm's weight. Its gradient sums over the residual stream's tokens for a
+    vector of the stream, else over all tokens in a sequence, and over the axes in `also`."""
+    tokens: Axis = "time" if axis == "embed" else "context"
+    return ParameterSpec(name, (n,), (axis,), init, False, layer, sums_over=(tokens, *also))
+
+
+def norm(model: ModelConfig, path: str, layer: int | None) -> Iterator[ParameterSpec]:
+    """Yield the parameters of a norm on the residual stream."""
+    yield vector(f"{path}.weight", model.d_model, "embed", ONES, layer)
+    if norm_has_bias(model):
+        yield vector(f"{path}.bias", model.d_model, "embed", ZEROS, layer)
+
+
+def linear(
+    model: ModelConfig,
+    path: str,
+    layer: int,
+    shape: tuple[int, int],
+    axes: tuple[Axis, Axis],
+    *,
+    bias: bool,
+    is_fused: bool = False,
+) -> Iterator[ParameterSpec]:
+    """Yield the parameters of a linear layer in a block: a matrix (outputs, inputs), and a bias if
+    it has one. `is_fused` for the fused projection of queries, keys and values."""
+    init = _projection_init(model, shape, axes, is_fused=is_fused)
+    yield ParameterSpec(f"{path}.weight", shape, axes, init, True, layer)
+    if bias:
+        yield vector(f"{path}.bias", shape[0], axes[0], ZEROS, layer)
+
+
+def _projection_init(
+    model: ModelConfig, shape: tuple[int, int], axes: tuple[Axis, Axis], *, is_fused: bool
+) -> Init:
+    """Return the initialization for a block's matrix; `uniform` follows PyTorch's encoder layer.
+
+    The encoder layer's linears are U(±n_in^-0.5). Its fused query, key and value projection uses
+    Xavier's U(±(6 / (n_in + n_out))^0.5) (Glorot and Bengio, 2010), for the fused shape.
+    """
+    n_out, n_in = shape
+    scale = 1.0
+    if model.residual_init_scale and axes[0] == "embed" and axes[1] in INNER_AXES:
+        # GPT-2: what adds to the stream is scaled so that 2 · n_layers additions keep the stream's
+        # variance (Radford et al., 2019).
+        scale = (2 * model.n_layers) ** -0.5
+    match model.init:
+        case "normal":
+            return Init("normal", model.init_std * scale)
+        case "uniform" if is_fused:
+            return Init("uniform", math.sqrt(6 / (n_in + n_out)))
+        case "uniform":
+            return Init("uniform", n_in**-0.5 * scale)
+        case unknown:
+            refuse_unknown(unknown, "model.init", "the parameter table")
+
+
+# -- operations -----------------------------------------------------------------------------------
+
+
+class OperationList:
+    """Appends operations to `found` in execution order. `layer` is the current block's index, or
+    None outside the blocks; `specs` are the slice's parameters by name."""
+
+    def __init__(self, model: ModelConfig, specs: Mapping[str, ParameterSpec]) -> None:
+        self.model = model
+        self.specs = specs
+        self.layer: int | None = None
+        self.found: list[Operation] = []
+
+    def norm(self, name: str, x: ActivationTensor) -> ActivationTensor:
+        """Add a norm, and return the normalized stream."""
+        result = residual_stream(self.model, name)
+        self.add(name, "norm", (x,), result, parameters=self.parameters(name), saves=(x,))
+        return result
+
+    def linear(self, name: str, x: ActivationTensor) -> ActivationTensor:
+        """Add a linear layer, and return its result."""
+        weight = self.specs[f"{name}.weight"]
+        result = self.computed(name, weight.shape[0], weight.axes[0])
+        self.matrix(name, "product", (x,), result)
+        return result
+
+    def matrix(
+        self,
+        name: str,
+        kind: OperationKind,
+        reads: tuple[ActivationTensor, ...],
+        result: ActivationTensor,
+        weight: str | None = None,
+        collectives: Sequence[Collective] = (),
+    ) -> None:
+        """Add a matmul or an embedding look-up, with `collectives` beside its own. It saves its
+        inputs in the form that matmuls read them: all tokens, in the matmul dtype."""
+        parameters = self.parameters(name, weight)
+        contracts = parameters[0].axes[0 if kind == "look_up" else 1]
+        rounded = [replace(x, dtype="products") for x in reads]
+        self.add(
+            name,
+            kind,
+            reads,
+            result,
+            parameters=parameters,
+            contracts=contracts,
+            saves=tuple(replace(x, axes=("context", x.axes[1])) for x in rounded),
+            collectives=(
+                *(Collective("gather", result.axes[1], x) for x in rounded),
+                Collective("sum", contracts, result),
+                *collectives,
+            ),
+        )
+
+    def dropout(self, name: str, rate: float) -> None:
+        """Add dropout on a sub-layer's output before it joins the stream; the mask is saved."""
+        if rate:
+            x = residual_stream(self.model, name)
+            mask = replace(x, name=f"{name}.mask", dtype="bool")
+            self.add(name, "dropout", (x,), x, saves=(mask,))
+
+    def computed(
+        self, name: str, width: int, axis: Axis, dtype: ActivationType = "products"
+    ) -> ActivationTensor:
+        """Return a tensor between matmuls that covers all tokens: (T, width)."""
+        shape = (self.model.context_length, width)
+        return ActivationTensor(name, shape, ("context", axis), dtype)
+
+    def parameters(self, name: str, weight: str | None = None) -> tuple[ParameterSpec, ...]:
+        """Return a module's weight and, if there is one, its bias. `weight` names another module
+        whose weight is used."""
+        names = (f"{weight or name}.weight", f"{name}.bias")
+        return tuple(self.specs[each] for each in names if each in self.specs)
+
+    def add(self, name: str, kind: OperationKind, *tensors: Any, **costs: Any) -> None:
+        """Append an operation with its `reads` and `result`; `costs` are the remaining fields."""
+        self.found.append(Operation(name, kind, self.layer, *tensors, **costs))

@@ -1,0 +1,62 @@
+"""The feed-forward layer: its parameters and operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pentameter.config.choices import look_up
+from pentameter.config.schema import ModelConfig
+from pentameter.planning.architecture import (
+    ActivationTensor,
+    Axis,
+    ParameterSpec,
+    feed_forward_width,
+)
+from pentameter.planning.sub_layers.building import OperationList, SubLayer, linear
+
+SAVES_INPUT = {"relu": False, "relu2": True, "gelu": True, "gelu_tanh": True}
+"""Maps `model.activation` to whether its derivative is computed from its input (True) or its
+output."""
+GATES = {"swiglu": True, "geglu": True, **dict.fromkeys(SAVES_INPUT, False)}
+"""Maps `model.activation` to whether it is gated. A gated feed-forward layer has a third matrix."""
+
+
+def has_gate(model: ModelConfig) -> bool:
+    """Return whether the feed-forward layer has a gate: a further matrix with the shape of `up`."""
+    return look_up(GATES, model.activation, "model.activation", "the parameter table")
+
+
+def column_parallel_names(model: ModelConfig) -> tuple[str, ...]:
+    """Return the names of the matrices that read the stream."""
+    return ("gate", "up") if has_gate(model) else ("up",)
+
+
+def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[ParameterSpec]:
+    D, d_ff, bias = model.d_model, feed_forward_width(model), model.bias
+    for name in column_parallel_names(model):
+        yield from linear(model, f"{path}.{name}", layer, (d_ff, D), ("mlp", "embed"), bias=bias)
+    yield from linear(model, f"{path}.down", layer, (D, d_ff), ("embed", "mlp"), bias=bias)
+
+
+def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> None:
+    model = build.model
+    reads = tuple(build.linear(f"{path}.{name}", x) for name in column_parallel_names(model))
+    activated = build.computed(f"{path}.activation", reads[0].shape[1], "mlp")
+    saves: tuple[ActivationTensor, ...]
+    if has_gate(model):
+        saves = (*reads, replace(activated, name=f"{path}.gate.activation"))
+    else:
+        name = model.activation
+        slope_of_input = look_up(SAVES_INPUT, name, "model.activation", "the operations")
+        saves = reads if slope_of_input else (activated,)
+    build.add(f"{path}.activation", "activation", reads, activated, saves=saves)
+    build.linear(f"{path}.down", activated)
+    build.dropout(f"{path}.dropout", model.dropout)
+
+
+def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
+    return {"mlp": {"d_ff": feed_forward_width(model)}}
+
+
+FEED_FORWARD = SubLayer("mlp", _parameters, _add_operations, _even_sizes)

@@ -1,0 +1,211 @@
+"""A run's choices for this machine: device, precision, compilation, each with its reason."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from pentameter.fused_cpu import native
+from pentameter.fused_cpu.amx_attention import attention_obstacle
+from pentameter.machine.capabilities import Capabilities, machine_capabilities
+from pentameter.machine.ceilings import Ceiling, ceiling
+from pentameter.machine.choices import (
+    choose_compile,
+    choose_device,
+    choose_precision,
+    emulates,
+    tune_allocator,
+)
+from pentameter.machine.environment import device_name, environment
+from pentameter.machine.peaks import peak_flops
+from pentameter.model.fused_dropout import chip_obstacle, kernel_obstacle
+from pentameter.parallel.precision import arithmetic, set_matmul_precision
+from pentameter.planning.fused_step import dropout_kernel_obstacle, fused_obstacle
+from pentameter.planning.layout_checks import compile_obstacle
+from pentameter.planning.plan import Plan
+from pentameter.processes.join import local_device
+from pentameter.processes.world import World
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The choices for one run. MFU is measured against `ceiling_flops` (FLOPs per second): the
+    published dense peak for a GPU, else the best matmul rate ever measured on this machine."""
+
+    device: torch.device
+    device_name: str
+    precision: str
+    precision_reason: str
+    compiled: bool
+    compile_reason: str
+    ceiling_flops: float
+    native_kernels: tuple[native.Name, ...]
+    """The libraries in `fused_cpu/native.py` that the step uses; they round differently."""
+    n_threads: int
+    """Threads per process for arithmetic on the CPU."""
+    fused_dropout: bool = False
+    """True if a GPU applies attention dropout in kernels, without writing the attention weights
+    out."""
+    fused_dropout_obstacle: str | None = None
+    """Why a GPU that applies attention dropout writes the weights out nonetheless, or None."""
+    measured: Ceiling | None = None
+    """The measured ceiling; None if a peak is published."""
+    measure_again: Callable[[], Ceiling] | None = None
+    """A function that measures the ceiling once more, in this process alone, and keeps the best;
+    None if a peak is published."""
+
+    def peak_memory_bytes(self) -> int:
+        """Return the most memory, in bytes, that the run has held so far: GPU memory, or on a CPU
+        this process's resident memory."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+    def environment(self) -> Mapping[str, Any]:
+        """Return versions, devices and choices, for environment.json."""
+        return {
+            **environment(self.device),
+            "precision": self.precision,
+            "compiled": self.compiled,
+            "native_kernels": list(self.native_kernels),
+            "fused_attention_dropout": self.fused_dropout,
+            "n_threads": self.n_threads,
+            "ceiling_flops": self.ceiling_flops,
+        }
+
+
+def choose_compute(plan: Plan, world: World | None = None) -> Compute:
+    """Choose the Compute for `plan` on this machine. On a CPU, also tune this process's memory
+    allocator.
+
+    Collective: rank 0 chooses precision and compilation for the whole `world`. If one rank cannot
+    compile or use a kernel, no rank does, since different machines must not compute differently.
+    """
+    world = world or World()
+    train = plan.config.train
+    capabilities = machine_capabilities()
+    device = local_device(choose_device(train.device, capabilities), world)
+    n_devices = world.size if device.type == "cuda" else world.size // world.local_size
+    precision, precision_reason = world.on_main(
+        lambda: choose_precision(train.precision, device, capabilities)
+    )
+
+    def compilation() -> tuple[bool, str]:
+        return _choose_compile(plan, device, precision, capabilities, n_devices)
+
+    compiled, compile_reason = world.on_main(compilation)
+    if compiled:
+        compiled, compile_reason = min(world.all_gather(compilation()))
+    native_kernels: tuple[native.Name, ...] = ()
+    fused_dropout, obstacle = False, None
+    if device.type == "cuda" and plan.built_by is None and plan.config.model.attention_dropout:
+        obstacle = _dropout_obstacle(plan, device, precision, capabilities, world)
+        fused_dropout = obstacle is None
+    if device.type == "cpu":
+        tune_allocator(sparing=plan.layout.zero > 0)
+        if compiled:
+            how, native_kernels = _choose_kernels(plan, precision, capabilities, world)
+            compile_reason += how
+    name = device_name(device, capabilities)
+    if device.type != "cpu":  # before measuring a GPU whose peak is not known
+        set_matmul_precision(train.matmul_precision, precision)
+    multiplied = "fp32" if emulates(precision, device, capabilities) else precision
+    peak = peak_flops(name, precision, train.matmul_precision)
+    measured = measure_again = None
+    if peak is None:
+        measure_again = partial(
+            ceiling, name, device, arithmetic(multiplied).products, world.local_size
+        )
+        measured = measure_again(world.all_gather)
+        peak = measured.flops
+    return Compute(
+        device,
+        name,
+        precision,
+        precision_reason,
+        compiled,
+        compile_reason,
+        peak,
+        native_kernels,
+        torch.get_num_threads(),
+        fused_dropout,
+        obstacle,
+        measured,
+        measure_again,
+    )
+
+
+def _choose_compile(
+    plan: Plan,
+    device: torch.device,
+    precision: str,
+    capabilities: Capabilities,
+    n_devices: int,
+) -> tuple[bool, str]:
+    """Return whether to compile, and why. `n_devices` devices do the run's arithmetic together (a
+    CPU counts as one)."""
+    train = plan.config.train
+    obstacle = compile_obstacle(plan.layout)
+    if obstacle is not None:
+        return False, obstacle
+    return choose_compile(
+        train.compile,
+        device,
+        total_flops=plan.total_tokens * plan.least_flops_per_token / max(1, n_devices),
+        precision=precision,
+        capabilities=capabilities,
+    )
+
+
+def _choose_kernels(
+    plan: Plan, precision: str, capabilities: Capabilities, world: World
+) -> tuple[str, tuple[native.Name, ...]]:
+    """Choose how a compiled step runs on a CPU. Return a phrase for the reason to compile, and the
+    native kernels to use. Collective: all ranks in `world` use a kernel, or none does."""
+    obstacle = fused_obstacle(plan.config, plan.layout, plan.built_by)
+    if obstacle is not None:
+        return f"; the plain model as a whole, as the fused step does not know {obstacle}", ()
+    products, model = arithmetic(precision).products, plan.config.model
+    odd = native.odd_widths(model)
+    wanted = [name for name, dtypes in native.DTYPES.items() if products in dtypes]
+    if len(odd) == 2 and "vector" in wanted:
+        wanted.remove("vector")
+    missing = {name: native.load(name, capabilities) for name in wanted}
+    everywhere = world.all_gather(missing)
+    for name in wanted:
+        reasons = [each[name] for each in everywhere if each[name] is not None]
+        if reasons:
+            native.unload(name)  # it rounds differently from the kernels on the other ranks
+            missing[name] = reasons[0]
+    served = tuple(name for name in wanted if missing[name] is None)
+    how = f"; with {' and '.join(served)} kernels" if served else ""
+    obstacle = attention_obstacle(model) if "AMX" in served else None
+    how += f", but not for attention: {obstacle}" if obstacle else ""
+    how += "".join(f"; {reason}" for reason in missing.values() if reason is not None)
+    if odd and products in native.DTYPES["vector"]:
+        how += f"; the vector kernels want multiples of {native.CHANNELS}, not {', '.join(odd)}"
+    return how, served
+
+
+def _dropout_obstacle(
+    plan: Plan, device: torch.device, precision: str, capabilities: Capabilities, world: World
+) -> str | None:
+    """Return why a GPU's kernels cannot apply attention dropout. Return None if they can, and if
+    they have agreed with attention that writes the weights out. Collective: all ranks in `world`
+    use the kernels, or none does."""
+    model = plan.config.model
+    obstacle = dropout_kernel_obstacle(model, plan.layout, precision)
+    if obstacle is not None:
+        return obstacle
+    obstacle = chip_obstacle(capabilities.gpu(device))
+    if obstacle is None:
+        set_matmul_precision(plan.config.train.matmul_precision, precision)
+        obstacle = kernel_obstacle(model, arithmetic(precision).products, device)
+    return next((each for each in world.all_gather(obstacle) if each is not None), None)

@@ -1,0 +1,150 @@
+"""The text that introduces a run before its first step: model, data, length, device."""
+
+from __future__ import annotations
+
+from pentameter.config.data_schema import DataConfig
+from pentameter.data.batches.step import TrainingBatches
+from pentameter.data.corpora.registry import corpus_text
+from pentameter.formatting import size
+from pentameter.planning.plan import Plan
+from pentameter.train.evaluations import begins_with_evaluation
+from pentameter.train.hooks import TrainingRun
+from pentameter.train.resuming import saved_layout
+
+
+def introduction(run: TrainingRun) -> list[str]:
+    """Return the lines that introduce a run before its first step."""
+    plan, compute, config = run.plan, run.compute, run.plan.config
+    model, data = config.model, config.data
+    source = data.corpus or data.path or f"a blend of {len(data.sources)}"
+    splits = ", ".join(
+        f"{name} {run.dataset.split(name).n_tokens:,}"
+        for name in ("train", "val", "test")
+        if run.dataset.split(name).n_tokens
+    )
+    micro = ""
+    if plan.n_micro_batches > 1:
+        micro = f" in {plan.n_micro_batches} micro-batches of {plan.micro_batch_size}"
+    lines = [
+        f"{config.name} · seed {config.seed} · {run.folder.path}",
+        f"model   {plan.n_parameters:,} parameters · {_architecture(plan)} · context "
+        f"{model.context_length}",
+        f"data    {source}{_left_out(data)} · {run.dataset.tokenizer.kind} tokens: {splits} · "
+        f"vocabulary {model.vocab_size:,}",
+        *_sources(run),
+        f"run     {plan.steps:,} steps × {plan.tokens_per_step:,} tokens{micro} = "
+        f"{plan.total_tokens:,} tokens{_epochs(plan)}",
+        *_target_tokens(run),
+        f"device  {compute.device_name} · {compute.precision} ({compute.precision_reason}) · "
+        f"{'compiled' if compute.compiled else 'eager'} ({compute.compile_reason})"
+        f"{' · attention drops in kernels' if compute.fused_dropout else ''}",
+    ]
+    if plan.layout.world_size > 1:
+        plural = "s" if compute.n_threads > 1 else ""
+        lines += [
+            f"layout  {plan.layout} · {compute.n_threads} thread{plural} a process",
+            *_stages(plan),
+        ]
+    if config.lora.rank is not None:
+        lines.append(
+            f"lora    {plan.n_trained:,} parameters are trained: rank {config.lora.rank} of "
+            f"{', '.join(config.lora.targets) or 'every linear layer'}"
+        )
+    if run.folder.initial_weights is not None:
+        lines.append(f"init    the weights of {run.folder.initial_weights.path}")
+    if run.state.step:
+        assert run.folder.checkpoint is not None  # the state was read from it
+        saved = saved_layout(run.folder.checkpoint)
+        other = "" if saved.degrees() == plan.layout.degrees() else f", saved by {saved}"
+        lines.append(f"resume  from step {run.state.step}{other}")
+    start = config.schedule.start_step
+    if start:
+        lines.append(f"extend  the schedule begins anew at step {start}, up to step {plan.steps}")
+    if compute.compiled:
+        first = "the first step compiles"
+        if begins_with_evaluation(run):
+            first = "the first evaluation and the first step compile"
+        lines.append(f"{first}: about a minute on a new machine, seconds once cached")
+    return lines
+
+
+def _architecture(plan: Plan) -> str:
+    """Return the model's sizes in words, or for a custom model its origin."""
+    if plan.built_by is not None:
+        return plan.built_by
+    model = plan.config.model
+    return f"{model.n_layers} layers × {model.d_model} · {model.n_heads} heads"
+
+
+def _epochs(plan: Plan) -> str:
+    """Return the number of epochs that a run makes, in words; an empty string if unknown."""
+    if not plan.rows_per_epoch:
+        return ""
+    n_epochs = plan.steps * plan.batch_size / plan.rows_per_epoch
+    return f" = {n_epochs:,.3g} epochs"
+
+
+def _target_tokens(run: TrainingRun) -> list[str]:
+    """Return a line with the number of tokens whose targets count in the loss; no line if nearly
+    all do."""
+    if not isinstance(run.batches, TrainingBatches) or run.batches.target_fraction > 0.99:
+        return []
+    ratio, data = run.batches.target_fraction, run.config.data
+    why = "the rest is padding"
+    if run.dataset.has_conversations:
+        why = "answers alone are" if data.packing else "answers alone are, and rows are padded"
+    return [
+        f"learns  {round(ratio * run.plan.total_tokens):,} of these tokens ({ratio:.1%}): {why} · "
+        f"data.order={data.order!r}, data.packing={'true' if data.packing else 'false'}"
+    ]
+
+
+def _sources(run: TrainingRun) -> list[str]:
+    """Return, for each source in a mixture, a line with its weight and the number of passes over
+    it."""
+    if not isinstance(run.batches, TrainingBatches) or run.batches.mixture is None:
+        return []
+    passes = run.batches.mixture.passes(run.plan.steps * run.plan.batch_size)
+    sources = run.config.data.sources
+    total = sum(source.weight for source in sources)
+    return [
+        f"        {source.weight / total:6.1%} {source.corpus or source.path} · train "
+        f"{part.n_tokens:,} · {n_passes:,.3g} passes"
+        for source, part, n_passes in zip(
+            sources, run.dataset.split("train").parts, passes, strict=True
+        )
+    ]
+
+
+def _left_out(data: DataConfig) -> str:
+    """Return, in words, how much text is read and how much there is; an empty string if all is
+    read.
+
+    The total is the size of the files. For JSONL and compressed text it is an estimate of their
+    content.
+    """
+    if data.max_bytes is None:
+        return ""
+    whole = corpus_text(data.model_copy(update={"max_bytes": None})).n_bytes
+    if whole <= data.max_bytes:
+        return ""
+    return f" · reads {size(data.max_bytes)} of {size(whole)} (data.max_bytes)"
+
+
+def _stages(plan: Plan) -> list[str]:
+    """Return a line for each pipeline stage: its ranks, and the layers that they hold."""
+    layout = plan.layout
+    if layout.pipeline == 1:
+        return []
+    lines = []
+    for index in range(layout.pipeline):
+        ranges = [plan.stages[stage] for stage in layout.stages_of(index)]
+        layers = ", ".join(f"{stage.start}-{stage.stop - 1}" for stage in ranges)
+        ranks = [
+            rank
+            for rank in range(layout.world_size)
+            if layout.coordinates(rank)["pipeline"] == index
+        ]
+        span = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
+        lines.append(f"        rank {span}: layers {layers}")
+    return lines

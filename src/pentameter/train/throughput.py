@@ -1,0 +1,164 @@
+"""The speed of a run's steps: tokens per second, MFU and the time left, and a warning if steps are
+slower than planned."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Self
+
+from pentameter.estimating.estimate import Estimate
+from pentameter.estimating.step_time import StepTime
+from pentameter.machine.this_cluster import this_cluster
+from pentameter.planning.mfu import model_flops
+from pentameter.planning.plan import Plan
+from pentameter.train.compute import Compute
+from pentameter.train.hooks import StepMetrics, TrainingRun
+
+WINDOW_STEPS = 20
+"""Number of latest steps whose median predicts how long the remaining ones will take."""
+
+MOST_MEASUREMENTS = 3
+"""Number of times that the ceiling is measured again in a run; each takes 0.3 s."""
+
+SLOW = 1.3
+"""Ratio to the planned step time above which steps count as slow."""
+SETTLING_STEPS, COMPARED_STEPS = 5, 20
+
+
+class Throughput:
+    """A timer for steps: `with throughput: step()`, then `end_steps`. It uses the monotonic clock,
+    so no rate is negative.
+
+    A host that does not wait for its device ends several steps at once. Each took the mean.
+    """
+
+    def __init__(self, plan: Plan, compute: Compute) -> None:
+        self._tokens_per_step = plan.tokens_per_step
+        self._flops_per_token = plan.flops_per_token
+        self._ceiling_flops = compute.ceiling_flops * plan.layout.world_size
+        self._world_size = plan.layout.world_size
+        self._measure_again = compute.measure_again
+        self._n_measured = 0
+        self._recent: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._n_steps = 0
+        self._start = self._seconds = self._reading_seconds = 0.0
+        self.step_seconds = 0.0
+        """Seconds that the latest step took."""
+        self.input_seconds = 0.0
+        """Seconds that the latest step waited for its batch."""
+
+    def __enter__(self) -> Self:
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._seconds += time.perf_counter() - self._start
+
+    @contextmanager
+    def reading_batch(self) -> Iterator[None]:
+        """Count the block's time as `input_seconds`."""
+        start = time.perf_counter()
+        yield
+        self._reading_seconds += time.perf_counter() - start
+
+    def end_steps(self, n_steps: int) -> None:
+        """Divide the time since the last call among `n_steps` steps."""
+        self.step_seconds = self._seconds / n_steps
+        self.input_seconds = self._reading_seconds / n_steps
+        self._seconds = self._reading_seconds = 0.0
+        self._raise_ceiling()
+        if self._n_steps == 1:
+            self._recent.clear()  # the first step compiled, and predicts nothing about the rest
+        self._n_steps += n_steps
+        self._recent.extend([self.step_seconds] * n_steps)
+
+    def tokens_per_second(self, n_tokens: int) -> float:
+        """Return the tokens per second in the latest step, which had `n_tokens` target tokens."""
+        return n_tokens / self.step_seconds
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation in the latest step: FLOPs per second, padding included, ÷ the
+        ceiling of all devices; None if that is unknown."""
+        if self._flops_per_token is None or not self._ceiling_flops:
+            return None
+        return self._achieved_flops / self._ceiling_flops
+
+    @property
+    def _achieved_flops(self) -> float:
+        computed = self._tokens_per_step / self.step_seconds
+        return model_flops(self._flops_per_token or 0, computed)
+
+    def _raise_ceiling(self) -> None:
+        """Measure the ceiling again if the latest step exceeded it: the machine was busy when it
+        was measured. Afterwards the ceiling is at least the step's speed."""
+        if self._measure_again is None or self._achieved_flops <= self._ceiling_flops:
+            return
+        if self._n_measured < MOST_MEASUREMENTS:
+            self._n_measured += 1
+            self._ceiling_flops = self._measure_again().flops * self._world_size
+        self._ceiling_flops = max(self._ceiling_flops, self._achieved_flops)
+
+    def eta_seconds(self, steps_left: int) -> float:
+        """Return the seconds that `steps_left` steps will take at the latest steps' median pace."""
+        return steps_left * median(self._recent)
+
+
+class PlannedPace:
+    """The hook that warns once if steps take longer than the Plan predicts for these devices, and
+    says which part is slow. It is silent if the devices are neither known nor measured."""
+
+    def __init__(self, throughput: Throughput) -> None:
+        self._throughput = throughput
+        self._planned: StepTime | None = None
+        self._steps: list[float] = []
+        self._inputs: list[float] = []
+
+    def on_start(self, run: TrainingRun) -> None:
+        """Plan a step on the devices of this cluster; rank 0 only."""
+        if not run.world.is_main:
+            return
+        cluster, is_known = this_cluster(run.world.size, run.world.local_size)
+        is_known = is_known and run.plan.built_by is None  # operations unknown
+        products = run.compute.precision, run.plan.config.train.matmul_precision
+        is_known = is_known and cluster.device.peak_flops(*products) is not None
+        if is_known and run.compute.device.type == ("cpu" if cluster.device.shared else "cuda"):
+            self._planned = Estimate(run.plan, cluster, run.compute.precision).time
+
+    def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
+        """Compare the median of COMPARED_STEPS steps after the first SETTLING_STEPS, which compile
+        and settle."""
+        planned = self._planned
+        if planned is None:
+            return
+        self._steps.append(step.step_seconds)
+        self._inputs.append(self._throughput.input_seconds)
+        if len(self._steps) < SETTLING_STEPS + COMPARED_STEPS:
+            return
+        self._planned = None  # warn once, or not at all
+        took = median(self._steps[SETTLING_STEPS:])
+        waited = median(self._inputs[SETTLING_STEPS:])
+        if took > SLOW * planned.seconds:
+            run.console.say(f"warning: {slow_step(planned, took, waited)}")
+
+
+def slow_step(planned: StepTime, took: float, waited_for_input: float) -> str:
+    """Return the warning for steps that take longer than planned: by how much, and which part is
+    slow."""
+    late = took - planned.seconds
+    waiting = sum(planned.exposed.values())
+    said = (
+        f"a step takes {took:.3g} s, {took / planned.seconds - 1:.0%} more than the "
+        f"{planned.seconds:.3g} s planned ({planned.compute:.3g} s compute, "
+        f"{waiting:.3g} s communication"
+    )
+    if planned.bubble:
+        said += f", {planned.bubble:.3g} s of the pipeline's bubble"
+    if waited_for_input > late / 2:
+        return f"{said}): {waited_for_input:.3g} s of it go to reading the batch"
+    part = "compute or communication" if waiting else "compute"
+    return f"{said}); the batch is not the reason, {part} is: --profile FIRST:LAST says which"

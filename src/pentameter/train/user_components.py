@@ -1,0 +1,201 @@
+"""User components: the model, the optimizer and the batches that a user may give in place of the
+configured ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from pentameter.checkpoint.opening import STATE_NAME, Checkpoint
+from pentameter.config.schema import Config
+from pentameter.data.batches.step import Batch, Int64
+from pentameter.data.batches.tree import Tree, map_leaves, named_leaves
+from pentameter.errors import ConfigError
+from pentameter.optim.build import AnyOptimizer, build_optimizer, parameter_groups
+from pentameter.optim.sharded_muon import ShardedMuon
+from pentameter.parallel.sources.gpt_source import GPTSource
+from pentameter.parallel.sources.model_source import ModelSource
+from pentameter.planning.architecture import IGNORED_TARGET
+from pentameter.planning.batch_sizes import global_batch_size
+from pentameter.planning.plan import Plan
+
+BatchFunction = Callable[[int, Int64], Sequence[Any]]
+"""`batches(step, rows)`: inputs and targets for a step's batch rows. `rows` holds their int64
+numbers in the global batch. For the built-in model both are token ids (len(rows), context_length),
+and a target of -1 does not count. For a custom model they are arrays or tensors (len(rows), …),
+alone or in dicts, lists and tuples. Pure: the same arguments give the same batch, in any process
+and at any time."""
+OptimizerFunction = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+"""`optimizer(groups)`: an optimizer for parameter groups, each with its `weight_decay`. The
+learning rate is set before every step."""
+
+
+@dataclass(frozen=True)
+class UserComponents:
+    """The components given by the user; for an absent one, the configured one is used."""
+
+    source: ModelSource = field(default_factory=GPTSource)
+    optimizer: OptimizerFunction | None = None
+    batches: BatchFunction | None = None
+
+    def build_optimizer(
+        self, named: Sequence[tuple[str, torch.nn.Parameter]], plan: Plan
+    ) -> AnyOptimizer:
+        """Build the optimizer for the trainable parameters.
+
+        Raises TypeError if the user's function returns no optimizer, or one for other parameters.
+        """
+        settings, table = plan.config.optimizer, plan.table
+        if self.optimizer is None:
+            return build_optimizer(named, table, settings, ShardedMuon)
+        groups = parameter_groups(named, table, settings)
+        made = self.optimizer(groups)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise TypeError(
+                "optimizer= is to be a function of parameter groups that returns a torch.optim."
+                f"Optimizer; it returned {type(made).__name__}"
+            )
+        held = {id(each) for group in made.param_groups for each in group["params"]}
+        if held != {id(each) for group in groups for each in group["params"]}:
+            raise TypeError(
+                "optimizer= was given the parameters that learn, and returned an optimizer of "
+                f"{len(held)} others; it is to hold those of its groups"
+            )
+        return made
+
+    def record(self, plan: Plan) -> dict[str, str | None]:
+        """Return the record for a checkpoint, for `check_same`."""
+        optimizer = None if self.optimizer is None else _name(self.optimizer)
+        batches = None if self.batches is None else _name(self.batches)
+        return {"built_by": plan.built_by, "optimizer": optimizer, "batches": batches}
+
+    def check_same(self, checkpoint: Checkpoint, plan: Plan) -> None:
+        """Refuse to resume with a component of another kind: raise ConfigError if the checkpoint
+        used a custom model, optimizer or batches and this run does not, or vice versa. Names are
+        not compared: a function may move, and two may have the same name."""
+        arguments = {"built_by": "model", "optimizer": "optimizer", "batches": "batches"}
+        for key, here in self.record(plan).items():
+            there = checkpoint.state.get(key)
+            if (there is None) != (here is None):
+                was = "the configuration's" if there is None else there
+                now = "the configuration's" if here is None else here
+                raise ConfigError(
+                    f"{checkpoint.path / STATE_NAME}: the run's {arguments[key]} was {was}, and is "
+                    f"now to be {now}; give Trainer the same {arguments[key]}=, or another run_dir"
+                )
+
+
+class CustomBatches:
+    """Batches from a user's function, each checked when it is made."""
+
+    rows_per_epoch: None = None
+    """Unknown, so a run counts in steps."""
+
+    def __init__(
+        self,
+        function: BatchFunction,
+        config: Config,
+        vocab_size: int,
+        source: ModelSource | None = None,
+    ) -> None:
+        self._function = function
+        self._source = source or GPTSource()
+        self._n_rows = global_batch_size(config)
+        self._context_length = config.model.context_length
+        self._vocab_size = config.model.vocab_size or vocab_size
+
+    def batch(self, step: int, rows: Int64 | None = None) -> Batch:
+        """Return a step's global batch, or its batch rows `rows` (B,), each number below
+        batch_size.
+
+        Raises ConfigError if the function does not return a batch.
+        """
+        rows = np.arange(self._n_rows, dtype=np.int64) if rows is None else rows
+        made = self._function(step, rows)
+        if not isinstance(made, tuple | list) or len(made) != 2:
+            raise ConfigError(
+                f"batches({step}, rows) is to return (inputs, targets), and returned "
+                f"{type(made).__name__}"
+            )
+        whose = f"batches({step}, rows) gave "
+        if not self._source.takes_any_batch or self._are_token_ids(made, len(rows)):
+            inputs = self._token_ids(made[0], f"{whose}inputs", 0, len(rows))
+            targets = self._token_ids(made[1], f"{whose}targets", IGNORED_TARGET, len(rows))
+        else:
+            inputs, targets = (
+                _arrays(each, f"{whose}{name}", len(rows))
+                for each, name in zip(made, ("inputs", "targets"), strict=True)
+            )
+        count = self._source.n_targets(targets)
+        if count is None and (
+            not isinstance(targets, np.ndarray) or targets.dtype.kind not in "iu"
+        ):
+            raise ConfigError(
+                f"{whose}targets that are not one array of integers, so it is not known how many "
+                "count; give pm.OwnModel a `count_targets`"
+            )
+        return Batch(inputs, targets, rows, count)
+
+    @cached_property  # a start asks several times, and the user's function may be slow
+    def are_tokens(self) -> bool:
+        """True if the batches are token ids, so that the model can also run on text. Decided by the
+        first batch row in the first step."""
+        batch = self.batch(0, np.zeros(1, dtype=np.int64))
+        return self._are_token_ids((batch.inputs, batch.targets), 1)
+
+    def _are_token_ids(self, made: Sequence[Any], n_rows: int) -> bool:
+        """Return True if inputs and targets are each one array of integers (B, context_length)."""
+        shape = (n_rows, self._context_length)
+        return all(
+            not isinstance(each, dict | list | tuple)
+            and np.shape(each) == shape
+            and np.asarray(each).dtype.kind in "iu"
+            for each in made
+        )
+
+    def _token_ids(self, made: Any, whose: str, least: int, n_rows: int) -> Int64:
+        ids = np.asarray(made)
+        shape = (n_rows, self._context_length)
+        if ids.dtype.kind not in "iu" or ids.shape != shape:
+            raise ConfigError(
+                f"{whose} of {ids.dtype} and shape {ids.shape}; they are to be whole numbers of "
+                f"shape {shape}, the rows asked for × model.context_length"
+            )
+        if ids.size and not least <= ids.min() <= ids.max() < self._vocab_size:
+            raise ConfigError(
+                f"{whose} from {ids.min()} to {ids.max()}, outside {least} … "
+                f"{self._vocab_size - 1} (model.vocab_size={self._vocab_size})"
+            )
+        return ids.astype(np.int64)
+
+
+def _arrays(made: Tree, name: str, n_rows: int) -> Tree:
+    """Convert arrays and tensors in a structure to NumPy arrays (n_rows, …), in the same structure.
+    Raises ConfigError if the first dimension is not `n_rows`, or if a leaf is not an array of
+    numbers."""
+    for path, leaf in named_leaves(made, name):
+        shape = tuple(np.shape(leaf))
+        if shape[:1] != (n_rows,):
+            raise ConfigError(
+                f"{path} of shape {shape}; its first dimension is to be the {n_rows} rows asked for"
+            )
+
+    def array(leaf: Any) -> Any:
+        try:
+            found = np.asarray(leaf)
+        except (TypeError, RuntimeError) as error:  # bfloat16, or on a GPU
+            raise ConfigError(f"{name} that is no array on the CPU: {error}") from error
+        if found.dtype.kind not in "biuf":
+            raise ConfigError(f"{name} of {found.dtype}; give numbers or booleans")
+        return found
+
+    return map_leaves(array, made)
+
+
+def _name(function: object) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))

@@ -1,0 +1,81 @@
+"""A custom model on its way to the processes that verify it.
+
+Its functions are pickled by name, so a process has to find their module just as the user's process
+did: on its search path, or as the script that was started. The script then runs under another name,
+as in `multiprocessing`.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import runpy
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from pentameter.errors import ConfigError
+
+if TYPE_CHECKING:  # these import torch
+    from pentameter.parallel.sources.model_source import ModelSource
+    from pentameter.train.user_components import BatchFunction
+
+SCRIPT_NAME = "__mp_main__"
+"""A script's `__name__` in processes that did not start it, so that its `if __name__ ==
+"__main__":` does not run."""
+
+
+@dataclass(frozen=True)
+class SentModel:
+    """A model source and a batch function, in a form that another process on this machine can
+    load."""
+
+    pickled: bytes
+    script: str | None
+    """The file that was started, which may define the source's functions."""
+    search_path: tuple[str, ...]
+
+    def received(self) -> tuple[ModelSource, BatchFunction | None]:
+        """Load the source and the batch function, in the receiving process."""
+        return _received(self)
+
+
+def sent(source: ModelSource, batches: BatchFunction | None = None) -> SentModel:
+    """Return a source in a form that can be sent. Raises ConfigError if its functions have no name
+    by which another process could find them."""
+    try:
+        pickled = pickle.dumps((source, batches))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"verify starts processes that import the model by name, and cannot: {error}; define "
+            "its functions at the top of a file, not inside another function and not as a lambda"
+        ) from error
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    script = None if file is None else str(Path(file).resolve())
+    if script is None and b"__main__" in pickled:
+        raise ConfigError(
+            "verify starts processes that import the model by name, and it is defined in an "
+            "interactive session; define it in a file and import it from there"
+        )
+    path = tuple(str(Path(entry).resolve()) for entry in sys.path)
+    return SentModel(pickled, script if b"__main__" in pickled else None, path)
+
+
+@functools.cache
+def _received(model: SentModel) -> tuple[ModelSource, BatchFunction | None]:
+    sys.path += [entry for entry in model.search_path if entry not in sys.path]
+    found: tuple[ModelSource, BatchFunction | None]
+    if model.script is None:
+        found = pickle.loads(model.pickled)
+        return found
+    script = ModuleType(SCRIPT_NAME)
+    script.__dict__.update(runpy.run_path(model.script, run_name=SCRIPT_NAME))
+    own = sys.modules["__main__"]
+    sys.modules["__main__"] = sys.modules[SCRIPT_NAME] = script
+    try:
+        found = pickle.loads(model.pickled)
+    finally:
+        sys.modules["__main__"] = own
+    return found

@@ -1,0 +1,64 @@
+"""Verification outcomes, formatted for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.table import Table
+
+from pentameter.errors import printable
+from pentameter.verify.compare import Outcome
+from pentameter.verify.data import DataOutcome
+
+
+def summary(outcomes: Sequence[Outcome | DataOutcome], said: str) -> str:
+    """Return the sentence that says how many layouts equal one process, and in which numbers."""
+    compared = [outcome for outcome in outcomes if outcome.passed is not None]
+    n_passed = sum(1 for outcome in compared if outcome.passed)
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    refused = [outcome.name for outcome in outcomes if outcome.passed is None]
+    impossible = f"; not possible: {', '.join(refused)}" if refused else ""
+    return (
+        f"{n_passed} of {len(compared)} layouts equal one process{impossible}: {said} "
+        f"({seconds:.0f} s)"
+    )
+
+
+def layout_table(outcomes: Iterable[Outcome]) -> Table:
+    """Return a table with each layout's errors, and the worst number's name."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("", no_wrap=True)
+    table.add_column("layout", overflow="fold")
+    for title in ("processes", "loss", "gradient", "weight"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("worst", overflow="fold")
+    table.add_column("s", justify="right", no_wrap=True)
+    for outcome in outcomes:
+        errors = (outcome.loss_error, outcome.gradient_error, outcome.parameter_error)
+        # If nothing differs, nothing is worst.
+        worst = outcome.worst if outcome.worst is not None and outcome.worst.error else None
+        table.add_row(
+            "✓" if outcome.passed else "✗",
+            outcome.case.name,
+            str(outcome.case.layout.world_size),
+            *("–" if error is None else f"{error:.1e}" for error in errors),
+            "" if worst is None else worst.subject,
+            f"{outcome.seconds:.1f}",
+            style=None if outcome.passed else "red",
+        )
+    return table
+
+
+def data_table(outcomes: Iterable[DataOutcome]) -> Table:
+    """Return a table with the hash of each layout's batches, or the problem with them."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for title in ("", "layout"):
+        table.add_column(title, no_wrap=True)
+    table.add_column("processes", justify="right", no_wrap=True)
+    table.add_column("batches", overflow="fold")
+    for outcome in outcomes:
+        mark = {True: "✓", False: "✗", None: "–"}[outcome.passed]
+        said = printable(outcome.refused or outcome.problem or (outcome.hash or "")[:16])
+        style = "red" if outcome.passed is False else None
+        table.add_row(mark, outcome.name, str(outcome.layout.world_size), said, style=style)
+    return table

@@ -1,0 +1,197 @@
+"""The search: what it finds fits, nothing legal is faster, and its bound is one."""
+
+import functools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pentameter.config.load import load_config
+from pentameter.errors import ConfigError
+from pentameter.estimating.candidates import Candidates
+from pentameter.estimating.cluster import parse_cluster
+from pentameter.estimating.estimate import make_estimate
+from pentameter.estimating.memory import step_memory
+from pentameter.estimating.plan_estimates import plan_memory
+from pentameter.estimating.search import (
+    first_change,
+    reasons,
+    search,
+    settings_that_fit,
+    why_nothing_fits,
+)
+from pentameter.estimating.step_time import step_time
+from pentameter.planning.plan import make_plan
+
+SMALL = {
+    "model.vocab_size": 50304,
+    "model.n_layers": 8,
+    "model.n_heads": 8,
+    "model.d_model": 1024,
+    "model.context_length": 1024,
+    "train.batch_size": 32,
+    "train.precision": "bf16",
+}
+
+
+@pytest.fixture(scope="module")
+def small():
+    return load_config("quickstart", SMALL), parse_cluster("a100-40gb:4x1")
+
+
+def candidates(config, cluster):
+    return Candidates(make_plan(config, world_size=1), cluster, "bf16")
+
+
+def with_memory(cluster, n_bytes):
+    device = cluster.device.model_copy(update={"memory_bytes": float(n_bytes)})
+    return cluster.model_copy(update={"device": device})
+
+
+def test_no_step_is_faster_than_its_bound(small):
+    config, cluster = small
+    every = list(candidates(config, cluster))
+    assert len(every) > 100
+    for each in every[::17]:
+        parts = (each.config, each.layout, each.stages)
+        took = step_time(*parts, cluster, "bf16").seconds
+        assert each.bound <= took * (1 + 1e-9), each.layout
+
+
+def test_it_finds_the_fastest_that_fits(small):
+    config, cluster = small
+    found = search(config, cluster, n_best=3, most_timed=10_000)
+    assert found.is_complete
+    assert all(each.fits for each in found.estimates)
+    times = [each.time.seconds for each in found.estimates]
+    assert times == sorted(times)
+    fastest = min(
+        step_time(each.config, each.layout, each.stages, cluster, "bf16").seconds
+        for each in candidates(config, cluster)
+        if each.bound < 2 * times[0]
+        and step_memory(each.config, each.layout, each.stages, "bf16").total_bytes
+        <= cluster.usable_bytes
+    )
+    assert times[0] == pytest.approx(fastest)
+    assert len({str(each.plan.layout) for each in found.estimates}) == 3
+    assert reasons(found.estimates[0], found.estimates[2])
+
+
+def test_what_may_not_be_is_left_out(small):
+    config, cluster = small
+    found = search(config, cluster, n_best=2, allowed=lambda each: each.layout.pipeline == 4)
+    assert {each.plan.layout.pipeline for each in found.estimates} == {4}
+    nothing = search(config, cluster, allowed=lambda each: False)
+    assert nothing.estimates == ()
+
+
+def test_settings_that_fit_are_those_of_a_command_line(small):
+    config, cluster = small
+    estimate = search(config, cluster, n_best=1).estimates[0]
+    needed = estimate.memory.total_bytes
+    options = settings_that_fit(estimate.plan, 0.8 * needed, "bf16")
+    assert options
+    changed = load_config(estimate.plan.portable_config, options[0].split())
+    plan = make_plan(changed, world_size=4)
+    assert plan_memory(plan, "bf16").total_bytes <= 0.8 * needed
+    assert settings_that_fit(estimate.plan, 1.0, "bf16") == []
+
+
+def test_the_first_change_is_faster(small):
+    config, cluster = small
+    slow = load_config(config, {"train.activation_checkpoint": "full"})
+    found = make_estimate(slow, cluster)
+    words, changed = first_change(found)
+    assert words.startswith("--")
+    assert changed.time.seconds < found.time.seconds
+
+
+@functools.cache
+def fastest_with(memory_bytes):
+    config, cluster = load_config("quickstart", SMALL), parse_cluster("a100-40gb:4x1")
+    found = search(config, with_memory(cluster, memory_bytes))
+    assert found.is_complete
+    return found.estimates[0].time.seconds if found.estimates else None
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.data())
+def test_no_layout_by_hand_that_fits_is_faster(data):
+    """In devices of several sizes, of which the smallest holds few layouts."""
+    memory = data.draw(st.sampled_from([2.8e9, 3.6e9, 6e9, 42.4e9]), "bytes")
+    tensor, pipeline = data.draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]))
+    schedules = ["1f1b", "gpipe", "interleaved", "zero-bubble", "zero-bubble-v"]
+    schedule = data.draw(st.sampled_from(schedules), "schedule") if pipeline > 1 else "1f1b"
+    stages = {"interleaved": [2, 4 // pipeline * 2], "zero-bubble": [1, 2], "zero-bubble-v": [2]}
+    v = data.draw(st.sampled_from(stages.get(schedule, [1])), "stages")
+    zero = data.draw(st.integers(0, 3), "zero")
+    sequence = tensor > 1 and data.draw(st.booleans(), "sequence")
+    layout = f"tensor={tensor},pipeline={pipeline},schedule={schedule},virtual_stages={v}"
+    layout += f",zero={zero},sequence={sequence}"
+    by_hand = {
+        "train.micro_batch_size": data.draw(st.sampled_from([1, 2, 4, 8, 16, 32]), "micro"),
+        "train.activation_checkpoint": data.draw(st.sampled_from([None, "selective", "full"])),
+    }
+    cluster = with_memory(parse_cluster("a100-40gb:4x1"), memory)
+    try:
+        estimate = make_estimate(
+            load_config("quickstart", {**SMALL, **by_hand}), cluster, layout=layout
+        )
+    except ConfigError:
+        return  # not legal
+    if estimate.fits:
+        fastest = fastest_with(memory)
+        assert fastest is not None
+        assert fastest <= estimate.time.seconds * (1 + 1e-9), str(estimate.plan.layout)
+
+
+def test_what_does_not_fit_is_not_counted_among_the_timed():
+    """Of llama3-8b's hundreds of candidates on four small devices, the fastest of which are too
+    large, a few fit."""
+    config, cluster = load_config("llama3-8b"), parse_cluster("a100-40gb:4x1")
+    found = search(config, cluster, most_timed=20)
+    assert found.estimates[0].fits
+    assert found.n_too_large > 60
+    assert found.is_complete
+    by_hand = load_config(config, SMALLEST)
+    for layout in ("tensor=4,sequence=true", "zero=3"):
+        estimate = make_estimate(by_hand, cluster, layout=layout)
+        if estimate.fits:
+            assert found.estimates[0].time.seconds <= estimate.time.seconds
+
+
+SMALLEST = {"train.micro_batch_size": 1, "train.activation_checkpoint": "full"}
+
+
+def test_where_nothing_fits_the_nearest_is_named(small):
+    config, cluster = small
+    tiny = with_memory(cluster, 2.3e9)
+    found = search(config, tiny)
+    assert found.estimates == ()
+    assert not found.nearest.fits
+    said = why_nothing_fits(config, tiny, found)
+    assert str(found.nearest.plan.layout) in said
+    assert "GB more than the 0.8 GB of a device" in said
+    odd = load_config(config, {"train.batch_size": 1, "model.n_heads": 1, "model.n_layers": 1})
+    nothing = search(odd, cluster)
+    assert "raise train.batch_size" in why_nothing_fits(odd, cluster, nothing)
+
+
+def test_adapters_need_room_for_their_own_gradients_alone(small):
+    """A frozen model has neither gradients nor an optimizer's state."""
+    config, cluster = small
+    adapted = load_config(config, {"lora.rank": 4})
+    found = search(adapted, with_memory(cluster.resized(1), 3.2e9), n_best=1)
+    assert found.estimates[0].fits
+    assert search(config, with_memory(cluster.resized(1), 3.2e9)).estimates == ()
+
+
+def test_an_offloaded_state_takes_no_room_in_the_device(small):
+    config, cluster = small
+    one = with_memory(cluster.resized(1), 3.5e9)
+    offloaded = load_config(config, {"train.offload": True, "parallel.zero": 1})
+    found = search(offloaded, one, n_best=1)
+    assert found.estimates[0].plan.config.train.offload
+    assert found.estimates[0].plan.layout.zero > 0
+    assert found.estimates[0].fits
+    assert search(config, one).estimates == ()

@@ -1,0 +1,40 @@
+"""The three matmuls of a linear layer."""
+
+import pytest
+import torch
+
+from pentameter.model.matmul import PLAIN, matmul_dtype
+
+X, WEIGHT, G = (
+    torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for shape in ((5, 3), (4, 3), (5, 4))
+)
+
+
+def test_gradients_are_those_of_autograd():
+    x, weight = X.clone().requires_grad_(), WEIGHT.clone().requires_grad_()
+    expected = torch.autograd.grad(PLAIN.linear(x, weight), (x, weight), G)
+    found = PLAIN.input_gradient(G, WEIGHT), PLAIN.weight_gradient(G, X)
+    torch.testing.assert_close(found, expected)
+    totals = torch.ones_like(X), torch.ones_like(WEIGHT)
+    PLAIN.input_gradient(G, WEIGHT, totals[0])
+    PLAIN.weight_gradient(G, X, totals[1])
+    torch.testing.assert_close(totals, tuple(each + 1 for each in expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_weights_gradient_is_added_up_at_least_in_float32(dtype):
+    precise = torch.promote_types(dtype, torch.float32)
+    g, x, weight = (each.to(dtype) for each in (G, X, WEIGHT))
+    total = torch.ones_like(WEIGHT, dtype=precise)
+    x_grad = PLAIN.differentiate(g, x, weight, total)
+    assert x_grad.dtype == dtype
+    torch.testing.assert_close(x_grad, g @ weight)
+    expected = (g.double().t() @ x.double() + 1).to(precise)
+    torch.testing.assert_close(total, expected, rtol=4 * torch.finfo(dtype).eps, atol=0.05)
+
+
+def test_matmuls_read_autocasts_dtype():
+    assert matmul_dtype(X) == torch.float64
+    with torch.autocast("cpu", torch.bfloat16):
+        assert matmul_dtype(X) == torch.bfloat16

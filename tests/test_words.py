@@ -1,0 +1,60 @@
+"""The words in the names of the package: those that the house gave up do not come back."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "pentameter"
+
+GIVEN_UP = {
+    "traffic": "communication",
+    "wording": "formatting",
+    "proof": "verify",
+    "blend": "mixture",
+    "blended": "mixture",
+    "supplied": "user components",
+    "continuing": "resume",
+    "share": "shard",
+    "shared": "tied",
+    "divided": "sharded",
+}
+"""Word that no file, function or class has in its name → the word to use."""
+
+
+def names() -> Iterator[tuple[str, str]]:
+    """File and name of everything that the package defines, the files themselves included."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        where = str(path.relative_to(SOURCE))
+        yield where, path.stem
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                yield where, node.name
+
+
+def words_of(name: str) -> set[str]:
+    """The words of a name, in snake or in camel case, in small letters."""
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
+
+
+def test_words_of_names():
+    assert words_of("_RankTraffic") == {"rank", "traffic"}
+    assert words_of("gathered_parts_2d") == {"gathered", "parts", "d"}
+
+
+def test_words_that_were_given_up_do_not_come_back():
+    found = [
+        f"{where}: {name}: say {GIVEN_UP[word]}"
+        for where, name in names()
+        for word in sorted(words_of(name) & GIVEN_UP.keys())
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_the_glossary_has_about_forty_words():
+    table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Words")[1]
+    rows = [line for line in table.split("## ")[0].splitlines() if line.startswith("| ")]
+    assert len(rows) - 2 >= 40

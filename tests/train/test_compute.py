@@ -1,0 +1,215 @@
+"""What the engine says it does is what the Engine does."""
+
+import pytest
+import torch
+
+from pentameter.config.schema import Config
+from pentameter.fused_cpu import native
+from pentameter.machine.capabilities import Capabilities, GpuCapabilities, machine_capabilities
+from pentameter.machine.ceilings import Ceiling
+from pentameter.parallel import assemble as assembling
+from pentameter.parallel.assemble import assemble
+from pentameter.planning.fused_step import fused_obstacle
+from pentameter.planning.plan import make_plan
+from pentameter.processes.world import World
+from pentameter.train import compute
+from pentameter.train.compute import choose_compute
+
+
+def plan(*, checkpoint=None, precision="bf16", **model):
+    base = {"vocab_size": 11, "context_length": 8, "n_layers": 1, "n_heads": 1, "d_model": 32}
+    train = {"steps": 2, "batch_size": 2, "device": "cpu", "precision": precision}
+    return make_plan(
+        Config.model_validate(
+            {
+                "model": base | model,
+                "data": {"corpus": "grammar"},
+                "train": {**train, "compile": True, "activation_checkpoint": checkpoint},
+            }
+        )
+    )
+
+
+@pytest.fixture
+def a_machine_with_amx(monkeypatch):
+    monkeypatch.setattr(compute, "tune_allocator", lambda **options: False)
+    monkeypatch.setattr(compute, "choose_compile", lambda *_, **__: (True, "asked for"))
+    monkeypatch.setattr(compute, "ceiling", lambda *_: Ceiling(1e12))
+    monkeypatch.setattr(native, "load", lambda name, _: None)
+    monkeypatch.setattr(native, "_loaded", {"vector": object(), "AMX": object()})
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [("bf16", ("vector", "AMX")), ("fp32", ("vector",)), ("fp64", ())],
+)
+def test_the_kernels_of_a_precision_serve_the_fused_step(a_machine_with_amx, precision, expected):
+    chosen = choose_compute(plan(precision=precision))
+    assert chosen.native_kernels == expected
+    assert chosen.environment()["native_kernels"] == list(expected)
+    with_kernels = f"; with {' and '.join(expected)} kernels" if expected else ""
+    assert chosen.compile_reason == f"asked for{with_kernels}"
+    assert fused_obstacle(plan().config, plan().layout) is None
+
+
+def test_what_a_machine_lacks_is_said(a_machine_with_amx, monkeypatch):
+    lacks = {"vector": None, "AMX": "the CPU has no AMX"}
+    monkeypatch.setattr(native, "load", lambda name, _: lacks[name])
+    chosen = choose_compute(plan())
+    assert chosen.native_kernels == ("vector",)
+    assert chosen.compile_reason == "asked for; with vector kernels; the CPU has no AMX"
+
+
+class TwoMachines(World):
+    """This process, and one of another machine, which cannot do everything."""
+
+    def __init__(self, lacks_compiler: bool) -> None:
+        super().__init__(rank=0, size=2, local_rank=0, local_size=1)
+        object.__setattr__(self, "lacks_compiler", lacks_compiler)
+
+    def on_main(self, action):
+        return action()
+
+    def all_gather(self, value):
+        if isinstance(value, tuple):
+            return [value, (False, "no compiler there") if self.lacks_compiler else value]
+        return [value, value | {"AMX": "no AMX there"}]
+
+
+@pytest.mark.parametrize("lacks_compiler", [True, False])
+def test_what_one_machine_cannot_do_none_does(a_machine_with_amx, lacks_compiler):
+    chosen = choose_compute(plan(), TwoMachines(lacks_compiler))
+    assert chosen.native_kernels == (() if lacks_compiler else ("vector",))
+    stays = native.serves("AMX", torch.float32, torch.bfloat16)
+    assert stays is lacks_compiler  # unloaded, or never asked
+    assert chosen.compiled is not lacks_compiler
+    assert ("no compiler there" if lacks_compiler else "no AMX there") in chosen.compile_reason
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"norm_position": "post"}, "does not know model.norm_position='post'"),
+        ({"checkpoint": "full"}, "does not know train.activation_checkpoint='full'"),
+    ],
+)
+def test_kernels_are_not_claimed_where_they_do_not_serve(a_machine_with_amx, settings, reason):
+    chosen = choose_compute(plan(**settings))
+    assert chosen.native_kernels == ()
+    assert reason in chosen.compile_reason
+    assert chosen.environment()["native_kernels"] == []
+
+
+def test_amx_kernels_serve_what_their_attention_does_not_take(a_machine_with_amx):
+    chosen = choose_compute(plan(n_heads=2))
+    assert "AMX" in chosen.native_kernels
+    assert "not for attention: the AMX kernels want heads of a multiple" in chosen.compile_reason
+
+
+@pytest.fixture
+def a_machine_with_a_gpu(monkeypatch):
+    cpu = machine_capabilities().cpu
+    gpu = GpuCapabilities("NVIDIA H100 80GB HBM3", "sm_90", 80 * 10**9)
+    here = Capabilities(cpu, (gpu,), "cuda 13.0", mps=False)
+    monkeypatch.setattr(compute, "machine_capabilities", lambda: here)
+    monkeypatch.setattr(compute, "choose_compile", lambda *_, **__: (True, "asked for"))
+    monkeypatch.setattr(compute, "device_name", lambda *_: gpu.name)
+    monkeypatch.setattr(compute, "set_matmul_precision", lambda *_: None)
+    looked_at = []
+
+    def looked(model, dtype, device):
+        looked_at.append((model.attention_dropout, dtype, device.type))
+
+    monkeypatch.setattr(compute, "kernel_obstacle", looked)
+    return looked_at
+
+
+def on_gpu(**model):
+    built = plan(**model)
+    train = built.config.train.model_copy(update={"device": "cuda"})
+    return make_plan(built.config.model_copy(update={"train": train}))
+
+
+def test_kernels_that_agree_drop_attention_weights(a_machine_with_a_gpu):
+    chosen = choose_compute(on_gpu(attention_dropout=0.2))
+    assert a_machine_with_a_gpu == [(0.2, torch.bfloat16, "cuda")]
+    assert chosen.fused_dropout
+    assert chosen.fused_dropout_obstacle is None
+    assert not choose_compute(on_gpu()).fused_dropout  # which drops nothing
+    assert len(a_machine_with_a_gpu) == 1
+
+
+def test_kernels_that_do_not_agree_are_left_with_the_reason(a_machine_with_a_gpu, monkeypatch):
+    monkeypatch.setattr(compute, "kernel_obstacle", lambda *_: "their dq is off by 3.0e-01")
+    chosen = choose_compute(on_gpu(attention_dropout=0.2))
+    assert not chosen.fused_dropout
+    assert chosen.fused_dropout_obstacle == "their dq is off by 3.0e-01"
+    chosen = choose_compute(on_gpu(attention_dropout=0.2, n_heads=1, d_model=256))
+    assert "heads of 256 channels" in chosen.fused_dropout_obstacle
+
+
+def test_kernels_that_one_machine_cannot_use_none_uses(a_machine_with_a_gpu, monkeypatch):
+    class Others(TwoMachines):
+        def all_gather(self, value):
+            return [value, "no Triton there"] if value is None else [value, value]
+
+    monkeypatch.setattr(compute, "local_device", lambda device, world: device)
+    chosen = choose_compute(on_gpu(attention_dropout=0.2), Others(lacks_compiler=False))
+    assert chosen.fused_dropout_obstacle == "no Triton there"
+
+
+def test_an_engine_drops_in_kernels_where_it_is_told_to(monkeypatch):
+    told = []
+    monkeypatch.setattr(assembling, "drop_in_kernel", told.append)
+    dropping = plan(attention_dropout=0.2)
+    engine = assemble(dropping, torch.device("cpu"), "fp32", compiled=False)
+    assert told == []
+    engine = assemble(dropping, torch.device("cpu"), "fp32", compiled=False, fused_dropout=True)
+    assert told == engine.models
+
+
+def test_widths_that_the_vector_kernels_do_not_take_are_named(a_machine_with_amx):
+    chosen = choose_compute(plan(d_model=20, precision="fp32"))
+    assert chosen.native_kernels == ("vector",)  # for the activations, of 80 channels
+    assert "multiples of 16, not model.d_model=20" in chosen.compile_reason
+    assert "d_ff" not in chosen.compile_reason
+    chosen = choose_compute(plan(d_model=20, d_ff=24, precision="fp32"))
+    assert chosen.native_kernels == ()
+    assert "not model.d_model=20, model.d_ff=24" in chosen.compile_reason
+
+
+@pytest.mark.parametrize(
+    ("setting", "precision", "expected"),
+    [
+        (None, "fp32", "highest"),
+        (None, "tf32", "high"),
+        ("medium", "fp32", "medium"),
+        ("highest", "tf32", "highest"),
+    ],
+)
+def test_matmul_precision(setting, precision, expected):
+    before = torch.get_float32_matmul_precision()
+    try:
+        whole = plan()
+        train = whole.config.train.model_copy(update={"matmul_precision": setting})
+        config = whole.config.model_copy(update={"train": train})
+        assemble(make_plan(config), torch.device("cpu"), precision, compiled=False)
+        assert torch.get_float32_matmul_precision() == expected
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(
+    ("precision", "measured"),
+    [("fp64", torch.float64), ("fp32", torch.float32), ("fp16", torch.float32)],
+)
+def test_what_a_cpu_emulates_is_a_share_of_what_it_computes_in(monkeypatch, precision, measured):
+    """fp16's own products are slow where nothing but the training's are fast."""
+    asked = []
+    monkeypatch.setattr(compute, "tune_allocator", lambda **options: False)
+    monkeypatch.setattr(
+        compute, "ceiling", lambda _name, _device, dtype, *_: asked.append(dtype) or Ceiling(1e12)
+    )
+    train = {"steps": 2, "batch_size": 2, "device": "cpu", "precision": precision, "compile": False}
+    choose_compute(make_plan(Config.model_validate({**plan().config.model_dump(), "train": train})))
+    assert asked == [measured]

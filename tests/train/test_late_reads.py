@@ -1,0 +1,152 @@
+"""A host that reads a step's numbers late, as beside a GPU: what it reads, and that nothing else
+changes."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from late_reads import run_counted
+from tiny_runs import config, events
+
+from pentameter.checkpoint.opening import open_checkpoint
+from pentameter.optim.build import JointOptimizer, can_step_unless
+from pentameter.processes.world import World
+from pentameter.train.loop import reads_late
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
+from layout_worlds import run_world
+
+OF_TIME = {"seconds", "step_seconds", "tokens_per_second", "mfu", "peak_memory_bytes", "run_id"}
+OF_TIME |= {"eta_seconds", "stall_seconds", "ceiling_flops", "bytes"}
+
+
+def long_run(**parallel):
+    """Twenty steps, logged every five, nothing else but what ends the run."""
+    return config(
+        train={"steps": 20, "eval_interval": None, "batch_size": 4},
+        checkpoint={"interval": 20, "asynchronous": False},
+        log={"interval": 5},
+        parallel=parallel,
+    )
+
+
+def recorded(run):
+    """The events of metrics.jsonl without clocks, sizes and the run's own path."""
+    kept = [{k: v for k, v in each.items() if k not in OF_TIME} for each in events(run)]
+    return json.loads(json.dumps(kept).replace(str(run), "RUN"))
+
+
+def hashes(run, step):
+    manifest = open_checkpoint(run / "checkpoints" / f"step-{step:08d}").manifest
+    return {f.name: f.sha256 for f in manifest.files if f.name.endswith(".safetensors")}
+
+
+def counted(n_processes, chosen, run, late, *bad, **options):
+    """What each process read and said, by step."""
+    if n_processes == 1:
+        return [run_counted(World(), chosen, run, late, *bad, **options)]
+    return run_world(n_processes, run_counted, chosen, run, late, *bad, *options.values())
+
+
+@pytest.mark.parametrize(
+    "parallel", [{}, {"data": 2}, {"data": 2, "zero": 2}], ids=["one", "data", "zero"]
+)
+def test_steps_that_are_not_logged_read_nothing_and_say_nothing(tmp_path, parallel):
+    n_processes = parallel.get("data", 1)
+    for reads, words in counted(
+        n_processes, long_run(**parallel), tmp_path / "run", True, set(), set()
+    ):
+        # The last step is followed by a save, which reads every tensor.
+        assert {step: n for step, n in reads.items() if 0 < step < 20} == dict.fromkeys(
+            (1, 5, 10, 15), 1
+        )
+        asked = {} if n_processes == 1 else dict.fromkeys((1, 5, 10, 15), 1)
+        assert {step: n for step, n in words.items() if 0 < step < 20} == asked
+
+
+@pytest.mark.parametrize(
+    "parallel", [{}, {"data": 2}, {"data": 2, "zero": 2}], ids=["one", "data", "zero"]
+)
+def test_reading_late_changes_no_bit(tmp_path, parallel):
+    bad = ({3, 11}, {0, 7, 8})
+    for late in (True, False):
+        run = tmp_path / str(late)
+        counted(parallel.get("data", 1), long_run(**parallel), run, late, *bad)
+    late, at_once = tmp_path / "True", tmp_path / "False"
+    assert recorded(late) == recorded(at_once)
+    assert [e["step"] for e in events(late, "skip")] == [1, 4, 8, 9, 12]
+    assert hashes(late, 20) == hashes(at_once, 20)
+
+
+def test_a_run_that_gives_up_does_so_at_the_same_step(tmp_path):
+    bad = (set(range(6, 11)), set())
+    for late in (True, False):
+        counted(1, long_run(), tmp_path / str(late), late, *bad)
+    assert recorded(tmp_path / "True") == recorded(tmp_path / "False")
+    end = events(tmp_path / "True", "end")[-1]
+    assert (end["kind"], end["step"]) == ("error", 10)
+
+
+def test_what_falls_due_between_two_logged_steps_is_done_there(tmp_path):
+    sections = {
+        "train": {"steps": 14, "eval_interval": 3, "sample_interval": 7, "sample_tokens": 4},
+        "checkpoint": {"interval": 4, "asynchronous": False, "keep_last": 9},
+        "log": {"interval": 13},
+    }
+    for late in (True, False):
+        counted(1, config(**sections), tmp_path / str(late), late, {4}, set())
+    late, at_once = tmp_path / "True", tmp_path / "False"
+    assert recorded(late) == recorded(at_once)
+    assert [e["step"] for e in events(late, "eval")] == [0, 3, 6, 9, 12, 14]
+    for step in (4, 8, 12, 14):
+        assert hashes(late, step) == hashes(at_once, step)
+        state = [
+            json.loads((run / "checkpoints" / f"step-{step:08d}" / "state.json").read_text())
+            for run in (late, at_once)
+        ]
+        assert state[0]["epoch"]["loss"] == state[1]["epoch"]["loss"]
+        assert state[0]["tokens"] == state[1]["tokens"]
+
+
+def test_ranks_ask_for_signals_in_time_however_seldom_steps_are_logged(tmp_path):
+    sparse = long_run().model_copy(update={"log": config(log={"interval": 1000}).log})
+    ((reads, _),) = counted(1, sparse, tmp_path / "run", True, set(), set(), prompt_seconds=1e-9)
+    assert {step: n for step, n in reads.items() if 0 < step < 20} == dict.fromkeys(range(1, 20), 1)
+
+
+def test_only_a_gpu_and_an_update_that_it_can_leave_out_are_read_late():
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    fused = torch.optim.AdamW(parameters, fused=True)
+
+    class OtherHasAHook(World):
+        def all_reduce_max(self, value):
+            return 1
+
+    def is_late(waits=True, precision="bf16", optimizer=fused, hooks=(), offload=False, world=None):
+        chosen = config(train={"offload": offload}, parallel={"zero": 3} if offload else {})
+        engine = SimpleNamespace(
+            host_waits=waits,
+            arithmetic=SimpleNamespace(precision=precision),
+            plan=SimpleNamespace(config=chosen),
+        )
+        world = world or World()
+        return reads_late(SimpleNamespace(engine=engine, optimizer=optimizer, world=world), hooks)
+
+    assert is_late()
+    assert is_late(hooks=[SimpleNamespace(on_eval=print)])
+    assert not is_late(waits=False)
+    assert not is_late(world=OtherHasAHook(0, 2))
+    assert not is_late(precision="fp16")
+    assert not is_late(offload=True)
+    assert not is_late(hooks=[SimpleNamespace(on_step=print)])
+    assert not is_late(hooks=[SimpleNamespace(on_skip=print)])
+    for other in (
+        torch.optim.AdamW(parameters, fused=False),
+        torch.optim.SGD(parameters, fused=True),
+        JointOptimizer(fused),
+    ):
+        assert not can_step_unless(other)
+        assert not is_late(optimizer=other)
