@@ -156,14 +156,10 @@ class _RankCommunication:
         self.n_micro_batches = self.sizes.n_micro_batches
         self.element_bytes = self.sizes.element_bytes
         self.stages = dict(stage_tables(config, layout, stages, self.coordinates["pipeline"]))
-        run = [
-            op
-            for number in self.stages
-            for op in run_operations(config.model, config.lora, stages[number])
-        ]
+        runs = [run_operations(config.model, config.lora, stages[number]) for number in self.stages]
         in_1d = not layout.is_grid
         count = OperationCommunication if in_1d else GridCommunication
-        self.operations = count(config, layout, self.sizes, self.coordinates, run)
+        self.operations = count(config, layout, self.sizes, self.coordinates, runs)
 
     def local_shape(self, spec: ParameterSpec) -> Shape:
         """Return a parameter's local shape on this rank, before ZeRO shards it."""

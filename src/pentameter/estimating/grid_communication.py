@@ -7,7 +7,7 @@ algorithm's gathers and sums, those for norms, embedding and loss. Bytes are cou
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from pentameter.config.choices import look_up
 from pentameter.estimating.operation_communication import (
@@ -29,14 +29,16 @@ class GridCommunication(OperationCommunication):
     """The collectives in one micro-batch, where matrices, norms and the embedding have others than
     in one dimension."""
 
-    def sent(self, kinds: Collection[CollectiveKind] | None = None) -> Iterator[Sent]:
+    def _sent_by(
+        self, operations: Sequence[Operation], kinds: Collection[CollectiveKind] | None
+    ) -> Iterator[Sent]:
         """Yield what every operation sends, and what its collectives of these kinds do."""
         how = self.config.train.activation_checkpoint
         # The tensors that we save are saved by an operation that has run.
-        repeated = recomputed_results(self.run, with_last=True) if how else set()
-        for op in self.run:
+        repeated = recomputed_results(operations, with_last=True) if how else set()
+        for op in operations:
             yield from self._of(op, 2 if op.name in repeated else 1)
-        yield from super().sent(kinds or ("softmax", "attend"))
+        yield from super()._sent_by(operations, kinds or ("softmax", "attend"))
 
     def _of(self, op: Operation, n_forward: int) -> Iterator[Sent]:
         """Yield the collectives in an operation's passes, of which `n_forward` are forward."""

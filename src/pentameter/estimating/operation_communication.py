@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import Config
 from pentameter.estimating.costs import StepSizes, attention_elements
+from pentameter.planning.adapters import Run
 from pentameter.planning.architecture import (
     ActivationTensor,
+    Axis,
     Collective,
     CollectiveKind,
     Operation,
@@ -58,13 +60,13 @@ class Sent(NamedTuple):
 @dataclass(frozen=True)
 class OperationCommunication:
     """The communication of the rank at mesh `coordinates` in one micro-batch, for the operations in
-    `run`."""
+    `runs`, one for each of its pipeline stages."""
 
     config: Config
     layout: Layout
     sizes: StepSizes
     coordinates: Mapping[str, int]
-    run: Sequence[Operation]
+    runs: Sequence[Run]
 
     @cached_property
     def sharding(self) -> Sharding:
@@ -74,12 +76,25 @@ class OperationCommunication:
     @cached_property
     def repeated(self) -> set[str]:
         """Operations whose results the backward pass recomputes."""
-        return recomputed_results(self.run) if self.config.train.activation_checkpoint else set()
+        if self.config.train.activation_checkpoint is None:
+            return set()
+        groups = (operations for run in self.runs for operations, _ in run.groups)
+        return set().union(*map(recomputed_results, groups))
 
     def sent(self, kinds: Collection[CollectiveKind] | None = None) -> Iterator[Sent]:
-        """Yield what is sent for collectives of these kinds, or of all kinds."""
+        """Yield what is sent for collectives of these kinds, or of all kinds. Calls of blocks that
+        are alike are counted together."""
+        for run in self.runs:
+            for operations, n in run.groups:
+                for each in self._sent_by(operations, kinds):
+                    yield each._replace(calls=n * each.calls)
+
+    def _sent_by(
+        self, operations: Sequence[Operation], kinds: Collection[CollectiveKind] | None
+    ) -> Iterator[Sent]:
+        """Yield what one group of operations sends."""
         gathered = set()
-        for op in self.run:
+        for op in operations:
             for each in op.collectives:
                 if kinds is not None and each.kind not in kinds:
                     continue
@@ -147,8 +162,8 @@ class OperationCommunication:
 
     def _bytes_of_all_tokens(self, tensor: ActivationTensor) -> int:
         """Return an activation's bytes for all tokens in a micro-batch."""
-        whole = replace(tensor, axes=("context", tensor.axes[1]))
-        n_elements = math.prod(self.sharding.local_shape(whole.shape, whole.axes, self.coordinates))
+        axes: tuple[Axis, ...] = ("context", tensor.axes[1])
+        n_elements = math.prod(self.sharding.local_shape(tensor.shape, axes, self.coordinates))
         return self.sizes.micro_batch_size * n_elements * self.sizes.bytes_of(tensor)
 
     def _mean_squares(

@@ -74,6 +74,11 @@ class Run(tuple[Operation, ...]):
                 found[key] = first, n + 1
         return list(found.values())
 
+    @cached_property
+    def groups(self) -> list[tuple[list[Operation], int]]:
+        """The operations outside any block, once, and `alike_blocks`."""
+        return [([op for op in self if op.layer is None], 1), *self.alike_blocks]
+
 
 @lru_cache(maxsize=1024)
 def run_operations(model: ModelConfig, lora: LoraConfig, layers: range | None = None) -> Run:

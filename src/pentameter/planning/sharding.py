@@ -166,12 +166,25 @@ class Sharding:
         """Return a parameter's local shape on the rank at `coordinates` along PARAMETER_DIMENSIONS,
         before ZeRO shards it. An omitted dimension has coordinate 0, which holds the largest shard.
         """
-        coordinates, local = coordinates or {}, list(spec.shape)
+        if coordinates:
+            return self._parameter_shape(spec, coordinates)
+        key = spec.shape, spec.axes, spec.sums_over
+        if key not in self._largest_shapes:
+            self._largest_shapes[key] = self._parameter_shape(spec, {})
+        return self._largest_shapes[key]
+
+    def _parameter_shape(self, spec: ParameterSpec, coordinates: Mapping[str, int]) -> Shape:
+        local = list(spec.shape)
         for index, dimensions in enumerate(self.placement(spec).sharded_by):
             for dimension in dimensions:
                 size = self.layout.parameter_sizes[dimension]
                 local[index] = shard_size(local[index], size, coordinates.get(dimension, 0))
         return tuple(local)
+
+    @cached_property
+    def _largest_shapes(self) -> dict[object, Shape]:
+        """Cached local shapes at coordinates 0, which a search asks for by the hundred thousand."""
+        return {}
 
     @cached_property
     def _placements(self) -> dict[tuple[tuple[Axis, ...], tuple[Axis, ...]], Placement]:
