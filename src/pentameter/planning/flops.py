@@ -11,7 +11,6 @@ import itertools
 from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import Config, LoraConfig, ModelConfig
 from pentameter.planning.adapters import run_operations
-from pentameter.planning.architecture import padded_vocab_size
 from pentameter.planning.gpt import parameter_table
 
 NO_ADAPTERS = LoraConfig()
@@ -60,6 +59,6 @@ def end_weights(config: Config) -> tuple[float, float]:
 def padding_elements(model: ModelConfig) -> int:
     """Return how many elements in embedding and head rows only pad the vocabulary."""
     assert model.vocab_size is not None
-    n_rows = padded_vocab_size(model)
+    n_rows = model.padded_vocab_size
     in_rows = sum(spec.n_elements for spec in parameter_table(model) if "vocab" in spec.axes)
     return in_rows // n_rows * (n_rows - model.vocab_size)

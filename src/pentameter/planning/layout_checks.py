@@ -10,8 +10,6 @@ from pentameter.config.schema import ModelConfig, TrainConfig
 from pentameter.errors import ConfigError, either, listed
 from pentameter.planning.architecture import (
     Axis,
-    n_kv_heads,
-    padded_vocab_size,
 )
 from pentameter.planning.gpt import sub_layers
 from pentameter.planning.layout import Layout, shard_size
@@ -136,7 +134,7 @@ def _check_even_shards(layout: Layout, model: ModelConfig, dimension: str) -> No
                 f"{listed(_divisors(math.gcd(*sizes.values())))}{also}"
             )
     if "vocab" in axes and model.vocab_size is not None:
-        n_rows = padded_vocab_size(model)
+        n_rows = model.padded_vocab_size
         if not shard_size(n_rows, n, n - 1):
             raise ConfigError(
                 f"parallel.{dimension}={n} cuts the {n_rows} rows of the vocabulary into parts of "
@@ -160,7 +158,7 @@ def _check_grid(layout: Layout, model: ModelConfig) -> None:
                 f"{whose} divides model.{key}={size} by {n}; possible: "
                 f"{listed(_nearest_multiples(size, n))}"
             )
-    n_rows = padded_vocab_size(model) if model.vocab_size is not None else n_shards
+    n_rows = model.padded_vocab_size if model.vocab_size is not None else n_shards
     if not shard_size(n_rows, n_shards, n_shards - 1):
         raise ConfigError(
             f"{whose} cuts the {n_rows} rows of the vocabulary into parts of "
@@ -176,7 +174,7 @@ def _check_normalized_heads(layout: Layout, model: ModelConfig) -> None:
         raise ConfigError(
             f"model.qk_norm='width' norms the channels of all model.n_kv_heads={model.n_kv_heads} "
             f"heads together, of which each of parallel.tensor={layout.tensor} processes computes "
-            f"one; possible: {listed(_divisors(n_kv_heads(model)))}"
+            f"one; possible: {listed(_divisors(model.kv_heads))}"
         )
 
 
@@ -210,7 +208,7 @@ def _check_sequence_split(layout: Layout, model: ModelConfig) -> None:
 def _check_exchanged_heads(layout: Layout, model: ModelConfig) -> None:
     """Raise ConfigError if context parallelism's all-to-all cannot give each rank equally many
     heads."""
-    few = n_kv_heads(model) < model.n_heads
+    few = model.kv_heads < model.n_heads
     n_heads = sharding_of(layout, model).n_kv_heads_here
     if layout.exchanges_heads and n_heads % layout.context:
         raise ConfigError(

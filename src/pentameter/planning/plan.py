@@ -16,9 +16,6 @@ from pentameter.errors import ConfigError
 from pentameter.planning.adapters import check_adapters, is_of_adapter
 from pentameter.planning.architecture import (
     ParameterSpec,
-    embedding_dropout,
-    feed_forward_width,
-    padded_vocab_size,
 )
 from pentameter.planning.batch_sizes import global_batch_size, micro_batch_size
 from pentameter.planning.flops import end_weights, padding_elements
@@ -215,7 +212,7 @@ def make_plan(
         stage_names=stage_names,
         built_by=outline.built_by,
         gives_logits=outline.gives_logits,
-        vocab_size_padded=padded_vocab_size(model),
+        vocab_size_padded=model.padded_vocab_size,
         n_parameters=n_parameters,
         n_parameters_padded=n_padded,
         rows_per_epoch=rows_per_epoch,
@@ -275,8 +272,8 @@ def _resolve(
             "model": model.model_copy(
                 update={
                     "vocab_size": model.vocab_size or vocab_size,
-                    "d_ff": feed_forward_width(model),
-                    "embedding_dropout": embedding_dropout(model),
+                    "d_ff": model.feed_forward_width,
+                    "embedding_dropout": model.embedding_dropout_rate,
                 }
             ),
             "train": train.model_copy(
