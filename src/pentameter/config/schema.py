@@ -1,8 +1,8 @@
 """The schema of a configuration: every section, key, default and rule.
 
-`ModelConfig` also says what follows from its own keys alone (the padded vocabulary, which norms
-have a bias). Everything else that follows from the values (accumulation, parameter counts) is
-computed once, in `pentameter.planning`. A rule that needs only this file is checked here; the
+A section also says what follows from its own keys alone (the padded vocabulary, which norms have a
+bias). Everything else that follows from the values (accumulation, parameter counts) is computed
+once, in `pentameter.planning`. A rule that needs only this file is checked here; the
 loader (`config/load.py`) turns a failed check into one sentence with the dotted path.
 """
 
@@ -16,6 +16,7 @@ from pentameter.config.choices import (
     DECAY_KEYS,
     FINAL_NORM,
     GATES,
+    MOMENTUM,
     NORM_MAY_HAVE_BIAS,
     POSITION_TABLE,
     TAKES_SEVERAL_STAGES,
@@ -300,6 +301,16 @@ class OptimizerConfig(Section):
     clip_norm: NonNegativeFloat = 1.0
     """Clip the gradient's global norm to this; 0 does not clip."""
 
+    @property
+    def default_momentum(self) -> float | None:
+        """The rule's momentum when absent; None for a rule that does not read `momentum`."""
+        return look_up(MOMENTUM, self.name, "optimizer.name", "the planner")
+
+    @property
+    def momentum_used(self) -> float:
+        """The momentum for SGD and Muon: `momentum`, or the rule's default."""
+        return self.momentum if self.momentum is not None else self.default_momentum or 0.0
+
 
 class ScheduleConfig(Section):
     """The learning rate as a function of the step; nothing to save."""
@@ -322,6 +333,11 @@ class ScheduleConfig(Section):
     """Factor of `step`."""
     decay_interval: Positive | None = None
     """Steps between two decays of `step`; when absent those of an epoch, rounded up."""
+
+    @property
+    def decay_keys(self) -> tuple[str, ...]:
+        """The keys that shape this schedule's decay."""
+        return look_up(DECAY_KEYS, self.name, "schedule.name", "the planner")
 
 
 MatmulPrecision = Literal["highest", "high", "medium"]
@@ -566,8 +582,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         peak, floor = self.optimizer.learning_rate, self.schedule.min_learning_rate
-        decays = look_up(DECAY_KEYS, self.schedule.name, "schedule.name", "the schema")
-        if "decay_steps" in decays and floor > peak:
+        if "decay_steps" in self.schedule.decay_keys and floor > peak:
             raise ValueError(
                 f"schedule.min_learning_rate={floor} is above optimizer.learning_rate={peak}, "
                 "where the decay begins; lower the one or raise the other"

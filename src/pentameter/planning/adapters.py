@@ -18,7 +18,6 @@ from pentameter.config.schema import Config, LoraConfig, ModelConfig
 from pentameter.errors import ConfigError, nearest
 from pentameter.planning.architecture import ActivationTensor, Init, Operation, ParameterSpec
 from pentameter.planning.gpt import operations, parameter_table
-from pentameter.planning.layout import Layout
 
 A, B = "lora_a", "lora_b"
 """Names of an adapter's two parameters within the linear layer that it adapts."""
@@ -151,32 +150,6 @@ def adapter_factor(lora: LoraConfig) -> float:
     """The scale alpha ÷ rank by which an adapter multiplies B A."""
     assert lora.rank is not None
     return lora.alpha / lora.rank
-
-
-def adapters_obstacle(lora: LoraConfig, layout: Layout, kv_copies: int = 1) -> str | None:
-    """Return a layout's first setting with which adapters cannot be trained, and the reason. Return
-    None if they can be, or if there are no adapters. `kv_copies` is `Sharding.kv_copies`."""
-    if lora.rank is None:
-        return None
-    if layout.is_grid:
-        return f"{layout.grid_setting}, whose products know no adapters; use '1d'"
-    if kv_copies > 1:
-        return (
-            f"parallel.tensor={layout.tensor}, of which {kv_copies} processes compute the "
-            "same keys and values, each by its own rows; lower it"
-        )
-    if layout.splits_backward:
-        return (
-            f"parallel.schedule='{layout.schedule}', which computes the gradients of weights "
-            "apart, and most have none; use '1f1b' or another"
-        )
-    return None
-
-
-def check_adapters(lora: LoraConfig, layout: Layout, kv_copies: int = 1) -> None:
-    """Raise ConfigError if adapters cannot be trained with the way a layout shards the model."""
-    if (obstacle := adapters_obstacle(lora, layout, kv_copies)) is not None:
-        raise ConfigError(f"lora.rank={lora.rank} is not possible with {obstacle}")
 
 
 def _adapter(spec: ParameterSpec, rank: int) -> Iterator[ParameterSpec]:
