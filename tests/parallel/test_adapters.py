@@ -24,7 +24,6 @@ from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.errors import ConfigError
 from pentameter.estimating.plan_estimates import plan_state_bytes
 from pentameter.parallel.assemble import assemble
-from pentameter.planning.adapters import adapted_modules
 from pentameter.planning.plan import make_plan
 
 SIZES = {"context_length": 16, "n_layers": 2, "n_heads": 2, "d_model": 16, "vocab_size": 16}
@@ -71,9 +70,7 @@ def test_an_adapted_model_begins_as_it_was_and_learns_by_its_adapters(run, base)
     after = trainer.engine.model.state_dict()
     names = after.keys() - before.keys()
     assert names == {
-        f"{path}.{name}"
-        for path in adapted_modules(trainer.config.model, trainer.config.lora)
-        for name in ("lora_a", "lora_b")
+        f"{path}.{name}" for path in trainer.plan.adapted_modules for name in ("lora_a", "lora_b")
     }
     assert len(names) == 2 * 4 * 2
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -428,6 +428,12 @@ class LoraConfig(Section):
     targets: tuple[str, ...] = ()
     """Names of the blocks' linear layers that are adapted, such as `qkv,out`; all when empty."""
 
+    @property
+    def factor(self) -> float:
+        """The scale alpha ÷ rank by which an adapter multiplies B A."""
+        assert self.rank is not None
+        return self.alpha / self.rank
+
 
 class ParallelConfig(Section):
     """The layout: degrees of parallelism. The training is the same for every layout."""

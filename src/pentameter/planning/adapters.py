@@ -9,7 +9,7 @@ plain model's function.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 
@@ -146,10 +146,9 @@ def is_of_adapter(spec: ParameterSpec) -> bool:
     return "rank" in spec.axes
 
 
-def adapter_factor(lora: LoraConfig) -> float:
-    """The scale alpha ÷ rank by which an adapter multiplies B A."""
-    assert lora.rank is not None
-    return lora.alpha / lora.rank
+def paths_of_adapters(names: Iterable[str]) -> list[str]:
+    """Return the paths of the adapted linear layers among the names of a model's parameters."""
+    return [name.removesuffix(f".{A}") for name in names if name.endswith(f".{A}")]
 
 
 def _adapter(spec: ParameterSpec, rank: int) -> Iterator[ParameterSpec]:

@@ -13,10 +13,12 @@ from typing import Any, Literal
 from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import Config, ScheduleConfig
 from pentameter.errors import ConfigError
+from pentameter.planning.adapters import paths_of_adapters
 from pentameter.planning.architecture import (
     ParameterSpec,
 )
 from pentameter.planning.batch_sizes import global_batch_size, micro_batch_size
+from pentameter.planning.fused_step import fused_obstacle
 from pentameter.planning.layout import Layout, make_layout, stage_layers
 from pentameter.planning.layout_checks import (
     check_custom_layout,
@@ -115,6 +117,16 @@ class Plan:
     def placements(self) -> dict[str, Placement]:
         """Each parameter's placement on the mesh, by name."""
         return {spec.name: self.sharding.placement(spec) for spec in self.table}
+
+    @property
+    def adapted_modules(self) -> list[str]:
+        """The paths of the linear layers that have an adapter."""
+        return paths_of_adapters(spec.name for spec in self.table)
+
+    @property
+    def fused_obstacle(self) -> str | None:
+        """The first setting that the fused CPU step does not support; None if it runs the plan."""
+        return fused_obstacle(self.config, self.layout, self.built_by)
 
     @property
     def rules(self) -> LayoutRules:
