@@ -14,8 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "train"))  # for `tiny_runs`
 
 from tiny_runs import config, fit
 
-from pentameter.checkpoint.hugging_face.folder import export_hf
-from pentameter.checkpoint.hugging_face.model_card import hub_name
+from pentameter.checkpoint.hugging_face.folder import export_hf, hub_name
 from pentameter.checkpoint.hugging_face.peft import export_peft
 from pentameter.checkpoint.lazy_tensors import materialize
 from pentameter.checkpoint.load_model import load_model, open_model

@@ -88,7 +88,8 @@ class Candidates:
 
     def __iter__(self) -> Iterator[LayoutCandidate]:
         plan, config, cluster = self.plan, self.plan.config, self.cluster
-        ends = end_weights(config)
+        run = run_operations(config.model, config.lora)
+        ends = end_weights(run, config.parallel.partition)
         trains = {}
         for parallel in self._parallels():
             try:

@@ -32,12 +32,11 @@ def training_table(
     Raises ConfigError if a target is not a linear layer in the model's blocks, or if the rank
     exceeds the smaller side of an adapted matrix.
     """
-    model, lora = config.model, config.lora
-    table = parameter_table(model, first_layer=first_layer, last_layer=last_layer)
+    lora = config.lora
+    table = parameter_table(config.model, first_layer=first_layer, last_layer=last_layer)
     if lora.rank is None:
         return table
-    adapted = adapted_modules(model, lora)
-    return with_adapters(table, [spec for spec in table if _module(spec) in adapted], lora.rank)
+    return with_adapters(table, _adapted(table, lora), lora.rank)
 
 
 def with_adapters(
@@ -81,7 +80,8 @@ def run_operations(model: ModelConfig, lora: LoraConfig, layers: range | None = 
     run = operations(model, layers)
     if lora.rank is None:
         return Run(run)
-    adapted = set(adapted_modules(model, lora))
+    parameters = (spec for op in run for spec in op.parameters)
+    adapted = {_module(spec) for spec in _adapted(parameters, lora)}
     # Nothing before the first adapter is trained, so the backward pass ends there. A later pipeline
     # stage still sends back the gradient of its input.
     is_first = run[0].layer is None
@@ -115,15 +115,11 @@ def _nameless(op: Operation, layer: int) -> object:
     )
 
 
-def adapted_modules(model: ModelConfig, lora: LoraConfig) -> list[str]:
-    """Return the adapted linear layers as paths in the model. Raises ConfigError for a target that
-    is not a linear layer."""
-    linear = [
-        spec.name.removesuffix(".weight")
-        for spec in parameter_table(model)
-        if spec.is_block_matrix and spec.name.endswith(".weight")
-    ]
-    return targeted(linear, lora)
+def _adapted(parameters: Iterable[ParameterSpec], lora: LoraConfig) -> list[ParameterSpec]:
+    """Return the matrices that are adapted, of a model or of a slice of its layers. Raises
+    ConfigError for a target that is not a linear layer."""
+    linear = {path: spec for spec in parameters if spec.is_block_matrix and (path := _module(spec))}
+    return [linear[path] for path in targeted(list(linear), lora)]
 
 
 def targeted(linear: Sequence[str], lora: LoraConfig) -> list[str]:

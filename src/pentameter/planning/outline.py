@@ -13,7 +13,7 @@ from itertools import chain
 
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
-from pentameter.planning.adapters import is_of_adapter, training_table
+from pentameter.planning.adapters import is_of_adapter, run_operations, training_table
 from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.flops import (
     CONVENTION,
@@ -82,18 +82,18 @@ class ModelOutline:
 
 def outline_of_gpt(config: Config) -> ModelOutline:
     """Return the built-in GPT's outline. Layout checks use its axes."""
-    model = config.model
 
     def names_of(layers: range) -> frozenset[str]:
         table = training_table(config, first_layer=layers.start, last_layer=layers.stop)
         return frozenset(spec.name for spec in table)
 
+    table, run = training_table(config), run_operations(config.model, config.lora)
     return ModelOutline(
-        training_table(config),
+        table,
         names_of,
-        flops_per_token(model, config.lora),
-        n_padding=padding_elements(model),
-        end_weights=end_weights(config),
+        flops_per_token(run),
+        n_padding=padding_elements(table, config.model),
+        end_weights=end_weights(run, config.parallel.partition),
     )
 
 
