@@ -132,8 +132,8 @@ def _conversation(record: Mapping[str, Any], where: str) -> Conversation:
         return _chat(record["messages"], [], record.get("tools"), where)
     prompt, completion = record.get("prompt"), record.get("completion")
     if isinstance(prompt, str) and isinstance(completion, str):
-        check_encodable(prompt, "'prompt'", where)
-        check_encodable(completion, "'completion'", where)
+        for key, text in (("prompt", prompt), ("completion", completion)):
+            check_encodable(text, f"{key!r}", where)
         if not completion:
             raise CorruptError(f"{where}: 'completion' is empty; there is nothing to learn")
         return Exchange(prompt, completion)
