@@ -24,6 +24,7 @@ from pentameter.errors import ConfigError
 from pentameter.estimating.plan_estimates import plan_state_bytes
 from pentameter.parallel.assemble import assemble
 from pentameter.planning.plan import make_plan
+from pentameter.processes.local_launch import check_launch
 
 SIZES = {"context_length": 16, "n_layers": 2, "n_heads": 2, "d_model": 16, "vocab_size": 16}
 MODEL = {**SIZES, "qkv_bias": True, "bias": True}
@@ -234,3 +235,12 @@ def test_alpha_is_bounded():
 def test_refusals(sections, words):
     with pytest.raises(ConfigError, match=words):
         plan(**sections)
+
+
+def test_a_layout_that_knows_no_adapters_is_refused_before_data_is_read():
+    grid = config(model=MODEL, lora=LORA, parallel={"tensor": 4, "tensor_mode": "2d"})
+    without_vocabulary = grid.model_copy(
+        update={"model": grid.model.model_copy(update={"vocab_size": None})}
+    )
+    with pytest.raises(ConfigError, match=r"not possible with parallel\.tensor_mode='2d'"):
+        check_launch(without_vocabulary, 4, None, oversubscribe=True, check_fit=False)
