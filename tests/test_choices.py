@@ -50,7 +50,7 @@ from pentameter.parallel.pipeline.pipeline import SCHEDULES
 from pentameter.parallel.precision import MATMULS, arithmetic
 from pentameter.parallel.sources.gpt_source import call_gpt
 from pentameter.parallel.stage_module import StageModule
-from pentameter.planning.fused_step import architecture_obstacle, fused_obstacle
+from pentameter.planning.fused_step import architecture_obstacle
 from pentameter.planning.layout import Layout, make_layout
 from pentameter.planning.plan import make_plan
 from pentameter.train.saving import RunCheckpoints
@@ -379,7 +379,7 @@ def test_a_value_that_nobody_knows_is_refused_by_name(path, place):
 @pytest.mark.parametrize("key", sorted(BASE.parallel.model_fields_set | {"tensor", "zero"}))
 def test_the_fused_step_runs_copies_only(key):
     plan = make_plan(BASE.model_copy(update={"train": BASE.train}))
-    assert fused_obstacle(plan.config, plan.layout) is None
+    assert plan.fused_obstacle is None
     layout = plan.layout.__class__(data=2, **{key: 2})
     object.__setattr__(plan, "layout", layout)
-    assert fused_obstacle(plan.config, plan.layout) == f"parallel.{key}=2"
+    assert plan.fused_obstacle == f"parallel.{key}=2"

@@ -12,7 +12,6 @@ from pentameter.model.attention import attend, attend_explicitly
 from pentameter.model.cache import KVCache
 from pentameter.model.gpt import GPT, build_model
 from pentameter.model.positions import rotation
-from pentameter.planning.architecture import window
 from pentameter.planning.gpt import parameter_table
 
 T, V = 16, 40
@@ -73,7 +72,7 @@ def test_no_token_sees_a_later_one(name):
 def test_a_windows_last_token_is_the_furthest_that_is_seen():
     """Of one layer: further layers see further."""
     model = built("capped", n_layers=1)
-    assert window(model.config, 0) == 4
+    assert model.config.window(0) == 4
     tokens = torch.arange(T)[None] * 5 % V
     changed = tokens.clone()
     changed[0, 2] += 1
@@ -83,7 +82,7 @@ def test_a_windows_last_token_is_the_furthest_that_is_seen():
 
 def test_the_pattern_leaves_some_layers_the_whole_context():
     config = built("window").config
-    assert [window(config, layer) for layer in range(3)] == [3, None, 3]
+    assert [config.window(layer) for layer in range(3)] == [3, None, 3]
 
 
 @pytest.mark.parametrize("n_shared", [1, 2, 4])

@@ -12,7 +12,6 @@ from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import GPT, build_model
 from pentameter.model.loss import loss_sum
 from pentameter.model.positions import sinusoidal_positions
-from pentameter.planning.architecture import padded_vocab_size
 from pentameter.planning.gpt import parameter_table
 
 
@@ -189,7 +188,7 @@ def test_building_uses_no_random_generator() -> None:
 
 def test_padded_rows_change_no_logit_of_the_vocabulary() -> None:
     plain, padded = tiny(), tiny(vocab_multiple=8)
-    assert padded_vocab_size(padded) == 16
+    assert padded.padded_vocab_size == 16
     x = tokens(plain)
     logits = build_model(padded, seed=3)(x)
     assert logits.shape == (3, 12, 16)

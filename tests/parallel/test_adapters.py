@@ -14,8 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "train"))  # for `tiny_runs`
 
 from tiny_runs import config, fit
 
-from pentameter.checkpoint.hugging_face.folder import export_hf
-from pentameter.checkpoint.hugging_face.model_card import hub_name
+from pentameter.checkpoint.hugging_face.folder import export_hf, hub_name
 from pentameter.checkpoint.hugging_face.peft import export_peft
 from pentameter.checkpoint.lazy_tensors import materialize
 from pentameter.checkpoint.load_model import load_model, open_model
@@ -24,8 +23,8 @@ from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.errors import ConfigError
 from pentameter.estimating.plan_estimates import plan_state_bytes
 from pentameter.parallel.assemble import assemble
-from pentameter.planning.adapters import adapted_modules
 from pentameter.planning.plan import make_plan
+from pentameter.processes.local_launch import check_launch
 
 SIZES = {"context_length": 16, "n_layers": 2, "n_heads": 2, "d_model": 16, "vocab_size": 16}
 MODEL = {**SIZES, "qkv_bias": True, "bias": True}
@@ -71,9 +70,7 @@ def test_an_adapted_model_begins_as_it_was_and_learns_by_its_adapters(run, base)
     after = trainer.engine.model.state_dict()
     names = after.keys() - before.keys()
     assert names == {
-        f"{path}.{name}"
-        for path in adapted_modules(trainer.config.model, trainer.config.lora)
-        for name in ("lora_a", "lora_b")
+        f"{path}.{name}" for path in trainer.plan.adapted_modules for name in ("lora_a", "lora_b")
     }
     assert len(names) == 2 * 4 * 2
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -238,3 +235,12 @@ def test_alpha_is_bounded():
 def test_refusals(sections, words):
     with pytest.raises(ConfigError, match=words):
         plan(**sections)
+
+
+def test_a_layout_that_knows_no_adapters_is_refused_before_data_is_read():
+    grid = config(model=MODEL, lora=LORA, parallel={"tensor": 4, "tensor_mode": "2d"})
+    without_vocabulary = grid.model_copy(
+        update={"model": grid.model.model_copy(update={"vocab_size": None})}
+    )
+    with pytest.raises(ConfigError, match=r"not possible with parallel\.tensor_mode='2d'"):
+        check_launch(without_vocabulary, 4, None, oversubscribe=True, check_fit=False)

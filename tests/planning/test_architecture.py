@@ -5,7 +5,7 @@ import pytest
 
 from pentameter.config.schema import ModelConfig
 from pentameter.errors import ConfigError
-from pentameter.planning.architecture import Init, padded_vocab_size
+from pentameter.planning.architecture import Init
 from pentameter.planning.gpt import parameter_table
 
 SHAKESPEARE_TUTORIAL = ModelConfig(
@@ -75,9 +75,9 @@ def test_published_models_have_exactly_their_parameters(model: ModelConfig, coun
 
 
 def test_vocabulary_is_padded_up_to_the_multiple() -> None:
-    assert padded_vocab_size(changed(GPT2, vocab_multiple=128)) == 50304
-    assert padded_vocab_size(changed(GPT2, vocab_size=50304, vocab_multiple=128)) == 50304
-    assert padded_vocab_size(GPT2) == 50257
+    assert changed(GPT2, vocab_multiple=128).padded_vocab_size == 50304
+    assert changed(GPT2, vocab_size=50304, vocab_multiple=128).padded_vocab_size == 50304
+    assert GPT2.padded_vocab_size == 50257
 
 
 def test_an_unknown_vocabulary_is_refused_with_its_remedy() -> None:

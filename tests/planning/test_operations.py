@@ -176,7 +176,7 @@ def test_a_second_dimension_divides_a_second_axis(divided_twice: Config) -> None
     """One entry in the dictionary of axes, and one size: checks, memory and traffic follow."""
     layout = TwoTensorDimensions(tensor=2, tensor_rows=2)
     assert layout.world_size == 4
-    check_layout(layout, divided_twice.model)
+    check_layout(layout, divided_twice)
     table = parameter_table(divided_twice.model)
     sharding = shardings.sharding_of(layout, divided_twice.model)
     assert all(sharding.parameter_shape(spec) == halved(spec) for spec in table)

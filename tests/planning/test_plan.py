@@ -11,7 +11,8 @@ from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
 from pentameter.estimating.plan_estimates import plan_memory, plan_record, plan_state_bytes
 from pentameter.planning.layout import Layout, stage_layers
-from pentameter.planning.outline import check_tied_within, tied_parameters
+from pentameter.planning.layout_checks import check_tied_within
+from pentameter.planning.outline import tied_parameters
 from pentameter.planning.plan import make_plan
 
 
@@ -161,9 +162,10 @@ def test_a_parameter_of_several_stages_is_owned_by_the_first():
     layout = Layout(pipeline=2, schedule="interleaved", virtual_stages=2)
     tied = tied_parameters(layout, names)
     assert tied == {"b": (0, 1), "c": (1, 0), "d": (0, 1)}
-    check_tied_within(replace(layout, data=2, zero=3), names)
+    check_tied_within(replace(layout, data=2, zero=3), names, tied)
     both = [frozenset(each) for each in ("ab", "c", "bd", "e")]
-    assert tied_parameters(layout, both) == {"b": (0,)}
+    tied = tied_parameters(layout, both)
+    assert tied == {"b": (0,)}
     with pytest.raises(ConfigError, match="two copies of b on one of them"):
-        check_tied_within(replace(layout, data=2, zero=3), both)
-    check_tied_within(replace(layout, data=2), both)  # whole in each
+        check_tied_within(replace(layout, data=2, zero=3), both, tied)
+    check_tied_within(replace(layout, data=2), both, tied)  # whole in each

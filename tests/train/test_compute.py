@@ -9,7 +9,6 @@ from pentameter.machine.capabilities import Capabilities, GpuCapabilities, machi
 from pentameter.machine.ceilings import Ceiling
 from pentameter.parallel import assemble as assembling
 from pentameter.parallel.assemble import assemble
-from pentameter.planning.fused_step import fused_obstacle
 from pentameter.planning.plan import make_plan
 from pentameter.processes.world import World
 from pentameter.train import compute
@@ -49,7 +48,7 @@ def test_the_kernels_of_a_precision_serve_the_fused_step(a_machine_with_amx, pre
     assert chosen.environment()["native_kernels"] == list(expected)
     with_kernels = f"; with {' and '.join(expected)} kernels" if expected else ""
     assert chosen.compile_reason == f"asked for{with_kernels}"
-    assert fused_obstacle(plan().config, plan().layout) is None
+    assert plan().fused_obstacle is None
 
 
 def test_what_a_machine_lacks_is_said(a_machine_with_amx, monkeypatch):

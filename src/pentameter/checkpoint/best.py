@@ -1,21 +1,52 @@
-"""Choice of the checkpoint that represents a run: its best one, or the best available
+"""Which checkpoint a path means: the one that represents a run is its best, or the best available
 substitute."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from pentameter.checkpoint.manifest import Manifest
+from pentameter.checkpoint.manifest import MANIFEST_NAME, Manifest
 from pentameter.checkpoint.opening import (
     Checkpoint,
     find_checkpoint,
     list_checkpoints,
+    open_checkpoint,
     read_own_manifest,
     read_state,
 )
-from pentameter.errors import CorruptError
+from pentameter.errors import ConfigError, CorruptError
+
+
+def find_model(path: Path, warnings: list[str] | None = None) -> Checkpoint:
+    """Find the verified checkpoint that `path` denotes: a checkpoint folder itself, or the best one
+    in a run folder.
+
+    `best_checkpoint` defines the best and its substitutes; each damaged checkpoint adds a line to
+    `warnings`. Raises ConfigError, describing the folder's content, if `path` is neither kind of
+    folder; CorruptError if no checkpoint is intact.
+    """
+    path = Path(path)
+    warnings = [] if warnings is None else warnings
+    if not path.is_dir():
+        found = "is a file" if path.exists() else "does not exist"
+        raise ConfigError(
+            f"{path} {found}; give a run folder (runs/NAME), a checkpoint folder or a Hugging Face "
+            "folder"
+        )
+    if (path / MANIFEST_NAME).exists() or (path / MANIFEST_NAME).is_symlink():
+        return open_checkpoint(path)
+    folder = path / "checkpoints"
+    if not folder.is_dir():
+        raise ConfigError(_describe(path))
+    checkpoint = best_checkpoint(folder, warnings)
+    if checkpoint is None:
+        raise ConfigError(
+            f"{path} is a run without a checkpoint yet; wait for its first, or train further"
+        )
+    return checkpoint
 
 
 def best_checkpoint(
@@ -60,3 +91,22 @@ def _recorded(folder: Path, run_id: str | None) -> list[tuple[str, int]]:
             if found:
                 return found
     return []
+
+
+def _describe(path: Path) -> str:
+    """Say, for an error message, what a folder is that holds no checkpoint."""
+    if is_hugging_face(path):
+        return f"{path} is a Hugging Face folder, in which there is no checkpoint; use load_model"
+    names = sorted(entry.name for entry in path.iterdir())
+    found = ", ".join(names[:5]) + (" …" if len(names) > 5 else "") if names else "nothing"
+    return (
+        f"{path} is neither a run folder (it has no checkpoints/) nor a checkpoint folder (it has "
+        f"no {MANIFEST_NAME}) nor a Hugging Face folder (it has no config.json); found there: "
+        f"{found}"
+    )
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Return True if `path` is a Hugging Face model folder, whatever its architecture."""
+    ours = (path / MANIFEST_NAME, path / "checkpoints")
+    return (path / "config.json").is_file() and not any(map(os.path.lexists, ours))

@@ -15,7 +15,6 @@ from pentameter.config.schema import Config
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.errors import ConfigError
 from pentameter.parallel.local_shards import common_region
-from pentameter.planning.architecture import has_position_table, resolved
 from pentameter.planning.gpt import parameter_table
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ def initial_weights(path: Path | str, config: Config, tokenizer: Tokenizer) -> I
     warnings: list[str] = []
     stored = open_model(path, warnings=warnings)
     there, here = stored.config.model, config.model
-    whole_there, whole_here = resolved(there), resolved(here)
+    whole_there, whole_here = there.resolved, here.resolved
     wrong = [
         f"model.{key}: {shown(getattr(there, key))} there, {shown(getattr(here, key))} here"
         for key in type(here).model_fields
@@ -97,7 +96,7 @@ def initial_weights(path: Path | str, config: Config, tokenizer: Tokenizer) -> I
         and getattr(there, key) != getattr(here, key)
         and getattr(whole_there, key) != getattr(whole_here, key)
     ]
-    if has_position_table(here) and here.context_length > there.context_length:
+    if here.has_position_table and here.context_length > there.context_length:
         wrong.append(
             f"model.context_length: {there.context_length} there, {here.context_length} here "
             "(positions that were never learned; it may be shorter, not longer)"

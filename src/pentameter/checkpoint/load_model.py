@@ -1,19 +1,17 @@
 """Models given as MODEL on the command line: opened on disk, or loaded so that they run.
 
-A run folder means its best checkpoint, else its last. This module recognizes a Hugging Face folder;
-`pentameter.checkpoint.hugging_face` reads it.
+`best.py` says which checkpoint is meant; `pentameter.checkpoint.hugging_face` reads a Hugging Face
+folder.
 """
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pentameter.checkpoint.best import best_checkpoint
-from pentameter.checkpoint.manifest import MANIFEST_NAME
-from pentameter.checkpoint.opening import Checkpoint, open_checkpoint
+from pentameter.checkpoint.best import find_model, is_hugging_face
+from pentameter.checkpoint.opening import Checkpoint
 from pentameter.checkpoint.state_dicts import load_model_state
 from pentameter.errors import ConfigError, PentameterError
 
@@ -119,10 +117,9 @@ def open_model(
             check_weights(config, weights, folder)
         files = tuple(folder / name for name in checkpoint.manifest.groups["model"])
         base = checkpoint.state.get("base_model")
-        stored = StoredModel(folder, config, tokenizer, weights, files, checkpoint)
-        return with_adapters_added(
-            replace(stored, base_model=base if isinstance(base, str) else None)
-        )
+        base = base if isinstance(base, str) else None
+        stored = StoredModel(folder, config, tokenizer, weights, files, checkpoint, base_model=base)
+        return with_adapters_added(stored)
 
 
 def _check_kind(path: Path, built_by: Any, *, is_own: bool) -> None:
@@ -135,50 +132,3 @@ def _check_kind(path: Path, built_by: Any, *, is_own: bool) -> None:
             f"{path} holds the weights of a module that {built_by} built, which is no part of "
             "pentameter: pm.load_model(path, model=…) loads it in Python, with that function"
         )
-
-
-def is_hugging_face(path: Path) -> bool:
-    """Return True if `path` is a Hugging Face model folder, whatever its architecture."""
-    ours = (path / MANIFEST_NAME, path / "checkpoints")
-    return (path / "config.json").is_file() and not any(map(os.path.lexists, ours))
-
-
-def find_model(path: Path, warnings: list[str] | None = None) -> Checkpoint:
-    """Find the verified checkpoint that `path` denotes: a checkpoint folder itself, or the best one
-    in a run folder.
-
-    `best_checkpoint` defines the best and its substitutes; each damaged checkpoint adds a line to
-    `warnings`. Raises ConfigError, describing the folder's content, if `path` is neither kind of
-    folder; CorruptError if no checkpoint is intact.
-    """
-    path = Path(path)
-    warnings = [] if warnings is None else warnings
-    if not path.is_dir():
-        found = "is a file" if path.exists() else "does not exist"
-        raise ConfigError(
-            f"{path} {found}; give a run folder (runs/NAME), a checkpoint folder or a Hugging Face "
-            "folder"
-        )
-    if (path / MANIFEST_NAME).exists() or (path / MANIFEST_NAME).is_symlink():
-        return open_checkpoint(path)
-    folder = path / "checkpoints"
-    if not folder.is_dir():
-        raise ConfigError(_describe(path))
-    checkpoint = best_checkpoint(folder, warnings)
-    if checkpoint is None:
-        raise ConfigError(
-            f"{path} is a run without a checkpoint yet; wait for its first, or train further"
-        )
-    return checkpoint
-
-
-def _describe(path: Path) -> str:
-    if is_hugging_face(path):
-        return f"{path} is a Hugging Face folder, in which there is no checkpoint; use load_model"
-    names = sorted(entry.name for entry in path.iterdir())
-    found = ", ".join(names[:5]) + (" …" if len(names) > 5 else "") if names else "nothing"
-    return (
-        f"{path} is neither a run folder (it has no checkpoints/) nor a checkpoint folder (it has "
-        f"no {MANIFEST_NAME}) nor a Hugging Face folder (it has no config.json); found there: "
-        f"{found}"
-    )

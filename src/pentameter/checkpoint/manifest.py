@@ -185,3 +185,15 @@ def check_files(folder: Path, manifest: Manifest, *, hash_content: bool = True) 
         ]
         for check in checks:
             check.result()
+
+
+def read_checked(folder: Path, manifest: Manifest, name: str) -> bytes:
+    """Return the content of a small file, verified. Raises CorruptError if it is damaged, or none
+    of the manifest's."""
+    record = manifest.record(name)
+    if record is None:
+        raise CorruptError(f"{folder} has no file {name!r}")
+    data = read_regular(folder / name, max_bytes=min(record.n_bytes, MAX_JSON_BYTES))
+    if hashlib.sha256(data).hexdigest() != record.sha256:
+        raise CorruptError(f"{folder / name} is damaged: its sha256 is not the one in its manifest")
+    return data

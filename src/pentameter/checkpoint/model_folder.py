@@ -21,7 +21,7 @@ from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.disk.atomic import refuse_existing, storage_errors, write_hashed
 from pentameter.disk.lock import building
 from pentameter.errors import CorruptError
-from pentameter.planning.adapters import A, B, adapter_factor, training_table
+from pentameter.planning.adapters import A, B, paths_of_adapters, training_table
 
 if TYPE_CHECKING:
     import torch
@@ -100,7 +100,7 @@ def with_adapters_added(stored: StoredModel) -> StoredModel:
     if lora.rank is None:
         return stored
     # For a custom model, only the names tell which layers are adapted.
-    paths = [name.removesuffix(f".{A}") for name in stored.weights if name.endswith(f".{A}")]
+    paths = paths_of_adapters(stored.weights)
     tensors = {
         f"{path}.{name}": stored.weights[f"{path}.{name}"] for path in paths for name in (A, B)
     }
@@ -110,9 +110,7 @@ def with_adapters_added(stored: StoredModel) -> StoredModel:
         weights[f"{path}.weight"] = LazyTensor(
             tuple(weight.shape),
             weight.dtype,
-            partial(
-                _merge, weight, tensors[f"{path}.{A}"], tensors[f"{path}.{B}"], adapter_factor(lora)
-            ),
+            partial(_merge, weight, tensors[f"{path}.{A}"], tensors[f"{path}.{B}"], lora.factor),
         )
     return replace(
         stored,

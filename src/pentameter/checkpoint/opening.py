@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import time
@@ -14,14 +13,14 @@ from typing import Any
 
 from pentameter.checkpoint.manifest import (
     MANIFEST_NAME,
-    MAX_JSON_BYTES,
     Manifest,
     check_files,
     decode_json,
+    read_checked,
     read_manifest,
 )
 from pentameter.checkpoint.tensor_reader import StoredTensors
-from pentameter.disk.atomic import is_temporary, read_regular, storage_errors
+from pentameter.disk.atomic import is_temporary, storage_errors
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 STATE_NAME = "state.json"
@@ -63,7 +62,7 @@ class Checkpoint:
     def read(self, name: str) -> bytes:
         """Return the content of a small file (`config.toml`), verified again; CorruptError if there
         is none."""
-        return _read_checked(self.path, self.manifest, name)
+        return read_checked(self.path, self.manifest, name)
 
 
 def step_folder_name(step: int) -> str:
@@ -95,7 +94,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def read_state(path: Path, manifest: Manifest) -> Mapping[str, Any]:
     """Read state.json, verified against the manifest. Raises CorruptError if it is not a JSON
     object."""
-    state = decode_json(_read_checked(path, manifest, STATE_NAME), path / STATE_NAME)
+    state = decode_json(read_checked(path, manifest, STATE_NAME), path / STATE_NAME)
     if not isinstance(state, dict):
         raise CorruptError(f"{path / STATE_NAME} is malformed: it is not an object")
     return state
@@ -113,16 +112,6 @@ def read_own_manifest(path: Path) -> Manifest:
             f"{path / MANIFEST_NAME} is of step {manifest.step}: a folder was renamed or swapped"
         )
     return manifest
-
-
-def _read_checked(path: Path, manifest: Manifest, name: str) -> bytes:
-    record = manifest.record(name)
-    if record is None:
-        raise CorruptError(f"{path} has no file {name!r}")
-    data = read_regular(path / name, max_bytes=min(record.n_bytes, MAX_JSON_BYTES))
-    if hashlib.sha256(data).hexdigest() != record.sha256:
-        raise CorruptError(f"{path / name} is damaged: its sha256 is not the one in its manifest")
-    return data
 
 
 @dataclass(frozen=True)

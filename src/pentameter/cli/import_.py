@@ -35,8 +35,8 @@ class ImportArguments:
 def run(arguments: list[str]) -> int:
     """Import and return 0."""
     asked = parse(ImportArguments, arguments, verb="import")
+    from pentameter.checkpoint.best import is_hugging_face
     from pentameter.checkpoint.hugging_face.folder import read_hf
-    from pentameter.checkpoint.load_model import is_hugging_face
     from pentameter.checkpoint.model_folder import save_model
     from pentameter.config.naming import name_of
     from pentameter.data.tokenizers.rendering import check_template

@@ -61,6 +61,21 @@ PRECISIONS: Mapping[str, NumberFormats] = {
 
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
+NORM_MAY_HAVE_BIAS = {"layernorm": True, "rmsnorm": False}
+"""`model.norm` → True if it adds a bias with `model.bias`."""
+
+FINAL_NORM = {"pre": True, "post": False, "output": True}
+"""`model.norm_position` → True if a norm comes between the last block and the head."""
+
+POSITION_TABLE = {"learned": True, "sinusoidal": False, "rotary": False}
+"""`model.positions` → True if they are parameters."""
+
+GATES = {
+    **dict.fromkeys(("relu", "relu2", "gelu", "gelu_tanh"), False),
+    **dict.fromkeys(("swiglu", "geglu"), True),
+}
+"""`model.activation` → True if a third matrix gates the feed-forward layer."""
+
 DECAY_KEYS: Mapping[str, tuple[str, ...]] = {
     "constant": (),
     "cosine": ("decay_steps",),

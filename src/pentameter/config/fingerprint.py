@@ -7,7 +7,7 @@ import hashlib
 import json
 from typing import Any
 
-from pentameter.config.choices import DECAY_KEYS, MOMENTUM, look_up
+from pentameter.config.choices import DECAY_KEYS
 from pentameter.config.fields import leaves, values_of
 from pentameter.config.messages import shown
 from pentameter.config.schema import CheckpointConfig, Config, LogConfig
@@ -54,8 +54,7 @@ def defining_values(config: Config) -> dict[str, Any]:
         for path, value in values_of(config).items()
         if path not in NOT_THE_TRAINING and not path.startswith("parallel.")
     }
-    schedule = config.schedule
-    used = look_up(DECAY_KEYS, schedule.name, "schedule.name", "the configuration's hash")
+    schedule, used = config.schedule, config.schedule.decay_keys
     for key in {key for keys in DECAY_KEYS.values() for key in keys}.difference(used):
         del values[f"schedule.{key}"]
     if "decay_steps" in used and schedule.decay_steps is None:
@@ -68,8 +67,7 @@ def defining_values(config: Config) -> dict[str, Any]:
             del values[path]
     if config.lora.rank is None:  # as above
         values = {path: value for path, value in values.items() if not path.startswith("lora.")}
-    rule = config.optimizer.name
-    if look_up(MOMENTUM, rule, "optimizer.name", "the configuration's hash") is None:
+    if config.optimizer.default_momentum is None:
         del values["optimizer.momentum"]
     return values
 

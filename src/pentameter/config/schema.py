@@ -1,7 +1,8 @@
-"""The schema of a configuration: every section, key, default and rule; nothing derived.
+"""The schema of a configuration: every section, key, default and rule.
 
-Everything that follows from these values (accumulation, padded vocabulary, parameter counts) is
-computed once, in `pentameter.planning`. A rule that needs only this file is checked here; the
+A section also says what follows from its own keys alone (the padded vocabulary, which norms have a
+bias). Everything else that follows from the values (accumulation, parameter counts) is computed
+once, in `pentameter.planning`. A rule that needs only this file is checked here; the
 loader (`config/load.py`) turns a failed check into one sentence with the dotted path.
 """
 
@@ -11,7 +12,17 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pentameter.config.choices import DECAY_KEYS, TAKES_SEVERAL_STAGES, Precision, look_up
+from pentameter.config.choices import (
+    DECAY_KEYS,
+    FINAL_NORM,
+    GATES,
+    MOMENTUM,
+    NORM_MAY_HAVE_BIAS,
+    POSITION_TABLE,
+    TAKES_SEVERAL_STAGES,
+    Precision,
+    look_up,
+)
 from pentameter.config.data_schema import DataConfig
 from pentameter.config.section import (
     ABSENT,
@@ -29,7 +40,7 @@ from pentameter.config.section import (
     Switch,
     Width,
 )
-from pentameter.errors import nearest_divisors
+from pentameter.errors import ConfigError, nearest_divisors
 
 
 class RopeScalingConfig(Section):
@@ -185,6 +196,89 @@ class ModelConfig(Section):
                 f"{n_turning:g}, which must be an even number (pairs that turn)"
             )
 
+    @property
+    def padded_vocab_size(self) -> int:
+        """The row count in embedding and head: `vocab_size`, rounded up to a multiple of
+        `vocab_multiple`. Raises ConfigError if `vocab_size` is not set."""
+        if self.vocab_size is None:
+            raise ConfigError(
+                "model.vocab_size is not set; take it from the tokenizer, or set --model.vocab_size"
+            )
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def feed_forward_width(self) -> int:
+        """The feed-forward layer's inner width: `d_ff`, or its default."""
+        return self.d_ff if self.d_ff is not None else 4 * self.d_model
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether the feed-forward layer has a gate: a further matrix with the shape of `up`."""
+        return look_up(GATES, self.activation, "model.activation", "the parameter table")
+
+    @property
+    def head_channels(self) -> int:
+        """The channels per attention head: `head_size`, or its default."""
+        return self.head_size if self.head_size is not None else self.d_model // self.n_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """The number of key and value heads: `n_kv_heads`, or its default."""
+        return self.n_kv_heads if self.n_kv_heads is not None else self.n_heads
+
+    @property
+    def shares_kv_heads(self) -> bool:
+        """Whether several query heads share keys and values (grouped-query attention). Keys and
+        values then have a separate projection matrix; otherwise one fused matrix computes queries,
+        keys and values."""
+        return self.kv_heads != self.n_heads
+
+    @property
+    def turning_channels(self) -> int:
+        """The channels per head that rotary embeddings rotate, an even number."""
+        return round(self.head_channels * self.rotary_fraction)
+
+    def window(self, layer: int) -> int | None:
+        """Return how many tokens a query in a layer attends to, itself included; None for the whole
+        prefix."""
+        size, every = self.sliding_window, self.sliding_window_pattern
+        if size is None or size >= self.context_length:
+            return None
+        return None if every is not None and (layer + 1) % every == 0 else size
+
+    @property
+    def embedding_dropout_rate(self) -> float:
+        """The dropout rate after the embedding: `embedding_dropout`, or its default."""
+        return self.dropout if self.embedding_dropout is None else self.embedding_dropout
+
+    @property
+    def norm_has_bias(self) -> bool:
+        """Whether norms have a bias; RMSNorm has none by definition."""
+        possible = look_up(NORM_MAY_HAVE_BIAS, self.norm, "model.norm", "the parameter table")
+        return self.bias and possible
+
+    @property
+    def has_final_norm(self) -> bool:
+        """Whether there is a norm between the last block and the head."""
+        key = "model.norm_position"
+        return look_up(FINAL_NORM, self.norm_position, key, "the parameter table")
+
+    @property
+    def has_position_table(self) -> bool:
+        """Whether position embeddings are parameters, one row per position."""
+        return look_up(POSITION_TABLE, self.positions, "model.positions", "the parameter table")
+
+    @property
+    def resolved(self) -> ModelConfig:
+        """The same architecture with the default sizes filled in: `d_ff`, `head_size` and
+        `n_kv_heads`. Two resolved architectures can be compared."""
+        sizes = {
+            "d_ff": self.feed_forward_width,
+            "head_size": self.head_channels,
+            "n_kv_heads": self.kv_heads,
+        }
+        return self.model_copy(update=sizes)
+
 
 class OptimizerConfig(Section):
     """The update rule."""
@@ -206,6 +300,16 @@ class OptimizerConfig(Section):
     """SGD's momentum, 0 when absent; Muon's, 0.95 when absent."""
     clip_norm: NonNegativeFloat = 1.0
     """Clip the gradient's global norm to this; 0 does not clip."""
+
+    @property
+    def default_momentum(self) -> float | None:
+        """The rule's momentum when absent; None for a rule that does not read `momentum`."""
+        return look_up(MOMENTUM, self.name, "optimizer.name", "the planner")
+
+    @property
+    def momentum_used(self) -> float:
+        """The momentum for SGD and Muon: `momentum`, or the rule's default."""
+        return self.momentum if self.momentum is not None else self.default_momentum or 0.0
 
 
 class ScheduleConfig(Section):
@@ -229,6 +333,11 @@ class ScheduleConfig(Section):
     """Factor of `step`."""
     decay_interval: Positive | None = None
     """Steps between two decays of `step`; when absent those of an epoch, rounded up."""
+
+    @property
+    def decay_keys(self) -> tuple[str, ...]:
+        """The keys that shape this schedule's decay."""
+        return look_up(DECAY_KEYS, self.name, "schedule.name", "the planner")
 
 
 MatmulPrecision = Literal["highest", "high", "medium"]
@@ -318,6 +427,12 @@ class LoraConfig(Section):
     """Scale of what adapters add, over their rank; at most 65,536."""
     targets: tuple[str, ...] = ()
     """Names of the blocks' linear layers that are adapted, such as `qkv,out`; all when empty."""
+
+    @property
+    def factor(self) -> float:
+        """The scale alpha ÷ rank by which an adapter multiplies B A."""
+        assert self.rank is not None
+        return self.alpha / self.rank
 
 
 class ParallelConfig(Section):
@@ -473,8 +588,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         peak, floor = self.optimizer.learning_rate, self.schedule.min_learning_rate
-        decays = look_up(DECAY_KEYS, self.schedule.name, "schedule.name", "the schema")
-        if "decay_steps" in decays and floor > peak:
+        if "decay_steps" in self.schedule.decay_keys and floor > peak:
             raise ValueError(
                 f"schedule.min_learning_rate={floor} is above optimizer.learning_rate={peak}, "
                 "where the decay begins; lower the one or raise the other"

@@ -17,6 +17,7 @@ from typing import Any
 from pentameter.config.data_schema import FILE_DEFAULTS, DataConfig
 from pentameter.data.corpora.conversations import conversations_at
 from pentameter.data.corpora.registry import corpus_text
+from pentameter.data.corpora.text import Text
 from pentameter.data.prepare.contents import Contents, prepare_contents
 from pentameter.data.prepare.from_conversations import chat_template, read_conversations
 from pentameter.data.prepare.from_text import TextContents, read_contents
@@ -37,6 +38,9 @@ from pentameter.data.tokenizers.setting import (
 from pentameter.disk.cache import cache_folder
 from pentameter.errors import ConfigError, CorruptError
 
+NOT_OF_SHARDS = {"chat_template": None, **FILE_DEFAULTS}
+"""Keys in `[data]`, with their defaults, that say how files are read; prepared shards ignore
+them."""
 CACHE_VERSION = 2  # raise it when prepared data must change for the same text and settings
 
 
@@ -61,22 +65,40 @@ def open_dataset(
     (reading or writing fails).
     """
     if data.sources:
-        open_one = partial(open_dataset, verify=verify, progress=progress, warnings=warnings)
+        open_one = partial(
+            _open_one, verify=verify, progress=progress, warnings=warnings, is_shared=True
+        )
         return _open_sources(data, tokenizer, open_one)
+    return _open_one(data, tokenizer, verify=verify, progress=progress, warnings=warnings)
+
+
+def _open_one(
+    data: DataConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    verify: bool,
+    progress: Progress,
+    warnings: list[str] | None = None,
+    is_shared: bool = False,
+) -> Dataset:
+    """Open a data set that has one source. If `is_shared`, other data sets have the same settings,
+    and those that do not concern this kind of data are passed over, not refused."""
     if data.path is not None and (header := find_header(Path(data.path))) is not None:
         dataset = open_shards(header, verify=verify, progress=progress)
-        _check_prepared(data, dataset.tokenizer, tokenizer or data.tokenizer)
+        settings = data.model_copy(update=NOT_OF_SHARDS) if is_shared else data
+        _check_prepared(settings, dataset.tokenizer, tokenizer or data.tokenizer)
         return dataset
     given = wanted = chosen_tokenizer(tokenizer or data.tokenizer)
     splitting = Splitting(data.validation_fraction, data.test_fraction, data.split_by)
     conversations = None if data.path is None else conversations_at(data, [Path(data.path)])
     contents: Contents | None = None
+    text: Text | None = None
     if conversations is not None:
         chat = chat_template(data.chat_template, wanted)
         contents = read_conversations(conversations, chat, wanted, splitting, progress=progress)
         key = contents.key
     else:
-        if data.chat_template is not None:
+        if data.chat_template is not None and not is_shared:
             raise ConfigError(
                 f"data.chat_template={data.chat_template!r} is for conversations, and "
                 f"{data.path or data.corpus} holds text; leave it out"
@@ -92,8 +114,11 @@ def open_dataset(
     folder = _cached_folder(data, key, wanted)
     header = folder / f"{key['name']}.json"
     if not header.exists():
+        if contents is None:
+            assert text is not None  # generated, and so far known by its settings alone
+            contents = read_contents(text, splitting, progress=progress)
         prepare_contents(
-            contents or read_contents(corpus_text(data), splitting, progress=progress),
+            contents,
             folder,
             wanted,
             progress=progress,
@@ -119,7 +144,7 @@ def _open_sources(
     opened: list[Dataset] = []
     for source in data.sources:
         section = _data_of(data, corpus=source.corpus, path=source.path)
-        opened.append(open_one(section, tokenizer=tokenizer))
+        opened.append(open_one(section, tokenizer))
         tokenizer = opened[-1].tokenizer
     names = [str(source.corpus or source.path) for source in data.sources]
     splits = {}
@@ -152,12 +177,8 @@ def open_evaluations(
     `open_dataset`."""
     found = {}
     for each in data.evaluations:
-        dataset = open_dataset(
-            _data_of(data, path=each.path, validation_fraction=0.0, test_fraction=0.0),
-            tokenizer=tokenizer,
-            verify=verify,
-            progress=progress,
-        )
+        section = _data_of(data, path=each.path, validation_fraction=0.0, test_fraction=0.0)
+        dataset = _open_one(section, tokenizer, verify=verify, progress=progress, is_shared=True)
         parts = [split for split in dataset.splits.values() if split.n_tokens]
         found[each.name] = replace(concatenated(each.name, parts), parts=())
     return found
@@ -166,15 +187,7 @@ def open_evaluations(
 def _data_of(data: DataConfig, **chosen: Any) -> DataConfig:
     """Copy `data` with other data in place of those that it names."""
     absent = dict.fromkeys(("corpus", "path", "max_bytes", "validation_path", "test_path"))
-    named = {**absent, "sources": (), "evaluations": (), **chosen}
-    path = named["path"] and Path(named["path"])
-    is_prepared = path is not None and find_header(path) is not None
-    has_no_files = is_prepared or path is None
-    if has_no_files or not conversations_at(data.model_copy(update=named), [path]):
-        named["chat_template"] = None
-    if has_no_files:
-        named |= FILE_DEFAULTS
-    return data.model_copy(update=named)
+    return data.model_copy(update={**absent, "sources": (), "evaluations": (), **chosen})
 
 
 def needs_no_download(data: DataConfig) -> bool:
@@ -195,7 +208,7 @@ def _as_setting(
     """
     if isinstance(wanted, str):
         return wanted
-    if wanted.hash == CharTokenizer(contents.characters).hash:
+    if isinstance(wanted, CharTokenizer) and "".join(wanted.characters) == contents.characters:
         return "char"
     if is_made_from_text(data.tokenizer):
         made = _cached_folder(data, contents.key, data.tokenizer) / TOKENIZER_FILE
@@ -219,8 +232,8 @@ def _cached_folder(data: DataConfig, key: Mapping[str, Any], tokenizer: str | To
 def _check_prepared(data: DataConfig, found: Tokenizer, wanted: str | Tokenizer) -> None:
     """Raise ConfigError if `data`, or the `wanted` tokenizer, contradicts prepared shards with the
     tokenizer `found`."""
-    absent = dict.fromkeys(("max_bytes", "validation_path", "test_path", "chat_template"))
-    for key, usual in {**absent, **FILE_DEFAULTS}.items():
+    absent = dict.fromkeys(("max_bytes", "validation_path", "test_path"))
+    for key, usual in {**absent, **NOT_OF_SHARDS}.items():
         if (value := getattr(data, key)) != usual:
             raise ConfigError(
                 f"data.{key}={value!r} cannot change prepared shards ({data.path}); give it to "

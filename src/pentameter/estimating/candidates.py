@@ -23,7 +23,7 @@ from pentameter.estimating.costs import ActivationBytes, StepSizes, step_sizes
 from pentameter.estimating.links import Links
 from pentameter.estimating.memory import device_bytes, optimizer_slots, step_memory
 from pentameter.estimating.shares import stage_tables
-from pentameter.planning.adapters import check_adapters, run_operations
+from pentameter.planning.adapters import run_operations
 from pentameter.planning.flops import end_weights
 from pentameter.planning.layout import Layout, make_layout, stage_layers
 from pentameter.planning.layout_checks import (
@@ -88,14 +88,13 @@ class Candidates:
 
     def __iter__(self) -> Iterator[LayoutCandidate]:
         plan, config, cluster = self.plan, self.plan.config, self.cluster
-        ends = end_weights(config)
+        run = run_operations(config.model, config.lora)
+        ends = end_weights(run, config.parallel.partition)
         trains = {}
         for parallel in self._parallels():
             try:
                 layout = make_layout(parallel, cluster.n_devices)
-                check_layout(layout, config.model, cluster.node_size)
-                kv_copies = sharding_of(layout, config.model).kv_copies
-                check_adapters(config.lora, layout, kv_copies)
+                check_layout(layout, config, cluster.node_size)
             except ConfigError:
                 continue
             rows, rest = divmod(plan.batch_size, layout.n_batch_shards)

@@ -22,7 +22,6 @@ from pentameter.planning.architecture import (
     Collective,
     CollectiveKind,
     Operation,
-    shares_kv_heads,
 )
 from pentameter.planning.buckets import MAX_LOGITS, row_chunks
 from pentameter.planning.layout import Layout
@@ -205,7 +204,7 @@ class OperationCommunication:
                     summed = n_kv * max(4, self.sizes.element_bytes)
                     yield Sent(dimension, kind, summed, (n - 1) * n_backward)
             case "all-to-all":
-                groups_heads = shares_kv_heads(self.config.model)
+                groups_heads = self.config.model.shares_kv_heads
                 for n_elements in (n_q, n_kv, n_q) if groups_heads else (n_q + n_kv, n_q):
                     yield Sent(dimension, "all_to_all", n_elements * p, n_passes)
             case unknown:

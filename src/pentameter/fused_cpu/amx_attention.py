@@ -11,7 +11,6 @@ from pentameter.config.schema import ModelConfig
 from pentameter.fused_cpu.heads import Heads, HeadShape
 from pentameter.fused_cpu.native import address, library, serves
 from pentameter.model.dropout import keep_bound
-from pentameter.planning.architecture import head_size
 
 MAX_HEAD = 256
 """Largest head size, in channels, that the kernels' buffers hold."""
@@ -19,7 +18,7 @@ MAX_HEAD = 256
 
 def attention_obstacle(config: ModelConfig) -> str | None:
     """Return why the kernels cannot compute a model's attention; None if they can."""
-    size = head_size(config)
+    size = config.head_channels
     if size % 32 or size > MAX_HEAD:
         return f"the AMX kernels want heads of a multiple of 32 up to {MAX_HEAD}, not {size}"
     if config.qk_norm == "width":

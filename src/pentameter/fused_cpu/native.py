@@ -23,7 +23,6 @@ from torch import Tensor
 from pentameter.config.schema import ModelConfig
 from pentameter.disk.cache import cache_folder
 from pentameter.machine.capabilities import Capabilities, CpuCapabilities, find_compiler
-from pentameter.planning.architecture import feed_forward_width
 
 Name = Literal["vector", "AMX"]
 
@@ -71,7 +70,7 @@ def load(name: Name, capabilities: Capabilities) -> str | None:
 def odd_widths(config: ModelConfig) -> list[str]:
     """Return the architecture's widths that the vector kernels refuse, as settings: `d_model` for
     sub-layer ends, `d_ff` for activations."""
-    widths = {"d_model": config.d_model, "d_ff": feed_forward_width(config)}
+    widths = {"d_model": config.d_model, "d_ff": config.feed_forward_width}
     return [f"model.{name}={width}" for name, width in widths.items() if width % CHANNELS]
 
 

@@ -41,7 +41,6 @@ from pentameter.model.loss import (
     softcapped,
 )
 from pentameter.model.positions import rotation
-from pentameter.planning.architecture import head_size, n_kv_heads
 from pentameter.planning.fused_step import architecture_obstacle
 
 
@@ -108,8 +107,8 @@ def fused_loss_sum(
 def _head_shape(config: ModelConfig, dropping: bool) -> HeadShape:
     return HeadShape(
         config.n_heads,
-        n_kv_heads(config),
-        head_size(config),
+        config.kv_heads,
+        config.head_channels,
         config.norm_eps,
         config.context_length,
         config.attention_dropout if dropping else 0.0,

@@ -24,7 +24,6 @@ from pentameter.model.dropout import (
     attention_weights_site,
 )
 from pentameter.model.positions import Positions, Rotation
-from pentameter.planning.architecture import head_size, n_kv_heads, shares_kv_heads, window
 
 
 class Attend(Protocol):
@@ -60,11 +59,11 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        D, H, G = config.d_model, config.n_heads, n_kv_heads(config)
-        K = self.head_size = head_size(config)
+        D, H, G = config.d_model, config.n_heads, config.kv_heads
+        K = self.head_size = config.head_channels
         self.layer = layer
-        self.window = window(config, layer)
-        self.shares_kv = shares_kv_heads(config)
+        self.window = config.window(layer)
+        self.shares_kv = config.shares_kv_heads
         if self.shares_kv:
             self.q = nn.Linear(D, H * K, bias=config.qkv_bias)
             self.kv = nn.Linear(D, 2 * G * K, bias=config.qkv_bias)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pentameter.config.schema import ModelConfig
-from pentameter.planning.architecture import head_size, n_kv_heads
 
 
 class KVCache:
@@ -28,9 +27,9 @@ class KVCache:
     ) -> None:
         shape = (
             batch_size,
-            n_kv_heads(config),
+            config.kv_heads,
             config.context_length,
-            head_size(config),
+            config.head_channels,
         )
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layers)]
         self.values = [torch.zeros_like(keys) for keys in self.keys]

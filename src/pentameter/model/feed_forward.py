@@ -17,8 +17,6 @@ from pentameter.model.attention import Read, read
 from pentameter.model.cache import KVCache
 from pentameter.model.dropout import StreamDropout, mlp_output_site
 from pentameter.model.positions import Positions
-from pentameter.planning.architecture import feed_forward_width
-from pentameter.planning.sub_layers.feed_forward import has_gate
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -36,10 +34,10 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        D, d_ff = config.d_model, feed_forward_width(config)
+        D, d_ff = config.d_model, config.feed_forward_width
         name = config.activation
         self.activation = look_up(ACTIVATIONS, name, "model.activation", "the model")
-        self.gate = nn.Linear(D, d_ff, bias=config.bias) if has_gate(config) else None
+        self.gate = nn.Linear(D, d_ff, bias=config.bias) if config.has_gate else None
         self.up = nn.Linear(D, d_ff, bias=config.bias)
         self.down = nn.Linear(d_ff, D, bias=config.bias)
         self.read: Read = read

@@ -22,7 +22,6 @@ from pentameter.keyed import bits, make_key
 from pentameter.machine.capabilities import GpuCapabilities
 from pentameter.model.attention import attend_explicitly
 from pentameter.model.dropout import AttentionDropout
-from pentameter.planning.architecture import head_size, n_kv_heads, window
 
 LEAST_CAPABILITY = 80
 """Minimum compute capability × 10. Below 8.0, Triton (3.7) multiplies without tensor cores and
@@ -85,7 +84,7 @@ def kernel_obstacle(model: ModelConfig, dtype: torch.dtype, device: torch.device
     A missing kernel costs memory, never a run, so nothing is raised.
     """
     try:
-        for size in sorted({window(model, layer) or 0 for layer in range(model.n_layers)}):
+        for size in sorted({model.window(layer) or 0 for layer in range(model.n_layers)}):
             obstacle = _disagreement(_problem(model, dtype, device, size or None))
             if obstacle is not None:
                 return obstacle
@@ -101,8 +100,8 @@ def _problem(
     """Build a check on the last tokens in a context: two batch rows, and one or two groups of heads
     with common keys, all numbers drawn from a key. With a window `size`, the window is at most a
     third of the tokens, so that no tile lies wholly inside it."""
-    K, G = head_size(model), min(2, n_kv_heads(model))
-    H = G * (model.n_heads // n_kv_heads(model))
+    K, G = model.head_channels, min(2, model.kv_heads)
+    H = G * (model.n_heads // model.kv_heads)
     T = min(CHECKED_TOKENS, model.context_length)
     dropout = AttentionDropout(0, model.attention_dropout, model.context_length)
     dropout.head_offset = model.n_heads - H

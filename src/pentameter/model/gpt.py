@@ -22,13 +22,6 @@ from pentameter.model.initial import initialize
 from pentameter.model.loss import HeadLoss, softcapped
 from pentameter.model.matmul import PLAIN, Matmul
 from pentameter.model.positions import Positions, rotation, sinusoidal_positions
-from pentameter.planning.architecture import (
-    embedding_dropout,
-    has_final_norm,
-    has_position_table,
-    norm_has_bias,
-    padded_vocab_size,
-)
 from pentameter.planning.gpt import layer_range, sub_layers
 
 SUB_LAYERS: dict[str, Callable[[ModelConfig, int], nn.Module]] = {
@@ -64,7 +57,7 @@ class GPT(nn.Module):
         self.first_layer, self.last_layer = layer_range(config, first_layer, last_layer)
         self.is_first = self.first_layer == 0
         self.is_last = self.last_layer == config.n_layers
-        self.has_final_norm = has_final_norm(config)
+        self.has_final_norm = config.has_final_norm
         self.attention_positions: Callable[[Tensor], Tensor] | None = None
         """Selects, from a sequence's positions (context_length,), those that this rank's attention
         gets under context parallelism; None if it gets all."""
@@ -73,14 +66,14 @@ class GPT(nn.Module):
         stream is sharded along the sequence; None if all of it is local."""
         self.stream_channels = slice(None)
         """Local channels of the residual stream, if channels are sharded."""
-        V, D = padded_vocab_size(config), config.d_model
+        V, D = config.padded_vocab_size, config.d_model
 
         if self.is_first or (self.is_last and config.tied_head):
             self.token_embedding = nn.Embedding(V, D)
         if self.is_first:
-            if has_position_table(config):
+            if config.has_position_table:
                 self.position_embedding = nn.Embedding(config.context_length, D)
-            self.embedding_dropout = StreamDropout(EMBEDDING_SITE, embedding_dropout(config))
+            self.embedding_dropout = StreamDropout(EMBEDDING_SITE, config.embedding_dropout_rate)
         self.blocks = nn.ModuleDict(
             {str(layer): Block(config, layer) for layer in range(*self.layers)}
         )
@@ -288,7 +281,7 @@ def build_model(
 def _norm(config: ModelConfig) -> nn.Module:
     match config.norm:
         case "layernorm":
-            return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=norm_has_bias(config))
+            return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.norm_has_bias)
         case "rmsnorm":
             return nn.RMSNorm(config.d_model, eps=config.norm_eps)
         case unknown:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import ModelConfig
-from pentameter.planning.architecture import turning_channels
 
 
 class Positions(NamedTuple):
@@ -58,7 +57,7 @@ def rotation(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> Rota
     """
     if config.positions != "rotary":
         return None
-    R = turning_channels(config)
+    R = config.turning_channels
     pair = torch.arange(0, R, 2, device=positions.device, dtype=torch.float32)
     frequencies = _scaled(1.0 / config.rope_theta ** (pair / R), config)
     angles = positions.to(torch.float32)[:, None] * frequencies

@@ -11,7 +11,6 @@ from torch.nn import Parameter
 from pentameter.config.choices import look_up, refuse_unknown
 from pentameter.config.schema import OptimizerConfig
 from pentameter.planning.architecture import ParameterSpec
-from pentameter.planning.plan import momentum
 
 NamedParameters = Iterable[tuple[str, Parameter]]
 
@@ -92,7 +91,7 @@ def build_optimizer(
         matrix_rule = muon(
             parameter_groups(matrices, table, config),
             lr=config.learning_rate,
-            momentum=momentum(config),
+            momentum=config.momentum_used,
             # Updates as large as AdamW's, 0.2 · √max(rows, columns) (Liu et al. 2025, "Muon is
             # scalable for LLM training"), so that one learning rate and one decay serve both.
             adjust_lr_fn="match_rms_adamw",
@@ -116,7 +115,7 @@ def _one_rule(
         case "sgd":
             # DTensor supports Adam's fused update, not SGD's.
             fused = fused and not any(hasattr(each, "device_mesh") for each in parameters)
-            return torch.optim.SGD(groups, lr=rate, momentum=momentum(config), fused=fused)
+            return torch.optim.SGD(groups, lr=rate, momentum=config.momentum_used, fused=fused)
         case "adam":
             return torch.optim.Adam(groups, lr=rate, betas=betas, eps=eps, fused=fused)
         case "adamw" | "muon":

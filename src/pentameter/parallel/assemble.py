@@ -20,15 +20,9 @@ from pentameter.parallel.sources.gpt_source import GPTSource, call_gpt
 from pentameter.parallel.sources.model_source import ModelSource
 from pentameter.parallel.sources.tied_parameters import give_memory, tie_within
 from pentameter.parallel.stage_messages import MessageShards
-from pentameter.parallel.stage_module import StageModule, slice_module
-from pentameter.planning.fused_step import fused_obstacle
+from pentameter.parallel.stage_module import StageModule, compile_module, slice_module
 from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
-
-REPLAYED_FLOPS = 2**43
-"""FLOPs of a micro-batch below which its launches are replayed as a CUDA graph. A fast GPU takes
-some 20 ms for as many, about as long as a host needs to launch a deep model's kernels one by one.
-"""
 
 
 def assemble(
@@ -70,8 +64,8 @@ def assemble(
         if mesh is not None:
             shard_state(module, source, mesh, plan, offload=train.offload)
         give_memory(module, torch.device("cpu") if train.offload else device)
-    source.initialize({number: module.model for number, module in modules.items()}, plan)
     tie_within(models, plan.tied)
+    source.initialize({number: module.model for number, module in modules.items()}, plan)
     if mesh is not None and plan.sharding.shards_messages(plan.config.model.context_length):
         group = mesh["tensor"].get_group()
         parts = MessageShards(group.rank(), group.size(), name_of(group))
@@ -80,7 +74,7 @@ def assemble(
     wrapped: dict[int, nn.Module] = {}
     for number, module in modules.items():
         if compiled:
-            _compile(module, plan, source, alone=mesh is None)
+            compile_module(module, source, plan, alone=mesh is None)
         wrapped[number] = module if mesh is None else with_copies(module, source, mesh, plan)
     return Engine(list(modules.values()), wrapped, plan, device, world, mesh, source)
 
@@ -89,19 +83,3 @@ def engine_of(model: GPT, plan: Plan, device: torch.device, precision: str) -> E
     """Return an Engine for a full GPT that exists already, on one rank without a mesh."""
     module = StageModule(model, call_gpt, device, arithmetic(precision))
     return Engine([module], {0: module}, plan, device, World(), None, GPTSource())
-
-
-def _compile(module: StageModule, plan: Plan, source: ModelSource, *, alone: bool) -> None:
-    """Choose how a slice runs in training: fused operations on a CPU, `torch.compile` otherwise. A
-    GPU that finishes a micro-batch before its host has launched the next kernels replays a CUDA
-    graph. It cannot replay if other ranks' all-reduces run in hooks, nor if the module's control
-    flow may depend on values."""
-    is_fused = fused_obstacle(plan.config, plan.layout, plan.built_by) is None
-    if module.device.type == "cpu" and is_fused:
-        module.run_fused()
-        return
-    n_tokens = plan.micro_batch_size * plan.config.model.context_length
-    is_short = n_tokens * plan.least_flops_per_token < REPLAYED_FLOPS
-    can_replay = alone and not source.may_leave_unused and module.device.type == "cuda"
-    source.prepare_compiled(module.model)
-    module.run_compiled(replays=can_replay and is_short)

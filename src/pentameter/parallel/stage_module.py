@@ -21,6 +21,11 @@ from pentameter.parallel.sources.model_source import Call, ModelSource
 from pentameter.parallel.stage_messages import Message, MessageShards
 from pentameter.planning.plan import Plan
 
+REPLAYED_FLOPS = 2**43
+"""FLOPs of a micro-batch below which its launches are replayed as a CUDA graph. A fast GPU takes
+some 20 ms for as many, about as long as a host needs to launch a deep model's kernels one by one.
+"""
+
 
 class StageModule(nn.Module):
     """Runs one pipeline stage's slice of the model (eager, compiled or fused); DDP and FSDP wrap
@@ -142,6 +147,21 @@ def slice_module(
         generator_offset=number if source.draws_from_generator else None,
         reads_inputs=number > 0 and source.reads_inputs(model),
     )
+
+
+def compile_module(module: StageModule, source: ModelSource, plan: Plan, *, alone: bool) -> None:
+    """Choose how a slice runs in training: fused operations on a CPU, `torch.compile` otherwise. A
+    GPU that finishes a micro-batch before its host has launched the next kernels replays a CUDA
+    graph. It cannot replay if other ranks' all-reduces run in hooks, so unless it is `alone`, nor
+    if the module's control flow may depend on values."""
+    if module.device.type == "cpu" and plan.fused_obstacle is None:
+        module.run_fused()
+        return
+    n_tokens = plan.micro_batch_size * plan.config.model.context_length
+    is_short = n_tokens * plan.least_flops_per_token < REPLAYED_FLOPS
+    can_replay = alone and not source.may_leave_unused and module.device.type == "cuda"
+    source.prepare_compiled(module.model)
+    module.run_compiled(replays=can_replay and is_short)
 
 
 def _fused(

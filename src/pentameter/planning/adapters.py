@@ -9,7 +9,7 @@ plain model's function.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 
@@ -18,7 +18,6 @@ from pentameter.config.schema import Config, LoraConfig, ModelConfig
 from pentameter.errors import ConfigError, nearest
 from pentameter.planning.architecture import ActivationTensor, Init, Operation, ParameterSpec
 from pentameter.planning.gpt import operations, parameter_table
-from pentameter.planning.layout import Layout
 
 A, B = "lora_a", "lora_b"
 """Names of an adapter's two parameters within the linear layer that it adapts."""
@@ -33,12 +32,11 @@ def training_table(
     Raises ConfigError if a target is not a linear layer in the model's blocks, or if the rank
     exceeds the smaller side of an adapted matrix.
     """
-    model, lora = config.model, config.lora
-    table = parameter_table(model, first_layer=first_layer, last_layer=last_layer)
+    lora = config.lora
+    table = parameter_table(config.model, first_layer=first_layer, last_layer=last_layer)
     if lora.rank is None:
         return table
-    adapted = adapted_modules(model, lora)
-    return with_adapters(table, [spec for spec in table if _module(spec) in adapted], lora.rank)
+    return with_adapters(table, _adapted(table, lora), lora.rank)
 
 
 def with_adapters(
@@ -87,7 +85,8 @@ def run_operations(model: ModelConfig, lora: LoraConfig, layers: range | None = 
     run = operations(model, layers)
     if lora.rank is None:
         return Run(run)
-    adapted = set(adapted_modules(model, lora))
+    parameters = (spec for op in run for spec in op.parameters)
+    adapted = {_module(spec) for spec in _adapted(parameters, lora)}
     # Nothing before the first adapter is trained, so the backward pass ends there. A later pipeline
     # stage still sends back the gradient of its input.
     is_first = run[0].layer is None
@@ -121,15 +120,11 @@ def _nameless(op: Operation, layer: int) -> object:
     )
 
 
-def adapted_modules(model: ModelConfig, lora: LoraConfig) -> list[str]:
-    """Return the adapted linear layers as paths in the model. Raises ConfigError for a target that
-    is not a linear layer."""
-    linear = [
-        spec.name.removesuffix(".weight")
-        for spec in parameter_table(model)
-        if spec.is_block_matrix and spec.name.endswith(".weight")
-    ]
-    return targeted(linear, lora)
+def _adapted(parameters: Iterable[ParameterSpec], lora: LoraConfig) -> list[ParameterSpec]:
+    """Return the matrices that are adapted, of a model or of a slice of its layers. Raises
+    ConfigError for a target that is not a linear layer."""
+    linear = {path: spec for spec in parameters if spec.is_block_matrix and (path := _module(spec))}
+    return [linear[path] for path in targeted(list(linear), lora)]
 
 
 def targeted(linear: Sequence[str], lora: LoraConfig) -> list[str]:
@@ -152,36 +147,9 @@ def is_of_adapter(spec: ParameterSpec) -> bool:
     return "rank" in spec.axes
 
 
-def adapter_factor(lora: LoraConfig) -> float:
-    """The scale alpha ÷ rank by which an adapter multiplies B A."""
-    assert lora.rank is not None
-    return lora.alpha / lora.rank
-
-
-def adapters_obstacle(lora: LoraConfig, layout: Layout, kv_copies: int = 1) -> str | None:
-    """Return a layout's first setting with which adapters cannot be trained, and the reason. Return
-    None if they can be, or if there are no adapters. `kv_copies` is `Sharding.kv_copies`."""
-    if lora.rank is None:
-        return None
-    if layout.is_grid:
-        return f"{layout.grid_setting}, whose products know no adapters; use '1d'"
-    if kv_copies > 1:
-        return (
-            f"parallel.tensor={layout.tensor}, of which {kv_copies} processes compute the "
-            "same keys and values, each by its own rows; lower it"
-        )
-    if layout.splits_backward:
-        return (
-            f"parallel.schedule='{layout.schedule}', which computes the gradients of weights "
-            "apart, and most have none; use '1f1b' or another"
-        )
-    return None
-
-
-def check_adapters(lora: LoraConfig, layout: Layout, kv_copies: int = 1) -> None:
-    """Raise ConfigError if adapters cannot be trained with the way a layout shards the model."""
-    if (obstacle := adapters_obstacle(lora, layout, kv_copies)) is not None:
-        raise ConfigError(f"lora.rank={lora.rank} is not possible with {obstacle}")
+def paths_of_adapters(names: Iterable[str]) -> list[str]:
+    """Return the paths of the adapted linear layers among the names of a model's parameters."""
+    return [name.removesuffix(f".{A}") for name in names if name.endswith(f".{A}")]
 
 
 def _adapter(spec: ParameterSpec, rank: int) -> Iterator[ParameterSpec]:

@@ -1,5 +1,4 @@
-"""The terms in which an architecture is written down: parameters, activations, operations, and the
-sizes that follow from a configuration.
+"""The terms in which an architecture is written down: parameters, activations, operations.
 
 `planning/sub_layers/` says what each sub-layer consists of, and `planning/gpt.py` the whole model.
 """
@@ -10,13 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from pentameter.config.choices import look_up
 from pentameter.config.schema import ModelConfig
-from pentameter.errors import ConfigError
-
-NORM_MAY_HAVE_BIAS = {"layernorm": True, "rmsnorm": False}
-FINAL_NORM = {"pre": True, "post": False, "output": True}
-POSITION_TABLE = {"learned": True, "sinusoidal": False, "rotary": False}
 
 Axis = Literal[
     "vocab", "position", "embed", "heads", "kv_heads", "head", "mlp", "time", "context", "message",
@@ -179,92 +172,6 @@ class Operation:
         if self.kind == "look_up":
             return 0
         return sum(spec.n_elements for spec in self.parameters if len(spec.shape) == 2)
-
-
-def padded_vocab_size(model: ModelConfig) -> int:
-    """Return the row count in embedding and head: `vocab_size`, rounded up to a multiple of
-    `vocab_multiple`.
-
-    Raises:
-        ConfigError: `vocab_size` is not set.
-    """
-    if model.vocab_size is None:
-        raise ConfigError(
-            "model.vocab_size is not set; take it from the tokenizer, or set --model.vocab_size"
-        )
-    return -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple
-
-
-def feed_forward_width(model: ModelConfig) -> int:
-    """Return the feed-forward layer's inner width: `d_ff`, or 4 · d_model if it is not set."""
-    return model.d_ff if model.d_ff is not None else 4 * model.d_model
-
-
-def head_size(model: ModelConfig) -> int:
-    """Return the channels per attention head: `head_size`, or d_model / n_heads if it is not
-    set."""
-    return model.head_size if model.head_size is not None else model.d_model // model.n_heads
-
-
-def n_kv_heads(model: ModelConfig) -> int:
-    """Return how many key and value heads there are: `n_kv_heads`, or `n_heads` if it is not
-    set."""
-    return model.n_kv_heads if model.n_kv_heads is not None else model.n_heads
-
-
-def resolved(model: ModelConfig) -> ModelConfig:
-    """Return the same architecture with the default sizes filled in: `d_ff`, `head_size` and
-    `n_kv_heads`. Two resolved architectures can be compared."""
-    sizes = {
-        "d_ff": feed_forward_width(model),
-        "head_size": head_size(model),
-        "n_kv_heads": n_kv_heads(model),
-    }
-    return model.model_copy(update=sizes)
-
-
-def shares_kv_heads(model: ModelConfig) -> bool:
-    """Return whether several query heads share keys and values (grouped-query attention). Keys and
-    values then have a separate projection matrix; otherwise one fused matrix computes queries, keys
-    and values."""
-    return n_kv_heads(model) != model.n_heads
-
-
-def turning_channels(model: ModelConfig) -> int:
-    """Return how many channels per head rotary embeddings rotate, an even number."""
-    return round(head_size(model) * model.rotary_fraction)
-
-
-def window(model: ModelConfig, layer: int) -> int | None:
-    """Return how many tokens a query in a layer attends to, itself included; None for the whole
-    prefix."""
-    size, every = model.sliding_window, model.sliding_window_pattern
-    if size is None or size >= model.context_length:
-        return None
-    return None if every is not None and (layer + 1) % every == 0 else size
-
-
-def embedding_dropout(model: ModelConfig) -> float:
-    """Return the dropout rate after the embedding: `embedding_dropout`, or `dropout` if it is not
-    set."""
-    return model.dropout if model.embedding_dropout is None else model.embedding_dropout
-
-
-def norm_has_bias(model: ModelConfig) -> bool:
-    """Return whether norms have a bias; RMSNorm has none by definition."""
-    possible = look_up(NORM_MAY_HAVE_BIAS, model.norm, "model.norm", "the parameter table")
-    return model.bias and possible
-
-
-def has_final_norm(model: ModelConfig) -> bool:
-    """Return whether there is a norm between the last block and the head."""
-    key = "model.norm_position"
-    return look_up(FINAL_NORM, model.norm_position, key, "the parameter table")
-
-
-def has_position_table(model: ModelConfig) -> bool:
-    """Return whether position embeddings are parameters, one row per position."""
-    return look_up(POSITION_TABLE, model.positions, "model.positions", "the parameter table")
 
 
 def residual_stream(model: ModelConfig, name: str) -> ActivationTensor:

@@ -7,19 +7,18 @@ These are folds over the one operation list in `planning/gpt.py`.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import Literal
 
 from pentameter.config.choices import refuse_unknown
-from pentameter.config.schema import Config, LoraConfig, ModelConfig
-from pentameter.planning.adapters import run_operations
-from pentameter.planning.architecture import padded_vocab_size
-from pentameter.planning.gpt import parameter_table
+from pentameter.config.schema import ModelConfig
+from pentameter.planning.architecture import Operation, ParameterSpec
 
-NO_ADAPTERS = LoraConfig()
 CONVENTION = "6·N + 12·n_layers·d_model·context_length per token, full attention"
 
 
-def flops_per_token(model: ModelConfig, lora: LoraConfig = NO_ADAPTERS) -> int:
-    """Return the forward and backward FLOPs per trained token: 6·N +
+def flops_per_token(run: Sequence[Operation]) -> int:
+    """Return the forward and backward FLOPs per trained token for a run's operations: 6·N +
     12·n_layers·d_model·context_length.
 
     N counts every parameter except position embeddings, which are only added, and except an untied
@@ -27,7 +26,7 @@ def flops_per_token(model: ModelConfig, lora: LoraConfig = NO_ADAPTERS) -> int:
     masked. This is PaLM's convention (Chowdhery et al. 2022, appendix B). If only adapters are
     trained, each frozen parameter counts 4 rather than 6: its gradient is not computed.
     """
-    used = [op for op in run_operations(model, lora) if op.kind != "look_up"]
+    used = [op for op in run if op.kind != "look_up"]
     multiplied = {spec for op in used for spec in op.parameters}
     n_multiplications = sum(op.token_products for op in used)
     return 6 * n_multiplications + sum(
@@ -35,15 +34,16 @@ def flops_per_token(model: ModelConfig, lora: LoraConfig = NO_ADAPTERS) -> int:
     )
 
 
-def end_weights(config: Config) -> tuple[float, float]:
-    """Return embedding and head costs in units of one layer's cost. They are zero for a uniform
-    partition. A weighted partition balances stages by their multiplications: an embedding only
-    looks up, while a head is a matmul with V · D weights."""
-    match config.parallel.partition:
+def end_weights(
+    run: Sequence[Operation], partition: Literal["uniform", "weighted"]
+) -> tuple[float, float]:
+    """Return embedding and head costs in units of one layer's cost, for a run's operations. They
+    are zero for a uniform partition. A weighted partition balances stages by their multiplications:
+    an embedding only looks up, while a head is a matmul with V · D weights."""
+    match partition:
         case "uniform":
             return 0.0, 0.0
         case "weighted":
-            run = run_operations(config.model, config.lora)
             first, layer, last = (
                 sum(op.weight_products + op.token_products for op in group)
                 for group in (
@@ -57,9 +57,10 @@ def end_weights(config: Config) -> tuple[float, float]:
             refuse_unknown(unknown, "parallel.partition", "the planner")
 
 
-def padding_elements(model: ModelConfig) -> int:
-    """Return how many elements in embedding and head rows only pad the vocabulary."""
+def padding_elements(table: Sequence[ParameterSpec], model: ModelConfig) -> int:
+    """Return how many elements in the embedding and head rows of a parameter table only pad the
+    vocabulary."""
     assert model.vocab_size is not None
-    n_rows = padded_vocab_size(model)
-    in_rows = sum(spec.n_elements for spec in parameter_table(model) if "vocab" in spec.axes)
+    n_rows = model.padded_vocab_size
+    in_rows = sum(spec.n_elements for spec in table if "vocab" in spec.axes)
     return in_rows // n_rows * (n_rows - model.vocab_size)

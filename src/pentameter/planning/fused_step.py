@@ -12,7 +12,6 @@ from dataclasses import asdict
 
 from pentameter.config.messages import shown
 from pentameter.config.schema import Config, ModelConfig
-from pentameter.planning.architecture import head_size
 from pentameter.planning.layout import Layout
 
 ANY = None
@@ -82,7 +81,7 @@ def dropout_kernel_obstacle(model: ModelConfig, layout: Layout, precision: str) 
     run checks separately."""
     if layout.context > 1 and not layout.exchanges_heads:
         return f"parallel.context_mode={layout.context_mode!r}, which goes by blocks of its own"
-    size = head_size(model)
+    size = model.head_channels
     if size > MOST_KERNEL_CHANNELS:
         return f"heads of {size} channels, more than {MOST_KERNEL_CHANNELS}"
     return "train.precision='fp64'" if precision == "fp64" else None

@@ -21,10 +21,6 @@ from pentameter.planning.architecture import (
     Init,
     Operation,
     ParameterSpec,
-    embedding_dropout,
-    has_final_norm,
-    has_position_table,
-    padded_vocab_size,
     residual_stream,
 )
 from pentameter.planning.sub_layers.attention import ATTENTION
@@ -60,13 +56,13 @@ def parameter_table(
     """
     first_layer, last_layer = layer_range(model, first_layer, last_layer)
     is_first, is_last = first_layer == 0, last_layer == model.n_layers
-    rows, D = padded_vocab_size(model), model.d_model
+    rows, D = model.padded_vocab_size, model.d_model
     ends = _ends(model)
     axes: tuple[Axis, Axis] = ("vocab", "embed")
     table: list[ParameterSpec] = []
     if is_first or (is_last and model.tied_head):
         table.append(ParameterSpec("token_embedding.weight", (rows, D), axes, ends, True))
-    if is_first and has_position_table(model):
+    if is_first and model.has_position_table:
         shape = (model.context_length, D)
         positions = ParameterSpec(
             "position_embedding.weight", shape, ("position", "embed"), ends, True
@@ -75,7 +71,7 @@ def parameter_table(
     for layer in range(first_layer, last_layer):
         table.extend(_block(model, layer))
     if is_last:
-        if has_final_norm(model):
+        if model.has_final_norm:
             table.extend(norm(model, "final_norm", None))
         if not model.tied_head:
             table.append(ParameterSpec("head.weight", (rows, D), axes, ends, True))
@@ -143,7 +139,7 @@ def _add_embedding(build: OperationList) -> None:
     for name in ("token_embedding", "position_embedding"):
         if f"{name}.weight" in build.specs:
             build.matrix(name, "look_up", (), residual_stream(build.model, name))
-    build.dropout("embedding_dropout", embedding_dropout(build.model))
+    build.dropout("embedding_dropout", build.model.embedding_dropout_rate)
 
 
 def _add_block(build: OperationList, layer: int) -> None:
@@ -175,9 +171,9 @@ def _add_head(build: OperationList) -> None:
     """Add the final norm, and the logits with their loss."""
     model = build.model
     x = residual_stream(model, "blocks")
-    if has_final_norm(model):
+    if model.has_final_norm:
         x = build.norm("final_norm", x)
     weight = "token_embedding" if model.tied_head else "head"
-    logits = build.computed("head", padded_vocab_size(model), "vocab")
+    logits = build.computed("head", model.padded_vocab_size, "vocab")
     loss = (Collective("softmax", "vocab", logits),)
     build.matrix("head", "head", (x,), logits, weight, loss)

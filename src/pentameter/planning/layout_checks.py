@@ -3,42 +3,134 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pentameter.config.choices import refuse_unknown
-from pentameter.config.schema import ModelConfig, TrainConfig
+from pentameter.config.schema import Config, LoraConfig, ModelConfig, TrainConfig
 from pentameter.errors import ConfigError, either, listed
 from pentameter.planning.architecture import (
     Axis,
-    n_kv_heads,
-    padded_vocab_size,
 )
 from pentameter.planning.gpt import sub_layers
 from pentameter.planning.layout import Layout, shard_size
-from pentameter.planning.sharding import sharding_of
+from pentameter.planning.outline import ModelOutline
+from pentameter.planning.sharding import Sharding, sharding_of
 
 MOST_PASSES = 1 << 16
 """Maximum forward passes to fill a pipeline: its ranks × stages. Planning simulates about eight
 times as many, at a few hundred thousand per second."""
 
 
-def check_layout(layout: Layout, model: ModelConfig, local_size: int | None = None) -> None:
-    """Raise ConfigError if the layout cannot shard the model, naming the possible values.
+def check_layout(layout: Layout, config: Config, local_size: int | None = None) -> None:
+    """Raise ConfigError if the layout cannot shard the built-in GPT or its adapters, naming the
+    possible values.
 
     `local_size` is the rank count per machine, if known.
     """
+    model, sharding = config.model, sharding_of(layout, config.model)
     if layout.is_grid:
         _check_grid(layout, model)
     else:
-        for dimension in sharding_of(layout, model).sharding_dimensions:
-            _check_even_shards(layout, model, dimension)
-    check_places(layout, model, local_size)
+        for dimension in sharding.sharding_dimensions:
+            _check_even_shards(sharding, model, dimension)
+    _check_places(sharding, model, local_size)
     if layout.turns_back and model.tied_head:  # the V's first and last stage are on one rank
         held = "holds the embedding and the tied head on one process"
-        check_tied_copies(layout, held, "parallel.zero to 0, model.tied_head to false")
+        _check_tied_copies(layout, held, "parallel.zero to 0, model.tied_head to false")
+    _check_adapters(config.lora, layout, sharding.kv_copies)
 
 
-def check_tied_copies(layout: Layout, held: str, remedy: str = "parallel.zero to 0") -> None:
+def check_custom_layout(
+    layout: Layout, config: Config, outline: ModelOutline, local_size: int | None = None
+) -> None:
+    """Raise ConfigError if a custom model cannot run with this layout, naming the declaration that
+    it lacks. `local_size` is the rank count per machine, if known."""
+    _check_places(sharding_of(layout, config.model), config.model, local_size)
+    whose = f"the module that {outline.built_by} builds"
+    _check_adapters(config.lora, layout)
+    if layout.context > 1:
+        raise ConfigError(
+            f"parallel.context={layout.context} splits each sequence, and {whose} mixes its "
+            "positions (by attention, say) in code that would have to ask other processes for "
+            "theirs; set it to 1, or use parallel.sequence, which splits it between the layers"
+        )
+    if layout.is_grid:
+        raise ConfigError(
+            f"{layout.grid_setting} splits activations by row and width, so "
+            f"that each operation between two matmuls of {whose}, a norm or a softmax, would have "
+            "to be a distributed one; use '1d'"
+        )
+    if layout.tensor > 1 and "tensor" not in outline.divided_by:
+        raise ConfigError(
+            f"parallel.tensor={layout.tensor}: {whose} does not say which of its matrices are "
+            "divided, and how; give pm.OwnModel a `tensor_table`, or use data, zero"
+        )
+    if layout.pipeline > 1 and "pipeline" not in outline.divided_by:
+        raise ConfigError(
+            f"parallel.pipeline={layout.pipeline}: {whose} does not say what a slice of its layers "
+            "is; give pm.OwnModel a `slice`, or use data, zero"
+        )
+    if config.parallel.partition != "uniform":
+        raise ConfigError(
+            f"parallel.partition='{config.parallel.partition}' weighs layers by their operations, "
+            f"which are not known of {whose}; use 'uniform'"
+        )
+    if layout.zero and (scalars := [spec.name for spec in outline.table if not spec.shape]):
+        raise ConfigError(
+            f"parallel.zero={layout.zero} divides parameters by their first dimension, and "
+            f"{scalars[0]} of {whose} has none; make it a vector of one number"
+        )
+    if config.optimizer.name == "muon" and not any(spec.is_block_matrix for spec in outline.table):
+        raise ConfigError(
+            f"optimizer.name='muon' takes the matrices of blocks, and {whose} names none; give "
+            "pm.OwnModel `blocks`, like 'blocks.*', or use 'adamw'"
+        )
+    how = config.train.activation_checkpoint
+    if how is not None and not outline.recomputes:
+        raise ConfigError(
+            f"train.activation_checkpoint='{how}' computes sub-modules again, and {whose} names "
+            "none; give pm.OwnModel `blocks`, like 'blocks.*'"
+        )
+
+
+def adapters_obstacle(lora: LoraConfig, layout: Layout, kv_copies: int = 1) -> str | None:
+    """Return a layout's first setting with which adapters cannot be trained, and the reason. Return
+    None if they can be, or if there are no adapters. `kv_copies` is `Sharding.kv_copies`."""
+    if lora.rank is None:
+        return None
+    if layout.is_grid:
+        return f"{layout.grid_setting}, whose products know no adapters; use '1d'"
+    if kv_copies > 1:
+        return (
+            f"parallel.tensor={layout.tensor}, of which {kv_copies} processes compute the "
+            "same keys and values, each by its own rows; lower it"
+        )
+    if layout.splits_backward:
+        return (
+            f"parallel.schedule='{layout.schedule}', which computes the gradients of weights "
+            "apart, and most have none; use '1f1b' or another"
+        )
+    return None
+
+
+def _check_adapters(lora: LoraConfig, layout: Layout, kv_copies: int = 1) -> None:
+    """Raise ConfigError if adapters cannot be trained with the way a layout shards the model."""
+    if (obstacle := adapters_obstacle(lora, layout, kv_copies)) is not None:
+        raise ConfigError(f"lora.rank={lora.rank} is not possible with {obstacle}")
+
+
+def check_tied_within(
+    layout: Layout, stage_names: Sequence[frozenset[str]], tied: Mapping[str, Sequence[int]]
+) -> None:
+    """Raise ConfigError if two stages on one rank hold a parameter that ZeRO shards. `tied` maps
+    those that several stages hold to their ranks' `pipeline` coordinates."""
+    for name, holders in tied.items():
+        if len(holders) < sum(name in own for own in stage_names):
+            stages = f"with {layout.virtual_stages} stages a process"
+            _check_tied_copies(layout, f"{stages} holds two copies of {name} on one of them")
+
+
+def _check_tied_copies(layout: Layout, held: str, remedy: str = "parallel.zero to 0") -> None:
     """Raise ConfigError if ZeRO would shard a parameter that two stages on one rank hold as copies,
     as the phrase `held` says."""
     if layout.zero:
@@ -85,12 +177,12 @@ def compile_obstacle(layout: Layout) -> str | None:
     return None
 
 
-def check_places(layout: Layout, model: ModelConfig, local_size: int | None) -> None:
+def _check_places(sharding: Sharding, model: ModelConfig, local_size: int | None) -> None:
     """Raise ConfigError if the layout cannot split the sequence, a machine's ranks or the layers,
     whichever operations a layer contains."""
-    _check_sequence_split(layout, model)
-    _check_normalized_heads(layout, model)
-    t = layout.tensor
+    _check_sequence_split(sharding, model)
+    _check_normalized_heads(sharding, model)
+    layout, t = sharding.layout, sharding.layout.tensor
     if local_size is not None and local_size % t:
         raise ConfigError(
             f"parallel.tensor={t} must divide the {local_size} processes of a machine, as its "
@@ -120,11 +212,10 @@ def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
     return {k: v for each in sub_layers(model) for k, v in each.even_sizes(model).items()}
 
 
-def _check_even_shards(layout: Layout, model: ModelConfig, dimension: str) -> None:
+def _check_even_shards(sharding: Sharding, model: ModelConfig, dimension: str) -> None:
     """Raise ConfigError if a mesh dimension cannot shard its axes: the sizes in `_even_sizes` into
     equal shards, and the vocabulary so that every rank has rows."""
-    n = layout.sizes[dimension]
-    sharded = sharding_of(layout, model).sharded_axes
+    n, sharded = sharding.layout.sizes[dimension], sharding.sharded_axes
     axes = [axis for axis, dimensions in sharded.items() if dimension in dimensions]
     even = _even_sizes(model)
     sizes = {k: v for axis in axes for k, v in even.get(axis, {}).items()}
@@ -135,14 +226,8 @@ def _check_even_shards(layout: Layout, model: ModelConfig, dimension: str) -> No
                 f"parallel.{dimension}={n} must divide model.{key}={size}; possible: "
                 f"{listed(_divisors(math.gcd(*sizes.values())))}{also}"
             )
-    if "vocab" in axes and model.vocab_size is not None:
-        n_rows = padded_vocab_size(model)
-        if not shard_size(n_rows, n, n - 1):
-            raise ConfigError(
-                f"parallel.{dimension}={n} cuts the {n_rows} rows of the vocabulary into parts of "
-                f"{shard_size(n_rows, n, 0)}, which leaves the last process none; pad it: "
-                f"--model.vocab-multiple {n}"
-            )
+    if "vocab" in axes:
+        _check_vocabulary(model, f"parallel.{dimension}={n}", n)
 
 
 def _check_grid(layout: Layout, model: ModelConfig) -> None:
@@ -160,23 +245,31 @@ def _check_grid(layout: Layout, model: ModelConfig) -> None:
                 f"{whose} divides model.{key}={size} by {n}; possible: "
                 f"{listed(_nearest_multiples(size, n))}"
             )
-    n_rows = padded_vocab_size(model) if model.vocab_size is not None else n_shards
+    _check_vocabulary(model, whose, n_shards)
+
+
+def _check_vocabulary(model: ModelConfig, setting: str, n_shards: int) -> None:
+    """Raise ConfigError if one of the shards into which a setting splits the vocabulary would have
+    no rows."""
+    if model.vocab_size is None:
+        return
+    n_rows = model.padded_vocab_size
     if not shard_size(n_rows, n_shards, n_shards - 1):
         raise ConfigError(
-            f"{whose} cuts the {n_rows} rows of the vocabulary into parts of "
+            f"{setting} cuts the {n_rows} rows of the vocabulary into parts of "
             f"{shard_size(n_rows, n_shards, 0)}, which leaves the last of {n_shards} none; pad it: "
             f"--model.vocab-multiple {n_shards}"
         )
 
 
-def _check_normalized_heads(layout: Layout, model: ModelConfig) -> None:
+def _check_normalized_heads(sharding: Sharding, model: ModelConfig) -> None:
     """Raise ConfigError if keys are normalized over all heads' channels but no rank has all these
     heads."""
-    if sharding_of(layout, model).kv_copies > 1 and model.qk_norm == "width":
+    if sharding.kv_copies > 1 and model.qk_norm == "width":
         raise ConfigError(
             f"model.qk_norm='width' norms the channels of all model.n_kv_heads={model.n_kv_heads} "
-            f"heads together, of which each of parallel.tensor={layout.tensor} processes computes "
-            f"one; possible: {listed(_divisors(n_kv_heads(model)))}"
+            f"heads together, of which each of parallel.tensor={sharding.layout.tensor} processes "
+            f"computes one; possible: {listed(_divisors(model.kv_heads))}"
         )
 
 
@@ -185,17 +278,16 @@ def _nearest_multiples(n: int, base: int) -> list[int]:
     return [each for each in (n // base * base, -(-n // base) * base) if each]
 
 
-def _check_sequence_split(layout: Layout, model: ModelConfig) -> None:
+def _check_sequence_split(sharding: Sharding, model: ModelConfig) -> None:
     """Raise ConfigError if a sequence cannot be split into equal shards: two chunks per rank in a
     ring, and each rank's chunks evenly again with `sequence`."""
-    ways = []
-    n_shards = 1
+    layout, ways, n_shards = sharding.layout, [], 1
     if layout.context > 1:
         chunks = layout.chunks_of_time
         n_shards = chunks * layout.context
         ways.append(f"parallel.context={layout.context}")
         ways += [f"two chunks each of parallel.context_mode='{layout.context_mode}'"] * (chunks > 1)
-        _check_exchanged_heads(layout, model)
+        _check_exchanged_heads(sharding, model)
     if layout.sequence:
         n_shards = math.lcm(n_shards, layout.context * layout.tensor)
         ways.append(f"parallel.sequence=true over parallel.tensor={layout.tensor}")
@@ -207,11 +299,11 @@ def _check_sequence_split(layout: Layout, model: ModelConfig) -> None:
         )
 
 
-def _check_exchanged_heads(layout: Layout, model: ModelConfig) -> None:
+def _check_exchanged_heads(sharding: Sharding, model: ModelConfig) -> None:
     """Raise ConfigError if context parallelism's all-to-all cannot give each rank equally many
     heads."""
-    few = n_kv_heads(model) < model.n_heads
-    n_heads = sharding_of(layout, model).n_kv_heads_here
+    few = model.kv_heads < model.n_heads
+    layout, n_heads = sharding.layout, sharding.n_kv_heads_here
     if layout.exchanges_heads and n_heads % layout.context:
         raise ConfigError(
             f"parallel.context_mode='all-to-all' gives each of parallel.context={layout.context} "

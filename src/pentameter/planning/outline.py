@@ -13,11 +13,15 @@ from itertools import chain
 
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
-from pentameter.planning.adapters import check_adapters, training_table
+from pentameter.planning.adapters import is_of_adapter, run_operations, training_table
 from pentameter.planning.architecture import ParameterSpec
-from pentameter.planning.flops import CONVENTION, flops_per_token
+from pentameter.planning.flops import (
+    CONVENTION,
+    end_weights,
+    flops_per_token,
+    padding_elements,
+)
 from pentameter.planning.layout import Layout
-from pentameter.planning.layout_checks import check_tied_copies
 
 OWN_CONVENTION = "3 × the products of a forward pass that torch.utils.flop_counter counts"
 
@@ -32,6 +36,11 @@ class ModelOutline:
     """Maps a layer range to the names of the parameters in that slice."""
     flops_per_token: int | None
     """Forward and backward FLOPs per trained token; None if they could not be counted."""
+    n_padding: int = 0
+    """Elements that only pad the vocabulary."""
+    end_weights: tuple[float, float] = (0.0, 0.0)
+    """Embedding and head costs in units of one layer's cost, by which stages are balanced; zero for
+    a uniform partition."""
     built_by: str | None = None
     """The function that builds a custom model, as `module:name`; None for the GPT."""
     divided_by: frozenset[str] = frozenset()
@@ -41,6 +50,11 @@ class ModelOutline:
     """Whether a custom model names the sub-modules whose activations can be recomputed."""
     gives_logits: bool = True
     """Whether text can be sampled: the model computes logits without targets."""
+
+    @property
+    def n_parameters(self) -> int:
+        """The model's parameter count without adapters, including vocabulary padding."""
+        return sum(spec.n_elements for spec in self.table if not is_of_adapter(spec))
 
     @property
     def flops_convention(self) -> str:
@@ -68,63 +82,19 @@ class ModelOutline:
 
 def outline_of_gpt(config: Config) -> ModelOutline:
     """Return the built-in GPT's outline. Layout checks use its axes."""
-    model = config.model
 
     def names_of(layers: range) -> frozenset[str]:
         table = training_table(config, first_layer=layers.start, last_layer=layers.stop)
         return frozenset(spec.name for spec in table)
 
-    return ModelOutline(training_table(config), names_of, flops_per_token(model, config.lora))
-
-
-def check_custom_layout(layout: Layout, config: Config, outline: ModelOutline) -> None:
-    """Raise ConfigError if a custom model cannot run with this layout, naming the declaration that
-    it lacks."""
-    whose = f"the module that {outline.built_by} builds"
-    check_adapters(config.lora, layout)
-    if layout.context > 1:
-        raise ConfigError(
-            f"parallel.context={layout.context} splits each sequence, and {whose} mixes its "
-            "positions (by attention, say) in code that would have to ask other processes for "
-            "theirs; set it to 1, or use parallel.sequence, which splits it between the layers"
-        )
-    if layout.is_grid:
-        raise ConfigError(
-            f"{layout.grid_setting} splits activations by row and width, so "
-            f"that each operation between two matmuls of {whose}, a norm or a softmax, would have "
-            "to be a distributed one; use '1d'"
-        )
-    if layout.tensor > 1 and "tensor" not in outline.divided_by:
-        raise ConfigError(
-            f"parallel.tensor={layout.tensor}: {whose} does not say which of its matrices are "
-            "divided, and how; give pm.OwnModel a `tensor_table`, or use data, zero"
-        )
-    if layout.pipeline > 1 and "pipeline" not in outline.divided_by:
-        raise ConfigError(
-            f"parallel.pipeline={layout.pipeline}: {whose} does not say what a slice of its layers "
-            "is; give pm.OwnModel a `slice`, or use data, zero"
-        )
-    if config.parallel.partition != "uniform":
-        raise ConfigError(
-            f"parallel.partition='{config.parallel.partition}' weighs layers by their operations, "
-            f"which are not known of {whose}; use 'uniform'"
-        )
-    if layout.zero and (scalars := [spec.name for spec in outline.table if not spec.shape]):
-        raise ConfigError(
-            f"parallel.zero={layout.zero} divides parameters by their first dimension, and "
-            f"{scalars[0]} of {whose} has none; make it a vector of one number"
-        )
-    if config.optimizer.name == "muon" and not any(spec.is_block_matrix for spec in outline.table):
-        raise ConfigError(
-            f"optimizer.name='muon' takes the matrices of blocks, and {whose} names none; give "
-            "pm.OwnModel `blocks`, like 'blocks.*', or use 'adamw'"
-        )
-    how = config.train.activation_checkpoint
-    if how is not None and not outline.recomputes:
-        raise ConfigError(
-            f"train.activation_checkpoint='{how}' computes sub-modules again, and {whose} names "
-            "none; give pm.OwnModel `blocks`, like 'blocks.*'"
-        )
+    table, run = training_table(config), run_operations(config.model, config.lora)
+    return ModelOutline(
+        table,
+        names_of,
+        flops_per_token(run),
+        n_padding=padding_elements(table, config.model),
+        end_weights=end_weights(run, config.parallel.partition),
+    )
 
 
 def tied_parameters(
@@ -144,11 +114,3 @@ def tied_parameters(
         for name in sorted(count)
         if count[name] > 1
     }
-
-
-def check_tied_within(layout: Layout, stage_names: Sequence[frozenset[str]]) -> None:
-    """Raise ConfigError if two stages on one rank hold a parameter that ZeRO shards."""
-    for name, holders in tied_parameters(layout, stage_names).items():
-        if len(holders) < sum(name in own for own in stage_names):
-            stages = f"with {layout.virtual_stages} stages a process"
-            check_tied_copies(layout, f"{stages} holds two copies of {name} on one of them")

@@ -10,30 +10,25 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, Literal
 
-from pentameter.config.choices import DECAY_KEYS, MOMENTUM, look_up, refuse_unknown
-from pentameter.config.schema import Config, ModelConfig, OptimizerConfig, ScheduleConfig
+from pentameter.config.choices import refuse_unknown
+from pentameter.config.schema import Config, ScheduleConfig
 from pentameter.errors import ConfigError
-from pentameter.planning.adapters import check_adapters, is_of_adapter
+from pentameter.planning.adapters import paths_of_adapters
 from pentameter.planning.architecture import (
     ParameterSpec,
-    embedding_dropout,
-    feed_forward_width,
-    padded_vocab_size,
 )
 from pentameter.planning.batch_sizes import global_batch_size, micro_batch_size
-from pentameter.planning.flops import end_weights, padding_elements
-from pentameter.planning.gpt import parameter_table
+from pentameter.planning.fused_step import fused_obstacle
 from pentameter.planning.layout import Layout, make_layout, stage_layers
 from pentameter.planning.layout_checks import (
+    check_custom_layout,
     check_layout,
     check_micro_batches,
     check_passes,
-    check_places,
+    check_tied_within,
 )
 from pentameter.planning.outline import (
     ModelOutline,
-    check_custom_layout,
-    check_tied_within,
     outline_of_gpt,
     tied_parameters,
 )
@@ -60,6 +55,9 @@ class Plan:
     stages: tuple[range, ...]
     stage_names: tuple[frozenset[str], ...]
     """Each stage's parameter names."""
+    tied: dict[str, tuple[int, ...]]
+    """Maps each parameter that several stages hold to their `pipeline` coordinates, in stage order:
+    the first rank owns the parameter, the others have a copy."""
     built_by: str | None
     """The function that builds a custom model; None for the built-in GPT."""
     gives_logits: bool
@@ -121,15 +119,19 @@ class Plan:
         return {spec.name: self.sharding.placement(spec) for spec in self.table}
 
     @property
+    def adapted_modules(self) -> list[str]:
+        """The paths of the linear layers that have an adapter."""
+        return paths_of_adapters(spec.name for spec in self.table)
+
+    @property
+    def fused_obstacle(self) -> str | None:
+        """The first setting that the fused CPU step does not support; None if it runs the plan."""
+        return fused_obstacle(self.config, self.layout, self.built_by)
+
+    @property
     def rules(self) -> LayoutRules:
         """The rules for summing gradients and for keeping gathered weights."""
         return LayoutRules(self.layout)
-
-    @property
-    def tied(self) -> dict[str, tuple[int, ...]]:
-        """Maps each parameter that several stages hold to their `pipeline` coordinates, in stage
-        order: the first rank owns the parameter, the others have a copy."""
-        return tied_parameters(self.layout, self.stage_names)
 
     @property
     def least_flops_per_token(self) -> int:
@@ -190,34 +192,32 @@ def make_plan(
     outline = outline_of(config)
     is_gpt = outline.built_by is None
     if is_gpt:
-        check_layout(layout, model, local_size)
-        check_adapters(config.lora, layout, sharding_of(layout, model).kv_copies)
+        check_layout(layout, config, local_size)
     else:
-        check_places(layout, model, local_size)
-        check_custom_layout(layout, config, outline)
-    n_parameters, n_padded = _parameter_counts(model, outline)
+        check_custom_layout(layout, config, outline, local_size)
     assert train.batch_size is not None
     assert train.steps is not None
-    tokens_per_step = train.batch_size * model.context_length
-    ends = end_weights(config) if is_gpt else (0.0, 0.0)
-    stages = stage_layers(model.n_layers, layout.n_stages, *ends)
-    stage_names = outline.names_of_stages(stages)
     assert train.micro_batch_size is not None
+    tokens_per_step = train.batch_size * model.context_length
     n_micro_batches = train.batch_size // layout.n_batch_shards // train.micro_batch_size
     check_micro_batches(layout, n_micro_batches, train.micro_batch_size)
+    stages = stage_layers(model.n_layers, layout.n_stages, *outline.end_weights)
+    stage_names = outline.names_of_stages(stages)
+    tied = tied_parameters(layout, stage_names)
     if not is_gpt:
-        check_tied_within(layout, stage_names)
+        check_tied_within(layout, stage_names, tied)
     return Plan(
         config=config,
         layout=layout,
         table=outline.table,
         stages=stages,
         stage_names=stage_names,
+        tied=tied,
         built_by=outline.built_by,
         gives_logits=outline.gives_logits,
-        vocab_size_padded=padded_vocab_size(model),
-        n_parameters=n_parameters,
-        n_parameters_padded=n_padded,
+        vocab_size_padded=model.padded_vocab_size,
+        n_parameters=outline.n_parameters - outline.n_padding,
+        n_parameters_padded=outline.n_parameters,
         rows_per_epoch=rows_per_epoch,
         batch_size=train.batch_size,
         micro_batch_size=train.micro_batch_size,
@@ -230,21 +230,11 @@ def make_plan(
     )
 
 
-def _parameter_counts(model: ModelConfig, outline: ModelOutline) -> tuple[int, int]:
-    """Return the model's parameter counts without adapters: excluding and including vocabulary
-    padding."""
-    if outline.built_by is not None:
-        n = sum(spec.n_elements for spec in outline.table if not is_of_adapter(spec))
-        return n, n
-    n_padded = sum(spec.n_elements for spec in parameter_table(model))
-    return n_padded - padding_elements(model), n_padded
-
-
 def needs_data(config: Config) -> bool:
     """Whether `make_plan` needs facts about the data: its vocabulary size, or the epoch length."""
     counts_epochs = config.train.epochs is not None or config.train.eval_interval == "epoch"
-    decays = look_up(DECAY_KEYS, config.schedule.name, "schedule.name", "the planner")
-    decays_by_epoch = "decay_interval" in decays and config.schedule.decay_interval is None
+    schedule = config.schedule
+    decays_by_epoch = "decay_interval" in schedule.decay_keys and schedule.decay_interval is None
     return config.model.vocab_size is None or counts_epochs or decays_by_epoch
 
 
@@ -275,8 +265,8 @@ def _resolve(
             "model": model.model_copy(
                 update={
                     "vocab_size": model.vocab_size or vocab_size,
-                    "d_ff": feed_forward_width(model),
-                    "embedding_dropout": embedding_dropout(model),
+                    "d_ff": model.feed_forward_width,
+                    "embedding_dropout": model.embedding_dropout_rate,
                 }
             ),
             "train": train.model_copy(
@@ -293,7 +283,7 @@ def _resolve(
                 }
             ),
             "optimizer": config.optimizer.model_copy(
-                update={"momentum": momentum(config.optimizer)}
+                update={"momentum": config.optimizer.momentum_used}
             ),
             "schedule": _resolve_schedule(config.schedule, steps, epoch),
             "checkpoint": config.checkpoint.model_copy(
@@ -334,7 +324,7 @@ def _resolve_schedule(
         )
     decay_steps = schedule.decay_steps or steps - schedule.start_step
     cooldown, interval = schedule.cooldown_steps, schedule.decay_interval
-    used = look_up(DECAY_KEYS, schedule.name, "schedule.name", "the planner")
+    used = schedule.decay_keys
     if "cooldown_steps" in used:
         cooldown = cooldown or default_cooldown(decay_steps)
         longest = decay_steps - schedule.warmup_steps
@@ -353,13 +343,6 @@ def _resolve_schedule(
             "decay_interval": interval,
         }
     )
-
-
-def momentum(optimizer: OptimizerConfig) -> float:
-    """Return the momentum for SGD and Muon: the configured value, or the optimizer's default."""
-    if optimizer.momentum is not None:
-        return optimizer.momentum
-    return look_up(MOMENTUM, optimizer.name, "optimizer.name", "the planner") or 0.0
 
 
 def default_cooldown(decay_steps: int) -> int:

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from pentameter.config.schema import ModelConfig
-from pentameter.planning.architecture import Axis, ParameterSpec, n_kv_heads
+from pentameter.planning.architecture import Axis, ParameterSpec
 from pentameter.planning.layout import PARAMETER_DIMENSIONS, Layout, shard_size
 
 AXIS_DIMENSIONS: Mapping[Axis, tuple[str, ...]] = {
@@ -265,4 +265,4 @@ def _sharding(layout: Layout, n_kv: int) -> Sharding:
 
 def sharding_of(layout: Layout, model: ModelConfig) -> Sharding:
     """Return a model's Sharding under a layout."""
-    return _sharding(layout, n_kv_heads(model))
+    return _sharding(layout, model.kv_heads)

@@ -94,7 +94,7 @@ def check_launch(
     if place is None:
         check_processes(n_processes, oversubscribe=oversubscribe)
     local_size = n_processes if place is None else place.local_size
-    check_layout(make_layout(config.parallel, n_processes), config.model, local_size)
+    check_layout(make_layout(config.parallel, n_processes), config, local_size)
     if needs_data(config):
         return
     plan = make_plan(config, world_size=n_processes, local_size=local_size)

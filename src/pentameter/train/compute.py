@@ -26,7 +26,7 @@ from pentameter.machine.environment import device_name, environment
 from pentameter.machine.peaks import peak_flops
 from pentameter.model.fused_dropout import chip_obstacle, kernel_obstacle
 from pentameter.parallel.precision import arithmetic, set_matmul_precision
-from pentameter.planning.fused_step import dropout_kernel_obstacle, fused_obstacle
+from pentameter.planning.fused_step import dropout_kernel_obstacle
 from pentameter.planning.layout_checks import compile_obstacle
 from pentameter.planning.plan import Plan
 from pentameter.processes.join import local_device
@@ -169,8 +169,7 @@ def _choose_kernels(
 ) -> tuple[str, tuple[native.Name, ...]]:
     """Choose how a compiled step runs on a CPU. Return a phrase for the reason to compile, and the
     native kernels to use. Collective: all ranks in `world` use a kernel, or none does."""
-    obstacle = fused_obstacle(plan.config, plan.layout, plan.built_by)
-    if obstacle is not None:
+    if (obstacle := plan.fused_obstacle) is not None:
         return f"; the plain model as a whole, as the fused step does not know {obstacle}", ()
     products, model = arithmetic(precision).products, plan.config.model
     odd = native.odd_widths(model)

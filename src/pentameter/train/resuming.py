@@ -21,7 +21,6 @@ from pentameter.checkpoint.opening import (
     list_checkpoints,
     read_own_manifest,
 )
-from pentameter.config.choices import DECAY_KEYS, look_up
 from pentameter.config.fingerprint import config_hash, diff_configs
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config, ScheduleConfig
@@ -204,8 +203,7 @@ def _made_the_same(found: Config, asked: Config, n_steps: int) -> bool:
 def _is_resolved(schedule: ScheduleConfig) -> bool:
     """Return True if the section alone determines every learning rate, as in a run's
     config.toml."""
-    used = look_up(DECAY_KEYS, schedule.name, "schedule.name", "the trainer")
-    return all(getattr(schedule, key) is not None for key in used)
+    return all(getattr(schedule, key) is not None for key in schedule.decay_keys)
 
 
 def _refusal(

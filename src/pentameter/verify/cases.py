@@ -11,9 +11,8 @@ from pentameter.data.sizes import DataSizes
 from pentameter.errors import ConfigError
 from pentameter.estimating.cluster import parse_cluster
 from pentameter.estimating.search import search
-from pentameter.planning.adapters import adapters_obstacle
 from pentameter.planning.layout import Layout, make_layout, parse_layout
-from pentameter.planning.layout_checks import check_layout
+from pentameter.planning.layout_checks import adapters_obstacle, check_layout
 from pentameter.planning.sharding import sharding_of
 
 MOST_PROCESSES = 8
@@ -273,7 +272,7 @@ def own_case(config: Config) -> Case | None:
         least = 2 * asked.replicate if asked.zero or 2 * n_shared <= MOST_PROCESSES else 1
         asked = asked.model_copy(update={"data": least})
     layout = make_layout(asked)
-    check_layout(layout, config.model)
+    check_layout(layout, config)
     if layout.world_size > MOST_PROCESSES:
         replicated = min(layout.replicate, 2)
         layout = replace(

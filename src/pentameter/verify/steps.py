@@ -27,7 +27,7 @@ from pentameter.parallel.engine import Engine
 from pentameter.parallel.local_shards import local_shard
 from pentameter.parallel.sources.gpt_source import GPTSource
 from pentameter.parallel.sources.model_source import ModelSource
-from pentameter.planning.adapters import adapter_factor, is_of_adapter
+from pentameter.planning.adapters import is_of_adapter
 from pentameter.planning.architecture import IGNORED_TARGET, Init, ParameterSpec
 from pentameter.planning.plan import Plan, make_plan
 from pentameter.processes.failure import LostProcessError
@@ -139,7 +139,7 @@ def _noise(spec: ParameterSpec, config: Config) -> Init:
         return Init("normal", INIT_STD)
     assert config.lora.rank is not None
     n_added = math.sqrt(config.lora.rank)
-    return Init("normal", math.sqrt(INIT_STD / adapter_factor(config.lora) / n_added))
+    return Init("normal", math.sqrt(INIT_STD / config.lora.factor / n_added))
 
 
 def _add_ones(engine: Engine, plan: Plan) -> None:

@@ -11,7 +11,6 @@ from pentameter.config.choices import look_up
 from pentameter.config.messages import shown
 from pentameter.config.schema import ModelConfig
 from pentameter.errors import ConfigError
-from pentameter.planning.architecture import embedding_dropout, resolved
 
 
 def choose_family(model: ModelConfig) -> str:
@@ -77,7 +76,7 @@ def to_their_config(
     family = FAMILIES[name]
     theirs = {ours: theirs for theirs, ours in reversed(list(family.activations.items()))}
     activation = look_up(theirs, model.activation, "model.activation", family.label)
-    whole = resolved(model).model_copy(update={"embedding_dropout": embedding_dropout(model)})
+    whole = model.resolved.model_copy(update={"embedding_dropout": model.embedding_dropout_rate})
     values = {
         **whole.model_dump(include=set(family.written)),
         "vocab_size": vocab_size,

@@ -23,7 +23,7 @@ from pentameter.checkpoint.hugging_face.config_json import (
     to_their_config,
 )
 from pentameter.checkpoint.hugging_face.families import FAMILIES, Family
-from pentameter.checkpoint.hugging_face.model_card import CARD, hub_name, model_card
+from pentameter.checkpoint.hugging_face.model_card import CARD, model_card
 from pentameter.checkpoint.hugging_face.tensor_map import TensorMap
 from pentameter.checkpoint.hugging_face.tokenizer_files import read_tokenizer, tokenizer_files
 from pentameter.checkpoint.lazy_tensors import LazyTensor, materialize
@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     import torch
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+HUB_CACHE = re.compile(r"models--(?P<owner>[\w.-]+?)--(?P<name>[\w.-]+)")
+"""Name of a model's folder in the Hugging Face hub cache, above `snapshots/REVISION`."""
 
 RECIPE: dict[str, Any] = {
     "optimizer": {"learning_rate": 3e-5, "betas": [0.9, 0.999], "weight_decay": 0.1},
@@ -118,6 +121,17 @@ def _config(path: Path, section: dict[str, Any], tokenizer: Tokenizer) -> Config
             f"{tokenizer.vocab_size} tokens; they do not belong together"
         )
     return config
+
+
+def hub_name(folder: Path) -> str:
+    """Return the name by which `from_pretrained` opens a folder: `owner/name` if it lies in the
+    Hugging Face hub cache, else its absolute path."""
+    resolved = folder.resolve()
+    if resolved.parent.name == "snapshots":
+        found = HUB_CACHE.fullmatch(resolved.parent.parent.name)
+        if found is not None:
+            return f"{found['owner']}/{found['name']}"
+    return str(resolved)
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:

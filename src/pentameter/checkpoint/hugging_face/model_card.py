@@ -19,8 +19,6 @@ from pentameter.planning.gpt import parameter_table
 
 CARD = "README.md"
 TEMPLATES = Path(__file__).parent / "templates"
-HUB_CACHE = re.compile(r"models--(?P<owner>[\w.-]+?)--(?P<name>[\w.-]+)")
-"""Name of a model's folder in the Hugging Face hub cache, above `snapshots/REVISION`."""
 SETTINGS = (
     *("train.steps", "train.batch_size"),
     *("optimizer.name", "optimizer.learning_rate", "optimizer.weight_decay", "schedule.name"),
@@ -41,17 +39,6 @@ model = AutoPeftModelForCausalLM.from_pretrained("FOLDER")  # this one, beside i
 }
 
 
-def hub_name(folder: Path) -> str:
-    """Return the name by which `from_pretrained` opens a folder: `owner/name` if it lies in the
-    Hugging Face hub cache, else its absolute path."""
-    resolved = folder.resolve()
-    if resolved.parent.name == "snapshots":
-        found = HUB_CACHE.fullmatch(resolved.parent.parent.name)
-        if found is not None:
-            return f"{found['owner']}/{found['name']}"
-    return str(resolved)
-
-
 def model_card(stored: StoredModel, family: str, library: Literal["transformers", "peft"]) -> bytes:
     """Render the card for a model exported to a library: its description, training data and
     settings, results, and how to load it."""
@@ -68,7 +55,8 @@ def model_card(stored: StoredModel, family: str, library: Literal["transformers"
         trim_blocks=True,
         keep_trailing_newline=True,
     )
-    n_parameters = sum(spec.n_elements for spec in parameter_table(model))
+    table = parameter_table(model)
+    n_parameters = sum(spec.n_elements for spec in table) - padding_elements(table, model)
     text = environment.get_template(CARD).render(
         library=library,
         base=None if base is None else _code(base),
@@ -77,7 +65,7 @@ def model_card(stored: StoredModel, family: str, library: Literal["transformers"
         name=config.name,
         kind="Low-rank adapters of a language model" if library == "peft" else "A language model",
         family=family,
-        n_parameters=f"{n_parameters - padding_elements(model):,}",
+        n_parameters=f"{n_parameters:,}",
         model=model,
         tokenizer=stored.tokenizer.kind,
         data=list(_data(config)) if is_trained else [],

@@ -22,7 +22,7 @@ from pentameter.checkpoint.safetensors_format import plan_file
 from pentameter.disk.atomic import refuse_existing, write_hashed
 from pentameter.disk.lock import building
 from pentameter.errors import ConfigError
-from pentameter.planning.adapters import A, B, adapted_modules
+from pentameter.planning.adapters import A, B, paths_of_adapters
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ def export_peft(stored: StoredModel, out: Path) -> Exported:
         )
     model = stored.config.model
     family = FAMILIES[choose_family(model)]
-    adapted = {f"{path}.weight" for path in adapted_modules(model, adapters.lora)}
+    adapted = {f"{path}.weight" for path in paths_of_adapters(adapters.tensors)}
     modules: dict[str, list[Strip]] = {}
     for strip in TensorMap.of(family, model).strips:
         if strip.ours in adapted:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from pentameter.checkpoint.hugging_face.families import Family
 from pentameter.checkpoint.lazy_tensors import LazyTensor, read_region
 from pentameter.config.schema import ModelConfig
-from pentameter.planning.architecture import ParameterSpec, head_size, n_kv_heads
+from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.gpt import parameter_table
 from pentameter.planning.sub_layers.attention import projections
 
@@ -171,7 +171,7 @@ def _strips(family: Family, model: ModelConfig, spec: ParameterSpec) -> Iterator
     if module in family.names:
         yield Strip(spec.name, 0, f"{prefix}{family.names[module]}.{kind}", 0, spec.shape[0])
         return
-    K, order = head_size(model), family.projections.order
+    K, order = model.head_channels, family.projections.order
     for row, (part, head) in enumerate(_projected(model, module)):
         match order:
             case "apart":
@@ -187,5 +187,5 @@ def _projected(model: ModelConfig, module: str) -> Iterator[tuple[int, int]]:
     """Yield (part, head) for each block of K rows in a pentameter projection; part 0 is queries, 1
     keys, 2 values."""
     parts = projections(model)[module.rpartition(".")[2]]
-    n_heads = model.n_heads if 0 in parts else n_kv_heads(model)
+    n_heads = model.n_heads if 0 in parts else model.kv_heads
     return ((part, head) for head in range(n_heads) for part in parts)

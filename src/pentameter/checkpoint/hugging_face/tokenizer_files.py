@@ -112,48 +112,47 @@ def read_tokenizer(folder: Path, warnings: list[str]) -> Tokenizer | None:
 
 
 def _read_files(folder: Path, warnings: list[str]) -> Tokenizer | None:
+    settings = _read_if_there(folder / SETTINGS)
     if (path := folder / WHOLE).is_file():
         content = read_json(path)
-        return _read_whole(content, path, warnings) or _as_it_is(content, folder)
+        return _read_whole(content, path, warnings) or _as_it_is(content, settings, folder)
     path = folder / VOCABULARY
     if not (path.is_file() and (folder / MERGES).is_file()):
         return None
-    settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
     if settings.get("add_prefix_space"):
         raise ConfigError(f"{folder / SETTINGS}: add_prefix_space=true {_NOT_GPT2}")
     vocabulary = dict(read_json(path))
     lines = read_text(folder / MERGES).split("\n")
     lines = [line for line in lines[lines[0].startswith("#version") :] if line]
-    more = folder / "added_tokens.json"
-    added = read_json(more) if more.is_file() else {}
-    _add(vocabulary, added, path, warnings)
+    _add(vocabulary, _read_if_there(folder / "added_tokens.json"), path, warnings)
     return _bpe(vocabulary, lines, path)
 
 
 _NOT_GPT2 = "is not GPT-2's; give another tokenizer: `import … --tokenizer gpt2`, or a file"
 
 
-def _as_it_is(content: dict[str, Any], folder: Path) -> LibraryTokenizer:
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _as_it_is(
+    content: dict[str, Any], settings: Mapping[str, Any], folder: Path
+) -> LibraryTokenizer:
+    """Take a tokenizer.json unchanged. A document ends with `eos_token` in tokenizer_config.json,
+    else with `eos_token_id` in config.json, the first if there are several."""
     try:
         tokenizer = LibraryTokenizer(content, None)
-        end = _end_of_text(tokenizer, folder)
-        return tokenizer if end is None else LibraryTokenizer(content, end)
     except ConfigError as error:
         raise CorruptError(f"{folder / WHOLE}: {error}") from error
-
-
-def _end_of_text(tokenizer: LibraryTokenizer, folder: Path) -> int | None:
-    """Return the id that ends a document: `eos_token` in tokenizer_config.json, else `eos_token_id`
-    in config.json, the first if there are several."""
-    settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
     token = settings.get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
-    if isinstance(token, str) and (found := tokenizer.token_id(token)) is not None:
-        return found
-    path = folder / "config.json"
-    found = read_json(path).get("eos_token_id") if path.is_file() else None
-    found = found[0] if isinstance(found, list) and found else found
-    return found if type(found) is int and 0 <= found < tokenizer.vocab_size else None
+    end = tokenizer.token_id(token) if isinstance(token, str) else None
+    if end is None:
+        found = _read_if_there(folder / "config.json").get("eos_token_id")
+        found = found[0] if isinstance(found, list) and found else found
+        end = found if type(found) is int and 0 <= found < tokenizer.vocab_size else None
+    tokenizer.end_of_text = end
+    return tokenizer
 
 
 def _read_whole(content: Mapping[str, Any], path: Path, warnings: list[str]) -> Tokenizer | None:

@@ -131,14 +131,14 @@ def _conversation(record: Mapping[str, Any], where: str) -> Conversation:
     if "messages" in record:
         return _chat(record["messages"], [], record.get("tools"), where)
     prompt, completion = record.get("prompt"), record.get("completion")
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return _chat(completion, prompt, record.get("tools"), where)
     if isinstance(prompt, str) and isinstance(completion, str):
-        check_encodable(prompt, "'prompt'", where)
-        check_encodable(completion, "'completion'", where)
+        for key, text in (("prompt", prompt), ("completion", completion)):
+            check_encodable(text, f"{key!r}", where)
         if not completion:
             raise CorruptError(f"{where}: 'completion' is empty; there is nothing to learn")
         return Exchange(prompt, completion)
-    if isinstance(prompt, list) and isinstance(completion, list):
-        return _chat(completion, prompt, record.get("tools"), where)
     raise CorruptError(
         f"{where} is no conversation (its keys are {sorted(record)}): 'messages' is expected, a "
         "list, or 'prompt' and 'completion', two texts or two lists of messages"

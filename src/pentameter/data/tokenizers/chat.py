@@ -127,20 +127,19 @@ def read_chat_template(path: Path) -> ChatTemplate | None:
     tokenizer_config.json. Raises ConfigError for a file that is missing or has none, CorruptError
     for a damaged one, StorageError for one that cannot be read.
     """
-    if not path.is_dir():
-        if path.name != SETTINGS_FILE:
-            tokens = _tokens(path.with_name(SETTINGS_FILE))
-            return ChatTemplate(read_text(path, LIMIT_BYTES), tokens, f"the chat template {path}")
-        if (source := _source(read_json(path, LIMIT_BYTES), path)) is None:
-            raise ConfigError(f"{path} has no chat_template; name a Jinja file")
-        return ChatTemplate(source, _tokens(path), f"the chat template of {path}")
-    if (path / TEMPLATE_FILE).is_file():
-        return read_chat_template(path / TEMPLATE_FILE)
-    settings = path / SETTINGS_FILE
-    if not settings.is_file():
+    is_folder = path.is_dir()
+    beside = path / SETTINGS_FILE if is_folder else path.with_name(SETTINGS_FILE)
+    settings = read_json(beside, LIMIT_BYTES) if beside.is_file() or beside == path else {}
+    file = path / TEMPLATE_FILE if is_folder else path
+    if file != beside and (file.is_file() or not is_folder):
+        text = read_text(file, LIMIT_BYTES)
+        return ChatTemplate(text, _tokens(settings), f"the chat template {file}")
+    source = _source(settings, beside)
+    if source is not None:
+        return ChatTemplate(source, _tokens(settings), f"the chat template of {beside}")
+    if is_folder:
         return None
-    has_one = _source(read_json(settings, LIMIT_BYTES), settings) is not None
-    return read_chat_template(settings) if has_one else None
+    raise ConfigError(f"{path} has no chat_template; name a Jinja file")
 
 
 def chosen_chat_template(setting: str) -> ChatTemplate:
@@ -174,10 +173,8 @@ def _source(settings: Mapping[str, Any], path: Path) -> str | None:
     raise CorruptError(f"{path}: chat_template is neither a text nor a list with a default")
 
 
-def _tokens(path: Path) -> Mapping[str, str]:
-    """Map the special tokens named in tokenizer_config.json to their texts; empty without the
-    file."""
-    settings = read_json(path, LIMIT_BYTES) if path.is_file() else {}
+def _tokens(settings: Mapping[str, Any]) -> Mapping[str, str]:
+    """Map the special tokens named in tokenizer_config.json to their texts."""
     tokens = {}
     for key, value in settings.items():
         text = value.get("content") if isinstance(value, dict) else value

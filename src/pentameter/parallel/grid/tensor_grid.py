@@ -29,7 +29,7 @@ from pentameter.model.matmul import matmul_dtype
 from pentameter.parallel.gradients import local
 from pentameter.parallel.grid.product_3d import Product3d
 from pentameter.parallel.grid.summa import Summa
-from pentameter.parallel.linear import replace_forward
+from pentameter.parallel.linear import Forward, install_styles
 from pentameter.parallel.mesh import group_along, name_of
 from pentameter.parallel.precision import Arithmetic
 from pentameter.parallel.tensor.collectives import (
@@ -39,7 +39,6 @@ from pentameter.parallel.tensor.collectives import (
     reduce_scatter_shards,
 )
 from pentameter.parallel.tensor.sharded_norm import sharded_norm
-from pentameter.parallel.tensor.tensor_parallel import Forward, install_styles
 from pentameter.planning.architecture import Operation, Role
 from pentameter.planning.layout import Layout, shard_size
 from pentameter.planning.sharding import Sharding
@@ -132,9 +131,7 @@ class Grid:
 
 def parallelize_grid(model: GPT, grid: Grid) -> None:
     """Have the model compute with its parameters' local shards in a grid, in place."""
-    install_styles(model, STYLES, grid)
-    if model.is_last:
-        replace_forward(model.head_loss, _head_loss(grid, model.head_loss))
+    install_styles(model, STYLES, _head_loss, grid)
     D, tensor_rank = model.config.d_model, grid.places["tensor"]
     (width,) = grid.sharding.local_shape((D,), ("embed",))
     model.stream_channels = slice(tensor_rank * width, (tensor_rank + 1) * width)

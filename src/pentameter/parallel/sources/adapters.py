@@ -10,8 +10,6 @@ Shapes: r LoRA rank; n inputs and m outputs per layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -19,13 +17,12 @@ from torch.nn import Parameter
 
 from pentameter.model.matmul import Matmul
 from pentameter.parallel.linear import adapt
-from pentameter.planning.adapters import A, B, adapter_factor
+from pentameter.planning.adapters import A, B
 from pentameter.planning.plan import Plan
 
 
-def add_adapters(model: nn.Module, paths: Iterable[str], plan: Plan, matmul: Matmul) -> None:
-    """Freeze a slice and adapt, in place, those linear layers at `paths` that it has, as the plan
-    says.
+def add_adapters(model: nn.Module, plan: Plan, matmul: Matmul) -> None:
+    """Freeze a slice and adapt, in place, those of the plan's adapted linear layers that it has.
 
     Call it before data parallelism shards the model. A weight that is already a DTensor gets
     DTensor adapters, A (r, n) and B (m, r). Adapters are on the weight's device, uninitialized;
@@ -35,7 +32,7 @@ def add_adapters(model: nn.Module, paths: Iterable[str], plan: Plan, matmul: Mat
     lora = plan.config.lora
     assert lora.rank is not None
     modules = dict(model.named_modules())
-    for path in paths:
+    for path in plan.adapted_modules:
         module = modules.get(path)
         if module is None:
             continue
@@ -54,7 +51,7 @@ def add_adapters(model: nn.Module, paths: Iterable[str], plan: Plan, matmul: Mat
             )
         module.register_parameter(A, Parameter(a))
         module.register_parameter(B, Parameter(b))
-        adapt(module, adapter_factor(lora), matmul)
+        adapt(module, lora.factor, matmul)
 
 
 def _shard(full: Tensor, weight: DTensor, placement: Placement) -> DTensor:

@@ -328,9 +328,7 @@ class OwnModel(ModelSource):
             if mesh is not None and plan.layout.tensor > 1:
                 self._parallelize(model, plan, mesh)
             if plan.config.lora.rank is not None:
-                lora = (spec.name for spec in plan.table if is_of_adapter(spec))
-                paths = dict.fromkeys(name.rpartition(".")[0] for name in lora)
-                add_adapters(model, paths, plan, arithmetic.matmul)
+                add_adapters(model, plan, arithmetic.matmul)
 
     def _parallelize(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         """Apply the tensor table's styles to those modules that this slice has, and tie parameters

@@ -21,7 +21,6 @@ from pentameter.parallel.sources.adapters import add_adapters
 from pentameter.parallel.sources.initial_values import fill_shard
 from pentameter.parallel.sources.model_source import Call, ModelSource
 from pentameter.parallel.tensor.tensor_parallel import parallelize_tensor
-from pentameter.planning.adapters import adapted_modules
 from pentameter.planning.outline import ModelOutline, outline_of_gpt
 from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
@@ -59,14 +58,14 @@ class GPTSource(ModelSource):
         grid = Grid.of(plan.sharding, arithmetic, world) if layout.is_grid else None
         for model in map(_gpt, models):
             if plan.config.lora.rank is not None:
-                paths = adapted_modules(plan.config.model, plan.config.lora)
-                add_adapters(model, paths, plan, arithmetic.matmul)
-            if mesh is not None and grid is not None:
-                shard_parameters(model, mesh["row", "tensor"], plan.placements)
-                parallelize_grid(model, grid)
-            elif mesh is not None and layout.tensor > 1:
-                shard_parameters(model, mesh["tensor"], plan.placements)
-                parallelize_tensor(model, mesh["tensor"], plan, arithmetic)
+                add_adapters(model, plan, arithmetic.matmul)
+            if mesh is not None and layout.tensor > 1:
+                over = mesh["row", "tensor"] if layout.is_grid else mesh["tensor"]
+                shard_parameters(model, over, plan.placements)
+                if grid is not None:
+                    parallelize_grid(model, grid)
+                else:
+                    parallelize_tensor(model, over, plan, arithmetic)
             if context_group is not None:
                 parallelize_context(model, context_group, plan.sharding)
 

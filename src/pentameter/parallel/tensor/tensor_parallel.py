@@ -11,7 +11,7 @@ with `sequence`, else T.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from pentameter.model.gpt import GPT
 from pentameter.model.loss import HeadLoss, chunked_loss_sum
 from pentameter.model.matmul import matmul_dtype
 from pentameter.parallel.gradients import local
-from pentameter.parallel.linear import adapted, replace_forward
+from pentameter.parallel.linear import Forward, adapted, install_styles, slice_operations
 from pentameter.parallel.mesh import name_of
 from pentameter.parallel.precision import Arithmetic
 from pentameter.parallel.tensor.collectives import all_reduce_tensor, gathered_columns
@@ -39,10 +39,8 @@ from pentameter.parallel.tensor.tensor_products import (
     sum_stream,
 )
 from pentameter.planning.architecture import Operation, Role
-from pentameter.planning.gpt import operations
 from pentameter.planning.plan import Plan
 
-Forward = Callable[..., Tensor]
 Style = Callable[["TensorParallelContext", Any, Operation], Forward]
 """Returns the sharded forward for an operation's module, given the context."""
 
@@ -94,32 +92,16 @@ def parallelize_tensor(model: GPT, mesh: DeviceMesh, plan: Plan, arithmetic: Ari
     in place. With `sequence` the residual stream between them is sharded along the sequence,
     (B, T / n, D)."""
     context = TensorParallelContext.of(plan, arithmetic, mesh)
-    install_styles(model, STYLES, context)
-    for op in _operations(model):
+    install_styles(model, STYLES, _head_loss, context)
+    for op in slice_operations(model):
         if op.role == "column_parallel":
             sub_layer: Any = model.get_submodule(op.name.rpartition(".")[0])
             sub_layer.read = _matmuls(context, by_time=_mixes_tokens(op))
-    if model.is_last:
-        replace_forward(model.head_loss, _head_loss(context, model.head_loss))
     for module in model.modules():
         if isinstance(module, AttentionDropout):
             module.head_offset = context.rank * (model.config.n_heads // context.size)
     if plan.layout.sequence:
         model.stream_positions = partial(_local_positions, context.rank, context.size)
-
-
-def install_styles(model: GPT, styles: Mapping[Role, Callable[..., Forward]], context: Any) -> None:
-    """Replace the forward of each operation's module by the one that its role's style makes, in
-    place; operations whose role has no style stay unchanged."""
-    for op in _operations(model):
-        if op.role is not None and op.role in styles:
-            module = model.get_submodule(op.name)
-            replace_forward(module, styles[op.role](context, module, op))
-
-
-def _operations(model: GPT) -> Sequence[Operation]:
-    """Return the operations in this slice's layers."""
-    return operations(model.config, range(*model.layers))
 
 
 def _mixes_tokens(op: Operation) -> bool:

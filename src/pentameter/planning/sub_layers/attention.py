@@ -12,10 +12,6 @@ from pentameter.planning.architecture import (
     Axis,
     Collective,
     ParameterSpec,
-    head_size,
-    n_kv_heads,
-    shares_kv_heads,
-    window,
 )
 from pentameter.planning.sub_layers.building import ONES, OperationList, SubLayer, linear, vector
 
@@ -24,11 +20,11 @@ def projections(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Map the name of each projection to the parts that it makes of a head: 0 queries, 1 keys,
     2 values. One fused matrix makes all three; if several query heads share keys and values, these
     have a matrix of their own."""
-    return {"q": (0,), "kv": (1, 2)} if shares_kv_heads(model) else {"qkv": (0, 1, 2)}
+    return {"q": (0,), "kv": (1, 2)} if model.shares_kv_heads else {"qkv": (0, 1, 2)}
 
 
 def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[ParameterSpec]:
-    D, H, G, K = model.d_model, model.n_heads, n_kv_heads(model), head_size(model)
+    D, H, G, K = model.d_model, model.n_heads, model.kv_heads, model.head_channels
     for name, parts in projections(model).items():
         axis: Axis = "heads" if 0 in parts else "kv_heads"
         yield from linear(
@@ -58,7 +54,7 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
     """Add attention. Its weights are written out only if they have dropout."""
     model = build.model
     T, H = model.context_length, model.n_heads
-    width = H * head_size(model)
+    width = H * model.head_channels
     reads = _add_inputs(build, path, x)
     result = build.computed(path, width, "heads")
     sums = build.computed(f"{path}.exponential_sums", H, "heads", "float32")
@@ -73,7 +69,7 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
             build.computed(f"{path}.weights_left", H * T, "heads"),
         )
     assert build.layer is not None
-    n_seen = window(model, build.layer) or T
+    n_seen = model.window(build.layer) or T
     build.add(
         path,
         "attention",
@@ -95,7 +91,7 @@ def _add_inputs(
     tensor, or separate ones for queries and for keys with values, if query heads share those. If
     queries and keys are normalized or rotated, q, k and v are three separate tensors."""
     model = build.model
-    q_width, kv_width = (n * head_size(model) for n in (model.n_heads, n_kv_heads(model)))
+    q_width, kv_width = (n * model.head_channels for n in (model.n_heads, model.kv_heads))
     made = tuple(build.linear(f"{path}.{name}", x) for name in projections(model))
     q, k = made[0], made[-1]
     kv_axis = k.axes[1]
@@ -139,7 +135,7 @@ def _add_rotation(
 def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
     return {
         "heads": {"n_heads": model.n_heads},
-        "kv_heads": {"n_kv_heads": n_kv_heads(model)},
+        "kv_heads": {"n_kv_heads": model.kv_heads},
     }
 
 

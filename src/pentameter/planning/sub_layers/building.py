@@ -19,7 +19,6 @@ from pentameter.planning.architecture import (
     Operation,
     OperationKind,
     ParameterSpec,
-    norm_has_bias,
     residual_stream,
 )
 
@@ -56,7 +55,7 @@ def vector(
 def norm(model: ModelConfig, path: str, layer: int | None) -> Iterator[ParameterSpec]:
     """Yield the parameters of a norm on the residual stream."""
     yield vector(f"{path}.weight", model.d_model, "embed", ONES, layer)
-    if norm_has_bias(model):
+    if model.norm_has_bias:
         yield vector(f"{path}.bias", model.d_model, "embed", ZEROS, layer)
 
 

@@ -11,29 +11,21 @@ from pentameter.planning.architecture import (
     ActivationTensor,
     Axis,
     ParameterSpec,
-    feed_forward_width,
 )
 from pentameter.planning.sub_layers.building import OperationList, SubLayer, linear
 
 SAVES_INPUT = {"relu": False, "relu2": True, "gelu": True, "gelu_tanh": True}
 """Maps `model.activation` to whether its derivative is computed from its input (True) or its
 output."""
-GATES = {"swiglu": True, "geglu": True, **dict.fromkeys(SAVES_INPUT, False)}
-"""Maps `model.activation` to whether it is gated. A gated feed-forward layer has a third matrix."""
-
-
-def has_gate(model: ModelConfig) -> bool:
-    """Return whether the feed-forward layer has a gate: a further matrix with the shape of `up`."""
-    return look_up(GATES, model.activation, "model.activation", "the parameter table")
 
 
 def column_parallel_names(model: ModelConfig) -> tuple[str, ...]:
     """Return the names of the matrices that read the stream."""
-    return ("gate", "up") if has_gate(model) else ("up",)
+    return ("gate", "up") if model.has_gate else ("up",)
 
 
 def _parameters(model: ModelConfig, path: str, layer: int) -> Iterator[ParameterSpec]:
-    D, d_ff, bias = model.d_model, feed_forward_width(model), model.bias
+    D, d_ff, bias = model.d_model, model.feed_forward_width, model.bias
     for name in column_parallel_names(model):
         yield from linear(model, f"{path}.{name}", layer, (d_ff, D), ("mlp", "embed"), bias=bias)
     yield from linear(model, f"{path}.down", layer, (D, d_ff), ("embed", "mlp"), bias=bias)
@@ -44,7 +36,7 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
     reads = tuple(build.linear(f"{path}.{name}", x) for name in column_parallel_names(model))
     activated = build.computed(f"{path}.activation", reads[0].shape[1], "mlp")
     saves: tuple[ActivationTensor, ...]
-    if has_gate(model):
+    if model.has_gate:
         saves = (*reads, replace(activated, name=f"{path}.gate.activation"))
     else:
         name = model.activation
@@ -56,7 +48,7 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
 
 
 def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
-    return {"mlp": {"d_ff": feed_forward_width(model)}}
+    return {"mlp": {"d_ff": model.feed_forward_width}}
 
 
 FEED_FORWARD = SubLayer("mlp", _parameters, _add_operations, _even_sizes)
