@@ -127,7 +127,7 @@ class _Countdown:
         self._other_seconds = 0.0
 
     def seconds(self, step: int, steps_left: int, pace: float) -> float:
-        """Return the seconds left after `step` steps in this process; a step takes `pace` seconds."""
+        """Return the seconds left after `step` steps of this process, a step at `pace` seconds."""
         now = time.perf_counter()
         if self._first_step is None:
             self._first_step = step
