@@ -68,3 +68,10 @@ def test_fixed_decimals(value, digits):
 )  # fmt: skip
 def test_at_the_borders_of_units(words, value, said):
     assert words(value) == said
+
+
+def test_a_sparkline_has_a_bar_for_each_value():
+    assert formatting.sparkline([1, 2, 8, math.nan, 1]) == "▁▂█·▁"
+    assert formatting.sparkline([3.0, 3.0]) == "▁▁"
+    assert formatting.sparkline([math.inf]) == "·"
+    assert formatting.sparkline([]) == ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 COUNTS = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}
 BYTES = {"EB": 1e18, "PB": 1e15, "TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
@@ -88,6 +88,20 @@ def _two_units(n: int, size: int, large: str, small: str) -> str:
     """Format n small units as large ones, `size` each, plus the remainder if there is one."""
     whole, rest = divmod(n, size)
     return f"{whole:,} {large} {rest} {small}" if rest else f"{whole:,} {large}"
+
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Return a line of bars, one per value, the largest finite value full; "·" for NaN and
+    infinity."""
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(
+        BARS[round(scale * (value - low))] if math.isfinite(value) else "·" for value in values
+    )
 
 
 def fixed(value: float, digits: int = 4) -> str:

@@ -18,8 +18,9 @@ from pentameter.config.data_schema import DataConfig
 from pentameter.config.schema import Config, ModelConfig, TrainConfig
 from pentameter.config.write import to_toml
 from pentameter.data.tokenizers.char import CharTokenizer
+from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.errors import ConfigError
-from pentameter.generation.loop import generate
+from pentameter.generation.loop import Detokenizer, generate
 from pentameter.model.gpt import GPT, build_model
 
 TOKENIZER = CharTokenizer("\n abcdé")
@@ -169,3 +170,85 @@ def test_help_needs_no_torch() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "--max-new-tokens" in shown.stdout
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """A person at a terminal, who writes these lines and then ends the input."""
+    left = iter(lines)
+
+    def read(_: str) -> str:
+        for line in left:
+            return line
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", read)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+
+
+def test_on_a_terminal_it_asks_for_prompts(
+    run_folder: str,
+    model: GPT,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    typed(monkeypatch, "bad ", "xyz", "")
+    assert run([run_folder, "--max-new-tokens", "12", "--seed", "4"]) == 0
+    said = capsys.readouterr()
+    # Each has a seed of its own, also the one that this model cannot read.
+    texts = [
+        generate(model, TOKENIZER, prompt, max_new_tokens=12, seed=seed)[0]
+        for prompt, seed in (("bad ", 4), ("", 6))
+    ]
+    assert said.out == "".join(f"{text}\n" for text in texts) + "\n"
+    assert "Ctrl-D ends" in said.err
+    assert "U+0078" in said.err
+
+
+def test_ctrl_c_ends_a_text_and_not_the_loop(
+    run_folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed(monkeypatch, "bad ", "bad ")
+    n_pushed = iter(range(100))
+    push = Detokenizer.push
+
+    def interrupted(self: Detokenizer, token: int) -> str:
+        if next(n_pushed) == 5:
+            raise KeyboardInterrupt
+        return push(self, token)
+
+    monkeypatch.setattr(Detokenizer, "push", interrupted)
+    assert run([run_folder, "--max-new-tokens", "12"]) == 0
+    first, second = capsys.readouterr().out.removesuffix("\n\n").split("\n", 1)
+    assert (len(first), len(second)) == (5, 12)
+
+
+def test_an_answer_sees_the_conversation(
+    tmp_path: Path,
+    model: GPT,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tokenizer = CharTokenizer("\nabcdéu")
+    tokenizer.chat = ChatTemplate(
+        "{% for m in messages %}{{ m.role[0] }}{{ m.content }}\n{% endfor %}a"
+    )
+    store = CheckpointStore(tmp_path / "checkpoints", run_id="r", config_hash="h")
+    store.save(
+        7,
+        {"model": model_state(model)},
+        {"step": 7},
+        extra_files={
+            "config.toml": to_toml(CONFIG).encode(),
+            "tokenizer.json": tokenizer.to_bytes(),
+        },
+    )
+    typed(monkeypatch, "bad", "add", "/new", "bad")
+    run([str(tmp_path), "--chat", "--max-new-tokens", "6"])
+    expected, asked = [], ""
+    for seed, message in ((0, "bad"), (1, "add"), (3, "bad")):
+        asked = (asked if seed < 3 else "") + f"u{message}\na"
+        (answer,) = generate(model, tokenizer, asked, max_new_tokens=6, seed=seed)
+        expected.append(answer)
+        asked += f"{answer}\n"
+    assert capsys.readouterr().out == "".join(f"{answer}\n" for answer in expected) + "\n"

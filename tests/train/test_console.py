@@ -8,10 +8,12 @@ import subprocess
 import sys
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.cells import cell_len
 
 from pentameter.config.load import load_config
 from pentameter.errors import TrainingFailedError
@@ -110,7 +112,7 @@ def test_a_step_line_says_how_far_the_run_is(trainer, capsys, step, eta_seconds,
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(0.1, "640 tok/s │"), (0.5, "640 tok/s │"), (1.734, "640 tok/s · 1.73 s/step │"),
+    [(0.1, "640 tok/s │ lr"), (0.5, "640 tok/s │ lr"), (1.734, "640 tok/s · 1.73 s/step │"),
      (9.996, "· 10.0 s/step │"), (12.34, "· 12.3 s/step │"), (1234.4, "· 1,234 s/step │")],
 )  # fmt: skip
 def test_a_long_step_says_how_long(trainer, capsys, seconds, said):
@@ -124,7 +126,56 @@ def test_perplexity_stands_in_the_line_of_a_preset_whose_source_says_it(trainer,
     trainer.config = load_config("wikitext2-small")
     with console_of(trainer) as (_, lines):
         lines.on_step(trainer, metrics(10))
-    assert "│ loss 2.5000 │ perplexity 12.18 │ lr" in capsys.readouterr().out
+    assert "│ loss 2.5000 │ perplexity 12.18 │ 640 tok/s" in capsys.readouterr().out
+
+
+class NarrowTerminal(StringIO):
+    """A terminal of 80 cells; rich asks for the width where the console is made."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_a_line_never_wraps(trainer, monkeypatch, tmp_path, width):
+    monkeypatch.setattr("sys.stdout", terminal := NarrowTerminal())
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    step = replace(metrics(1110, 7000), tokens_per_second=56_327.0, mfu=0.14, step_seconds=1.73)
+    trainer.console, lines = Console(), RunLines()  # never entered, so that it has no live line
+    trainer.console.open_log(tmp_path / "log.txt")
+    lines.on_step(trainer, metrics(9))
+    lines.on_step(trainer, step)
+    lines.on_eval(trainer, evaluated("val", 2.5, best=True))
+    trainer.console.say_columns(["小说" * 4, "她" * 8, "三" * 2])
+    said = terminal.getvalue().splitlines()
+    log = (tmp_path / "log.txt").read_text().splitlines()
+    assert len(said) == len(log) == 3  # step 9 is not one of those that are logged
+    assert all(cell_len(line) <= width for line in said)
+    assert all(whole.startswith(line) for whole, line in zip(log, said, strict=True))
+    assert "← best" in said[1]
+    columns = ["step 1110/2000 ·  55% ·  1.9 h left", "loss 2.5000", "56,327 tok/s · 1.73 s/step"]
+    if width >= 80:
+        assert said[0].startswith(" │ ".join(columns))
+    assert said[2] == "小说小说小说小说 │ " + "她" * 8 + (" │ 三三" if width > 40 else "")
+    assert "5 MB" in log[0]
+
+
+def test_the_live_line_has_the_curve_of_the_loss(trainer):
+    shown = []
+    console = SimpleNamespace(
+        say_columns=lambda *_, **__: None, status=lambda _, below="": shown.append(below)
+    )
+    trainer.console = console
+    lines = RunLines()
+    for step in range(1, 201):
+        lines.on_step(trainer, replace(metrics(step), loss=4 - step / 100))
+    assert shown[:2] == ["", "loss 3.9900 █▁ 3.9800"]
+    assert all(len(below) <= 70 for below in shown)
+    bars = shown[-1].split()[2]
+    assert bars == "".join(sorted(bars, reverse=True))
+    assert len(bars) == 25  # eight steps each
+    assert shown[-1].startswith("loss 3.9550 █")
 
 
 class Terminal:
@@ -178,8 +229,8 @@ def test_the_loss_of_the_training_split_stands_beside_validations(trainer, capsy
         ):  # fmt: skip
             lines.on_eval(trainer, metrics_of_one)
     assert capsys.readouterr().out.splitlines() == [
-        "eval    100 │ val loss 2.5012 │ perplexity 12.2 │ 3.6085 bits/byte │ train loss 2.4966 │ "
-        "1.0 s  ← best",
+        "eval    100 │ val loss 2.5012 ← best │ train loss 2.4966 │ perplexity 12.2 │ "
+        "3.6085 bits/byte │ 1.0 s",
         "eval    100 │ more loss 3.0000 │ perplexity 20.09 │ 4.3281 bits/byte │ 0.5 s",
     ]
 

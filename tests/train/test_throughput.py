@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from pentameter.config.load import load_config
@@ -77,3 +78,40 @@ def test_pace_is_compared_once_after_it_settled(monkeypatch):
             pace.on_step(run, SimpleNamespace(step_seconds=seconds, step=number))
         assert bool(said) == warns
     assert len(said) == 1
+
+
+def countdown(monkeypatch, pace_of_step, n_steps, *, pauses=()):
+    """The seconds left after each step, and the clock at the end."""
+    clock = [0.0]
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: clock[0])
+    counting, found = throughput._Countdown(), []
+    for step in range(1, n_steps + 1):
+        pace = pace_of_step(step)
+        clock[0] += pace + (30.0 if step in pauses else 0.0)
+        found.append((clock[0], counting.seconds(step, n_steps - step, pace)))
+    return found
+
+
+def test_the_time_left_counts_down(monkeypatch):
+    found = countdown(monkeypatch, lambda _: 2.0, 500)
+    assert all(left == pytest.approx(1000 - now) for now, left in found)
+
+
+def test_a_busy_moment_does_not_move_it(monkeypatch):
+    found = countdown(monkeypatch, lambda step: 6.0 if 200 <= step < 205 else 2.0, 1000)
+    end = found[-1][0]
+    # Five steps at three times the pace would have predicted 3,200 seconds more.
+    assert max(abs(now + left - end) for now, left in found) < 600
+    assert found[-1][1] == 0.0
+
+
+def test_a_lasting_change_of_pace_is_followed(monkeypatch):
+    found = countdown(monkeypatch, lambda step: 2.0 if step < 300 else 4.0, 1000)
+    end = found[-1][0]
+    assert all(abs(now + left - end) < 0.05 * (end - now) + 20 for now, left in found[450:])
+
+
+def test_pauses_are_expected_again(monkeypatch):
+    found = countdown(monkeypatch, lambda _: 2.0, 1000, pauses=range(50, 1001, 50))
+    end = found[-1][0]
+    assert all(abs(now + left - end) < 60 for now, left in found[300:])

@@ -8,7 +8,8 @@ import io
 import itertools
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
@@ -96,6 +97,20 @@ def check_options(arguments: Sequence[str], options: Sequence[str], *, verb: str
 def _begun(typed: str, options: Sequence[str]) -> list[str]:
     """Return the options that start like `typed`, ignoring dashes."""
     return [option for option in options if option.startswith(typed.lstrip("-").replace("_", "-"))]
+
+
+def without_options(arguments: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return a command line without the options `names` (with hyphens and without dashes), each of
+    which has a value."""
+    kept, rest = [], deque(arguments)
+    while rest:
+        argument = rest.popleft()
+        name, equals, _ = argument.partition("=")
+        if not name.startswith("--") or name.removeprefix("--").replace("_", "-") not in names:
+            kept.append(argument)
+        elif not equals and rest:
+            rest.popleft()
+    return kept
 
 
 def load_for_verb(path: Path, device: torch.device) -> LoadedModel:

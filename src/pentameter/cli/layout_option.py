@@ -41,15 +41,3 @@ def options(values: Mapping[str, Any]) -> list[str]:
         f"--{key}={'none' if value is None else str(value).lower()}"
         for key, value in values.items()
     ]
-
-
-def without_layout(arguments: list[str]) -> list[str]:
-    """Return a command line without its --layout."""
-    kept, rest = [], list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        if argument == "--layout":
-            rest[:1] = []
-        elif not argument.startswith("--layout="):
-            kept.append(argument)
-    return kept

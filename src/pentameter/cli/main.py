@@ -26,6 +26,7 @@ VERBS = {
     "report": "write report.html for a run: report RUN_DIR",
     "compare": "curves, settings that differ and results of runs on one page: compare RUN RUN…",
     "doctor": "what this machine can do, and what training on it would choose",
+    "completion": "complete commands in a shell, or configurations in an editor: completion bash",
 }
 
 

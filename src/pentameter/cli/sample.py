@@ -1,7 +1,10 @@
-"""`pentameter sample`: text from a trained model, printed as it comes."""
+"""`pentameter sample`: text from a trained model, printed as it comes, or a loop to write in."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import itertools
 import json
 import sys
 import time
@@ -13,17 +16,28 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from pentameter.cli.arguments import load_for_verb, parse
-from pentameter.errors import ConfigError, StorageError
+from pentameter.errors import ConfigError, StorageError, terminal_message
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from pentameter.checkpoint.load_model import LoadedModel
     from pentameter.generation.loop import Detokenizer
+    from pentameter.generation.sampling import Sampling
+
+PROMPT = "› "
+NEW = "/new"
+LOOP_HELP = "Write what the model is to continue. Ctrl-C stops a text, Ctrl-D ends."
+CHAT_HELP = f"Write to the model. Ctrl-C stops an answer, {NEW} forgets all, Ctrl-D ends."
 
 
 @dataclass(frozen=True)
 class SampleArguments:
-    """Continue a prompt with a trained model. The text is printed as it comes, after the prompt."""
+    """Continue a prompt with a trained model. The text is printed as it comes, after the prompt.
+
+    On a terminal, without a prompt, it asks for one after the other, with the model loaded once:
+    lines that the model continues or, with --chat, a conversation.
+    """
 
     model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run folder (its best checkpoint, else its last), a checkpoint folder, or a Hugging Face
@@ -58,18 +72,46 @@ def run(arguments: list[str]) -> int:
     """Print samples and return 0."""
     asked = parse(SampleArguments, arguments, verb="sample")
     prompt = _prompt(asked)
-    from pentameter.generation.loop import Detokenizer, encode_chat, encode_prompt, stream_tokens
+    from pentameter.generation.loop import encode_chat, encode_prompt
     from pentameter.generation.sampling import Sampling
     from pentameter.machine.choices import choose_device
 
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
     loaded = load_for_verb(asked.model, choose_device(asked.device))
-    tokenizer, ends = loaded.tokenizer, frozenset[int]()
-    if asked.chat:
-        prompt_ids = encode_chat(tokenizer, prompt)
-        ends = frozenset(tokenizer.special_tokens.values())
+    if _is_loop(asked):
+        _ask_for_prompts(loaded, sampling, asked)
+        return 0
+    encode = encode_chat if asked.chat else encode_prompt
+    steps, samples = _sampled(
+        loaded, encode(loaded.tokenizer, prompt), sampling, asked, continues=bool(prompt)
+    )
+    if asked.json:
+        _print_json(steps, samples, prompt)
     else:
-        prompt_ids = encode_prompt(tokenizer, prompt)
+        _print_text(steps, samples, "" if asked.chat else prompt)
+    return 0
+
+
+def _is_loop(asked: SampleArguments) -> bool:
+    """Whether to ask for prompts: none is given, and a person sits at both ends."""
+    given = asked.prompt or asked.prompt_file is not None or asked.json or asked.num_samples > 1
+    return not given and sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _sampled(
+    loaded: LoadedModel,
+    prompt_ids: np.ndarray,
+    sampling: Sampling,
+    asked: SampleArguments,
+    *,
+    continues: bool,
+) -> tuple[Iterator[np.ndarray], list[Detokenizer]]:
+    """Return an iterator over each step's tokens (B,), which ends with the last sample, and what
+    decodes each sample; with `continues`, behind the prompt's last word. An answer (`asked.chat`)
+    ends at the first special token."""
+    from pentameter.generation.loop import Detokenizer, stream_tokens
+
+    tokenizer = loaded.tokenizer
     steps = stream_tokens(
         loaded.model,
         prompt_ids,
@@ -79,14 +121,57 @@ def run(arguments: list[str]) -> int:
         num_samples=asked.num_samples,
         seed=asked.seed,
     )
-    before = prompt_ids.tolist() if prompt and not asked.chat else ()
+    ends = frozenset(tokenizer.special_tokens.values() if asked.chat else ())
+    before = prompt_ids.tolist() if continues and not asked.chat else ()
     samples = [Detokenizer(tokenizer, before, ends) for _ in range(asked.num_samples)]
-    shown = _until_ended(steps, samples)
-    if asked.json:
-        _print_json(shown, samples, prompt)
-    else:
-        _print_text(shown, samples, "" if asked.chat else prompt)
-    return 0
+    return _until_ended(steps, samples), samples
+
+
+def _ask_for_prompts(loaded: LoadedModel, sampling: Sampling, asked: SampleArguments) -> None:
+    """Ask for prompts and print what the model makes of each, until the input ends. Each has a seed
+    of its own, the first `asked.seed`; with `asked.chat` an answer sees all messages before it."""
+    from pentameter.generation.loop import chat_template, encode_messages, encode_prompt
+
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (lines can be edited, and come again with the arrow keys)
+
+    template = chat_template(loaded.tokenizer) if asked.chat else None
+    print(LOOP_HELP if template is None else CHAT_HELP, file=sys.stderr)
+    messages: list[dict[str, str]] = []
+    for seed in itertools.count(asked.seed):
+        try:
+            line = input(PROMPT)
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if template is not None and line.strip() == NEW:
+            messages = []
+            continue
+        turn = [*messages, {"role": "user", "content": line}]
+        try:
+            if template is None:
+                ids = encode_prompt(loaded.tokenizer, line)
+            else:
+                ids = encode_messages(loaded.tokenizer, template, turn)
+        except ConfigError as error:  # such as a character that the model does not know
+            print(f"pentameter: {terminal_message(str(error))}", file=sys.stderr)
+            continue
+        one = dataclasses.replace(asked, seed=seed)
+        text = _print_until_stopped(*_sampled(loaded, ids, sampling, one, continues=bool(line)))
+        messages = [*turn, {"role": "assistant", "content": text}]
+
+
+def _print_until_stopped(steps: Iterator[np.ndarray], samples: list[Detokenizer]) -> str:
+    """Print one sample while it grows, and return it; Ctrl-C ends it early."""
+    (sample,), text = samples, ""
+    with contextlib.suppress(KeyboardInterrupt):
+        for tokens in steps:
+            chunk = sample.push(int(tokens[0]))
+            text += chunk
+            _write(chunk)
+    rest = sample.flush()
+    _write(f"{rest}\n")
+    return text + rest
 
 
 def _until_ended(steps: Iterator[np.ndarray], samples: list[Detokenizer]) -> Iterator[np.ndarray]:

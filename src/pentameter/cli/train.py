@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from pentameter.cli.arguments import parse_arguments, sizes_of_data
-from pentameter.cli.layout_option import BEST, layout_options, layout_overrides, without_layout
-from pentameter.errors import StorageError, terminal_message
+from pentameter.cli.arguments import parse_arguments, sizes_of_data, without_options
+from pentameter.cli.layout_option import BEST, layout_options, layout_overrides
+from pentameter.errors import ConfigError, StorageError, terminal_message
 from pentameter.processes.local_launch import check_launch, python_command, run_local
 from pentameter.processes.place import Place, find_place, processes_together
 from pentameter.processes.worker import watch_launcher
@@ -48,6 +49,13 @@ class TrainArguments:
     layout: Annotated[str | None, tyro.conf.arg(metavar="best|LAYOUT")] = None
     """Instead of [parallel]: best, which is the fastest that `plan --search` finds for these
     processes, with its micro-batch; or a layout, data=2,tensor=2."""
+    sweep: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=V,V")
+    ] = ()
+    """A run for each of these values of a key, and for each combination if it is given again. They
+    lie in --run-dir (runs/NAME-sweep when absent), and are compared at the end."""
+    at_once: Annotated[int, tyro.conf.arg(metavar="N")] = 1
+    """With --sweep: so many of its runs at a time, which divide the cores."""
     force: tyro.conf.FlagCreatePairsOff[bool] = False
     """Try what the Plan says does not fit the memory."""
     profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
@@ -67,12 +75,15 @@ def run(arguments: list[str]) -> int:
     from pentameter.config.write import to_toml
 
     place = find_place()
+    if parsed.sweep:
+        _sweep(parsed, arguments, overrides, place)
+        return 0
     is_main = place is None or place.rank == 0
     n_processes = processes_together(parsed.nproc, place)
     config = _configuration(parsed, overrides, n_processes, place, say=is_main)
     if parsed.layout is not None and place is None:
         # The processes that are started get it as it was chosen.
-        arguments = [*without_layout(arguments), *layout_options(config)]
+        arguments = [*without_options(arguments, ["layout"]), *layout_options(config)]
     hooks = []
     if parsed.profile is not None:
         from pentameter.train.profile import parse_window
@@ -98,6 +109,47 @@ def run(arguments: list[str]) -> int:
         return 0
     _train(config, parsed, place, hooks)
     return 0
+
+
+def _sweep(
+    parsed: TrainArguments, arguments: list[str], overrides: list[str], place: Place | None
+) -> None:
+    """Train the runs of a sweep, and compare them."""
+    from pentameter.cli.compare import run as compare
+    from pentameter.cli.sweep_option import sweep_runs, train_sweep
+
+    if place is not None:
+        raise ConfigError("--sweep starts its processes itself; leave the launcher out")
+    if parsed.at_once < 1:
+        raise ConfigError(f"--at-once {parsed.at_once} must be 1 or more")
+    runs = sweep_runs(parsed.sweep, overrides)
+    n_processes = processes_together(parsed.nproc, None)
+    # Whatever is wrong with a value is said before the first run starts.
+    configs = [
+        _configuration(parsed, [*overrides, *run.overrides], n_processes, None, say=run is runs[0])
+        for run in runs
+    ]
+    folder = parsed.run_dir or Path("runs") / f"{configs[0].name}-sweep"
+    if parsed.print_config or parsed.dry_run:
+        for run in runs:
+            print(folder / run.label, *run.overrides)
+        return
+    print(f"{len(runs)} runs in {folder}")
+    common = without_options(arguments, ("sweep", "at-once", "run-dir"))
+    function = "pentameter.cli.train:serve_sweep"
+    try:
+        train_sweep(runs, common, folder, parsed.at_once, function)
+    finally:
+        trained = [folder / run.label for run in runs if (folder / run.label).is_dir()]
+        if len(trained) > 1:
+            print()
+            compare([*map(str, trained), "--out", str(folder / "compare.html")])
+
+
+def serve_sweep() -> Callable[[list[str]], int]:
+    """Return the function that trains runs of a sweep in a worker process, given a `train`
+    command's arguments."""
+    return run
 
 
 def _configuration(

@@ -45,6 +45,38 @@ def toml_value(value: Any) -> str:
     return text.replace("\x7f", "\\u007f")  # the one control character that only TOML escapes
 
 
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema (draft 2020-12) of a configuration file, which editors read.
+
+    Beside what `Config` takes, a file may say `extends`, and "none" for an absent value.
+    """
+    schema = Config.model_json_schema()
+    extends = {
+        "type": "string",
+        "description": "A preset, or a file relative to this one's folder.",
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **_for_toml({**schema, "properties": {"extends": extends, **schema["properties"]}}),
+        "title": "A configuration of pentameter",
+    }
+
+
+def _for_toml(schema: Any) -> Any:
+    """Return a JSON schema with `"none"` in the place of null, which TOML lacks, and without what
+    pydantic alone reads. No key is required of a file, which may extend another."""
+    if isinstance(schema, list):
+        return [_for_toml(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("type") == "null":
+        return {"const": ABSENT}
+    kept = {key: value for key, value in schema.items() if key not in ("required", "format")}
+    if kept.get("default", ...) is None:
+        kept["default"] = ABSENT
+    return {key: _for_toml(value) for key, value in kept.items()}
+
+
 def _summary(section: type[Section]) -> str:
     """Return the first paragraph of a section's docstring, on one line."""
     return " ".join((section.__doc__ or "").strip().split("\n\n")[0].split())
@@ -73,6 +105,11 @@ def reference_page() -> str:
         "folder. Every key can be set on the command line, `--section.key value`; hyphens and",
         'underscores are the same. `none` (in TOML `"none"`) stands for an absent value,',
         "`0.9,0.99` for a pair. An unknown key is refused with the nearest known one.",
+        "",
+        "Editors that read JSON schemas for TOML (Even Better TOML, Taplo) complete and check a",
+        "configuration: `pentameter completion toml > pentameter.schema.json`, and its first line",
+        "is `#:schema pentameter.schema.json`. `pentameter completion bash`, `zsh` or `fish`",
+        "prints what completes keys and values on the command line.",
     ]
     for section, kind in sections().items():
         title = f"`[{section}]`" if section else "Top level"

@@ -11,7 +11,7 @@ Shapes: B samples, T sequence, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,12 @@ from torch import nn
 
 from pentameter.data.shards.dataset import TokenSplit
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.data.tokenizers.chat import escaped, ids_and_texts, without_marks
+from pentameter.data.tokenizers.chat import (
+    ChatTemplate,
+    escaped,
+    ids_and_texts,
+    without_marks,
+)
 from pentameter.data.tokenizers.rendering import Asked, render
 from pentameter.errors import ConfigError
 from pentameter.generation.sampling import Floats, Sampling, Tokens, choose, uniform_numbers
@@ -261,14 +266,31 @@ def encode_chat(tokenizer: Tokenizer, message: str) -> Tokens:
 
     Raises ConfigError if the tokenizer has no template, or the template refuses the message.
     """
+    messages = [{"role": "user", "content": message}]
+    return encode_messages(tokenizer, chat_template(tokenizer), messages)
+
+
+def chat_template(tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the tokenizer's chat template; ConfigError if it has none."""
     if tokenizer.chat is None:
         raise ConfigError(
             f"the model's tokenizer ({tokenizer.kind}) has no chat template; leave --chat out, and "
             "write the prompt as the model knows it"
         )
+    return tokenizer.chat
+
+
+def encode_messages(
+    tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping[str, Any]]
+) -> Tokens:
+    """Return the ids (n,) for a conversation (each message a role and a content), up to the next
+    answer's start.
+
+    Raises TemplateRefusalError if the template refuses the messages.
+    """
     special = tokenizer.special_tokens
-    messages = escaped([{"role": "user", "content": message}], special)
-    text = without_marks(render(tokenizer.chat, Asked(messages, add_generation_prompt=True)))
+    messages = escaped(messages, special)
+    text = without_marks(render(template, Asked(messages, add_generation_prompt=True)))
     ids = [
         tokenizer.encode(piece) if isinstance(piece, str) else np.array([piece])
         for piece in ids_and_texts(text, special)

@@ -46,6 +46,15 @@ def chosen_threads(environ: Mapping[str, str] = os.environ) -> int | None:
     return None if text == "1" and "TORCHELASTIC_RUN_ID" in environ else int(text)
 
 
+def environment_of_one(n_processes: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment for one of `n_processes` processes that divide this machine's cores,
+    unless the user set the thread count. One alone chooses its own."""
+    if n_processes == 1:
+        return dict(environ)
+    n_threads = chosen_threads(environ) or max(1, len(usable_cores()) // n_processes)
+    return {**environ, "OMP_NUM_THREADS": str(n_threads)}
+
+
 def fair_thread_count(cores: frozenset[int], all_cores: Iterable[frozenset[int]]) -> int:
     """Return the threads, at least one, for a process that may use `cores`.
 

@@ -26,8 +26,7 @@ from pentameter.machine.child import Child, exit_reason
 from pentameter.machine.cores import (
     check_memory,
     check_processes,
-    chosen_threads,
-    usable_cores,
+    environment_of_one,
 )
 from pentameter.processes.failure import (
     Failure,
@@ -116,9 +115,8 @@ def worker_environment(
 ) -> dict[str, str]:
     """Return the environment variables for one process of a launch."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    n_threads = chosen_threads(environ) or max(1, len(usable_cores()) // n_processes)
     return {
-        **environ,
+        **environment_of_one(n_processes, environ),
         LAUNCH_FOLDER: str(folder),
         "RANK": str(rank),
         "WORLD_SIZE": str(n_processes),
@@ -126,7 +124,6 @@ def worker_environment(
         "LOCAL_WORLD_SIZE": str(n_processes),
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
-        "OMP_NUM_THREADS": str(n_threads),
     }
 
 

@@ -16,6 +16,7 @@ from traceback import format_exception
 from typing import Self
 from unicodedata import category
 
+from rich.cells import cell_len
 from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.text import Text
@@ -32,6 +33,9 @@ from pentameter.processes.world import World
 from pentameter.train.log_files import LogFile, any_folder
 
 REFRESH_SECONDS = 0.1
+
+COLUMN = " │ "
+"""The rule between two columns of a line."""
 
 
 class Console:
@@ -78,9 +82,14 @@ class Console:
 
         Rank 0 prints the line. With `of_machine`, one rank on every other machine prints it, too.
         """
+        self.say_columns([text], of_machine=of_machine)
+
+    def say_columns(self, columns: Sequence[str], *, of_machine: bool = False) -> None:
+        """Print a line of columns as `say` does. A terminal gets the first columns, as many as it
+        has room for, and the log all of them."""
         if self._world.is_main or (of_machine and self._world.local_rank == 0):
-            self._print(text)
-        self._to_log(text)
+            self._print(self._fitted(columns, len(self._rank)))
+        self._to_log(COLUMN.join(columns))
 
     def warn(self, warnings: Sequence[str]) -> None:
         """Say each warning. Ranks other than 0 print only the warnings that rank 0 does not have.
@@ -91,27 +100,45 @@ class Console:
             if warning not in told:
                 self._print(f"warning: {warning}")
 
+    @property
+    def _rank(self) -> str:
+        """The beginning of a line that another rank than 0 prints."""
+        return "" if self._world.is_main else f"rank {self._world.rank}: "
+
     def _print(self, text: str) -> None:
-        rank = "" if self._world.is_main else f"rank {self._world.rank}: "
-        self._rich.print(Text(rank + _shown(text)))
+        self._rich.print(Text(self._rank + _shown(text)))
+
+    def _fitted(self, columns: Sequence[str], n_taken: int = 0) -> str:
+        """Return the first columns that fit in one line of a terminal, with `n_taken` cells taken
+        already; at least one column, and all if the output is no terminal."""
+        n = len(columns)
+        if self._rich.is_terminal:
+            room = self._rich.width - n_taken
+            while n > 1 and cell_len(COLUMN.join(columns[:n])) > room:
+                n -= 1
+        return COLUMN.join(columns[:n])
 
     def sync(self) -> int:
         """Sync log.txt to disk if possible, and return its size so far in bytes."""
         return 0 if self._log is None else self._log.sync()
 
-    def status(self, text: str) -> None:
-        """Replace the live line, if there is a terminal."""
+    def status(self, columns: Sequence[str], below: str = "") -> None:
+        """Replace the live line by the first columns that fit, and `below` under them, if there is
+        a terminal."""
         now = time.monotonic()
         if now - self._last_refresh >= REFRESH_SECONDS:
-            self.show(text)
+            self.show(self._fitted(columns), below)
             self._last_refresh = now
 
-    def show(self, text: str) -> None:
+    def show(self, text: str, below: str = "") -> None:
         """Replace the live line at once; the next `status` may replace it at once, too. An empty
         `text` clears it, for when its message is over and the next step may take long."""
         self._last_refresh = 0.0
         if self._live is not None:
-            self._live.update(Text(text, style="bold"), refresh=True)
+            line = Text(text, style="bold", no_wrap=True, overflow="ellipsis")
+            if below:
+                line.append(f"\n{below}", style="not bold dim")
+            self._live.update(line, refresh=True)
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Show the progress in preparing data: the pass, bytes done, and bytes in total. It goes to
@@ -122,7 +149,7 @@ class Console:
             self._progress_lines(what, done, total)
             return
         percent = f" · {100 * done / total:.0f}%" if total else ""
-        self.status(f"{pass_in_words(what)} · {size(done)} of {size(total)}{percent}")
+        self.status([f"{pass_in_words(what)} · {size(done)} of {size(total)}{percent}"])
 
     def _to_log(self, text: str) -> None:
         text = _shown(text)

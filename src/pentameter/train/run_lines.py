@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import socket
 from dataclasses import replace
+from statistics import fmean
 
 from pentameter.evaluate.split import EvalMetrics, perplexity
-from pentameter.formatting import duration, rough_duration, size
+from pentameter.formatting import duration, rough_duration, size, sparkline
 from pentameter.train.evaluations import TRAIN, VALIDATION, begins_with_evaluation
 from pentameter.train.hooks import (
     CheckpointMetrics,
@@ -21,12 +22,16 @@ from pentameter.train.hooks import (
 SLOW_STEP_SECONDS = 0.5
 """Step time in seconds above which a line shows it next to the tokens per second."""
 
+SPARKLINE_POINTS = 48
+"""Largest number of bars in the live line's curve."""
+
 
 class RunLines:
     """The hook that prints the run."""
 
     def __init__(self) -> None:
         self._n_steps = 0
+        self._losses = _Curve()
         self._validation: EvalMetrics | None = None
 
     def on_start(self, run: TrainingRun) -> None:
@@ -51,15 +56,16 @@ class RunLines:
     def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
         """Print a line for a step that is to be logged; update the live line for every step."""
         self._n_steps += 1
-        line = _step_line(
+        self._losses.add(step.loss)
+        columns = _step_columns(
             step,
             run.plan.steps,
             is_first=self._n_steps == 1,
             with_perplexity=run.config.log.perplexity,
         )
         if is_logged(step.step, run.config):
-            run.console.say(line, of_machine=True)
-        run.console.status(line)
+            run.console.say_columns(columns, of_machine=True)
+        run.console.status(columns, self._losses.line())
 
     def on_skip(self, run: TrainingRun, skip: SkippedStep) -> None:
         """Print a line for every skipped update."""
@@ -73,9 +79,13 @@ class RunLines:
         """
         if metrics.steps < run.config.log.interval:
             return
-        run.console.say(
-            f"epoch {metrics.epoch:>5} │ train loss {metrics.loss:.4f} │ perplexity "
-            f"{metrics.perplexity:.4g} │ {1000 * metrics.seconds / metrics.steps:,.1f} ms/step"
+        run.console.say_columns(
+            [
+                f"epoch {metrics.epoch:>5}",
+                f"train loss {metrics.loss:.4f}",
+                f"perplexity {metrics.perplexity:.4g}",
+                f"{1000 * metrics.seconds / metrics.steps:,.1f} ms/step",
+            ]
         )
 
     def on_eval(self, run: TrainingRun, metrics: EvalMetrics) -> None:
@@ -87,22 +97,27 @@ class RunLines:
         if metrics.split == VALIDATION and TRAIN in run.evaluations:
             self._validation = metrics  # the training split's metrics come next
             return
-        beside = ""
+        train = []
         if metrics.split == TRAIN and self._validation is not None:
-            beside = f"train loss {metrics.loss:.4f} │ "
+            train = [f"train loss {metrics.loss:.4f}"]
             metrics = replace(self._validation, seconds=self._validation.seconds + metrics.seconds)
             self._validation = None
-        best = "  ← best" if metrics.best else ""
-        run.console.say(
-            f"eval {metrics.step:>6} │ {metrics.split} loss {metrics.loss:.4f} │ perplexity "
-            f"{metrics.perplexity:.4g} │ {metrics.bits_per_byte:.4f} bits/byte │ {beside}"
-            f"{metrics.seconds:.1f} s{best}"
+        best = " ← best" if metrics.best else ""
+        run.console.say_columns(
+            [
+                f"eval {metrics.step:>6}",
+                f"{metrics.split} loss {metrics.loss:.4f}{best}",
+                *train,
+                f"perplexity {metrics.perplexity:.4g}",
+                f"{metrics.bits_per_byte:.4f} bits/byte",
+                f"{metrics.seconds:.1f} s",
+            ]
         )
 
     def on_checkpoint(self, run: TrainingRun, metrics: CheckpointMetrics) -> None:
         """Show the save on the live line only: it is routine."""
         run.console.status(
-            f"saved {metrics.path.name}, {size(metrics.bytes)}, {metrics.seconds:.2f} s"
+            [f"saved {metrics.path.name}, {size(metrics.bytes)}, {metrics.seconds:.2f} s"]
         )
 
     def on_end(self, run: TrainingRun, end: RunEnd) -> None:
@@ -112,23 +127,53 @@ class RunLines:
         )
 
 
-def _step_line(
+class _Curve:
+    """The losses of a run so far, as at most SPARKLINE_POINTS means of equally many steps."""
+
+    def __init__(self) -> None:
+        self._points: list[float] = []
+        self._steps_per_point = 1
+        self._latest: list[float] = []
+
+    def add(self, loss: float) -> None:
+        """Add a step's loss. A curve that is full has its points joined in pairs."""
+        self._latest.append(loss)
+        if len(self._latest) < self._steps_per_point:
+            return
+        self._points.append(fmean(self._latest))
+        self._latest.clear()
+        if len(self._points) == SPARKLINE_POINTS:
+            self._points = [
+                fmean(pair) for pair in zip(self._points[::2], self._points[1::2], strict=True)
+            ]
+            self._steps_per_point *= 2
+
+    def line(self) -> str:
+        """Return the curve with its first and last points as numbers; empty below two points."""
+        if len(self._points) < 2:
+            return ""
+        first, last = self._points[0], self._points[-1]
+        return f"loss {first:.4f} {sparkline(self._points)} {last:.4f}"
+
+
+def _step_columns(
     step: StepMetrics, total_steps: int, *, is_first: bool, with_perplexity: bool
-) -> str:
-    """Return the line for a step. The first step of a start (`is_first`) may have compiled, so it
-    cannot predict the time left."""
-    loss = f"loss {step.loss:.4f}"
-    if with_perplexity:
-        loss += f" │ perplexity {perplexity(step.loss):.4g}"
-    took = f" · {_step_seconds(step.step_seconds)}" if step.step_seconds > SLOW_STEP_SECONDS else ""
-    mfu = "" if step.mfu is None else f" │ mfu {100 * step.mfu:.0f}%"
+) -> list[str]:
+    """Return the columns of a step's line, those that a narrow terminal shows first. The first step
+    of a start (`is_first`) may have compiled, so it cannot predict the time left."""
     left = "" if is_first else f" · {rough_duration(step.eta_seconds):>6} left"
-    return (
+    took = f" · {_step_seconds(step.step_seconds)}" if step.step_seconds > SLOW_STEP_SECONDS else ""
+    return [
         f"step {step.step:>{len(str(total_steps))}}/{total_steps} · "
-        f"{100 * step.step // total_steps:>3}%{left} │ {loss} │ lr "
-        f"{step.learning_rate:.2e} │ norm {step.grad_norm:.2f} │ "
-        f"{step.tokens_per_second:,.0f} tok/s{took}{mfu} │ {size(step.peak_memory_bytes)}"
-    )
+        f"{100 * step.step // total_steps:>3}%{left}",
+        f"loss {step.loss:.4f}",
+        *([f"perplexity {perplexity(step.loss):.4g}"] if with_perplexity else []),
+        f"{step.tokens_per_second:,.0f} tok/s{took}",
+        f"lr {step.learning_rate:.2e}",
+        f"norm {step.grad_norm:.2f}",
+        *([] if step.mfu is None else [f"mfu {100 * step.mfu:.0f}%"]),
+        size(step.peak_memory_bytes),
+    ]
 
 
 def _step_seconds(seconds: float) -> str:

@@ -3,6 +3,7 @@ slower than planned."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -20,6 +21,9 @@ from pentameter.train.hooks import StepMetrics, TrainingRun
 
 WINDOW_STEPS = 20
 """Number of latest steps whose median predicts how long the remaining ones will take."""
+SETTLED_SHARE, LEAST_SMOOTHING_SECONDS = 0.05, 10.0
+"""The predicted end follows the latest pace within this share of the time left, or within these
+seconds if they are longer."""
 
 MOST_MEASUREMENTS = 3
 """Number of times that the ceiling is measured again in a run; each takes 0.3 s."""
@@ -45,6 +49,7 @@ class Throughput:
         self._n_measured = 0
         self._recent: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._n_steps = 0
+        self._countdown = _Countdown()
         self._start = self._seconds = self._reading_seconds = 0.0
         self.step_seconds = 0.0
         """Seconds that the latest step took."""
@@ -104,8 +109,41 @@ class Throughput:
         self._ceiling_flops = max(self._ceiling_flops, self._achieved_flops)
 
     def eta_seconds(self, steps_left: int) -> float:
-        """Return the seconds that `steps_left` steps will take at the latest steps' median pace."""
-        return steps_left * median(self._recent)
+        """Return the predicted seconds until the run ends, with `steps_left` steps left."""
+        return self._countdown.seconds(self._n_steps, steps_left, median(self._recent))
+
+
+class _Countdown:
+    """The time left, smoothed: else each busy moment of the machine would move it by hours.
+
+    A step takes the latest pace. What is not a step (evaluations, samples, saves) is expected to
+    take as much per step as it took since the run's start in this process.
+    """
+
+    def __init__(self) -> None:
+        self._first_step: int | None = None
+        self._asked_step = 0
+        self._asked_at = self._end = 0.0  # seconds on the monotonic clock
+        self._other_seconds = 0.0
+
+    def seconds(self, step: int, steps_left: int, pace: float) -> float:
+        """Return the seconds left after `step` steps of this process, a step at `pace` seconds."""
+        now = time.perf_counter()
+        if self._first_step is None:
+            self._first_step = step
+        else:
+            in_steps = (step - self._asked_step) * pace
+            self._other_seconds += max(0.0, now - self._asked_at - in_steps)
+        n_steps = max(1, step - self._first_step)
+        predicted = now + steps_left * (pace + self._other_seconds / n_steps)
+        if n_steps <= WINDOW_STEPS:
+            self._end = predicted
+        else:
+            within = max(LEAST_SMOOTHING_SECONDS, SETTLED_SHARE * (predicted - now))
+            weight = -math.expm1(-(now - self._asked_at) / within)
+            self._end += weight * (predicted - self._end)
+        self._asked_step, self._asked_at = step, now
+        return max(0.0, self._end - now) if steps_left else 0.0
 
 
 class PlannedPace:

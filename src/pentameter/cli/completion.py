@@ -1,0 +1,167 @@
+"""`pentameter completion`: completes commands in a shell, and configurations in an editor."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import keyword
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import tyro
+
+from pentameter.cli.arguments import options_of, parse
+
+WORDS = "--words"
+"""The option by which a shell asks: behind it stand the words typed so far, the last unfinished."""
+
+# A shell completes file names itself where the command names nothing.
+BASH = f"""\
+_pentameter() {{
+  local IFS=$'\\n' typed=("${{COMP_WORDS[@]:1:COMP_CWORD}}")
+  COMPREPLY=($("${{COMP_WORDS[0]}}" completion {WORDS} "${{typed[@]}}" 2>/dev/null))
+  [[ "${{COMPREPLY[*]}}" == *. ]] && compopt -o nospace
+}}
+complete -o default -F _pentameter pentameter
+"""
+ZSH = f"""\
+#compdef pentameter
+_pentameter() {{
+  local -a found
+  found=("${{(@f)$("${{words[1]}}" completion {WORDS} "${{(@)words[2,CURRENT]}}" 2>/dev/null)}}")
+  if [[ -n "$found" ]]; then compadd -a found; else _files; fi
+}}
+compdef _pentameter pentameter
+"""
+FISH = f"""\
+function __pentameter
+  pentameter completion {WORDS} (commandline -opc)[2..] (commandline -ct)
+end
+complete -c pentameter -a '(__pentameter)'
+"""
+SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
+
+OVERRIDING = ("train", "plan", "verify", "eval")
+"""Verbs that take configuration keys as options."""
+OF_OPTIONS = ("Arguments", "Options")
+"""Endings of the names of dataclasses of options."""
+NAMING_PRESETS = ("train", "plan", "verify")
+
+
+@dataclass(frozen=True)
+class CompletionArguments:
+    """Print what completes pentameter's commands in a shell, or its configurations in an editor.
+
+    bash: pentameter completion bash >> ~/.bashrc. zsh: … zsh > a file _pentameter in a folder of
+    $fpath. fish: … fish > ~/.config/fish/completions/pentameter.fish. toml: the JSON schema of a
+    configuration, which editors read that know TOML: … toml > pentameter.schema.json, and the
+    first line of the configuration is `#:schema pentameter.schema.json`.
+    """
+
+    kind: Annotated[
+        Literal["bash", "zsh", "fish", "toml"], tyro.conf.Positional, tyro.conf.arg(metavar="KIND")
+    ]
+    """bash, zsh or fish: a script; toml: a JSON schema."""
+
+
+def run(arguments: list[str]) -> int:
+    """Print the script, the schema or, when a shell asks, the candidates; return 0."""
+    if arguments[:1] == [WORDS]:
+        print("\n".join(candidates(arguments[1:])))
+        return 0
+    asked = parse(CompletionArguments, arguments, verb="completion")
+    if asked.kind == "toml":
+        from pentameter.config.write import json_schema
+
+        print(json.dumps(json_schema(), indent=1, ensure_ascii=False))
+    else:
+        sys.stdout.write(SCRIPTS[asked.kind])
+    return 0
+
+
+def candidates(words: Sequence[str]) -> list[str]:
+    """Return what the last of `words`, those behind `pentameter`, may become; nothing where it is
+    the name of a file."""
+    from pentameter.cli.main import VERBS
+
+    *before, typed = words or [""]
+    if not before:
+        return _beginning(typed, VERBS)
+    verb = before[0]
+    if verb not in VERBS:
+        return []
+    name, equals, value = typed.partition("=")
+    if equals:
+        return [f"{name}={each}" for each in _beginning(value, _values(verb, name))]
+    if before[-1].startswith("--") and (values := _values(verb, before[-1])):
+        return _beginning(typed, values)
+    if typed.startswith("-"):
+        return _beginning(typed, _options(verb, typed))
+    named = [word for word in before[1:] if not word.startswith("-")]
+    return [] if named else _beginning(typed, _positionals(verb))
+
+
+def _beginning(typed: str, words: Iterable[str]) -> list[str]:
+    return [word for word in words if word.startswith(typed)]
+
+
+def _arguments_of(verb: str) -> type[Any] | None:
+    """Return the dataclass of a verb's options, the one that its module defines."""
+    name = f"pentameter.cli.{verb}_" if keyword.iskeyword(verb) else f"pentameter.cli.{verb}"
+    module = importlib.import_module(name)
+    kinds = [each for each in vars(module).values() if isinstance(each, type)]
+    # Smaller groups of options stand before the dataclass that holds them.
+    own = [each for each in kinds if dataclasses.is_dataclass(each) and each.__module__ == name]
+    return next((each for each in reversed(own) if each.__name__.endswith(OF_OPTIONS)), None)
+
+
+def _options(verb: str, typed: str) -> list[str]:
+    """Return a verb's options; of the configuration, only the sections until one is typed."""
+    kind = _arguments_of(verb)
+    found = [f"--{name}" for name in (options_of(kind) if kind is not None else ["help"])]
+    if verb in OVERRIDING:
+        from pentameter.config.fields import leaves
+
+        keys = [f"--{path}" for path in leaves()]
+        if "." not in typed:
+            keys = list(dict.fromkeys(key.split(".")[0] + "." * ("." in key) for key in keys))
+        typed_hyphens = "-" in typed.partition(".")[2]
+        found += [key.replace("_", "-") for key in keys] if typed_hyphens else keys
+    return found
+
+
+def _values(verb: str, option: str) -> list[str]:
+    """Return the words that an option's value may be; none if it is a number, a text or a file."""
+    name = option.removeprefix("--").replace("-", "_")
+    kind = _arguments_of(verb)
+    hint = get_type_hints(kind).get(name) if kind is not None else None
+    if get_origin(hint) is Literal:
+        return [str(each) for each in get_args(hint)]
+    if verb not in OVERRIDING:
+        return []
+    from pentameter.config.fields import choices_of, leaves
+
+    if (leaf := leaves().get(name)) is None:
+        return []
+    words = [str(each) for option in leaf.options for each in choices_of(option)]
+    kinds = {option.get("type") for option in leaf.options}
+    return [
+        *words,
+        *(["true", "false"] if "boolean" in kinds else []),
+        *(["none"] if "null" in kinds and words else []),
+    ]
+
+
+def _positionals(verb: str) -> list[str]:
+    """Return what a verb's first argument may be beside a file: a preset, a run, a shell."""
+    if verb in NAMING_PRESETS:
+        from pentameter.config.load import preset_names
+
+        return preset_names()
+    if verb == "completion":
+        return [*SCRIPTS, "toml"]
+    return [str(path) for path in sorted(Path("runs").glob("*/")) if verb != "prepare"]

@@ -1,0 +1,206 @@
+"""The option `--sweep`: a run for each combination of values, in processes that stay warm."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from pentameter import formatting
+from pentameter.config.fields import leaves
+from pentameter.config.naming import name_of
+from pentameter.errors import (
+    ConfigError,
+    InterruptedRunError,
+    PentameterError,
+    StorageError,
+    TrainingFailedError,
+    nearest,
+    terminal_message,
+)
+from pentameter.machine.child import ChildEndedError, PythonChild
+from pentameter.machine.cores import environment_of_one
+from pentameter.processes.stop_signals import minded_stop_signals
+from pentameter.report.reading import read_run
+
+MOST_RUNS = 1000
+"""Maximum number of runs of a sweep."""
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One run of a sweep."""
+
+    label: str
+    """What differs, as a name: `learning_rate-0.001_seed-1`. It names the run's folder."""
+    overrides: list[str]
+    """Its values as command-line options."""
+
+
+def sweep_runs(swept: Sequence[str], overrides: Sequence[str]) -> list[SweepRun]:
+    """Return the runs of a sweep, a run for each combination of the values in `swept`, each of
+    which reads `KEY=VALUE,VALUE`; values that have commas are told apart by `;`.
+
+    `overrides` are the options of every run. Raises ConfigError for a key that is unknown, without
+    values, named twice or overridden, too, and for values that give two runs one name.
+    """
+    values: dict[str, list[str]] = {}
+    for text in swept:
+        key, equals, listed = text.removeprefix("--").partition("=")
+        key = key.strip().replace("-", "_")
+        found = [each.strip() for each in listed.split(";" if ";" in listed else ",")]
+        if not equals or not all(found):
+            raise ConfigError(f"--sweep {text!r} must read KEY=VALUE,VALUE, as seed=1,2,3")
+        if key not in leaves():
+            near = nearest(key, leaves())
+            hint = f"; did you mean {near}?" if near else ""
+            raise ConfigError(f"--sweep {text!r}: {key} is no key of the configuration{hint}")
+        if key in values:
+            raise ConfigError(f"--sweep names {key} twice; list all of its values in one")
+        if len(set(found)) < len(found):
+            raise ConfigError(f"--sweep {text!r} names a value twice")
+        values[key] = found
+    for option in overrides:
+        name = option.partition("=")[0].removeprefix("--").replace("-", "_")
+        if option.startswith("--") and name in values:
+            raise ConfigError(f"{option} is swept, too: keep one of --{name} and --sweep {name}=…")
+    combinations = list(itertools.product(*values.values()))
+    if len(combinations) > MOST_RUNS:
+        raise ConfigError(f"--sweep gives {len(combinations):,} runs; at most {MOST_RUNS:,} go")
+    last = [key.rpartition(".")[2] for key in values]
+    short = [one if last.count(one) == 1 else key for one, key in zip(last, values, strict=True)]
+    runs: dict[str, SweepRun] = {}
+    for chosen in combinations:
+        parts = zip(short, chosen, strict=True)
+        label = name_of("_".join(f"{key}-{value}" for key, value in parts))
+        if label in runs:
+            raise ConfigError(f"--sweep gives two runs the name {label}; change a value's text")
+        options = [f"--{key}={value}" for key, value in zip(values, chosen, strict=True)]
+        runs[label] = SweepRun(label, options)
+    return list(runs.values())
+
+
+def train_sweep(
+    runs: Sequence[SweepRun], arguments: Sequence[str], folder: Path, at_once: int, function: str
+) -> None:
+    """Train every run of a sweep in its own folder below `folder`, `at_once` at a time, and print a
+    line for each. `arguments` are the `train` command's of all runs; `function` (`module:name`)
+    returns what trains by such arguments, in a worker process.
+
+    A worker trains one run after the other, so that imports and what is compiled are paid for once.
+    A run that fails leaves the others alone; the first failure is raised at the end. Raises
+    InterruptedRunError if a signal stopped the sweep.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"cannot make {folder}: {error.strerror}; name another folder by --run-dir"
+        ) from error
+    sweep = _Sweep(runs, arguments, folder, at_once, function)
+    threads = [
+        threading.Thread(target=sweep.work, args=(number,))
+        for number in range(1, min(at_once, len(runs)) + 1)
+    ]
+    with sweep.passing_signals_on():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.1)  # signals are handled in between
+    if sweep.stopped_by is not None:
+        raise InterruptedRunError(
+            f"the sweep was stopped by {sweep.stopped_by}; the same command goes on"
+        )
+    if sweep.failures:
+        raise sweep.failures[0]
+
+
+class _Sweep:
+    """A sweep under way: the runs that wait, the workers, and what became of the other runs."""
+
+    def __init__(
+        self,
+        runs: Sequence[SweepRun],
+        arguments: Sequence[str],
+        folder: Path,
+        at_once: int,
+        function: str,
+    ) -> None:
+        self.failures: list[PentameterError] = []
+        self.stopped_by: str | None = None
+        self._arguments, self._folder, self._function = arguments, folder, function
+        self._at_once = at_once
+        self._workers: dict[int, PythonChild] = {}
+        self._waiting = deque(runs)
+        self._n_runs, self._n_ended = len(runs), itertools.count(1)
+
+    def work(self, number: int) -> None:
+        """Train runs that wait, in worker `number`, until none is left or a signal came."""
+        output = self._folder / f"worker-{number}.txt"
+        with output.open("wb") as file:
+            while self.stopped_by is None and self._waiting:
+                with suppress(IndexError):  # another thread took the last
+                    self._train(self._waiting.popleft(), number, file)
+        if worker := self._workers.pop(number, None):
+            worker.close()
+
+    def _train(self, run: SweepRun, number: int, output: IO[bytes]) -> None:
+        """Train one run in worker `number`, and print how it ended."""
+        if number not in self._workers:
+            self._workers[number] = PythonChild(
+                self._function, environment=environment_of_one(self._at_once), output=output
+            )
+        where, failure = self._folder / run.label, None
+        named = [f"--name={run.label}", f"--run-dir={where}"]
+        try:
+            self._workers[number].ask([*self._arguments, *run.overrides, *named])
+        except PentameterError as error:
+            failure = error
+        except ChildEndedError as error:
+            del self._workers[number]
+            failure = TrainingFailedError(f"its process {error}; see {output.name}")
+        if self.stopped_by is not None:
+            return
+        said = _in_words(where) if failure is None else f"failed: {failure}"
+        print(f"{next(self._n_ended)}/{self._n_runs}  {run.label}  {terminal_message(said)}")
+        if failure is not None:
+            self.failures.append(failure)
+
+    @contextmanager
+    def passing_signals_on(self) -> Iterator[None]:
+        """Pass the first stop signal to the workers, whose runs save and stop; the second kills
+        them."""
+        previous = {number: signal.getsignal(number) for number in minded_stop_signals()}
+
+        def pass_on(number: int, frame: FrameType | None) -> None:
+            is_first = self.stopped_by is None
+            self.stopped_by = self.stopped_by or signal.Signals(number).name
+            for worker in [*self._workers.values()]:
+                if is_first:
+                    worker.process.send_signal(signal.SIGTERM)
+                else:
+                    worker.kill()
+
+        for number in previous:
+            signal.signal(number, pass_on)
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _in_words(run: Path) -> str:
+    """Return a finished run's best validation loss, and how long it trained."""
+    record = read_run(run)
+    best = record.best()
+    loss = "" if best is None else f"val loss {best.loss:.4f} at step {best.step}, "
+    return f"{loss}{formatting.duration(record.training_seconds)} of training"
