@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -121,6 +121,11 @@ def _open_sources(
         section = _data_of(data, corpus=source.corpus, path=source.path)
         opened.append(open_one(section, tokenizer=tokenizer))
         tokenizer = opened[-1].tokenizer
+    return joined_sources(data, opened)
+
+
+def joined_sources(data: DataConfig, opened: Sequence[Dataset]) -> Dataset:
+    """Concatenate the data sets of `data.sources`, split by split; each split knows its parts."""
     names = [str(source.corpus or source.path) for source in data.sources]
     splits = {}
     for split in SPLITS:
@@ -137,7 +142,10 @@ def _open_sources(
     with_chat = (dataset.tokenizer for dataset in opened if dataset.tokenizer.chat is not None)
     hashes = json.dumps([dataset.hash for dataset in opened])
     return Dataset(
-        next(with_chat, opened[0].tokenizer), hashlib.sha256(hashes.encode()).hexdigest(), splits
+        next(with_chat, opened[0].tokenizer),
+        hashlib.sha256(hashes.encode()).hexdigest(),
+        splits,
+        tuple(folder for dataset in opened for folder in dataset.folders),
     )
 
 
