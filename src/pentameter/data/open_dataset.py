@@ -69,12 +69,14 @@ def open_dataset(
         return dataset
     given = wanted = chosen_tokenizer(tokenizer or data.tokenizer)
     splitting = Splitting(data.validation_fraction, data.test_fraction, data.split_by)
-    conversations = None if data.path is None else conversations_at(data, [Path(data.path)])
+    conversations = None if data.path is None else conversations_at(data, [data.path])
     contents: Contents | None = None
     if conversations is not None:
         chat = chat_template(data.chat_template, wanted)
         contents = read_conversations(conversations, chat, wanted, splitting, progress=progress)
         key = contents.key
+        if warnings is not None:
+            warnings += conversations.warnings
     else:
         if data.chat_template is not None:
             raise ConfigError(
@@ -175,8 +177,8 @@ def _data_of(data: DataConfig, **chosen: Any) -> DataConfig:
     """Copy `data` with other data in place of those that it names."""
     absent = dict.fromkeys(("corpus", "path", "max_bytes", "validation_path", "test_path"))
     named = {**absent, "sources": (), "evaluations": (), **chosen}
-    path = named["path"] and Path(named["path"])
-    is_prepared = path is not None and find_header(path) is not None
+    path = named["path"]
+    is_prepared = path is not None and find_header(Path(path)) is not None
     has_no_files = is_prepared or path is None
     if has_no_files or not conversations_at(data.model_copy(update=named), [path]):
         named["chat_template"] = None
