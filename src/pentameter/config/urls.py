@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path, PurePosixPath
-from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from pentameter.errors import printable
 
@@ -26,8 +26,7 @@ def shown_url(url: str) -> str:
         parts = urlsplit(url)
     except ValueError:  # half an IPv6 address
         return printable(url.partition("?")[0].rpartition("@")[2])
-    host = parts.netloc.rpartition("@")[2]
-    return printable(urlunsplit((parts.scheme, host, parts.path, "", "")))
+    return printable(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}")
 
 
 def last_part(url: str) -> str:

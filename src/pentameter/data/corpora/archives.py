@@ -11,6 +11,7 @@ from pentameter.errors import CorruptError
 
 TAR_SUFFIX = ".tar"
 _BLOCK_BYTES = 512
+_READ_BYTES = 1 << 16
 
 
 def members(stream: BinaryIO, where: str) -> Iterator[tuple[str, BinaryIO]]:
@@ -30,6 +31,8 @@ def members(stream: BinaryIO, where: str) -> Iterator[tuple[str, BinaryIO]]:
                     yield member.name, cast(BinaryIO, content)
     except tarfile.TarError as error:
         raise _damage(where, str(error)) from error
+    while noted.read(_READ_BYTES):  # up to the checksum of what the archive is compressed with
+        pass
     if any(noted.last) or not noted.last:  # a whole archive ends with blocks of zeros
         raise _damage(where, "it has no end mark")
 
@@ -51,5 +54,5 @@ class _LastBlock:
     def read(self, n_bytes: int = -1) -> bytes:
         """Return up to `n_bytes`."""
         data = self._stream.read(n_bytes)
-        self.last = (self.last + data)[-_BLOCK_BYTES:]
+        self.last = (self.last + data)[-_BLOCK_BYTES:] if data else self.last
         return data

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import urlsplit
@@ -233,6 +234,8 @@ def _remote_file(fs: Any, url: str, name: str, info: dict[str, Any]) -> RemoteFi
             "cut short could not be told; download it, and name the file"
         )
     version = next((info[key] for key in _VERSIONS if info.get(key) is not None), None)
+    if isinstance(version, datetime):  # a listing may have the same time as a number
+        version = version.timestamp()
     return RemoteFile(whole, int(info["size"]), None if version is None else str(version))
 
 
@@ -306,7 +309,8 @@ def _is_passing(error: BaseException) -> bool:
 def _failure(url: str, error: BaseException, n_attempts: int, kept: str = "") -> PentameterError:
     """Build the error for a file that could not be had: its URL, the reason, the remedy."""
     status, where = _status(error), shown_url(url)
-    if status in (404, 410) or (isinstance(error, FileNotFoundError) and not _is_passing(error)):
+    is_missing = isinstance(error, FileNotFoundError) and error.__cause__ is None
+    if status in (404, 410) or is_missing:
         return ConfigError(f"{where} does not exist (the server says so); check the URL")
     if status in (401, 403) or isinstance(error, PermissionError):
         return StorageError(

@@ -1,8 +1,8 @@
 """Rows of tables: Parquet and Arrow files, a few rows at a time, through `pyarrow`.
 
 Only the columns that are asked for are read, page by page, so memory does not grow with a Parquet
-file or its row groups; of Arrow one record batch is held. An absent value reads as an absent key, also inside lists and objects: a table has a
-place for every key, a record only for its own.
+file or its row groups; of Arrow one record batch is held. An absent value reads as an absent key,
+also inside lists and objects: a table has a place for every key, a record only for its own.
 """
 
 from __future__ import annotations
