@@ -166,7 +166,16 @@ def test_the_text_marks_what_does_not_count(chat_run, capsys):
     assert capsys.readouterr().out.count("\nrow ") == 1
 
 
-def test_special_tokens_are_told_from_the_same_characters(tmp_path, capsys):
+def test_a_terminal_shows_styles_in_place_of_marks(chat_run, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    run([str(chat_run), "--step", "7", "--rows", "1"])
+    _, _, text = capsys.readouterr().out.partition("special token")
+    assert "⟦" not in text
+    assert "\x1b[2m<|im_start|>assistant\x1b[0m\n  │ cd" in text
+
+
+def test_special_tokens_are_told_from_the_same_characters(tmp_path, monkeypatch, capsys):
     file = tmp_path / "texts.jsonl"
     texts = ["say <|endoftext|> to me"] * 60
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -175,6 +184,12 @@ def test_special_tokens_are_told_from_the_same_characters(tmp_path, capsys):
     capsys.readouterr()
     run([str(tmp_path / "run"), "--step", "1", "--rows", "0"])
     assert "say <|endoftext|> to me‹<|endoftext|>›say" in capsys.readouterr().out.replace("⟧", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    run([str(tmp_path / "run"), "--step", "1", "--rows", "0"])
+    assert "say <|endoftext|> to me\x1b[1m<|endoftext|>\x1b[0msay" in (
+        capsys.readouterr().out.replace("\x1b[2ms\x1b[0may", "say")
+    )
 
 
 @pytest.mark.parametrize("step", ["0", "-3", "13"])

@@ -25,6 +25,7 @@ SHOWN_ROWS = 4
 SHOWN_SPANS = 8
 """Spans of a packed row that are listed above its text."""
 
+TERMINAL_LEGEND = "dim: read, but no target that counts in the loss · bold: a special token"
 LEGEND = "⟦…⟧ read, but no target that counts in the loss · ‹…› a special token"
 
 
@@ -111,7 +112,7 @@ def _print(asked: DataArguments, data: RunData, batch: Batch, rows: list[RowRead
         f"rows × {data.config.model.context_length:,} tokens · {batch.n_targets:,} targets count · "
         f"epoch {epoch:,} · sha256 {batch.hash()[:16]}"
     )
-    console.print(LEGEND)
+    console.print(LEGEND if not console.is_terminal else TERMINAL_LEGEND)
     for row in rows:
         console.print("")
         console.print(_heading(row, data), style="bold")
