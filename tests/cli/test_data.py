@@ -187,7 +187,7 @@ def test_special_tokens_are_told_from_the_same_characters(tmp_path, monkeypatch,
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     run([str(tmp_path / "run"), "--step", "1", "--rows", "0"])
-    assert "say <|endoftext|> to me\x1b[1m<|endoftext|>\x1b[0msay" in (
+    assert "say <|endoftext|> to me\x1b[1m‹<|endoftext|>›\x1b[0msay" in (
         capsys.readouterr().out.replace("\x1b[2ms\x1b[0may", "say")
     )
 

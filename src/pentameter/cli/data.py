@@ -25,7 +25,7 @@ SHOWN_ROWS = 4
 SHOWN_SPANS = 8
 """Spans of a packed row that are listed above its text."""
 
-TERMINAL_LEGEND = "dim: read, but no target that counts in the loss · bold: a special token"
+TERMINAL_LEGEND = "dim: read, but no target that counts in the loss · ‹bold›: a special token"
 LEGEND = "⟦…⟧ read, but no target that counts in the loss · ‹…› a special token"
 
 
