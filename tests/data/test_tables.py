@@ -145,6 +145,7 @@ def test_a_data_set_as_it_was_downloaded(tmp_path):
     parquet(tmp_path / "data" / "test-00000-of-00001.parquet", text=["e"])
     (tmp_path / "README.md").write_text("# A card, which is not text to learn")
     (tmp_path / ".gitattributes").write_text("")
+    (tmp_path / "notes.txt").write_text("text beside the tables")
     files, held_out, warnings = parts(tmp_path)
     assert files == [f"data/train-0000{n}-of-00002.parquet" for n in (0, 1)]
     assert held_out == {
@@ -194,6 +195,7 @@ def test_a_data_set_that_was_saved(tmp_path):
     arrow(folder / "cache-0123456789abcdef.arrow", text=["a map's result"])
     arrow(folder / "data-00000-of-00003.arrow", text=["of an earlier save"])
     assert "".join(text_from_paths([folder]).chunks()) == "abab"
+    assert text_from_paths([folder]).warning is None
     (folder / "data-00001-of-00002.arrow").unlink()
     with pytest.raises(CorruptError, match=r"lists data-00001-of-00002\.arrow, which is not there"):
         text_from_paths([folder])

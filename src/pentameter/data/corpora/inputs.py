@@ -34,6 +34,10 @@ _SPLITS = {
 _NOT_DATA = re.compile(r"(cache|tmp|indices)[-_.\w]*\.arrow$")
 """Names of files that `datasets` leaves in the folder of a data set."""
 _STATE_FILE = "state.json"
+_ABOUT = frozenset(
+    ("README.md", "LICENSE", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+) | {_STATE_FILE}
+"""Names of files about a data set, which nobody misses in its text."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ def inputs_at(paths: Sequence[str | Path]) -> Inputs:
         files, root = _files_at(path)
         tables = [file for file in files if is_table(file.name)]
         if root and tables:
-            if n_others := len(files) - len(tables):
+            n_others = sum(not is_table(file.name) and file.name not in _ABOUT for file in files)
+            if n_others:
                 warnings.append(
                     f"{path} holds tables, and its {n_others:,} other files are not read; name "
                     "them to read them"
