@@ -8,7 +8,7 @@ import pytest
 from failing_server import failing_server
 
 from pentameter.config.data_schema import DataConfig
-from pentameter.config.urls import shown_url, url_problem
+from pentameter.config.urls import last_part, shown_path, shown_url, url_problem
 from pentameter.data.corpora import remote
 from pentameter.data.corpora.remote import local_copy, remote_files
 from pentameter.data.open_dataset import open_dataset
@@ -234,7 +234,12 @@ def test_a_query_is_sent_and_never_shown(server):
     with pytest.raises(StorageError) as refused:
         remote_files(url)
     assert SECRET not in f"{refused.value} {file} {file!r}"
-    assert shown_url(url) == server.url("/b.txt")
+    assert shown_url(url) == shown_path(url) == server.url("/b.txt")
+    assert (last_part(url), last_part("a/b?.txt"), shown_path("a@b?c")) == (
+        "b.txt",
+        "b?.txt",
+        "a@b?c",
+    )
 
 
 # -- what is trained on -----------------------------------------------------------------------

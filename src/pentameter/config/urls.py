@@ -29,9 +29,16 @@ def shown_url(url: str) -> str:
     return printable(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}")
 
 
-def last_part(url: str) -> str:
-    """Return the last part of a URL's path, decoded; the host if the path is empty."""
-    parts = urlsplit(url)
+def shown_path(path: str) -> str:
+    """Return a path for people: a URL as `shown_url` does, any other as it is."""
+    return shown_url(path) if is_remote(path) else path
+
+
+def last_part(path: str) -> str:
+    """Return a path's name; of a URL the last part of its path, decoded, or the host."""
+    if not is_remote(path):
+        return PurePosixPath(path).name
+    parts = urlsplit(path)
     return PurePosixPath(unquote(parts.path)).name or parts.netloc.rpartition("@")[2]
 
 

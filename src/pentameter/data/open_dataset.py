@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pentameter.config.data_schema import FILE_DEFAULTS, DataConfig
+from pentameter.config.urls import shown_path
 from pentameter.data.corpora.conversations import conversations_at
 from pentameter.data.corpora.registry import corpus_text
 from pentameter.data.prepare.contents import Contents, prepare_contents
@@ -128,7 +129,7 @@ def _open_sources(
 
 def joined_sources(data: DataConfig, opened: Sequence[Dataset]) -> Dataset:
     """Concatenate the data sets of `data.sources`, split by split; each split knows its parts."""
-    names = [str(source.corpus or source.path) for source in data.sources]
+    names = [source.corpus or shown_path(source.path or "") for source in data.sources]
     splits = {}
     for split in SPLITS:
         parts = [

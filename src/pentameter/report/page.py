@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pentameter import formatting
+from pentameter.config.urls import last_part
 from pentameter.report.curves import Series, Spike, spikes
 from pentameter.report.markup import render, write_page
 from pentameter.report.plots import (
@@ -78,7 +79,7 @@ def _subtitle(record: RecordedRun) -> str:
     if "context_length" in model:
         words.append(f"context {model['context_length']}")
     if data.get("data.corpus") or data.get("data.path"):
-        words.append(str(data.get("data.corpus") or Path(str(data["data.path"])).name))
+        words.append(str(data.get("data.corpus") or last_part(str(data["data.path"]))))
     elif n_sources := sum(key.startswith("data.sources.") and "weight" in key for key in data):
         words.append(f"a blend of {n_sources}")
     words += [str(record.start[key]) for key in ("device", "precision") if record.start.get(key)]

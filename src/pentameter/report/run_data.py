@@ -8,6 +8,7 @@ from typing import Any
 
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
+from pentameter.config.urls import shown_path
 from pentameter.data.batches.step import TrainingBatches, training_batches
 from pentameter.data.open_dataset import joined_sources
 from pentameter.data.shards.dataset import Dataset, open_shards
@@ -32,7 +33,7 @@ class RunData:
     def source_names(self) -> list[str]:
         """Each data set's corpus or path, as the configuration names it."""
         data = self.config.data
-        return [str(each.corpus or each.path) for each in data.sources or (data,)]
+        return [each.corpus or shown_path(each.path or "") for each in data.sources or (data,)]
 
     def batch_index(self, step: int) -> int:
         """Return the index of the batch that a step of metrics.jsonl reads, `step` - 1.
