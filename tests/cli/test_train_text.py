@@ -62,6 +62,19 @@ def test_a_text_is_the_quickstart_on_it(capsys, text, name):
     assert f'path = "{text}"' in said
 
 
+def test_a_pattern_and_a_url_are_texts(folder, capsys):
+    (folder / "tales" / "two.txt").write_text(TEXT)
+    for text, name in (("tales/*.txt", "tales"), ("https://x.org/d/ulysses.txt?a=1", "ulysses")):
+        said = printed(capsys, text, *TINY)
+        assert said == printed(capsys, "quickstart", f"--data.path={text}", *TINY)
+        assert f'path = "{text}"' in said
+        assert f'name = "{name}"' in said
+    listed = printed(capsys, "tales/one.txt", "tales/two.txt", *TINY)
+    assert 'path = "tales/*.txt"' in listed
+    assert main(["train", "https://x.org/a.txt?token=hunter2", *TINY]) == 2
+    assert "hunter2" not in "".join(capsys.readouterr())
+
+
 def test_a_text_is_trained_on_and_continued(folder, capsys):
     assert main(["train", "novel.txt", *TINY]) == 0
     assert main(["train", "novel.txt", *TINY]) == 0

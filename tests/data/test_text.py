@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentameter.data.corpora.files import read_chunks
+from pentameter.data.corpora.files import read_documents
+from pentameter.data.corpora.inputs import files_below
 from pentameter.data.corpora.text import (
-    files_below,
     first_bytes,
     text_from_paths,
     text_of_chunks,
@@ -27,7 +27,7 @@ def write(path: Path, data: bytes) -> Path:
 
 def read_in(file, chunk_bytes):
     with mock.patch("pentameter.data.corpora.files.CHUNK_BYTES", chunk_bytes):
-        return list(read_chunks(file))
+        return list(next(read_documents(file)))
 
 
 @given(file_text, st.integers(1, 7))
@@ -38,7 +38,7 @@ def test_pieces_join_to_the_text_wherever_the_bytes_are_cut(tmp_path_factory, te
 
 def test_line_ends_are_kept(tmp_path):
     file = write(tmp_path / "a.txt", b"one\r\ntwo\rthree\n\n")
-    assert "".join(read_chunks(file)) == "one\r\ntwo\rthree\n\n"
+    assert "".join(next(read_documents(file))) == "one\r\ntwo\rthree\n\n"
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 2, 3, 100])

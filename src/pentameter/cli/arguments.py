@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import io
 import itertools
+import os
 import re
 import sys
 from collections import deque
@@ -58,14 +60,55 @@ def parse(kind: type[Arguments], arguments: Sequence[str], *, verb: str) -> Argu
 def parse_arguments(
     kind: type[Arguments], arguments: Sequence[str], *, verb: str
 ) -> tuple[Arguments, list[str]]:
-    """Parse like `parse`, and return configuration overrides found among the arguments, too."""
+    """Parse like `parse`, and return configuration overrides found among the arguments, too. Files
+    that a shell listed for a pattern are one value, that pattern (see `with_patterns`)."""
     options = options_of(kind)
+    arguments = with_patterns(arguments)
     own, overrides = split_overrides(arguments, options)
     for argument in overrides:  # `--n 4` begins an option; `--steps 4` lacks its section
         name = argument.partition("=")[0]
         if name.startswith("--") and _begun(name, options):
             check_options([argument], [*options, *TOP_KEYS], verb=verb)
     return parse(kind, own, verb=verb), overrides
+
+
+def with_patterns(arguments: Sequence[str]) -> list[str]:
+    """Put the pattern back in place of files that a shell listed for it: of
+    `--data.path corpus/0.parquet corpus/1.parquet` the pattern `corpus/*.parquet` is left.
+
+    A list is two or more arguments in a row that are files of one folder with the same suffix, not
+    that of a configuration, as they are sorted. Raises ConfigError if no pattern with one `*`
+    matches these files alone.
+    """
+    found: list[str] = []
+    for _, group in itertools.groupby(arguments, key=_listed_kind):
+        listed_files = list(group)
+        if len(listed_files) < 2 or _listed_kind(listed_files[0]) is None:
+            found += listed_files
+            continue
+        start = os.path.commonprefix(listed_files)  # noqa: RUF071 - characters, not folders
+        rests = [file.removeprefix(start)[::-1] for file in listed_files]
+        end = os.path.commonprefix(rests)[::-1]  # noqa: RUF071
+        pattern = f"{glob.escape(start)}*{glob.escape(end)}"
+        if sorted(glob.glob(pattern)) != sorted(listed_files):
+            raise ConfigError(
+                f"{listed_files[0]} and {len(listed_files) - 1:,} more files are given where one "
+                "value belongs; write the pattern in quotes, so that the shell leaves it: "
+                f"'{start}*{end}'"
+            )
+        found.append(pattern)
+    return found
+
+
+def _listed_kind(argument: str) -> tuple[str, str] | None:
+    """Return folder and suffix of an argument that a pattern may have been listed as, else None."""
+    path = Path(argument)
+    if argument.startswith("-") or not path.suffix or path.suffix.lower() == ".toml":
+        return None
+    try:
+        return (str(path.parent), path.suffix) if path.is_file() else None
+    except (OSError, ValueError):  # a name that is too long, or holds a NUL
+        return None
 
 
 def options_of(kind: type[Any]) -> list[str]:

@@ -23,6 +23,7 @@ VERBS = {
     "import": "make a MODEL of a Hugging Face folder: import HF_DIR --out DIR",
     "plan": "memory, time, fit and best layouts on a cluster: plan PRESET-or-FILE [--cluster …]",
     "verify": "verify layouts against one process: verify PRESET-or-FILE [--layouts all]",
+    "data": "what a step of a run reads, token by token: data RUN_DIR --step N",
     "report": "write report.html for a run: report RUN_DIR",
     "compare": "curves, settings that differ and results of runs on one page: compare RUN RUN…",
     "doctor": "what this machine can do, and what training on it would choose",

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
@@ -14,6 +15,7 @@ import tyro
 
 from pentameter.cli.arguments import parse
 from pentameter.config.choices import VALIDATION_FRACTION
+from pentameter.config.urls import is_remote
 from pentameter.errors import ConfigError, terminal_message
 
 if TYPE_CHECKING:
@@ -60,10 +62,10 @@ class Options:
     source: Annotated[
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="CORPUS-or-FILES")
     ]
-    """A corpus (stdlib, grammar, shakespeare, wikitext-2), or files and folders: text, each file a
-    document, or .jsonl with a document's `text` or a conversation in each line; .gz and .zst of
-    either. Or tokens of nanoGPT, llm.c, modded-nanogpt (.bin) or Megatron (.bin and .idx), taken
-    as they are."""
+    """A corpus (stdlib, grammar, shakespeare, wikitext-2), or files, folders, patterns and URLs:
+    text, each file a document; .jsonl, or tables (.parquet, .arrow), with a document's `text` or a
+    conversation in each line or row; .gz, .zst and .tar of text and .jsonl. Or tokens of nanoGPT,
+    llm.c, modded-nanogpt (.bin) or Megatron (.bin and .idx), taken as they are."""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """The folder to make."""
     tokenizer: Annotated[str, tyro.conf.arg(metavar="char|word|gpt2|bpe:N|FILE")] = "char"
@@ -77,7 +79,7 @@ class Options:
     """How the files encode text: `utf-8`, `utf-16`, `gb18030`, `latin-1`, or another that Python
     knows. The shards do not depend on it."""
     text_field: str = "text"
-    """The field of a JSONL record that holds its text."""
+    """The field of a JSONL record, or the column of a table, that holds its text."""
     split_by: Literal["position", "document"] = "position"
     """`position`: the last part of the text is held out; `document`: each document goes to the
     split that the hash of its text decides."""
@@ -169,12 +171,17 @@ def _conversations(options: Options) -> Conversations | None:
     """Return the conversations that the options name; None if they name a text."""
     from pentameter.data.corpora.conversations import conversations_at
 
-    if not options.source or not all(Path(source).exists() for source in options.source):
+    if not options.source or not all(map(_is_input, options.source)):
         return None
-    found = conversations_at(_data_section(options, None), [Path(each) for each in options.source])
+    found = conversations_at(_data_section(options, None), options.source)
     if found is None and options.chat_template is not None:
         raise ConfigError("--chat-template is for conversations, and this is text; leave it out")
     return found
+
+
+def _is_input(source: str) -> bool:
+    """True for a URL, a pattern, or a path that exists."""
+    return is_remote(source) or has_magic(source) or Path(source).exists()
 
 
 def _prepare(options: Options, conversations: Conversations | None, warnings: list[str]) -> None:
@@ -196,6 +203,7 @@ def _prepare(options: Options, conversations: Conversations | None, warnings: li
         if conversations is not None:
             chat = chat_template(options.chat_template, wanted)
             contents = read_conversations(conversations, chat, wanted, splitting, progress=progress)
+            warnings += conversations.warnings
         else:
             assert text is not None
             warnings += [] if text.warning is None else [text.warning]
@@ -221,7 +229,7 @@ def _text(options: Options) -> Text:
     data = _data_section(options, corpus)
     if len(options.source) == 1:
         return corpus_text(data)
-    text = text_from_data_paths(data, [Path(path) for path in options.source])
+    text = text_from_data_paths(data, options.source)
     return text if options.max_bytes is None else first_bytes(text, options.max_bytes)
 
 

@@ -4,11 +4,13 @@ beside a model that it begins with."""
 from __future__ import annotations
 
 import re
+from glob import has_magic
 from pathlib import Path
 
 from pentameter.config.load import preset_names, text_name
 from pentameter.config.overrides import parse_overrides
 from pentameter.config.schema import Config
+from pentameter.config.urls import is_remote
 from pentameter.errors import ConfigError
 
 PRESET_FOR_TEXT = "quickstart"
@@ -27,7 +29,8 @@ def configuration_of(
 
     Raises ConfigError if the overrides name a text too.
     """
-    if source in preset_names() or not is_text(Path(source)):
+    is_elsewhere = is_remote(source) or (has_magic(source) and not Path(source).exists())
+    if source in preset_names() or not (is_elsewhere or is_text(Path(source))):
         return source, overrides
     for key, text in parse_overrides(overrides):
         if key in ("data.path", "data.corpus"):

@@ -20,6 +20,7 @@ from pentameter.config.section import (
     Seed,
     Switch,
 )
+from pentameter.config.urls import url_problem
 from pentameter.errors import nearest
 
 
@@ -55,7 +56,7 @@ class SourceConfig(Section):
     corpus: str | None = None
     """A corpus by name."""
     path: str | None = None
-    """Instead of `corpus`: a file, a folder, or prepared shards."""
+    """Instead of `corpus`: a file, a pattern, a folder, a URL, or prepared shards."""
     weight: PositiveFloat = 1.0
     """Rows of the batches that come from it, in proportion to the other sources' weights."""
 
@@ -66,7 +67,7 @@ class EvaluationConfig(Section):
     name: Name
     """The `split` of its metrics."""
     path: str
-    """A file, a folder, or prepared shards; all of it is evaluated."""
+    """A file, a pattern, a folder, a URL, or prepared shards; all of it is evaluated."""
 
 
 FILE_DEFAULTS = {"text_field": "text", "encoding": "utf-8"}
@@ -79,10 +80,12 @@ class DataConfig(Section):
     corpus: str | None = None
     """A corpus by name: stdlib, grammar, shakespeare, wikitext-2."""
     path: str | None = None
-    """Instead of `corpus`: a text or JSONL file (documents or conversations), a folder of them, or
-    prepared shards. To choose another text than that of the preset or file below, by this or by
-    `corpus`, resets `max_bytes`, `validation_path`, `test_path`, `text_field`, `encoding`,
-    `chat_template`, `grammar` and `train.sample_prompt`, and names the run after it."""
+    """Instead of `corpus`: a file of text, JSONL (documents or conversations), Parquet, Arrow or
+    tar, a pattern (`corpus/*.parquet`), a folder, such as a data set of Hugging Face, a URL
+    (`https://`, `s3://`, `hf://`, …), or prepared shards. To choose another text than that of the
+    preset or file below, by this or by `corpus`, resets `max_bytes`, `validation_path`,
+    `test_path`, `text_field`, `encoding`, `chat_template`, `grammar` and `train.sample_prompt`,
+    and names the run after it."""
     sources: tuple[SourceConfig, ...] = ()
     """Instead of `corpus` and `path`: a mixture of several data sets. Each row of a batch comes
     from one of them, drawn by their weights; each is read in `order` and split as one alone."""
@@ -93,7 +96,7 @@ class DataConfig(Section):
     test_path: str | None = None
     """Text of its own for `eval --split test`."""
     text_field: Annotated[str, Field(min_length=1)] = FILE_DEFAULTS["text_field"]
-    """The field of a JSONL record that holds its text."""
+    """The field of a JSONL record, or the column of a table, that holds its text."""
     encoding: Annotated[str, Field(min_length=1)] = FILE_DEFAULTS["encoding"]
     """How the files at `path` (and `validation_path`, `test_path`) encode text: `utf-8`, `utf-16`,
     `gb18030`, `latin-1`, or any other text encoding that Python knows."""
@@ -125,6 +128,12 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        paths = [self.path, self.validation_path, self.test_path]
+        paths += [source.path for source in self.sources]
+        paths += [evaluation.path for evaluation in self.evaluations]
+        for each in paths:
+            if (secret := url_problem(each)) is not None:
+                raise ValueError(secret)
         if self.corpus is not None and self.path is not None:
             raise ValueError(
                 f"data.corpus={self.corpus!r} and data.path={self.path!r} exclude each other; "

@@ -23,6 +23,7 @@ from pentameter.config.naming import name_of
 from pentameter.config.overrides import parse_overrides
 from pentameter.config.schema import Config
 from pentameter.config.section import ABSENT
+from pentameter.config.urls import is_remote, last_part
 from pentameter.errors import ConfigError, near_files, nearest, printable
 
 EXCLUSIVE = (
@@ -141,8 +142,12 @@ def _evaluates(tree: Tree) -> bool:
 
 def text_name(text: str) -> str:
     """Make a run's name from a corpus's name, or from a file's or folder's path."""
-    stem = PurePath(text).name.partition(".")[0]  # also of novel.txt.gz
-    return name_of(stem)
+    if is_remote(text):
+        text = last_part(text)
+    path = PurePath(text)
+    if path.name.startswith("*"):  # a pattern: corpus/*.parquet
+        path = path.parent
+    return name_of(path.name.partition(".")[0])  # also of novel.txt.gz
 
 
 def _text_of(tree: Tree) -> tuple[str, Any] | None:

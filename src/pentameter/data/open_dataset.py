@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pentameter.config.data_schema import FILE_DEFAULTS, DataConfig
+from pentameter.config.urls import shown_path
 from pentameter.data.corpora.conversations import conversations_at
 from pentameter.data.corpora.registry import corpus_text
 from pentameter.data.corpora.text import Text
@@ -90,13 +91,15 @@ def _open_one(
         return dataset
     given = wanted = chosen_tokenizer(tokenizer or data.tokenizer)
     splitting = Splitting(data.validation_fraction, data.test_fraction, data.split_by)
-    conversations = None if data.path is None else conversations_at(data, [Path(data.path)])
+    conversations = None if data.path is None else conversations_at(data, [data.path])
     contents: Contents | None = None
     text: Text | None = None
     if conversations is not None:
         chat = chat_template(data.chat_template, wanted)
         contents = read_conversations(conversations, chat, wanted, splitting, progress=progress)
         key = contents.key
+        if warnings is not None:
+            warnings += conversations.warnings
     else:
         if data.chat_template is not None and not is_shared:
             raise ConfigError(
@@ -146,7 +149,12 @@ def _open_sources(
         section = _data_of(data, corpus=source.corpus, path=source.path)
         opened.append(open_one(section, tokenizer))
         tokenizer = opened[-1].tokenizer
-    names = [str(source.corpus or source.path) for source in data.sources]
+    return joined_sources(data, opened)
+
+
+def joined_sources(data: DataConfig, opened: Sequence[Dataset]) -> Dataset:
+    """Concatenate the data sets of `data.sources`, split by split; each split knows its parts."""
+    names = [source.corpus or shown_path(source.path or "") for source in data.sources]
     splits = {}
     for split in SPLITS:
         parts = [
@@ -162,7 +170,10 @@ def _open_sources(
     with_chat = (dataset.tokenizer for dataset in opened if dataset.tokenizer.chat is not None)
     hashes = json.dumps([dataset.hash for dataset in opened])
     return Dataset(
-        next(with_chat, opened[0].tokenizer), hashlib.sha256(hashes.encode()).hexdigest(), splits
+        next(with_chat, opened[0].tokenizer),
+        hashlib.sha256(hashes.encode()).hexdigest(),
+        splits,
+        tuple(folder for dataset in opened for folder in dataset.folders),
     )
 
 

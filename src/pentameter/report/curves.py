@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -118,3 +119,73 @@ def settled_limits(series: tuple[Series, ...], extra: tuple[float, ...] = ()) ->
 def _to_arrays(series: Series) -> Curve:
     """Return steps and values as float64 arrays, (n,) each."""
     return np.asarray(series.steps, dtype=float), np.asarray(series.values, dtype=float)
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A logged loss far above those around it."""
+
+    step: int
+    value: float
+    usual: float
+    """Median of the values around it."""
+
+
+SPIKE_NEIGHBOURS = 15
+"""Values on either side that a spike is compared with."""
+
+SPIKE_SCATTERS = 6
+"""Scatters above the median from which a value is a spike."""
+
+SPIKE_FRACTION = 0.01
+"""Least height of a spike above the median, as a fraction of it."""
+
+_FEWEST_NEIGHBOURS = 3
+_WINDOWS_AT_ONCE = 1 << 16  # of a million logged steps: 16 MB
+
+
+def spikes(series: Series, most: int = 5) -> list[Spike]:
+    """Return the largest spikes, highest above their neighbours first; at most `most`.
+
+    Each value is compared with the median of up to SPIKE_NEIGHBOURS values on either side. It is a
+    spike if it exceeds it by SPIKE_SCATTERS times the scatter, and by SPIKE_FRACTION of it. The
+    scatter is 1.4826 × the median absolute deviation (a normal distribution's standard deviation),
+    the larger of that around the value and that of the whole curve. Medians ignore the spikes
+    themselves. At the start the window narrows, so that it stays centred on a loss that falls; the
+    first three values are never spikes. Of neighbours that all are, the highest is told.
+    """
+    _, y = _to_arrays(series)
+    n = len(y)
+    if n <= _FEWEST_NEIGHBOURS:
+        return []
+    usual, around = y.copy(), np.full(n, np.inf)
+    for first, windows in _windows(y):
+        last = first + len(windows)
+        usual[first:last] = medians = np.median(windows, axis=1)
+        around[first:last] = np.median(np.abs(windows - medians[:, None]), axis=1)
+    deviations = y - usual
+    scatter = 1.4826 * np.maximum(around, np.median(np.abs(deviations)))
+    is_spike = deviations > np.maximum(SPIKE_SCATTERS * scatter, SPIKE_FRACTION * np.abs(usual))
+    found = []
+    for is_one, group in itertools.groupby(range(n), key=lambda index: bool(is_spike[index])):
+        if is_one:
+            highest = max(group, key=lambda index: float(deviations[index]))
+            found.append((float(deviations[highest]), highest))
+    return [
+        Spike(series.steps[index], series.values[index], float(usual[index]))
+        for _, index in sorted(found, reverse=True)[:most]
+    ]
+
+
+def _windows(y: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (index of the first, windows (n, width)) around each value but the first few, in blocks
+    of equal width; see `spikes`."""
+    n, half = len(y), SPIKE_NEIGHBOURS
+    for index in range(_FEWEST_NEIGHBOURS, min(half, n)):
+        yield index, y[None, : 2 * index + 1]
+    if n > 2 * half:
+        windows = np.lib.stride_tricks.sliding_window_view(y, 2 * half + 1)
+        for first in range(0, len(windows), _WINDOWS_AT_ONCE):
+            yield half + first, windows[first : first + _WINDOWS_AT_ONCE]
+    for index in range(max(half, n - half), n):
+        yield index, y[None, index - half :]

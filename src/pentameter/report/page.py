@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pentameter import formatting
-from pentameter.report.curves import Series
+from pentameter.config.urls import last_part
+from pentameter.report.curves import Series, Spike, spikes
 from pentameter.report.markup import render, write_page
 from pentameter.report.plots import (
     NARROW_INCHES,
@@ -52,6 +54,7 @@ def render_page(record: RecordedRun) -> str:
         facts=list(_facts(record)),
         losses=list(_losses(record)),
         loss_note=_loss_note(record),
+        spikes=[(spike, _data_command(record, spike.step)) for spike in _spikes(record)],
         plots=[
             (title, page_svg(figure, key.replace("_", "-"), f"{title} over steps"))
             for key, title, figure in small_figures(record, PAGE)
@@ -76,7 +79,7 @@ def _subtitle(record: RecordedRun) -> str:
     if "context_length" in model:
         words.append(f"context {model['context_length']}")
     if data.get("data.corpus") or data.get("data.path"):
-        words.append(str(data.get("data.corpus") or Path(str(data["data.path"])).name))
+        words.append(str(data.get("data.corpus") or last_part(str(data["data.path"]))))
     elif n_sources := sum(key.startswith("data.sources.") and "weight" in key for key in data):
         words.append(f"a blend of {n_sources}")
     words += [str(record.start[key]) for key in ("device", "precision") if record.start.get(key)]
@@ -140,6 +143,18 @@ def _loss_note(record: RecordedRun) -> str:
         s = "s" if record.unreadable_lines > 1 else ""
         notes.append(f"{record.unreadable_lines:,} unreadable line{s} of metrics.jsonl skipped.")
     return " ".join(notes)
+
+
+def _spikes(record: RecordedRun) -> list[Spike]:
+    return spikes(record.train.get("loss", Series()))
+
+
+def _data_command(record: RecordedRun, step: int) -> str:
+    """Return the command that shows what a step read; "" if the batches are from a function of the
+    user, which only the user can call."""
+    if as_table(record.plan.get("data")).get("batches") is not None:
+        return ""
+    return f"pentameter data {shlex.quote(str(record.folder))} --step {step}"
 
 
 def _spread(samples: tuple[Sample, ...], limit: int) -> list[Sample]:

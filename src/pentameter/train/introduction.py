@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pentameter.config.data_schema import DataConfig
+from pentameter.config.urls import shown_path
 from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.corpora.registry import corpus_text
 from pentameter.formatting import size
@@ -16,7 +17,7 @@ def introduction(run: TrainingRun) -> list[str]:
     """Return the lines that introduce a run before its first step."""
     plan, compute, config = run.plan, run.compute, run.plan.config
     model, data = config.model, config.data
-    source = data.corpus or data.path or f"a blend of {len(data.sources)}"
+    source = data.corpus or shown_path(data.path or "") or f"a blend of {len(data.sources)}"
     splits = ", ".join(
         f"{name} {run.dataset.split(name).n_tokens:,}"
         for name in ("train", "val", "test")
@@ -108,8 +109,8 @@ def _sources(run: TrainingRun) -> list[str]:
     sources = run.config.data.sources
     total = sum(source.weight for source in sources)
     return [
-        f"        {source.weight / total:6.1%} {source.corpus or source.path} · train "
-        f"{part.n_tokens:,} · {n_passes:,.3g} passes"
+        f"        {source.weight / total:6.1%} {source.corpus or shown_path(source.path or '')} · "
+        f"train {part.n_tokens:,} · {n_passes:,.3g} passes"
         for source, part, n_passes in zip(
             sources, run.dataset.split("train").parts, passes, strict=True
         )

@@ -236,7 +236,12 @@ def _open(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFolder:
     store.clean()
     _remove_unfinished(path)
     is_new = checkpoint is None or checkpoint is given
-    _write_identity(path, plan, identity, store.warnings, is_new=is_new)
+    data = {
+        "hash": dataset.hash,
+        "shards": [str(folder) for folder in dataset.folders],
+        "batches": request.supplied.record(plan)["batches"],
+    }
+    _write_identity(path, plan, {**identity, "data": data}, store.warnings, is_new=is_new)
     base_model = (identity["init_from"] or {}).get("base_model")
     folder = RunFolder(path, run_id, store, checkpoint, weights, base_model)
     _rewind(folder, record)

@@ -13,6 +13,7 @@ from pentameter import formatting
 from pentameter.checkpoint.model_folder import StoredModel
 from pentameter.config.fields import values_of
 from pentameter.config.schema import Config
+from pentameter.config.urls import last_part
 from pentameter.data.corpora.registry import UNKNOWN_CORPUS
 from pentameter.planning.flops import padding_elements
 from pentameter.planning.gpt import parameter_table
@@ -83,10 +84,10 @@ def _data(config: Config) -> Iterator[str]:
     if data.sources:
         total = sum(source.weight for source in data.sources)
         for source in data.sources:
-            where = source.corpus or Path(source.path or "").name
+            where = source.corpus or last_part(source.path or "")
             yield f"{source.weight / total:.1%} `{_code(where)}`"
     elif data.path is not None:
-        yield f"`{_code(Path(data.path).name)}`"
+        yield f"`{_code(last_part(data.path))}`"
     elif data.corpus not in (None, UNKNOWN_CORPUS):
         yield f"the corpus `{data.corpus}`"
 

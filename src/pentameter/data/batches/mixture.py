@@ -30,9 +30,11 @@ ROWS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
-class MixtureRow:
-    """A row's data set and tokens."""
+class SourceRow:
+    """A batch row's data set and tokens."""
 
+    source: int
+    """Number of the data set, as `data.sources` counts them; 0 where there is one."""
     split: TokenSplit
     row: Row
 
@@ -80,10 +82,10 @@ class Mixture:
             for order, count in zip(self.orders, self._counts.tolist(), strict=True)
         ]
 
-    def rows(self, numbers: Int64) -> list[MixtureRow]:
+    def rows(self, numbers: Int64) -> list[SourceRow]:
         """Return the rows with these numbers (B,), counted through all steps."""
         sources, indices = self.assign(numbers)
-        found: dict[int, MixtureRow] = {}
+        found: dict[int, SourceRow] = {}
         for source, order in enumerate(self.orders):
             selected = np.flatnonzero(sources == source)
             steps, rests = np.divmod(indices[selected], ROWS_AT_ONCE)
@@ -91,7 +93,7 @@ class Mixture:
                 of_step = steps == step
                 rows = order.rows(step, rests[of_step])
                 for index, row in zip(selected[of_step].tolist(), rows, strict=True):
-                    found[index] = MixtureRow(order.split, row)
+                    found[index] = SourceRow(source, order.split, row)
         return [found[index] for index in range(len(numbers))]
 
     def assign(self, numbers: Int64) -> tuple[Int64, Int64]:

@@ -9,7 +9,7 @@ epoch without any state. `orders.py` chooses a row's tokens.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from pentameter.config.choices import ROWS_ARE_DOCUMENTS, look_up
 from pentameter.config.schema import Config
-from pentameter.data.batches.mixture import ROWS_AT_ONCE, Mixture
+from pentameter.data.batches.mixture import ROWS_AT_ONCE, Mixture, SourceRow
 from pentameter.data.batches.orders import ORDERS, DocumentRows, Order, PackedDocuments, Row
 from pentameter.data.batches.tree import Tree, leaves
 from pentameter.data.shards.dataset import TokenSplit
@@ -170,16 +170,15 @@ class TrainingBatches:
         rows = np.arange(size, dtype=np.int64) if rows is None else np.asarray(rows, np.int64)
         if rows.size and not 0 <= rows.min() <= rows.max() < size:
             raise ValueError(f"rows must be in 0 … {size - 1}, got {rows.min()} … {rows.max()}")
-        return padded_batch(self._tokens(step, rows), rows, self._context_length)
+        tokens = (masked_tokens(each.split, each.row) for each in self.source_rows(step, rows))
+        return padded_batch(tokens, rows, self._context_length)
 
-    def _tokens(self, step: int, rows: Int64) -> Iterator[MaskedTokens]:
-        """Yield each row's tokens."""
-        if self.mixture is None:
-            for row in self._order.rows(step, rows):
-                yield masked_tokens(self._order.split, row)
-            return
-        for each in self.mixture.rows(step * self._batch_size + rows):
-            yield masked_tokens(each.split, each.row)
+    def source_rows(self, step: int, rows: Int64) -> list[SourceRow]:
+        """Return the data set and the spans of tokens of a step's rows (B,)."""
+        if self.mixture is not None:
+            return self.mixture.rows(step * self._batch_size + rows)
+        split = self._order.split
+        return [SourceRow(0, split, row) for row in self._order.rows(step, rows)]
 
 
 def suited_to(split: TokenSplit, config: Config) -> Config:

@@ -1,4 +1,4 @@
-"""Conversations in JSONL: records with `messages`, or with `prompt` and `completion`.
+"""Conversations in JSONL or tables: records with `messages`, or with `prompt` and `completion`.
 
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
     {"prompt": "2 + 2 =", "completion": " 4"}
@@ -16,19 +16,26 @@ from pathlib import Path
 from typing import Any
 
 from pentameter.config.data_schema import DataConfig
-from pentameter.config.naming import name_of
 from pentameter.data.corpora.files import (
     FileContents,
     check_encodable,
-    estimated_bytes,
-    is_jsonl,
+    holds_records,
     read_records,
 )
-from pentameter.data.corpora.text import files_below
+from pentameter.data.corpora.inputs import (
+    InputFile,
+    input_bytes,
+    input_name,
+    inputs_at,
+    local_path,
+)
 from pentameter.errors import CorruptError
 
 ASSISTANT = "assistant"
 """Role of the messages that a model learns to write."""
+
+FIELDS = ("messages", "prompt", "completion", "tools")
+"""Fields of a record that make it a conversation."""
 
 
 @dataclass(frozen=True)
@@ -55,21 +62,23 @@ Conversation = Exchange | Chat
 
 @dataclass(frozen=True)
 class Conversations:
-    """JSONL files with conversations, read one after another."""
+    """JSONL files or tables with conversations, read one after another."""
 
     name: str
     """A name as `config/naming.py` allows; names the prepared files."""
-    files: tuple[Path, ...]
+    files: tuple[InputFile, ...]
     contents: FileContents
     max_bytes: int | None = None
     """Maximum UTF-8 bytes of text to take; None for all."""
     held_out: Mapping[str, Conversations] = field(default_factory=dict)
     """`val` and `test`, if they are files themselves."""
+    warnings: tuple[str, ...] = ()
+    """Warnings about the files, for the user."""
 
     @property
     def n_bytes(self) -> int:
         """Approximate bytes that a pass reads; for progress only."""
-        return sum(map(estimated_bytes, self.files))
+        return sum(map(input_bytes, self.files))
 
     def records(self) -> Iterator[tuple[Conversation, str]]:
         """Yield each conversation with its file and line.
@@ -77,50 +86,47 @@ class Conversations:
         Raises CorruptError for a record that is no conversation, and as `read_records` does.
         """
         for file in self.files:
-            for record, where in read_records(file, self.contents):
+            for record, where in read_records(local_path(file), self.contents, FIELDS):
                 yield _conversation(record, where), where
 
 
-def conversations_at(data: DataConfig, paths: Sequence[Path]) -> Conversations | None:
-    """Open the conversations in files and folders, with those that `data` holds out beside them.
+def conversations_at(data: DataConfig, paths: Sequence[str | Path]) -> Conversations | None:
+    """Open the conversations at paths (see `inputs_at`), with those that `data` holds out beside
+    them, or else those that the files' names do.
 
-    None unless all are JSONL files and the first record is a conversation without the field
-    `data.text_field`. Raises StorageError for unreadable files, CorruptError for damaged ones.
+    None unless all are JSONL files or tables and the first record is a conversation without the
+    field `data.text_field`. Raises ConfigError for a path that does not exist, StorageError for
+    unreadable files, CorruptError for damaged ones.
     """
     contents = FileContents(data.encoding, data.text_field)
-    files = _jsonl_files(paths)
-    if not files or not _begins_with_conversation(files, contents):
+    inputs = inputs_at(paths)
+    files = inputs.files
+    if not _hold_records(files) or not _begins_with_conversation(files, contents):
         return None
-    name = name_of(paths[0].absolute().stem)
-    held_out = {}
-    for split, path in (("val", data.validation_path), ("test", data.test_path)):
-        if path is None:
-            continue
-        if not (inside := _jsonl_files([Path(path)])):
+    name = input_name(paths[0])
+    given = {"val": data.validation_path, "test": data.test_path}
+    beside = {split: inputs_at([path]).files for split, path in given.items() if path is not None}
+    for split, inside in beside.items():
+        if not _hold_records(inside):
             raise CorruptError(
-                f"{path} holds no conversations, as {files[0]} does: .jsonl files are expected"
+                f"{given[split]} holds no conversations, as {files[0]} does: .jsonl files or "
+                "tables are expected"
             )
-        held_out[split] = Conversations(f"{name}-{split}", inside, contents)
-    found = Conversations(name, files, contents, data.max_bytes)
+    held_out = {
+        split: Conversations(f"{name}-{split}", inside, contents)
+        for split, inside in (beside or inputs.held_out).items()
+    }
+    found = Conversations(name, files, contents, data.max_bytes, warnings=inputs.warnings)
     return replace(found, held_out=held_out)
 
 
-def _jsonl_files(paths: Sequence[Path]) -> tuple[Path, ...]:
-    """List the files at the paths; empty unless every one is JSONL."""
-    files: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            files += files_below(path)
-        elif path.is_file():
-            files.append(path)
-        else:
-            return ()
-    return tuple(files) if all(map(is_jsonl, files)) else ()
+def _hold_records(files: Sequence[InputFile]) -> bool:
+    return all(holds_records(file.name) for file in files)
 
 
-def _begins_with_conversation(files: Sequence[Path], contents: FileContents) -> bool:
+def _begins_with_conversation(files: Sequence[InputFile], contents: FileContents) -> bool:
     for file in files:
-        for record, _ in read_records(file, contents):
+        for record, _ in read_records(local_path(file), contents, FIELDS):
             if contents.text_field in record:
                 return False
             return "messages" in record or {"prompt", "completion"} <= record.keys()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePath
 
 START_BYTES = 512
 """Bytes at the start of a file that suffice to recognise it; a tar's magic ends at 262."""
@@ -35,13 +35,12 @@ class FileKind:
 _KINDS: tuple[tuple[re.Pattern[bytes], FileKind], ...] = tuple(
     (re.compile(pattern.encode("latin-1"), re.DOTALL), FileKind(name, remedy))
     for pattern, name, remedy in (
-        (r"PAR1[\x00-\x1f]", "Parquet", _TO_JSONL.format("parquet", "FILE", _AS_RECORDS)),
-        (r"ARROW1\0", "Arrow (Feather)", _TO_JSONL.format("feather", "FILE", _AS_RECORDS)),
+        (r"PAR1[\x00-\x1f]", "Parquet", "give it a name that ends in .parquet"),
+        (r"ARROW1\0", "Arrow (Feather)", "give it a name that ends in .arrow"),
         (
             r"\xff\xff\xff\xff[\x00-\xff]{2}\0\0",
             "an Arrow stream",
-            "write it as JSONL: python -c \"import datasets; datasets.Dataset.from_file('FILE')"
-            ".to_json('text.jsonl')\"",
+            "give it a name that ends in .arrow",
         ),
         (r"Obj\x01", "Avro", "write it as JSONL, one object a line"),
         (r"SQLite format 3\0", "an SQLite database", "write the rows' text as JSONL"),
@@ -52,7 +51,11 @@ _KINDS: tuple[tuple[re.Pattern[bytes], FileKind], ...] = tuple(
         (r"PK\x03\x04.{26,60}\.npy", "NumPy arrays (npz)", _WEIGHTS),
         (r"PK\x03\x04.{26,90}data\.pkl", "a PyTorch file", _WEIGHTS),
         (r"PK(\x03\x04|\x05\x06)", "a ZIP archive", _UNPACK),
-        (r".{257}ustar", "a tar archive", _UNPACK),
+        (
+            r".{257}ustar",
+            "a tar archive",
+            "give it a name that ends in .tar, .tar.gz or .tar.zst, or unpack it",
+        ),
         (r"\x1f\x8b\x08", "gzip data", "give it a name that ends in .gz"),
         (r"\x28\xb5\x2f\xfd", "Zstandard data", "give it a name that ends in .zst"),
         (r"\xfd7zXZ\0|BZh[1-9]1AY&SY|\x04\x22\x4d\x18", "compressed", "decompress it, or as .gz"),
@@ -94,15 +97,15 @@ def is_binary(start: bytes) -> bool:
     return 100 * len(_NOT_OF_TEXT.findall(start)) > len(start)
 
 
-def table_warning(files: Sequence[Path]) -> str | None:
+def table_warning(files: Sequence[object]) -> str | None:
     """Return a warning if tables or JSON documents, which can be read as plain text, are among
-    `files`."""
-    tables = [file for file in files if file.suffix.lower() in _TABLES]
+    `files`, known by their names."""
+    tables = [file for file in map(str, files) if file.lower().endswith(tuple(_TABLES))]
     if not tables:
         return None
-    name, remedy = _TABLES[tables[0].suffix.lower()]
+    name, remedy = _TABLES[PurePath(tables[0]).suffix.lower()]
     more = f" (and {len(tables) - 1:,} files like it)" if len(tables) > 1 else ""
     return (
         f"{tables[0]}{more} is {name}, and is read as plain text, with its separators, quotes and "
-        f"names; {remedy.replace('FILE', str(tables[0]))}"
+        f"names; {remedy.replace('FILE', tables[0])}"
     )

@@ -1,9 +1,10 @@
-"""Documents inside a file: text or JSONL records, plain, gzipped or as Zstandard.
+"""Documents inside a file: text or JSONL records, plain, gzipped or as Zstandard; tables; tar.
 
 Files are read as bytes and decoded as UTF-8, so line ends stay as they are; a byte order mark at
 the start is an encoding mark, not text, and is dropped. Other encodings become UTF-8 on the way in,
 so that counts of bytes (bits per byte, `max_bytes`) do not depend on a file's encoding. A text file
-is one document; a `.jsonl` or `.ndjson` file has one in each record.
+is one document; a `.jsonl` or `.ndjson` file has one in each record, a table in each row, and a tar
+archive has those of the files in it.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import io
 import itertools
 import json
 import sys
+import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from pentameter.config.data_schema import FILE_DEFAULTS
+from pentameter.data.corpora.archives import TAR_SUFFIX, members
 from pentameter.data.corpora.file_kinds import detect_kind, is_binary
+from pentameter.data.corpora.tables import columns_of, is_table, read_rows
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 # Small on purpose: decoding chunks of a MiB left holes in glibc's heap that it did not fill again
@@ -42,7 +46,7 @@ class FileContents:
     encoding: str = FILE_DEFAULTS["encoding"]
     """An encoding that `encoding_problem` accepts."""
     text_field: str = FILE_DEFAULTS["text_field"]
-    """The JSONL field with a record's text."""
+    """The JSONL field, or the table's column, with a record's text."""
 
     @property
     def is_utf8(self) -> bool:
@@ -59,12 +63,18 @@ def estimated_bytes(file: Path) -> int:
         size = file.stat().st_size
     except OSError as error:
         raise StorageError(f"cannot read {file}: {error.strerror}") from error
-    return size * USUAL_COMPRESSION if _compression(file) else size
+    is_small = bool(_compression(file.name)) or file.name.lower().endswith(".parquet")
+    return size * USUAL_COMPRESSION if is_small else size
 
 
-def is_jsonl(file: Path) -> bool:
+def is_jsonl(name: str) -> bool:
     """True if a file's name says that it holds one record a line, compressed or not."""
-    return file.name.lower().removesuffix(_compression(file)).endswith(JSONL_SUFFIXES)
+    return _uncompressed_name(name).endswith(JSONL_SUFFIXES)
+
+
+def holds_records(name: str) -> bool:
+    """True if a file's name says that it holds records, of which each may be a conversation."""
+    return is_jsonl(name) or is_table(name)
 
 
 def read_documents(file: Path, contents: FileContents = UTF8) -> Iterator[Iterator[str]]:
@@ -72,27 +82,59 @@ def read_documents(file: Path, contents: FileContents = UTF8) -> Iterator[Iterat
 
     Raises CorruptError, with file and position, if the content contradicts the name: another
     encoding, a NUL in a text file (binary data), a record that is not JSON, lacks a string in its
-    text field or has a line longer than `LONGEST_LINE_BYTES`, damaged compression. StorageError if
-    the file cannot be read; ConfigError for `.zst` without a decoder.
+    text field or has a line longer than `LONGEST_LINE_BYTES`, a table without the column, damaged
+    compression. StorageError if the file cannot be read; ConfigError for `.zst` or a table without
+    a decoder. An absent value in a table is no document.
     """
-    if is_jsonl(file):
+    field = contents.text_field
+    if is_table(file.name):
+        if field not in (columns := columns_of(file)):
+            raise CorruptError(
+                f"{file} has no column {field!r} (its columns are {sorted(columns)}); name the "
+                "column of the documents' text with --data.text-field (in prepare --text-field)"
+            )
+        for record, where in read_rows(file, [field]):
+            if field in record:
+                yield iter((_record_text(record, field, where),))
+    elif _uncompressed_name(file.name).endswith(TAR_SUFFIX):
+        yield from _archived_documents(file, contents)
+    elif is_jsonl(file.name):
         for record, where in read_records(file, contents):
-            yield iter((_record_text(record, contents.text_field, where),))
+            yield iter((_record_text(record, field, where),))
     else:
-        yield read_chunks(file, contents)
+        yield _chunks(file, contents)
 
 
-def read_chunks(file: Path, contents: FileContents = UTF8) -> Iterator[str]:
-    """Yield a file's text in chunks of about CHUNK_BYTES bytes.
-
-    The content alone decides where chunks end. Raises as `read_documents` does.
-    """
+def _archived_documents(file: Path, contents: FileContents) -> Iterator[Iterator[str]]:
+    """Yield the documents of the text and JSONL files in a tar archive."""
     with _open(file) as stream:
-        yield from _decoded(stream, file, contents)
+        for name, content in members(stream, str(file)):
+            where = f"{file}: {name}"
+            if is_jsonl(name):
+                with _decompressed(content, name, where) as inside:
+                    for record, line in _stream_records(inside, where, contents):
+                        yield iter((_record_text(record, contents.text_field, line),))
+            else:
+                yield _member_chunks(content, name, where, contents)
 
 
-def _decoded(stream: BinaryIO, file: Path, contents: FileContents) -> Iterator[str]:
-    """Yield a stream's text in chunks, without a byte order mark."""
+def _chunks(file: Path, contents: FileContents) -> Iterator[str]:
+    """Yield a file's text in chunks; see `_decoded`."""
+    with _open(file) as stream:
+        yield from _decoded(stream, str(file), contents)
+
+
+def _member_chunks(
+    content: BinaryIO, name: str, where: str, contents: FileContents
+) -> Iterator[str]:
+    """Yield the text of a file in an archive in chunks; see `_decoded`."""
+    with _decompressed(content, name, where) as stream:
+        yield from _decoded(stream, where, contents)
+
+
+def _decoded(stream: BinaryIO, file: str, contents: FileContents) -> Iterator[str]:
+    """Yield a stream's text in chunks of about CHUNK_BYTES bytes, without a byte order mark; `file`
+    names it in messages. The content alone decides where chunks end."""
     is_utf8 = contents.is_utf8
     encoding = "utf-8" if is_utf8 else contents.encoding
     # It keeps the bytes of a character that a block cuts, and its state where there is one.
@@ -126,7 +168,7 @@ def _decoded(stream: BinaryIO, file: Path, contents: FileContents) -> Iterator[s
 
 
 def _undecodable(
-    file: Path, encoding: str, error: UnicodeError, offset: int, line: int | None = None
+    file: str, encoding: str, error: UnicodeError, offset: int, line: int | None = None
 ) -> CorruptError:
     """Build the error for bytes that are not text; the decoded ones begin at `offset`."""
     name = codecs.lookup(encoding).name
@@ -141,7 +183,7 @@ def _undecodable(
             hint = _BINARY_HINT
     if "BOM" in position:  # as Python names UTF-16 and UTF-32 without a mark
         hint = f"name the order of its bytes: {name}-le or {name}-be"
-    if file.suffix == ".bin":
+    if file.endswith(".bin"):
         hint = (
             "are these token ids? `pentameter prepare FILE.bin --tokenizer gpt2 --out DIR` "
             "imports them; prepared shards are a data.path of their own"
@@ -164,43 +206,56 @@ _ENCODING_HINT = (
 )
 
 
-def refuse_other_kinds(file: Path, start: bytes) -> None:
+def refuse_other_kinds(file: str, start: bytes) -> None:
     """Raise CorruptError if a file's first bytes show that it holds no text."""
     if (kind := detect_kind(start)) is not None:
-        remedy = kind.remedy.replace("FILE", str(file))
+        remedy = kind.remedy.replace("FILE", file)
         raise CorruptError(f"{file} is {kind.name}, not text; {remedy}")
 
 
-def read_records(file: Path, contents: FileContents = UTF8) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield each record in a JSONL file with its file and line; skip empty lines.
+def read_records(
+    file: Path, contents: FileContents = UTF8, fields: Sequence[str] = ()
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield each record in a JSONL file, or each row of a table with its text field and the other
+    `fields`, with its file and line or row; skip empty lines.
 
     Raises as `read_documents` does, except for the record's fields.
     """
-    offset = 0
+    if is_table(file.name):
+        yield from read_rows(file, [contents.text_field, *fields])
+        return
     with _open(file) as stream:
-        chunks = _decoded(stream, file, contents)
-        utf8 = stream if contents.is_utf8 else io.BufferedReader(_Utf8Stream(chunks))
-        for number in itertools.count(1):
-            line = utf8.readline(LONGEST_LINE_BYTES + 1)
-            if not line:
-                return
-            if number == 1:
-                refuse_other_kinds(file, line)
-            if len(line) > LONGEST_LINE_BYTES:
-                raise CorruptError(
-                    f"{file}, line {number} is longer than {LONGEST_LINE_BYTES >> 20} MiB; JSONL "
-                    "has one object a line. Divide the record, or write its text to a .txt file"
-                )
-            record = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            if record.strip():
-                try:
-                    decoded = record.decode()
-                except UnicodeDecodeError as error:
-                    first = offset + len(line) - len(record)
-                    raise _undecodable(file, "utf-8", error, first, number) from error
-                where = f"{file}, line {number}"
-                yield _parsed(decoded, contents.text_field, where), where
-            offset += len(line)
+        yield from _stream_records(stream, str(file), contents)
+
+
+def _stream_records(
+    stream: BinaryIO, file: str, contents: FileContents
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the records in a JSONL stream; see `read_records`."""
+    offset = 0
+    chunks = _decoded(stream, file, contents)
+    utf8 = stream if contents.is_utf8 else io.BufferedReader(_Utf8Stream(chunks))
+    for number in itertools.count(1):
+        line = utf8.readline(LONGEST_LINE_BYTES + 1)
+        if not line:
+            return
+        if number == 1:
+            refuse_other_kinds(file, line)
+        if len(line) > LONGEST_LINE_BYTES:
+            raise CorruptError(
+                f"{file}, line {number} is longer than {LONGEST_LINE_BYTES >> 20} MiB; JSONL "
+                "has one object a line. Divide the record, or write its text to a .txt file"
+            )
+        record = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if record.strip():
+            try:
+                decoded = record.decode()
+            except UnicodeDecodeError as error:
+                first = offset + len(line) - len(record)
+                raise _undecodable(file, "utf-8", error, first, number) from error
+            where = f"{file}, line {number}"
+            yield _parsed(decoded, contents.text_field, where), where
+        offset += len(line)
 
 
 def _parsed(record: str, field: str, where: str) -> dict[str, Any]:
@@ -249,33 +304,54 @@ def check_encodable(text: str, what: str, where: str) -> None:
             ) from error
 
 
-def _compression(file: Path) -> str:
-    """Return `.gz`, `.zst`, or ""."""
-    suffix = file.suffix.lower()
-    return suffix if suffix in COMPRESSED_SUFFIXES else ""
+def _compression(name: str) -> str:
+    """Return `.gz`, `.zst`, or "" for a file's name."""
+    name = name.lower()
+    if name.endswith(".tgz"):
+        return ".gz"
+    return next((suffix for suffix in COMPRESSED_SUFFIXES if name.endswith(suffix)), "")
+
+
+def _uncompressed_name(name: str) -> str:
+    """Return a file's name in small letters, as it would be without compression."""
+    name = name.lower()
+    if name.endswith(".tgz"):
+        return f"{name.removesuffix('.tgz')}{TAR_SUFFIX}"
+    return name.removesuffix(_compression(name))
 
 
 @contextmanager
 def _open(file: Path) -> Iterator[BinaryIO]:
     """Open a file's bytes, decompressed; reads are full until the end."""
-    errors: list[type[Exception]] = [EOFError, gzip.BadGzipFile, zlib.error]
     try:
-        with file.open("rb") as stream:
-            match _compression(file):
-                case ".gz":
-                    yield cast(BinaryIO, gzip.GzipFile(fileobj=stream))
-                case ".zst":
-                    zstd = _zstd()
-                    errors.append(zstd.ZstdError)
-                    yield zstd.ZstdFile(stream)
-                case _:
-                    yield stream
-    except tuple(errors) as error:
-        raise CorruptError(
-            f"{file} is damaged or cut short ({error}); fetch it again, or leave it out"
-        ) from error
+        stream = file.open("rb")
     except OSError as error:
         raise StorageError(f"cannot read {file}: {error.strerror}") from error
+    with stream, _decompressed(stream, file.name, str(file)) as content:
+        yield content
+
+
+@contextmanager
+def _decompressed(stream: BinaryIO, name: str, where: str) -> Iterator[BinaryIO]:
+    """Yield a stream's bytes, decompressed as its name says; `where` names it in messages, for
+    damage in whatever it is a part of, too."""
+    damage: list[type[Exception]] = [EOFError, gzip.BadGzipFile, zlib.error, tarfile.TarError]
+    if ".zst" in where.lower():
+        damage.append(_zstd().ZstdError)
+    try:
+        match _compression(name):
+            case ".gz":
+                yield cast(BinaryIO, gzip.GzipFile(fileobj=stream))
+            case ".zst":
+                yield _zstd().ZstdFile(stream)
+            case _:
+                yield stream
+    except tuple(damage) as error:
+        raise CorruptError(
+            f"{where} is damaged or cut short ({error}); fetch it again, or leave it out"
+        ) from error
+    except OSError as error:
+        raise StorageError(f"cannot read {where}: {error.strerror}") from error
 
 
 class _Utf8Stream(io.RawIOBase):

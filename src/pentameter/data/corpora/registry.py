@@ -3,6 +3,7 @@ CORPORA."""
 
 from __future__ import annotations
 
+import json
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,9 +13,9 @@ from types import MappingProxyType
 from pentameter.config.data_schema import DataConfig
 from pentameter.data.corpora.files import FileContents
 from pentameter.data.corpora.grammar import grammar_source, grammar_text
+from pentameter.data.corpora.inputs import files_below
 from pentameter.data.corpora.text import (
     Text,
-    files_below,
     first_bytes,
     text_from_files,
     text_from_paths,
@@ -125,7 +126,7 @@ def corpus_text(data: DataConfig) -> Text:
     Raises ConfigError for an unknown corpus or a path that does not exist.
     """
     if data.path is not None:
-        text = text_from_data_paths(data, [Path(data.path)])
+        text = text_from_data_paths(data, [data.path])
     elif data.corpus is not None and data.corpus in CORPORA:
         text = CORPORA[data.corpus](data)
     else:
@@ -140,14 +141,20 @@ def corpus_text(data: DataConfig) -> Text:
     return text if data.max_bytes is None else first_bytes(text, data.max_bytes)
 
 
-def text_from_data_paths(data: DataConfig, paths: Sequence[Path]) -> Text:
-    """Return the text in files and folders, with the texts that `data` holds out beside them."""
+def text_from_data_paths(data: DataConfig, paths: Sequence[str | Path]) -> Text:
+    """Return the text at paths, with the texts that `data` holds out beside them, or else those
+    that the files' names do."""
     contents = FileContents(data.encoding, data.text_field)
     text = text_from_paths(paths, contents=contents)
     given = {"val": data.validation_path, "test": data.test_path}
     held_out = {
-        split: text_from_paths([Path(path)], f"{text.name}-{split}", contents)
+        split: text_from_paths([path], f"{text.name}-{split}", contents)
         for split, path in given.items()
         if path is not None
     }
-    return replace(text, held_out=held_out)
+    text = replace(text, held_out=held_out or text.held_out)
+    if text.held_out and text.identity is not None:
+        parts = {"train": text, **text.held_out}
+        known = {split: part.identity for split, part in parts.items()}
+        text = replace(text, identity=None if None in known.values() else json.dumps(known))
+    return text

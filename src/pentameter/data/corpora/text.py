@@ -7,15 +7,21 @@ nothing between them; `pentameter.data.corpora.files` reads inside a file.
 from __future__ import annotations
 
 import codecs
-import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pentameter.config.naming import name_of
 from pentameter.data.corpora.file_kinds import table_warning
-from pentameter.data.corpora.files import UTF8, FileContents, estimated_bytes, read_documents
-from pentameter.errors import ConfigError, StorageError, near_files
+from pentameter.data.corpora.files import UTF8, FileContents, read_documents
+from pentameter.data.corpora.inputs import (
+    InputFile,
+    input_bytes,
+    input_name,
+    inputs_at,
+    local_path,
+)
+from pentameter.data.corpora.remote import RemoteFile
 
 Documents = Iterator[Iterator[str]]
 """Each document's chunks, to be read before the next document is asked for."""
@@ -32,7 +38,8 @@ class Text:
     n_bytes: int
     """Approximate UTF-8 bytes that a pass yields; for progress only."""
     identity: str | None = None
-    """Identifies the content if it is known without reading (generated text)."""
+    """Identifies the content, held-out texts included, if it is known without reading: generated
+    text, remote files."""
     held_out: Mapping[str, Text] = field(default_factory=dict)
     """`val` and `test`, if they are texts themselves."""
     warning: str | None = None
@@ -52,62 +59,41 @@ def text_of_chunks(
 
 
 def text_from_paths(
-    paths: Sequence[Path], name: str | None = None, contents: FileContents = UTF8
+    paths: Sequence[str | Path], name: str | None = None, contents: FileContents = UTF8
 ) -> Text:
-    """Return the text in files and folders, one after another in the order given.
+    """Return the text in files, folders, patterns and URLs, one after another in the order given,
+    with the texts that their names hold out; see `inputs_at`.
 
-    A folder stands for the files below it, sorted by path; hidden files and folders, `__pycache__`,
-    links to folders and special files (pipes, sockets) are left out. Raises ConfigError for a path
-    that does not exist or holds no file, StorageError for one that cannot be read.
+    Raises ConfigError for a path that does not exist or holds no file, StorageError for one that
+    cannot be read.
     """
-    files: list[Path] = []
-    for path in paths:
-        if not path.exists():
-            raise ConfigError(
-                f"{path} does not exist (in {Path.cwd()}){near_files(path)}; give a text file "
-                "or a folder"
-            )
-        if not path.is_dir() and not path.is_file():
-            raise ConfigError(
-                f"{path} is neither a regular file nor a folder; save the text to a file"
-            )
-        files += files_below(path) if path.is_dir() else [path]
-    return text_from_files(files, name or name_of(paths[0].absolute().stem), contents)
+    inputs = inputs_at(paths)
+    name = name or input_name(paths[0])
+    text = text_from_files(inputs.files, name, contents)
+    held_out = {
+        split: text_from_files(files, f"{name}-{split}", contents)
+        for split, files in inputs.held_out.items()
+    }
+    said = [*inputs.warnings, *([] if text.warning is None else [text.warning])]
+    return replace(text, held_out=held_out, warning="; ".join(said) or None)
 
 
-def text_from_files(files: Sequence[Path], name: str, contents: FileContents = UTF8) -> Text:
-    """Return the text in exactly these files, read lazily, one after another."""
-    n_bytes = sum(estimated_bytes(file) for file in files)
+def text_from_files(files: Sequence[InputFile], name: str, contents: FileContents = UTF8) -> Text:
+    """Return the text in exactly these files, read lazily, one after another. Its identity is known
+    if all are remote and have versions."""
+    n_bytes = sum(map(input_bytes, files))
 
     def documents() -> Documents:
         for file in files:
-            yield from read_documents(file, contents)
+            yield from read_documents(local_path(file), contents)
 
-    return Text(name, documents, n_bytes, warning=table_warning(files))
-
-
-def files_below(folder: Path, skip: Collection[str] = ("__pycache__",)) -> list[Path]:
-    """List the regular files below a folder, sorted by the parts of their path; see
-    text_from_paths.
-
-    Folders named in `skip` are not entered.
-    """
-    found: list[Path] = []
-
-    def refuse(error: OSError) -> None:
-        raise StorageError(f"cannot list {error.filename}: {error.strerror}") from error
-
-    for parent, folders, files in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
-        for name in files:
-            path = Path(parent, name)
-            # A link to nowhere is kept: reading it then fails with its name.
-            regular = path.is_file() or (path.is_symlink() and not path.exists())
-            if regular and not name.startswith("."):
-                found.append(path)
-    if not found:
-        raise ConfigError(f"no text file below {folder}; hidden files do not count")
-    return sorted(found, key=lambda path: path.relative_to(folder).parts)
+    keys = [file.key for file in files if isinstance(file, RemoteFile) and file.version is not None]
+    identity = None
+    if keys and len(keys) == len(files):
+        identity = (
+            f"remote, version 1, {json.dumps([keys, contents.encoding, contents.text_field])}"
+        )
+    return Text(name, documents, n_bytes, identity, warning=table_warning(files))
 
 
 def first_bytes(text: Text, max_bytes: int) -> Text:

@@ -247,6 +247,8 @@ class Dataset:
     hash: str
     """sha256, in hex, of tokens, splits and tokenizer: the same data, wherever it lies."""
     splits: Mapping[str, TokenSplit]
+    folders: tuple[Path, ...] = ()
+    """The shards' folder; of several data sets each one's, in order."""
 
     @property
     def vocab_size(self) -> int:
@@ -311,7 +313,7 @@ def open_shards(
         )
         for name, part in header["splits"].items()
     }
-    return Dataset(tokenizer, header["sha256"], splits)
+    return Dataset(tokenizer, header["sha256"], splits, (folder.absolute(),))
 
 
 def _open_documents(folder: Path, header: Mapping[str, Any]) -> dict[str, npt.NDArray[np.int64]]:

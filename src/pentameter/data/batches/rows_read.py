@@ -1,0 +1,121 @@
+"""Batch rows as training reads them, for people: sources, documents, tokens, text and loss mask.
+
+Computed by the function that feeds the training, `TrainingBatches`, so that nothing can differ.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pentameter.data.batches.mixture import SourceRow
+from pentameter.data.batches.step import Int64, TrainingBatches, masked_tokens
+from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.planning.architecture import IGNORED_TARGET
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive tokens [start, stop) of a split, and the documents in which they lie."""
+
+    start: int
+    stop: int
+    first_document: int
+    """Number of the document of the first token, in the split."""
+    last_document: int
+    offset: int
+    """Tokens of the first document before the span."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Consecutive tokens of a row that are alike: ordinary ones or one special token, and all or
+    none of them targets that count."""
+
+    text: str
+    is_special: bool
+    counts: bool
+
+
+@dataclass(frozen=True)
+class RowRead:
+    """A batch row as a step reads it."""
+
+    row: int
+    """Its number in the global batch."""
+    source: int
+    """Number of its data set, as `data.sources` counts them; 0 where there is one."""
+    spans: tuple[Span, ...]
+    tokens: list[int]
+    """Token ids (n,), at most context_length + 1: the inputs are all but the last, the targets all
+    but the first."""
+    counts: list[bool]
+    """Whether each token (n,) is a target that counts in the loss; the first never is one."""
+    n_padded: int
+    """Positions of the row without a token."""
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def n_targets(self) -> int:
+        """Targets that count."""
+        return sum(self.counts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as JSON values."""
+        return {**asdict(self), "n_targets": self.n_targets}
+
+
+def rows_read(
+    batches: TrainingBatches, tokenizer: Tokenizer, batch_index: int, rows: Int64
+) -> list[RowRead]:
+    """Return the rows (B,) of the batch with this index, counted from 0."""
+    batch = batches.batch(batch_index, rows)
+    found = []
+    for index, each in enumerate(batches.source_rows(batch_index, rows)):
+        ids, _ = masked_tokens(each.split, each.row)
+        targets = batch.targets[index]
+        counts = np.append(False, targets[: len(ids) - 1] != IGNORED_TARGET)
+        found.append(
+            RowRead(
+                row=int(rows[index]),
+                source=each.source,
+                spans=tuple(_spans(each)),
+                tokens=ids.tolist(),
+                counts=counts.tolist(),
+                n_padded=len(targets) + 1 - len(ids),
+                stretches=tuple(_stretches(ids, counts, tokenizer)),
+            )
+        )
+    return found
+
+
+def _spans(row: SourceRow) -> Iterator[Span]:
+    starts = row.split.document_starts
+    for start, stop in row.row:
+        first, last = (np.searchsorted(starts, [start, stop - 1], side="right") - 1).tolist()
+        yield Span(start, stop, first, last, start - int(starts[first]))
+
+
+def _stretches(
+    ids: npt.NDArray[Any], counts: npt.NDArray[np.bool_], tokenizer: Tokenizer
+) -> Iterator[Stretch]:
+    """Yield the row's text in stretches of tokens that are alike; a special token is one alone."""
+    special = {number: text for text, number in tokenizer.special_tokens.items()}
+    if (end := tokenizer.end_of_text) is not None:
+        special.setdefault(end, tokenizer.decode([end]))
+    alike = [
+        (position if token in special else -1, counted)
+        for position, (token, counted) in enumerate(zip(ids.tolist(), counts.tolist(), strict=True))
+    ]
+    position = 0
+    for (special_at, counted), group in itertools.groupby(alike):
+        stop = position + len(list(group))
+        is_special = special_at >= 0
+        text = special[int(ids[position])] if is_special else tokenizer.decode(ids[position:stop])
+        yield Stretch(text, is_special, counted)
+        position = stop

@@ -1,0 +1,234 @@
+"""Files that a path names: a file, a folder, a pattern or a URL, with those that are held out.
+
+A folder with tables (Parquet, Arrow) is a data set, as Hugging Face's are: downloaded, or saved by
+`datasets`. Its tables alone are read, and their names, or those of their folders, say their split.
+"""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import json
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from pentameter.config.naming import name_of
+from pentameter.config.urls import is_remote, last_part
+from pentameter.data.corpora.files import estimated_bytes
+from pentameter.data.corpora.remote import RemoteFile, local_copy, remote_files
+from pentameter.data.corpora.tables import is_table
+from pentameter.errors import ConfigError, CorruptError, StorageError, near_files
+
+InputFile = Path | RemoteFile
+"""A file on this machine, or one to be copied here when it is read."""
+
+_SPLITS = {
+    "train": "train", "training": "train",
+    "validation": "val", "valid": "val", "val": "val", "dev": "val",
+    "test": "test",
+}  # fmt: skip
+"""Word in the name of a table, or of its folder → its split."""
+_NOT_DATA = re.compile(r"(cache|tmp|indices)[-_.\w]*\.arrow$")
+"""Names of files that `datasets` leaves in the folder of a data set."""
+_STATE_FILE = "state.json"
+_ABOUT = frozenset(
+    ("README.md", "LICENSE", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+) | {_STATE_FILE}
+"""Names of files about a data set, which nobody misses in its text."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Files of a text or of conversations, in order, and those held out as other splits."""
+
+    files: tuple[InputFile, ...]
+    held_out: Mapping[str, tuple[InputFile, ...]] = field(default_factory=dict)
+    """`val` and `test`, if tables among the files are named so."""
+    warnings: tuple[str, ...] = ()
+
+
+def inputs_at(paths: Sequence[str | Path]) -> Inputs:
+    """List the files at paths: files, folders, patterns (`*`, `?`, `[`) and URLs.
+
+    A folder stands for the files below it, sorted by path; hidden files and folders, `__pycache__`,
+    links to folders and special files (pipes, sockets) are left out, and where tables are among
+    them, everything else. Tables named for validation and test are held out if others are named for
+    training. Raises ConfigError for a path that does not exist or holds no file, StorageError for
+    one that cannot be read.
+    """
+    found: list[InputFile] = []
+    named: list[tuple[InputFile, PurePosixPath]] = []
+    warnings: list[str] = []
+    for path in paths:
+        files, root = _files_at(path)
+        tables = [file for file in files if is_table(file.name)]
+        if root and tables:
+            n_others = sum(not is_table(file.name) and file.name not in _ABOUT for file in files)
+            if n_others:
+                warnings.append(
+                    f"{path} holds tables, and its {n_others:,} other files are not read; name "
+                    "them to read them"
+                )
+            files = tables = list(_without_remains(tables))
+        found += files
+        named += [(file, PurePosixPath(str(file).removeprefix(root))) for file in tables]
+    if len(named) < len(found):  # text has no split by its name
+        return Inputs(tuple(found), {}, tuple(warnings))
+    return _by_split(named, warnings)
+
+
+def local_path(file: InputFile) -> Path:
+    """Return the file itself, or the copy of a remote one, made now if need be."""
+    return file if isinstance(file, Path) else local_copy(file)
+
+
+def input_bytes(file: InputFile) -> int:
+    """Estimate the bytes of text in a file. Raises StorageError if it cannot be read."""
+    return estimated_bytes(file) if isinstance(file, Path) else file.n_bytes
+
+
+def input_name(path: str | Path) -> str:
+    """Return a name, as `config/naming.py` allows, for the text at a path."""
+    if is_remote(path):
+        return name_of(PurePosixPath(last_part(str(path))).stem)
+    whole = Path(path).absolute()
+    if whole.name.startswith("*"):  # a pattern: corpus/*.parquet
+        whole = whole.parent
+    return name_of(whole.stem)
+
+
+def files_below(folder: Path, skip: Collection[str] = ("__pycache__",)) -> list[Path]:
+    """List the regular files below a folder, sorted by the parts of their path; see `inputs_at`.
+
+    Folders named in `skip` are not entered.
+    """
+    found: list[Path] = []
+
+    def refuse(error: OSError) -> None:
+        raise StorageError(f"cannot list {error.filename}: {error.strerror}") from error
+
+    for parent, folders, files in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
+        for name in files:
+            path = Path(parent, name)
+            # A link to nowhere is kept: reading it then fails with its name.
+            regular = path.is_file() or (path.is_symlink() and not path.exists())
+            if regular and not name.startswith("."):
+                found.append(path)
+    if not found:
+        raise ConfigError(f"no text file below {folder}; hidden files do not count")
+    return sorted(found, key=lambda path: path.relative_to(folder).parts)
+
+
+def _files_at(path: str | Path) -> tuple[list[InputFile], str]:
+    """List the files at a path, with the folder that it names; "" unless it names one."""
+    if is_remote(path):
+        remote = remote_files(str(path))
+        whole = str(remote[0]) if len(remote) == 1 else ""
+        root = "" if whole.endswith(last_part(str(path))) else str(path)
+        return list(remote), root
+    path = Path(path)
+    if path.is_dir():
+        return list(files_below(path)), str(path)
+    if path.is_file():
+        return [path], ""
+    if path.exists():
+        raise ConfigError(f"{path} is neither a regular file nor a folder; save the text to a file")
+    if _is_pattern(path):
+        matches = [Path(each) for each in sorted(glob.glob(str(path), recursive=True))]
+        if files := [each for each in matches if each.is_file()]:
+            return list(files), ""
+        raise ConfigError(f"{path} matches no file (in {Path.cwd()})")
+    raise ConfigError(
+        f"{path} does not exist (in {Path.cwd()}){near_files(path)}; give a text file or a folder"
+    )
+
+
+def _is_pattern(path: Path) -> bool:
+    return glob.has_magic(str(path)) and not path.exists()
+
+
+def _without_remains(tables: Sequence[InputFile]) -> Iterator[InputFile]:
+    """Yield the tables of a data set: of Arrow files those alone that the state of a saved data set
+    lists, where there is one, and no caches."""
+    for folder, group in itertools.groupby(tables, key=_folder_of):
+        inside = list(group)
+        state = None if folder is None else folder / _STATE_FILE
+        if state is None or not state.is_file():
+            yield from (file for file in inside if not _NOT_DATA.match(file.name))
+            continue
+        listed = _listed_files(state)
+        missing = sorted({*listed} - {file.name for file in inside})
+        if missing:
+            raise CorruptError(f"{state} lists {missing[0]}, which is not there; save it again")
+        yield from (file for file in inside if file.name in listed)
+
+
+def _folder_of(file: InputFile) -> Path | None:
+    return file.parent if isinstance(file, Path) else None
+
+
+def _listed_files(state: Path) -> list[str]:
+    """List the files that a saved data set consists of."""
+    try:
+        content = json.loads(state.read_bytes())
+        if content.get("_indices_data_files"):
+            raise ConfigError(
+                f"{state} chooses rows by a file of indices; save the data set again after "
+                "flatten_indices()"
+            )
+        return [str(each["filename"]) for each in content["_data_files"]]
+    except OSError as error:
+        raise StorageError(f"cannot read {state}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptError(f"{state} is no state of a saved data set; save it again") from error
+
+
+def _by_split(named: Sequence[tuple[InputFile, PurePosixPath]], warnings: list[str]) -> Inputs:
+    """Assign tables to splits by words in their paths, each within the folder that was named."""
+    splits: dict[str | None, list[InputFile]] = {}
+    folders = set()
+    for file, path in named:
+        split = _split_of(path)
+        splits.setdefault(split, []).append(file)
+        if split == "train":
+            folders.add(path.parent if _word_split(path.name) else path.parent.parent)
+    if "train" not in splits:
+        return Inputs(tuple(file for file, _ in named), {}, tuple(warnings))
+    if len(folders) > 1:
+        names = ", ".join(sorted(str(each) for each in folders)[:5])
+        warnings.append(
+            f"there are {len(folders):,} data sets in these files ({names}), and all are read; "
+            "name one for itself"
+        )
+    held_out: dict[str, tuple[InputFile, ...]] = {
+        split: tuple(splits[split]) for split in ("val", "test") if split in splits
+    }
+    if "val" not in held_out and held_out:
+        test = held_out.pop("test")
+        warnings.append(
+            f"{test[0]} is named for the test split, and no file for validation: it is left out, "
+            "and validation is a part of the rest; name it with --data.validation-path to validate "
+            "on it"
+        )
+    if others := splits.get(None):
+        warnings.append(
+            f"{others[0]} (one of {len(others):,}) is named for no split, where others are named "
+            "for training; it is left out"
+        )
+    return Inputs(tuple(splits["train"]), held_out, tuple(warnings))
+
+
+def _split_of(path: PurePosixPath) -> str | None:
+    """Return the split that a path's parts name, the last one first; None without one."""
+    found = (_word_split(part) for part in reversed(path.parts))
+    return next((split for split in found if split is not None), None)
+
+
+def _word_split(name: str) -> str | None:
+    words = re.split("[^a-z]+", name.lower())
+    splits = {_SPLITS[word] for word in words if word in _SPLITS}
+    return "train" if "train" in splits else next(iter(sorted(splits, reverse=True)), None)

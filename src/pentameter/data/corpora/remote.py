@@ -1,0 +1,338 @@
+"""Remote files: whatever `fsspec` opens (`https://`, `s3://`, `hf://`, …), copied into the cache.
+
+A file is known by its URL, size and version (its ETag, checksum or time of change, as the server
+tells it). Its copy is made once, when it is first read: in one stream, resumed after a failure
+where the server can, begun again where it cannot. A copy counts only with exactly the size that the
+server told, so a body that was cut short never becomes text. URLs are shown without user and query,
+which may hold secrets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+from urllib.parse import urlsplit
+
+from pentameter.config.naming import name_of
+from pentameter.config.urls import is_remote, last_part, shown_url, url_problem
+from pentameter.disk.atomic import FolderExistsError, check_free_space, storage_errors, sync
+from pentameter.disk.cache import cache_folder
+from pentameter.disk.lock import building
+from pentameter.errors import ConfigError, PentameterError, StorageError, printable
+
+ATTEMPTS = 5
+"""Requests in a row that may fail without bringing `PROGRESS_BYTES`."""
+FIRST_WAIT_SECONDS = 1.0
+"""Before the second attempt; doubled before each further one."""
+CONNECT_SECONDS, SILENCE_SECONDS = 30.0, 60.0
+"""Longest wait for an HTTP server to take a connection, and to send the next bytes."""
+PROGRESS_BYTES = BLOCK_BYTES = 1 << 20
+
+_HTTP = ("http", "https")
+_VERSIONS = (
+    "ETag", "etag", "blob_id", "md5Hash", "md5", "content_md5", "Content-MD5", "Digest", "checksum",
+    "LastModified", "last_modified", "Last-Modified", "updated", "mtime", "created",
+)  # fmt: skip
+"""Keys under which the kinds of file systems tell a file's version, better ones first."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file that `fsspec` opens; text shows its URL without secrets."""
+
+    url: str = field(repr=False)
+    n_bytes: int
+    version: str | None
+    """ETag, checksum or time of change; None if the server tells none."""
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return last_part(self.url)
+
+    @property
+    def key(self) -> list[str | int | None]:
+        """JSON values by which its content is known."""
+        return [self.url, self.n_bytes, self.version]
+
+    def __str__(self) -> str:
+        return shown_url(self.url)
+
+
+def remote_files(url: str) -> list[RemoteFile]:
+    """List the file that a URL names, or those that match its `*`, or those below its folder,
+    sorted by path; hidden ones are left out.
+
+    A folder is recognised where the kind of file system has folders, which HTTP has not. Raises
+    ConfigError for a missing package, an unknown scheme, or no such file; StorageError if the
+    server does not answer after `ATTEMPTS`, or tells no size.
+    """
+
+    if (problem := url_problem(url)) is not None:
+        raise ConfigError(problem)
+
+    def find() -> list[RemoteFile]:
+        fs, path = _file_system(url)
+        fs.invalidate_cache()
+        if "*" in path:
+            found = fs.glob(path, detail=True)
+        elif fs_has_folders(url) and fs.isdir(path):
+            found = fs.find(path, detail=True)
+        else:
+            found = {path: fs.info(path)}
+        files = {name: info for name, info in found.items() if info.get("type") != "directory"}
+        return [
+            _remote_file(fs, url, name, info)
+            for name, info in sorted(files.items())
+            if name == path or not any(part.startswith(".") for part in name.split("/")[1:])
+        ]
+
+    files = _retried(url, find)
+    if not files:
+        raise ConfigError(f"{shown_url(url)} holds no file, or matches none")
+    return files
+
+
+def fs_has_folders(url: str) -> bool:
+    """True unless the URL is of HTTP, where a folder is a page like any other."""
+    return urlsplit(url).scheme.lower() not in _HTTP
+
+
+def local_copy(file: RemoteFile) -> Path:
+    """Return the copy of a remote file in the cache, made now if it is not there.
+
+    One process at a time copies a file, others wait. What has come of a copy that failed is kept,
+    and a later call goes on from there if the server knows versions. Raises StorageError if the
+    server fails, or the file changes, more than `ATTEMPTS` times in a row.
+    """
+    digest = hashlib.sha256(json.dumps(file.key).encode()).hexdigest()
+    folder = cache_folder() / "remote" / f"{name_of(file.name)[:60]}-{digest[:24]}"
+    path = folder / name_of(file.name)
+    if not path.exists():
+        partial = folder.with_name(f".{folder.name}.download")
+        with suppress(FolderExistsError), building(folder) as unfinished:
+            if file.version is None:
+                partial.unlink(missing_ok=True)
+            check_free_space(folder.parent, file.n_bytes)
+            _download(file, partial)
+            sync(partial)
+            os.replace(partial, unfinished / path.name)
+    if (size := path.stat().st_size) != file.n_bytes:
+        raise StorageError(
+            f"{path}, the copy of {file}, has {size:,} bytes and not {file.n_bytes:,}; delete "
+            f"{folder} and start again"
+        )
+    return path
+
+
+def _download(file: RemoteFile, partial: Path) -> None:
+    """Append to `partial` until it has the whole file; see `local_copy`."""
+    n_failures = 0
+    while True:
+        before = partial.stat().st_size if partial.exists() else 0
+        try:
+            if before < file.n_bytes or not partial.exists():
+                _append(file, partial, before)
+            _check_whole(file, partial)
+            return
+        except PentameterError:
+            raise
+        except Exception as error:  # each kind of file system has errors of its own
+            after = partial.stat().st_size if partial.exists() else 0
+            n_failures = 1 if after - before >= PROGRESS_BYTES else n_failures + 1
+            if n_failures >= ATTEMPTS or not _is_passing(error):
+                raise _failure(
+                    file.url, error, n_failures, f"; {after:,} bytes are kept"
+                ) from error
+        time.sleep(FIRST_WAIT_SECONDS * 2 ** (n_failures - 1))
+
+
+class _IncompleteError(Exception):
+    """What came is not the file that was announced."""
+
+
+def _append(file: RemoteFile, partial: Path, offset: int) -> None:
+    """Append the file's bytes from `offset` on, or all of them in place of those that are there if
+    the server sends those. Raises _IncompleteError for a body of another size."""
+    with _body(file, offset) as (stream, begins), _opened(partial, begins) as copy:
+        n_left = file.n_bytes - begins
+        while block := stream.read(min(BLOCK_BYTES, n_left + 1)):
+            if len(block) > n_left:
+                copy.truncate(0)
+                raise _IncompleteError(f"more than the {file.n_bytes:,} bytes announced")
+            with storage_errors(partial, "write"):  # a full disk is no failure of the server
+                copy.write(block)
+            n_left -= len(block)
+    if n_left:
+        raise _IncompleteError(
+            f"the body ended after {file.n_bytes - n_left:,} of {file.n_bytes:,} bytes"
+        )
+
+
+def _opened(partial: Path, n_bytes: int) -> BinaryIO:
+    """Open a file to go on behind its first `n_bytes`, created if absent; StorageError."""
+    with storage_errors(partial, "write"):
+        copy = partial.open("r+b" if partial.exists() else "wb", buffering=0)
+        copy.truncate(n_bytes)
+        copy.seek(n_bytes)
+        return copy
+
+
+@contextmanager
+def _body(file: RemoteFile, offset: int) -> Iterator[tuple[Any, int]]:
+    """Yield the file's bytes as a stream, and the offset at which it begins."""
+    fs, path = _file_system(file.url)
+    if fs_has_folders(file.url):
+        with fs.open(path, "rb", block_size=8 * BLOCK_BYTES, cache_type="readahead") as stream:
+            stream.seek(offset)
+            yield stream, offset
+        return
+    headers = {"Accept-Encoding": "identity"}  # else the size is of compressed bytes
+    if offset:
+        headers["Range"] = f"bytes={offset}-"
+        if file.version is not None and not file.version.startswith("W/"):
+            headers["If-Range"] = file.version  # a changed file comes whole
+    with fs.open(path, "rb", block_size=0, size=file.n_bytes, headers=headers) as stream:
+        response = stream.r
+        response.raise_for_status()
+        is_rest = response.status == 206
+        told = re.match(r"bytes (\d+)-", response.headers.get("Content-Range", ""))
+        if is_rest and (told is None or int(told[1]) != offset):
+            raise _IncompleteError("a range that was not asked for")
+        yield stream, offset if is_rest else 0
+
+
+def _check_whole(file: RemoteFile, partial: Path) -> None:
+    """Remove `partial` and raise _IncompleteError if it has another size, or the file has changed
+    on the server meanwhile: parts of two versions may be in it."""
+    fs, path = _file_system(file.url)
+    fs.invalidate_cache()
+    now = _remote_file(fs, file.url, path, fs.info(path))
+    if partial.stat().st_size != file.n_bytes or now.key[1:] != file.key[1:]:
+        partial.unlink()
+        raise _IncompleteError("it changed while it was copied; start again")
+
+
+def _remote_file(fs: Any, url: str, name: str, info: dict[str, Any]) -> RemoteFile:
+    if info.get("size") is None:
+        info = {**info, **fs.info(name)}
+    whole = name if is_remote(name) else fs.unstrip_protocol(name)
+    if info.get("size") is None:
+        raise StorageError(
+            f"{shown_url(whole)}: the server does not say how long the file is, so a copy that was "
+            "cut short could not be told; download it, and name the file"
+        )
+    version = next((info[key] for key in _VERSIONS if info.get(key) is not None), None)
+    if isinstance(version, datetime):  # a listing may have the same time as a number
+        version = version.timestamp()
+    return RemoteFile(whole, int(info["size"]), None if version is None else str(version))
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """Return the `fsspec` file system for a URL, and the path within it. Raises ConfigError for a
+    package that is missing, or an unknown scheme."""
+    try:
+        import fsspec
+    except ImportError as error:
+        raise _missing("fsspec", url) from error
+    options: dict[str, Any] = {}
+    if not fs_has_folders(url):
+        try:
+            import aiohttp
+        except ImportError as error:
+            raise _missing("aiohttp", url) from error
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENCE_SECONDS
+        )
+        options["client_kwargs"] = {"timeout": timeout, "trust_env": True}  # proxies, ~/.netrc
+    try:
+        fs, path = fsspec.url_to_fs(url, **options)
+    except ImportError as error:
+        raise _missing(str(error).partition("\n")[0], url) from error
+    except ValueError as error:
+        raise ConfigError(f"{shown_url(url)}: {_reason(url, error)}") from error
+    return fs, path
+
+
+def _missing(what: str, url: str) -> ConfigError:
+    return ConfigError(
+        f"reading {shown_url(url)} needs a package that is not installed ({what}); "
+        "`pip install 'pentameter[remote]'`, or download the file and name it"
+    )
+
+
+def _retried(url: str, ask: Callable[[], Result]) -> Result:
+    """Return what `ask` returns, asked up to ATTEMPTS times while it fails."""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return ask()
+        except PentameterError:
+            raise
+        except Exception as error:
+            if attempt == ATTEMPTS or not _is_passing(error):
+                raise _failure(url, error, attempt) from error
+        time.sleep(FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
+    raise AssertionError("unreachable")
+
+
+def _status(error: BaseException) -> int | None:
+    """Return the HTTP status in an error or its causes; None without one."""
+    at: BaseException | None = error
+    while at is not None:
+        if isinstance(status := getattr(at, "status", None), int):
+            return status
+        at = at.__cause__
+    return None
+
+
+def _is_passing(error: BaseException) -> bool:
+    """True if the same request may succeed later."""
+    status = _status(error)
+    if status is not None:
+        return status >= 500 or status in (408, 425, 429)
+    if isinstance(error, FileNotFoundError):
+        return error.__cause__ is not None  # HTTP's, for whatever went wrong
+    return not isinstance(error, PermissionError | NotImplementedError)
+
+
+def _failure(url: str, error: BaseException, n_attempts: int, kept: str = "") -> PentameterError:
+    """Build the error for a file that could not be had: its URL, the reason, the remedy."""
+    status, where = _status(error), shown_url(url)
+    is_missing = isinstance(error, FileNotFoundError) and error.__cause__ is None
+    if status in (404, 410) or is_missing:
+        return ConfigError(f"{where} does not exist (the server says so); check the URL")
+    if status in (401, 403) or isinstance(error, PermissionError):
+        return StorageError(
+            f"{where} may not be read ({_reason(url, error)}); log in as its kind of storage wants "
+            "it (~/.netrc, AWS_PROFILE, HF_TOKEN, …), or download it and name the file"
+        )
+    times = f" after {n_attempts} attempts" if n_attempts > 1 else ""
+    return StorageError(
+        f"{where} could not be read{times} ({_reason(url, error)}{kept}); check the network and "
+        "start again, or download it and name the file"
+    )
+
+
+def _reason(url: str, error: BaseException) -> str:
+    """Return an error in words, without the secrets of a URL."""
+    at = error
+    while isinstance(at, FileNotFoundError) and at.__cause__ is not None:
+        at = at.__cause__
+    if (status := _status(at)) is not None:
+        return f"HTTP status {status}"
+    if isinstance(at, TimeoutError) or "Timeout" in type(at).__name__:
+        return "no answer in time"
+    text = str(at).partition("\n")[0].replace(url, shown_url(url))
+    text = re.sub(r"(?<=\S)\?[^\s'\")]+", "", re.sub(r"//[^/\s@]+@", "//", text))
+    return printable(f"{type(at).__name__.strip('_')}: {text}" if text else type(at).__name__)[:300]

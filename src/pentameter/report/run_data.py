@@ -1,0 +1,109 @@
+"""The training data of a run folder, opened as the run reads it, without a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pentameter.config.load import load_config
+from pentameter.config.schema import Config
+from pentameter.config.urls import shown_path
+from pentameter.data.batches.step import TrainingBatches, training_batches
+from pentameter.data.open_dataset import joined_sources
+from pentameter.data.shards.dataset import Dataset, open_shards
+from pentameter.data.shards.format import find_header
+from pentameter.disk.cache import cache_folder
+from pentameter.disk.foreign import read_json
+from pentameter.errors import ConfigError, CorruptError
+from pentameter.report.reading import as_table, check_run_folder
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run's configuration, its data set and its batches."""
+
+    config: Config
+    dataset: Dataset
+    batches: TrainingBatches
+    first_step: int
+    """The first step that this folder's run made; above 1 where it branched off from another."""
+
+    @property
+    def source_names(self) -> list[str]:
+        """Each data set's corpus or path, as the configuration names it."""
+        data = self.config.data
+        return [each.corpus or shown_path(each.path or "") for each in data.sources or (data,)]
+
+    def batch_index(self, step: int) -> int:
+        """Return the index of the batch that a step of metrics.jsonl reads, `step` - 1.
+
+        metrics.jsonl numbers a step by how many are complete with it; batches count from 0. Raises
+        ConfigError for a step that the run does not make.
+        """
+        n_steps = self.config.train.steps
+        assert n_steps is not None  # a run's config.toml has it
+        if not 1 <= step <= n_steps:
+            raise ConfigError(
+                f"--step {step} is no step of this run, which makes the steps 1 … {n_steps}, as "
+                "metrics.jsonl numbers them"
+            )
+        if step < self.first_step:
+            raise ConfigError(
+                f"--step {step} was made by the run from which this one branched off after step "
+                f"{self.first_step - 1}; look at it in that run's folder"
+            )
+        return step - 1
+
+
+def open_run_data(folder: Path) -> RunData:
+    """Open the data of the run in `folder` from the shards that it trains on; nothing is prepared.
+
+    Raises ConfigError if the folder holds no run, or one with batches from the user's code;
+    CorruptError if the shards are gone, or are others than the run's.
+    """
+    check_run_folder(folder)
+    config, plan_file = load_config(folder / "config.toml"), folder / "plan.json"
+    record = read_json(plan_file)
+    data = as_table(record.get("data"))
+    if "batches" not in data:
+        raise ConfigError(
+            f"{plan_file} does not say where the run's tokens lie: an earlier version wrote it. "
+            "The command that trained the run adds it, also when the run is complete"
+        )
+    if data["batches"] is not None:
+        raise ConfigError(
+            f"the run in {folder} reads batches from a function of its user ({data['batches']}), "
+            "and `data` knows those of the configuration alone; call the function with the step "
+            "- 1 and the rows"
+        )
+    paths = data.get("shards")
+    if not isinstance(paths, list) or len(paths) != len(config.data.sources or (config.data,)):
+        raise CorruptError(f"{plan_file} is damaged: data.shards={paths!r:.80}")
+    opened = [_opened(Path(str(path)), folder) for path in paths]
+    dataset = joined_sources(config.data, opened) if config.data.sources else opened[0]
+    if dataset.hash != data.get("hash"):
+        raise CorruptError(
+            f"the tokens in {', '.join(map(str, paths))} are not those of the run in {folder} "
+            f"(sha256 {dataset.hash[:16]}…, expected {str(data.get('hash'))[:16]}…); restore them"
+        )
+    batches = training_batches(config, dataset.split("train"))
+    return RunData(config, dataset, batches, 1 + _branched_after(record))
+
+
+def _opened(recorded: Path, run_folder: Path) -> Dataset:
+    """Open shards where they were, else where this machine's cache would have them."""
+    for folder in (recorded, cache_folder() / "prepared" / recorded.name):
+        if (header := find_header(folder)) is not None:
+            return open_shards(header, verify=False)  # whoever trains verifies
+    raise CorruptError(
+        f"the tokens of the run in {run_folder} are gone: {recorded} is not there. The command "
+        "that trained the run prepares them again from the same text; shards that were prepared "
+        "by hand have to be put back"
+    )
+
+
+def _branched_after(record: dict[str, Any]) -> int:
+    """Return the step of the other run's checkpoint with which the run began; 0 without one."""
+    step = as_table(record.get("parent")).get("step")
+    return step if isinstance(step, int) else 0
