@@ -37,7 +37,8 @@ LOSSES: dict[str, Callable[[RecordedRun], Series]] = {
 """Losses that can be drawn for several runs in one figure."""
 THINNEST_POINTS = 1.5
 """Thinner lines, in points, are noise behind a curve, grid or marks."""
-DASHES = ((0, ()), (0, (4, 1.5)), (0, (1, 1)))
+DASHES = ((), (5, 2), (1.5, 1.5), (7, 1.5, 1.5, 1.5))
+"""Line styles: lengths drawn and left out, in units of the line's width."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,13 @@ LIGHT = Palette()
 # For the page: colours that stand for a CSS variable each, so that one drawing serves light and
 # dark. `page_svg` replaces them; no other colour may be used in a figure.
 PAGE = Palette(*(f"#ab00{index:02x}" for index in range(1, 8)))
-RUN_COLOURS = tuple(f"#ab01{index:02x}" for index in range(1, 9))
-"""Run colours on a comparison page; they stand for --run-1 to --run-8."""
+RUN_COLOURS = tuple(f"#ab01{index:02x}" for index in range(1, 6))
+"""Run colours on a comparison page; they stand for --run-1 to --run-5, which differ for every kind
+of colour vision."""
+RUN_STYLES = tuple(
+    (colour, dashes) for dashes in DASHES for colour in range(1, len(RUN_COLOURS) + 1)
+)
+"""Number of its colour, and dashes, of each run that is drawn by itself; further ones are pale."""
 _PAGE_VARIABLES = {colour: f"var(--{role})" for role, colour in vars(PAGE).items()} | {
     colour: f"var(--run-{index})" for index, colour in enumerate(RUN_COLOURS, 1)
 }
@@ -150,8 +156,8 @@ def small_figures(record: RecordedRun, palette: Palette) -> list[tuple[str, str,
 def overlay_figure(
     loss: str, runs: Sequence[tuple[str, RecordedRun]], *, axis: str = "step", settled: bool = True
 ) -> Figure | None:
-    """Draw one loss (a key in LOSSES) for all runs, labelled and coloured, over an axis (a key in
-    AXES); None if no run has values.
+    """Draw one loss (a key in LOSSES) for all runs over an axis (a key in AXES), each in its entry
+    of RUN_STYLES; None if no run has values. The page has the legend, beside the curves.
 
     `settled` hides a fall at the start above the axis, and says so.
     """
@@ -165,17 +171,20 @@ def overlay_figure(
             continue
         few = len(series) <= 40
         steps, values = thinned(series) if loss == "Validation loss" or few else smoothed(series)
+        at = _axis_values(record, axis, steps)
+        if index >= len(RUN_STYLES):
+            axes.plot(at, values, color=PAGE.muted, lw=0.8, alpha=0.5, zorder=1)
+            continue
+        colour, dashes = RUN_STYLES[index]
         axes.plot(
-            _axis_values(record, axis, steps), values, color=RUN_COLOURS[index % len(RUN_COLOURS)],
-            ls=DASHES[index // len(RUN_COLOURS) % len(DASHES)], lw=1.7, label=label,
-            marker="o" if few else "", ms=2.6,
+            at, values, color=RUN_COLOURS[colour - 1], ls=(0, dashes) if dashes else "-", lw=1.7,
+            label=label, marker="o" if few and not dashes else "", ms=2.6, zorder=3 - index / 99,
         )  # fmt: skip
     cut = settled_limits(tuple(curves)) if settled else None
     _limit_axes(axes, cut or whole)
     if cut is not None:
         _note_hidden_start(axes, whole[1], PAGE)
     axes.set_xlabel(AXES[axis], color=PAGE.muted, fontsize=9)
-    axes.legend(loc="upper right", frameon=False, fontsize=8.5, labelcolor=PAGE.ink)
     return figure
 
 

@@ -24,7 +24,7 @@ for (const svg of document.querySelectorAll("svg[data-hover]")) {
   }
   svg.append(marks);
   const box = document.createElement("div");
-  box.className = "hover";
+  box.className = plot.curves.length > 10 ? "hover many" : "hover";
   box.hidden = true;
   svg.parentNode.append(box);
   const hide = () => { box.hidden = true; marks.setAttribute("visibility", "hidden"); };
