@@ -128,10 +128,11 @@ def small_figures(record: RecordedRun, palette: Palette) -> list[tuple[str, str,
         ("tokens_per_second", "Tokens per second", engineering, True),
         ("mfu", "Model FLOPs utilisation", percent, True),
     )
+    per_token = _mfu_per_token(record)
     figures = []
     for key, title, formatter, noisy in wanted:
         series = record.train.get(key, Series())
-        if not len(series):
+        if not len(series) or (key == "mfu" and per_token is not None):
             continue
         figure, axes = _plain_axes(SMALL_INCHES, palette)
         level = _clip_norm(record) if key == "grad_norm" else None
@@ -149,8 +150,35 @@ def small_figures(record: RecordedRun, palette: Palette) -> list[tuple[str, str,
             _limit_axes(axes, (0.0, span[1]) if from_zero else span)
         if axes.get_yscale() == "linear":
             axes.yaxis.set_major_formatter(formatter)
+        if key == "tokens_per_second" and per_token is not None:
+            title = "Tokens per second, and MFU at the right"
+            _add_mfu_axis(axes, per_token, percent, palette)
         figures.append((key, title, figure))
     return figures
+
+
+def _mfu_per_token(record: RecordedRun) -> float | None:
+    """Return MFU ÷ tokens per second if it is the same throughout, so that one curve shows both;
+    None if it changes, as on a resume on another device, or is unknown."""
+    speed, mfu = (record.train.get(key, Series()) for key in ("tokens_per_second", "mfu"))
+    if not len(mfu) or speed.steps != mfu.steps or min(speed.values) <= 0:
+        return None
+    ratios = np.asarray(mfu.values) / np.asarray(speed.values)
+    low, high = float(ratios.min()), float(ratios.max())
+    return float(np.median(ratios)) if 0 < high <= 1.001 * low else None
+
+
+def _add_mfu_axis(
+    axes: Axes, per_token: float, percent: PercentFormatter, palette: Palette
+) -> None:
+    """Add the axis of MFU at the right, for a curve of tokens per second."""
+    right = axes.secondary_yaxis(
+        "right", functions=(lambda speed: speed * per_token, lambda mfu: mfu / per_token)
+    )
+    right.spines["right"].set_visible(False)
+    right.tick_params(axis="y", length=0, labelsize=9, labelcolor=palette.muted, pad=5)
+    right.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    right.yaxis.set_major_formatter(percent)
 
 
 def overlay_figure(
