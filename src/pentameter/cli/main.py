@@ -25,6 +25,7 @@ VERBS = {
     "verify": "verify layouts against one process: verify PRESET-or-FILE [--layouts all]",
     "report": "write report.html for a run: report RUN_DIR",
     "compare": "curves, settings that differ and results of runs on one page: compare RUN RUN…",
+    "watch": "a live page of the runs in a folder, with reports and comparisons: watch [RUNS]",
     "doctor": "what this machine can do, and what training on it would choose",
 }
 

@@ -212,11 +212,13 @@ def _key(value: Any) -> float | str:
 # The page
 
 
-def render_comparison(comparison: Comparison) -> str:
-    """Render the whole page as HTML."""
+def render_comparison(comparison: Comparison, live: str = "", version: str = "") -> str:
+    """Render the whole page as HTML. live: address that a live page asks for its version."""
     return render(
         "comparison.html",
-        scripts=("hover.js", "sort.js"),
+        scripts=("hover.js", "sort.js", *(("live.js",) if live else ())),
+        live=live,
+        live_version=version,
         comparison=comparison,
         ranking=comparison.ranking,
         losses=list(_losses([(run.label, run.record) for run in comparison.runs])),

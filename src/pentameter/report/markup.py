@@ -28,12 +28,18 @@ _PRINTED |= dict.fromkeys((127, *range(0xD800, 0xE000)), 0xFFFD)
 
 
 def render(
-    template: str, *, scripts: Sequence[str] = ("hover.js",), live: str = "", **values: Any
+    template: str,
+    *,
+    scripts: Sequence[str] = ("hover.js",),
+    live: str = "",
+    live_version: str = "",
+    **values: Any,
 ) -> str:
     """Render a file in `templates/`; every text among `values` is escaped.
 
     scripts: files in `templates/` that become the page's one script. live: address that the page
-    asks for what is new; "" for a page in a file, which may connect to nothing.
+    asks for what is new; "" for a page in a file, which may connect to nothing. live_version: what
+    that address would say now.
     """
     script = "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in scripts)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -48,6 +54,7 @@ def render(
             script=Markup(script),
             script_hash=f"sha256-{digest}",
             live=live,
+            live_version=live_version,
             style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
             version=version,
             **values,

@@ -122,13 +122,14 @@ def small_figures(record: RecordedRun, palette: Palette) -> list[tuple[str, str,
     percent = PercentFormatter(xmax=1, decimals=None)
     engineering = EngFormatter(sep="")
     scientific = FuncFormatter(lambda value, _: f"{value:g}".replace("e-0", "e-"))
+    per_token = _mfu_per_token(record)
+    speed = "Tokens per second" + ("" if per_token is None else ", and MFU at the right")
     wanted: tuple[tuple[str, str, Callable[..., Any], bool], ...] = (
         ("learning_rate", "Learning rate", scientific, False),
         ("grad_norm", "Gradient norm before clipping", FuncFormatter(_format_number), True),
-        ("tokens_per_second", "Tokens per second", engineering, True),
+        ("tokens_per_second", speed, engineering, True),
         ("mfu", "Model FLOPs utilisation", percent, True),
     )
-    per_token = _mfu_per_token(record)
     figures = []
     for key, title, formatter, noisy in wanted:
         series = record.train.get(key, Series())
@@ -151,7 +152,6 @@ def small_figures(record: RecordedRun, palette: Palette) -> list[tuple[str, str,
         if axes.get_yscale() == "linear":
             axes.yaxis.set_major_formatter(formatter)
         if key == "tokens_per_second" and per_token is not None:
-            title = "Tokens per second, and MFU at the right"
             _add_mfu_axis(axes, per_token, percent, palette)
         figures.append((key, title, figure))
     return figures
