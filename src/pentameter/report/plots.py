@@ -172,9 +172,14 @@ def _add_mfu_axis(
     axes: Axes, per_token: float, percent: PercentFormatter, palette: Palette
 ) -> None:
     """Add the axis of MFU at the right, for a curve of tokens per second."""
-    right = axes.secondary_yaxis(
-        "right", functions=(lambda speed: speed * per_token, lambda mfu: mfu / per_token)
-    )
+
+    def to_mfu(speed: Any) -> Any:  # numbers or arrays of them
+        return speed * per_token
+
+    def to_speed(mfu: Any) -> Any:
+        return mfu / per_token
+
+    right = axes.secondary_yaxis("right", functions=(to_mfu, to_speed))
     right.spines["right"].set_visible(False)
     right.tick_params(axis="y", length=0, labelsize=9, labelcolor=palette.muted, pad=5)
     right.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
