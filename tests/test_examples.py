@@ -1,11 +1,16 @@
 """The programs in examples/ run, and do what they say, on a small configuration."""
 
+import contextlib
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,6 +57,92 @@ def test_the_documentation_shows_the_example_as_it_is():
     page = (EXAMPLES.parent / "docs" / "python-api.md").read_text()
     code = (EXAMPLES / "hooks.py").read_text().split('"""\n\n', 1)[1]
     assert f"```python\n{code}```" in page
+
+
+class Listener(BaseHTTPRequestHandler):
+    """Keeps what is posted."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.told.append((self.path, json.loads(body)))
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def listener():
+    with HTTPServer(("127.0.0.1", 0), Listener) as server:
+        server.told = []
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def notify(listener):
+    """examples/notify.py as a module, and a run that tells the listener and a port where nobody
+    listens."""
+    spec = importlib.util.spec_from_file_location("notify", EXAMPLES / "notify.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    said = []
+    run = SimpleNamespace(
+        world=SimpleNamespace(is_main=True), run_dir=Path("runs/a"),
+        config=SimpleNamespace(name="a"), state=SimpleNamespace(step=7),
+        console=SimpleNamespace(say=said.append), said=said,
+    )  # fmt: skip
+    hook = module.Notify("http://127.0.0.1:9/secret", f"http://127.0.0.1:{listener.server_port}/x")
+    return SimpleNamespace(module=module, hook=hook, run=run)
+
+
+def test_somebody_is_told_how_a_run_ended(notify, listener):
+    notify.hook.on_end(notify.run, SimpleNamespace(kind="completed", step=7, reason="completed"))
+    notify.hook.on_error(notify.run, ValueError("the loss is nan"))
+    first, second = (told for _, told in listener.told)
+    assert first == {
+        "run": "runs/a", "name": "a", "kind": "completed", "step": 7,
+        "text": "a ended after step 7: completed",
+    }  # fmt: skip
+    assert (second["kind"], second["text"]) == ("error", "a failed at step 7: the loss is nan")
+    assert len(notify.run.said) == 2  # the port where nobody listens
+    assert not any("secret" in line for line in notify.run.said)
+    notify.run.world.is_main = False
+    notify.hook.on_error(notify.run, ValueError("told by the main process"))
+    assert len(listener.told) == 2
+
+
+def test_a_mail_says_the_same(notify, monkeypatch):
+    sent = []
+
+    class Server(contextlib.nullcontext):
+        def __init__(self, host, port, timeout):
+            super().__init__(self)
+            self.send_message = lambda mail: sent.append((host, port, mail))
+
+    monkeypatch.setattr(notify.module.smtplib, "SMTP", Server)
+    monkeypatch.setenv("SMTP_HOST", "mail.example.org:2525")
+    notify.module.send("mailto:me@example.org", {"text": "a ended\nhere", "step": 7})
+    ((host, port, mail),) = sent
+    assert (host, port, mail["To"], mail["Subject"]) == (
+        "mail.example.org", 2525, "me@example.org", "a ended",
+    )  # fmt: skip
+    assert json.loads(mail.get_content())["step"] == 7
+
+
+def test_a_chat_gets_a_message(notify, monkeypatch):
+    asked = []
+    opened = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(
+        notify.module.urllib.request, "urlopen",
+        lambda request, timeout: asked.append(request) or opened,
+    )  # fmt: skip
+    notify.module.send("https://hooks.slack.com/services/T/B/X", {"text": "a ended", "step": 7})
+    assert json.loads(asked[0].data) == {"text": "a ended"}
 
 
 NOTEBOOK = EXAMPLES / "first-steps.ipynb"

@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 import re
@@ -15,9 +16,10 @@ from pentameter.config.load import load_config
 from pentameter.config.write import to_toml
 from pentameter.errors import ConfigError
 from pentameter.planning.plan import make_plan
-from pentameter.report import reading
+from pentameter.report import markup, reading
 from pentameter.report.comparison import compare_runs, render_comparison
-from pentameter.report.plots import LOSSES, overlay_figure, useful_axes
+from pentameter.report.plots import LOSSES, PAGE, RUN_STYLES, overlay_figure, useful_axes
+from pentameter.report.ranking import STUDENT_T, UNKNOWN_NOISE
 
 
 @pytest.fixture
@@ -50,23 +52,31 @@ def pair(make_named, run_events, run_end):
     return a, b
 
 
-def rows(comparison):
-    return {row.title: (row.cells, row.best) for row in comparison.rows}
+def columns(comparison):
+    return {column.title: column.cells for column in comparison.columns}
+
+
+def leaders(comparison):
+    return sorted(comparison.ranking.leaders)
 
 
 def test_what_runs_came_to(pair):
-    found = compare_runs(pair)
-    table = rows(found)
-    assert table["outcome"][0] == ("finished", "stopped")
+    found = compare_runs(pair[::-1])  # the order of the shell does not count
+    assert [run.label for run in found.runs] == ["a", "b"]
+    table = columns(found)
+    assert list(table)[:3] == ["best validation loss", "state", "optimizer.learning_rate"]
+    assert table["state"] == ("finished", "stopped")
     first, second = (run.record.best().loss for run in found.runs)
-    assert table["best validation loss"] == ((f"{first:.4f}", f"{second:.4f}"), {0})
-    assert table["steps"][0] == ("400 of 400", "200 of 200")
-    assert table["tokens"][0] == ("102k", "102k")
-    assert table["time"][0] == ("1 h 2 min", "20 s")
-    assert table["tokens per second"] == (("2.56k", "2.56k"), set())  # equal: none is the best
-    assert found.verdict == (
+    assert table["best validation loss"] == (f"{first:.4f}", f"{second:.4f}")
+    assert table["steps"] == ("400 of 400", "200 of 200")
+    assert table["tokens"] == ("102k", "102k")
+    assert table["time"] == ("1 h 2 min", "20 s")
+    assert ("parameters", "10,745,088") in found.alike
+    assert leaders(found) == ["a"]
+    assert found.ranking.verdict == (
         f"a has the lowest validation loss: {first:.4f}, {second - first:.4f} below b."
     )
+    assert found.ranking.noise.startswith("Noise is unknown: no two finished runs differ")
 
 
 def scores(folder, *losses, precision="bf16", layouts=("data=1",)):
@@ -86,32 +96,93 @@ def scores(folder, *losses, precision="bf16", layouts=("data=1",)):
 
 
 def test_rounding_crowns_no_winner(tmp_path):
-    a, b = scores(tmp_path / "a", 1.4697), scores(tmp_path / "b", 1.4711)
+    """bf16 tells losses 0.4 % apart no further than the order of sums."""
+    a, b = scores(tmp_path / "a", 1.4697), scores(tmp_path / "b", 1.4725)
     found = compare_runs([a, b])
-    for title in ("best validation loss", "final validation loss", "perplexity", "bits per byte"):
-        assert rows(found)[title][1] == set(), title
-    assert found.verdict == (
-        "a and b are equal in validation loss, as far as bf16 tells: 1.4697 and 1.4711."
+    assert leaders(found) == []
+    assert found.ranking.verdict == (
+        "No best run can be named: a has validation loss 1.4697, and b cannot be told from it "
+        "(a lead of 0.0028 may be chance)."
     )
-    scores(b, 1.4711, precision="fp32"), scores(a, 1.4697, precision="fp32")
-    found = compare_runs([a, b])
-    assert rows(found)["perplexity"][1] == {0}
-    assert found.verdict == "a has the lowest validation loss: 1.4697, 0.0014 below b."
-    scores(a, 1.4697), scores(b, 1.4711)  # both are better than a third one, by more than rounding
-    found = compare_runs([a, b, scores(tmp_path / "c", 1.6)])
-    assert rows(found)["best validation loss"][1] == {0, 1}
 
 
-def test_cells_that_read_the_same_have_no_best(tmp_path):
-    a = scores(tmp_path / "a", 2.00001, precision="fp32")
-    b = scores(tmp_path / "b", 2.00004, precision="fp32")
-    assert rows(compare_runs([a, b]))["best validation loss"] == (("2.0000", "2.0000"), set())
+def test_a_small_lead_is_none_while_the_noise_is_unknown(tmp_path):
+    bound = UNKNOWN_NOISE * 2.0
+    a = scores(tmp_path / "a", 2.0, precision="fp32")
+    b = scores(tmp_path / "b", 2.0 + 0.9 * bound, precision="fp32")
+    assert leaders(compare_runs([a, b])) == []
+    scores(b, 2.0 + 1.1 * bound, precision="fp32")
+    assert leaders(compare_runs([a, b])) == ["a"]
+    c = scores(tmp_path / "c", 3.0, precision="fp32")
+    scores(b, 2.0 + 0.9 * bound, precision="fp32")
+    assert leaders(compare_runs([a, b, c])) == []  # better than the third, but which one is best?
+
+
+@pytest.fixture
+def make_seeds(make_named):
+    """`make_seeds(name, losses, **settings)`: finished runs of seeds 0, 1, … with these losses."""
+
+    def make(name, losses, **overrides):
+        folders = []
+        for seed, loss in enumerate(losses):
+            events = [
+                {"event": "start", "step": 0, "precision": "fp32"},
+                {"event": "eval", "step": 400, "split": "val", "loss": loss},
+                {"event": "end", "step": 400, "reason": "completed", "seconds": 1.0},
+            ]
+            folders.append(make_named(f"{name}-{seed}", events, seed=seed, **overrides))
+        return folders
+
+    return make
+
+
+def test_what_the_seed_alone_moves_names_no_winner(make_seeds):
+    """Two runs with losses x and y deviate by |x − y| / √2; with one degree of freedom each, two
+    groups have two."""
+    low = make_seeds("low", (1.460, 1.470))
+    high = make_seeds("high", (1.466, 1.476), optimizer__learning_rate=0.5)
+    found = compare_runs([*low, *high])
+    assert [run.label for run in found.runs] == ["low-0", "high-0", "low-1", "high-1"]
+    assert [group.mean for group in found.ranking.repeats] == pytest.approx([1.465, 1.471])
+    deviation = 0.01 / math.sqrt(2)
+    assert [group.deviation for group in found.ranking.repeats] == pytest.approx([deviation] * 2)
+    assert leaders(found) == []
+    bound = STUDENT_T[1] * deviation * math.sqrt(2)
+    assert f"anything up to {bound:.4f} may be chance" in found.ranking.noise
+    assert "low-0 (2 seeds) has mean validation loss 1.4650, and high-0" in found.ranking.verdict
+
+
+def test_a_lead_beyond_the_noise_is_named_for_all_seeds(make_seeds):
+    low = make_seeds("low", (1.460, 1.461))
+    high = make_seeds("high", (1.480, 1.481), optimizer__learning_rate=0.5)
+    found = compare_runs([*high, *low])
+    assert leaders(found) == ["low-0", "low-1"]
+    assert found.ranking.verdict == (
+        "low-0 (2 seeds) has the lowest mean validation loss: 1.4605, "
+        "0.0200 below high-0 (2 seeds)."
+    )
+
+
+def test_seeds_of_one_training_are_told_as_such(make_seeds):
+    found = compare_runs(make_seeds("a", (1.0, 2.0)))
+    assert found.ranking.verdict == (
+        "The runs differ in their seed alone: validation loss 1.5000 ± 0.7071 "
+        "(mean and standard deviation of 2)."
+    )
+    assert leaders(found) == []
+
+
+def test_a_run_that_was_stopped_is_no_repeat(make_seeds):
+    first, second = make_seeds("a", (1.0, 2.0))
+    path = second / "metrics.jsonl"
+    path.write_text(path.read_text().replace("completed", "SIGTERM"))
+    assert compare_runs([first, second]).ranking.repeats == ()
 
 
 def test_each_layout_of_a_run_is_said(tmp_path):
     a = scores(tmp_path / "a", 2.0, layouts=("data=2,zero=3", "data=2,zero=3", "data=1"))
     b = scores(tmp_path / "b", 2.5, layouts=("data=1",))
-    assert rows(compare_runs([a, b]))["layout"][0] == ("data=2,zero=3 → data=1", "data=1")
+    assert columns(compare_runs([a, b]))["layout"] == ("data=2,zero=3 → data=1", "data=1")
 
 
 def test_only_settings_that_differ_are_listed_and_those_of_the_training_first(pair):
@@ -132,12 +203,14 @@ def test_losses_of_other_text_or_tokens_are_not_ranked_as_if_they_compared(
 ):
     events = [*run_events(400), run_end]
     runs = [make_named("a", events), make_named("b", events, data__grammar__seed=5)]
-    assert "different text (data.grammar.seed)" in compare_runs(runs).verdict
+    assert "different text (data.grammar.seed)" in compare_runs(runs).ranking.verdict
     better = [
         {**event, "bits_per_byte": 0.1} if event["event"] == "eval" else event for event in events
     ]
     runs = [runs[0], make_named("c", better, model__vocab_size=20)]
-    assert compare_runs(runs).verdict.startswith("c has the lowest bits per byte, which compare")
+    assert compare_runs(runs).ranking.verdict.startswith(
+        "c has the lowest bits per byte, which compare"
+    )
 
 
 def test_curves_lie_over_steps_tokens_and_time(pair):
@@ -155,18 +228,57 @@ def test_curves_lie_over_steps_tokens_and_time(pair):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_each_run_has_its_colour(pair, loss):
-    runs = [(run.label, run.record) for run in compare_runs(pair).runs]
-    lines = overlay_figure(loss, runs).axes[0].get_lines()
-    assert [line.get_label() for line in lines] == ["a", "b"]
-    assert len({line.get_color() for line in lines}) == 2
+def test_each_of_twenty_runs_has_its_line_and_further_ones_are_pale(pair, loss):
+    runs = [(run.label, run.record) for run in compare_runs(pair).runs][:1] * 22
+    axes = overlay_figure(loss, runs).axes[0]
+    lines = axes.get_lines()
+    styles = [(line.get_color(), line._unscaled_dash_pattern) for line in lines]
+    assert len({str(style) for style in styles[:20]}) == len(RUN_STYLES) == 20
+    assert {line.get_color() for line in lines[20:]} == {PAGE.muted}
+    assert axes.get_legend() is None  # it stands beside the curves, on the page
+
+
+def lightness(red, green, blue):
+    """CIE L*a*b* of linear sRGB values."""
+    xyz = (
+        (0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.9505,
+        0.2126 * red + 0.7152 * green + 0.0722 * blue,
+        (0.0193 * red + 0.1192 * green + 0.9505 * blue) / 1.089,
+    )
+    x, y, z = (v ** (1 / 3) if v > 0.008856 else 7.787 * v + 16 / 116 for v in xyz)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+SIGHTS = {
+    "all three cones": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "no red ones": ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052)),
+    "no green ones": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
+    "no blue ones": ((1.256, -0.077, -0.179), (-0.078, 0.931, 0.148), (0.005, 0.691, 0.304)),
+}
+"""Kinds of colour vision, as matrices on linear sRGB (Machado, Oliveira and Fernandes 2009)."""
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_the_colours_of_runs_differ_for_every_kind_of_colour_vision(sight, theme):
+    style = (markup.TEMPLATES / "page.css").read_text()
+    colours = []
+    for number in range(1, 6):
+        code = re.findall(rf"--run-{number}: #(\w{{6}})", style)[theme]
+        srgb = [int(code[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+        linear = [((c + 0.055) / 1.055) ** 2.4 if c > 0.04045 else c / 12.92 for c in srgb]
+        seen = [sum(a * b for a, b in zip(row, linear, strict=True)) for row in SIGHTS[sight]]
+        colours.append(lightness(*(min(max(value, 0), 1) for value in seen)))
+    nearest = min(math.dist(a, b) for a, b in itertools.combinations(colours, 2))
+    assert nearest > 15  # 2.3 is just noticed; swatches side by side need several times that
 
 
 def test_the_page_stands_alone(pair):
     page = check_page(render_comparison(compare_runs(pair)))
     text = text_of(page)
     for part in ("2 runs compared", "by tokens", "by time", "stopped", "Stopped by SIGTERM",
-                 "learning_ rate", "0.5", "best validation loss"):  # fmt: skip
+                 "learning_ rate", "0.5", "best validation loss", "★ best",
+                 "The same in all: parameters 10,745,088"):  # fmt: skip
         assert part in text, part
 
 
@@ -183,7 +295,7 @@ def test_runs_of_one_name_go_by_their_folders(pair, tmp_path):
     shutil.copytree(pair[0], tmp_path / "copy")
     found = compare_runs([pair[0], tmp_path / "copy"])
     assert [run.label for run in found.runs] == [str(pair[0]), str(tmp_path / "copy")]
-    assert "are equal in validation loss" in found.verdict
+    assert "are equal in validation loss" in found.ranking.verdict
 
 
 def test_runs_of_which_little_is_known(pair, tmp_path):
@@ -192,7 +304,7 @@ def test_runs_of_which_little_is_known(pair, tmp_path):
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "config.toml").write_text("name = [")
     found = compare_runs([*pair, tmp_path / "begun", tmp_path / "damaged"])
-    assert rows(found)["outcome"][0][2:] == ("not started", "not started")
+    assert columns(found)["state"][2:] == ("not started", "not started")
     assert found.differing.keys() == {"optimizer.learning_rate", "log.interval"}
     assert "</html>" in render_comparison(found)
     nothing = compare_runs([tmp_path / "begun", tmp_path / "damaged"])
@@ -203,18 +315,24 @@ def test_the_command_prints_a_table_and_writes_the_page(pair, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     assert main(["compare", str(pair[0]), str(pair[1])]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["a", "b"]
-    assert re.fullmatch(r"best validation loss +[\d.]+ \* +[\d.]+", lines[2])
-    assert any(re.fullmatch(r"optimizer\.learning_rate +[\d.]+ +0\.5", line) for line in lines)
+    assert lines[0].split()[:4] == ["#", "run", "best", "validation"]
+    assert re.fullmatch(r"1  a \* +[\d.]+  finished .*", lines[1])
+    assert re.fullmatch(r"2  b   +[\d.]+  stopped .*", lines[2])
+    assert any("optimizer.learning_rate" in line for line in lines)
     assert lines[-1] == "compare.html"
     assert "2 runs compared" in (tmp_path / "compare.html").read_text(encoding="utf-8")
 
 
-def test_many_runs_stand_in_groups_as_wide_as_the_terminal(pair, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "40")
+def test_columns_stand_in_groups_as_wide_as_the_terminal(pair, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
     assert compare.run([*map(str, pair), "--out", str(pair[0] / "c.html")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines if line.strip() in ("a", "b")] == [["a"], ["b"]]
+    lines = capsys.readouterr().out.split("\n* best")[0].splitlines()
+    assert max(map(len, lines)) <= 60
+    heads = [line for line in lines if line.startswith("#  run")]
+    assert len(heads) > 2
+    found = compare_runs(pair)
+    for column in found.columns:
+        assert sum(column.title in head for head in heads) >= 1, column.title
 
 
 def test_json_is_strict(pair, tmp_path, capsys):
@@ -223,6 +341,7 @@ def test_json_is_strict(pair, tmp_path, capsys):
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found["page"] == str(out)
     assert [run["label"] for run in found["runs"]] == ["a", "b"]
+    assert [run["leads"] for run in found["runs"]] == [True, False]
     assert found["runs"][0]["tokens"] == 102_400
     assert found["settings"]["optimizer.learning_rate"][1] == 0.5
 

@@ -22,7 +22,8 @@ def test_a_finished_run(make_run):
                  "40.0 %", "102k", "of 400", "Step 400", "ROMEO: yes", "0.9, 0.99",
                  "2.2 TFLOP/s"):  # fmt: skip
         assert part in text, part
-    assert page.count("<svg") == 2 + 4
+    assert page.count("<svg") == 2 + 3  # MFU is an axis beside that of the tokens per second
+    assert "Tokens per second, and MFU at the right" in text
 
 
 def test_everything_a_run_says_is_escaped(make_run, run_events):
@@ -93,8 +94,10 @@ def test_the_floor_of_a_grammar(make_run, run_events):
 
 def test_of_many_samples_some_are_shown(make_run):
     page = checked(make_run(samples={i: f"sample {i}" for i in range(30)}))
-    assert page.count('<article class="card sample">') == 8
-    assert "8 of 30 samples" in page
+    assert page.count('<article class="card sample') == 8
+    assert "Earlier samples: 7 of 29" in page
+    last, earlier = page.index('<article class="card sample last">'), page.index("<details")
+    assert last < page.index(">sample 29<") < earlier < page.index(">sample 0<")
     assert ">sample 0<" in page
     assert ">sample 29<" in page
 

@@ -1,5 +1,6 @@
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import matplotlib as mpl
 import pytest
@@ -122,3 +123,23 @@ def test_saving_where_it_cannot_be(make_run, tmp_path):
         save_figure(figure, tmp_path / "loss.doc")
     with pytest.raises(StorageError, match="nowhere"):
         save_figure(figure, tmp_path / "nowhere" / "loss.png")
+
+
+def test_mfu_is_a_curve_of_its_own_where_it_does_not_follow_the_speed(make_run, run_events):
+    events = run_events(400)
+    record = read_run(make_run(events))
+    keys = [key for key, _, _ in small_figures(record, PAGE)]
+    assert keys == ["learning_rate", "grad_norm", "tokens_per_second"]
+    values = [0.4 if step < 200 else 0.1 for step in record.train["mfu"].steps]
+    moved = replace(record.train["mfu"], values=tuple(values))  # on a device of another peak
+    record = replace(record, train=record.train | {"mfu": moved})
+    keys = [key for key, _, _ in small_figures(record, PAGE)]
+    assert keys == ["learning_rate", "grad_norm", "tokens_per_second", "mfu"]
+
+
+def test_the_axis_of_mfu_is_that_of_the_speed(make_run):
+    figure = {key: figure for key, _, figure in small_figures(read_run(make_run()), PAGE)}
+    axes = figure["tokens_per_second"].axes[0]
+    (right,) = axes.child_axes
+    figure["tokens_per_second"].draw_without_rendering()
+    assert right.get_ylim()[1] == pytest.approx(axes.get_ylim()[1] * 0.4 / 2560)

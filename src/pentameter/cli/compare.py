@@ -55,31 +55,37 @@ def run(arguments: list[str]) -> int:
 
 
 def _lines(comparison: Comparison, width: int) -> Iterator[str]:
-    """Yield the tables' lines, with as many runs side by side as fit the width."""
+    """Yield the table's lines, a row for each run, with as many columns as fit the width; further
+    ones follow below, beside the runs' names again."""
     from rich.cells import cell_len, set_cell_size
 
-    from pentameter import formatting
+    runs, leaders = comparison.runs, comparison.ranking.leaders
+    ranks = [f"{i}" if comparison.ranking.is_ranked else "" for i in range(1, len(runs) + 1)]
+    names = [f"{run.label} *" if run.label in leaders else run.label for run in runs]
+    first = [("#", ranks, True), ("run", names, False)]
+    columns = [(column.title, column.cells, column.is_number) for column in comparison.columns]
 
-    rows = [("", [run.label for run in comparison.runs])]
-    for row in comparison.rows:
-        marked = [f"{cell} *" if i in row.best else cell for i, cell in enumerate(row.cells)]
-        rows.append((row.title, marked))
-    rows.append(("", [""] * len(comparison.runs)))
-    for path, values in comparison.differing.items():
-        rows.append((path, [formatting.scalar(value) for value in values]))
-    titles = max(cell_len(title) for title, _ in rows)
-    columns = range(len(comparison.runs))
-    widths = [max(cell_len(_short(cells[i])) for _, cells in rows) for i in columns]
-    for number, group in enumerate(_groups(widths, width - titles)):
+    def padded(title: str, cells: Sequence[str], is_number: bool) -> list[str]:
+        texts = [_short(text) for text in (title, *cells)]
+        widest = max(map(cell_len, texts))
+        if is_number:
+            return [" " * (widest - cell_len(text)) + text for text in texts]
+        return [set_cell_size(text, widest) for text in texts]
+
+    beside = [padded(*column) for column in first]
+    others = [padded(*column) for column in columns]
+    widths = [cell_len(column[0]) for column in others]
+    for number, group in enumerate(_groups(widths, width - sum(len(c[0]) + 2 for c in beside) + 2)):
         if number:
             yield ""
-        for title, cells in rows:
-            padded = (set_cell_size(_short(cells[i]), widths[i]) for i in group)
-            yield "  ".join((set_cell_size(title, titles), *padded)).rstrip()
+        for cells in zip(*beside, *(others[i] for i in group), strict=True):
+            yield "  ".join(cells).rstrip()
     yield ""
-    yield "* best of its row"
-    if comparison.verdict:
-        yield comparison.verdict
+    if leaders:
+        yield "* best"
+    for title, cell in comparison.alike:
+        yield f"{title}: {cell}"
+    yield from filter(None, (comparison.ranking.verdict, comparison.ranking.noise))
 
 
 def _short(cell: str) -> str:

@@ -26,6 +26,7 @@ VERBS = {
     "data": "what a step of a run reads, token by token: data RUN_DIR --step N",
     "report": "write report.html for a run: report RUN_DIR",
     "compare": "curves, settings that differ and results of runs on one page: compare RUN RUN…",
+    "watch": "a live page of the runs in a folder, with reports and comparisons: watch [RUNS]",
     "doctor": "what this machine can do, and what training on it would choose",
     "completion": "complete commands in a shell, or configurations in an editor: completion bash",
 }

@@ -184,6 +184,14 @@ class RunLock:
                 _write_record(self._fd, owner, beat)
 
 
+def owner_of(path: Path) -> Owner | None:
+    """Return the process that a RunLock's file names, dead or alive; None if none can be read."""
+    with suppress(CorruptError, StorageError):
+        seen = _record_at(path)
+        return None if seen is None else seen[0]
+    return None
+
+
 def is_held(path: Path, *, watch_seconds: float = 3 * BEAT_SECONDS) -> bool:
     """Return whether a process holds the RunLock at `path`, by reading only: others may have put a
     file there. A remote owner is watched for up to `watch_seconds`, until its beat moves."""

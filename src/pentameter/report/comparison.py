@@ -1,4 +1,4 @@
-"""Comparison of several runs, as data and as a page: results, and settings that differ."""
+"""Comparison of several runs, as data and as a page: one ranked row a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from pentameter import formatting
-from pentameter.config.choices import PRECISIONS
 from pentameter.config.fields import leaves
 from pentameter.config.fingerprint import NOT_THE_TRAINING
 from pentameter.errors import ConfigError
@@ -19,66 +18,78 @@ from pentameter.report.markup import render
 from pentameter.report.plots import (
     AXES,
     LOSSES,
-    RUN_COLOURS,
+    RUN_STYLES,
     hides_start,
     overlay_figure,
     page_svg,
     useful_axes,
 )
+from pentameter.report.ranking import Ranking, Run, rank
 from pentameter.report.reading import RecordedRun, check_run_folder, read_run
-from pentameter.report.results import Results, RunOutcome, outcome, progress, results
-from pentameter.report.settings import Settings, settings
+from pentameter.report.results import outcome, progress, results
+from pentameter.report.settings import settings
 from pentameter.train.log_files import strict
 
-SAME_TEXT = ("data.tokenizer", "data.order", "data.packing")
-"""Keys in [data] that do not change the held-out text."""
-
 
 @dataclass(frozen=True)
-class Run:
-    """One compared run and its label on the page."""
-
-    label: str
-    record: RecordedRun
-    results: Results
-    outcome: RunOutcome
-    settings: Settings
-
-
-@dataclass(frozen=True)
-class ResultRow:
-    """A line in the results table: one cell per run, and the indices of the best."""
+class Column:
+    """A column of the table: a cell for each run, and what the rows are sorted by."""
 
     title: str
     cells: tuple[str, ...]
-    best: frozenset[int] = frozenset()
+    keys: tuple[float | str, ...]
+    """Number, or text for what is none; NaN for an unknown number."""
+    path: str = ""
+    """Setting's dotted path; "" for a result."""
+
+    @property
+    def is_number(self) -> bool:
+        """Whether the cells are numbers, which stand at the right."""
+        return all(isinstance(key, float) for key in self.keys)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compared runs, in the order given."""
+    """Compared runs, the best first."""
 
-    runs: tuple[Run, ...]
-    rows: tuple[ResultRow, ...]
+    ranking: Ranking
+    columns: tuple[Column, ...]
+    """The ranked loss, the state, the settings that differ, and the other results that do."""
+    alike: tuple[tuple[str, str], ...]
+    """Title and value of results that are the same for all runs."""
     differing: dict[str, tuple[Any, ...]]
     """Setting → its value in each run; those that change the training first."""
-    verdict: str
-    """Sentence naming the best run; "" where none can be named."""
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """Compared runs, the best first."""
+        return self.ranking.runs
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `compare --json` prints."""
         return {
+            "ranked_by": self.ranking.key if self.ranking.is_ranked else None,
             "runs": [
                 {
                     "run": str(run.record.folder),
                     "label": run.label,
                     "outcome": run.outcome.label,
+                    "leads": run.label in self.ranking.leaders,
                     **strict(asdict(run.results)),
                 }
                 for run in self.runs
             ],
             "settings": {path: list(values) for path, values in self.differing.items()},
-            "verdict": self.verdict,
+            "repeats": [
+                {
+                    "runs": [run.label for run in group.runs],
+                    "mean": group.mean,
+                    "standard_deviation": group.deviation,
+                }
+                for group in self.ranking.repeats
+            ],
+            "verdict": self.ranking.verdict,
+            "noise": self.ranking.noise,
         }
 
 
@@ -100,18 +111,38 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
         if resolved.count(path) > 1:
             raise ConfigError(f"{folder} is named twice; name each run once")
     with ThreadPoolExecutor() as pool:  # a lock held on another machine is watched for seconds
-        records = list(pool.map(read_run, folders))
+        return compare_records(list(pool.map(read_run, folders)))
+
+
+def compare_records(records: Sequence[RecordedRun]) -> Comparison:
+    """Compare runs that were read."""
     names = [record.name for record in records]
-    labels = names if len(set(names)) == len(names) else [str(folder) for folder in folders]
-    runs = tuple(
+    labels = (
+        names
+        if len(set(names)) == len(names)
+        else [str(record.folder) for record in records]
+    )  # fmt: skip
+    given = [
         Run(label, record, results(record), outcome(record), settings(record.config))
         for label, record in zip(labels, records, strict=True)
+    ]
+    ranking = rank(given, list(differing_settings(given)))
+    differing = differing_settings(ranking.runs)
+    figures = list(_figures(ranking))
+    alike = [
+        figure for figure in figures if figure.title in OFTEN_ALIKE and len(set(figure.cells)) == 1
+    ]
+    shown = [figure for figure in figures if figure not in alike]
+    found = [_setting(path, values) for path, values in differing.items()]
+    return Comparison(
+        ranking,
+        (*shown[:2], *found, *shown[2:]),
+        tuple((figure.title, figure.cells[0]) for figure in alike),
+        differing,
     )
-    differing = _differing(runs)
-    return Comparison(runs, tuple(_rows(runs)), differing, _verdict(runs, differing))
 
 
-def _differing(runs: Sequence[Run]) -> dict[str, tuple[Any, ...]]:
+def differing_settings(runs: Sequence[Run]) -> dict[str, tuple[Any, ...]]:
     """Return settings that differ between runs with a readable config.toml; a key that an earlier
     version's run lacks has its default."""
     known = [run.settings for run in runs if run.settings]
@@ -127,122 +158,71 @@ def _differing(runs: Sequence[Run]) -> dict[str, tuple[Any, ...]]:
     return dict(sorted(differing.items(), key=lambda item: item[0] in NOT_THE_TRAINING))
 
 
-LOSS_FIGURES = ("best_loss", "final_loss", "perplexity", "bits_per_byte", "train_loss")
-
-FIGURES: tuple[tuple[str, str, Callable[[Any], str], Callable[..., float] | None], ...] = (
-    ("outcome", "outcome.label", str, None),
-    ("best validation loss", "results.best_loss", formatting.fixed, min),
-    ("at step", "results.best_step", formatting.whole, None),
-    ("final validation loss", "results.final_loss", formatting.fixed, min),
-    ("perplexity", "results.perplexity", lambda value: formatting.fixed(value, 3), min),
-    ("bits per byte", "results.bits_per_byte", formatting.fixed, min),
-    ("train loss", "results.train_loss", formatting.fixed, min),
-    ("steps", "record", progress, None),
-    ("tokens", "results.tokens", formatting.count, None),
-    ("time", "results.training_seconds", formatting.duration, None),
-    ("tokens per second", "results.tokens_per_second", formatting.count, max),
-    ("MFU", "results.mfu", formatting.percent, None),
-    ("peak memory", "results.peak_memory_bytes", formatting.size, None),
-    ("parameters", "results.parameters", formatting.whole, None),
-    ("layout", "results.layout", lambda name: name or "–", None),
-    ("precision", "results.precision", lambda name: name or "–", None),
-    ("device", "results.device", lambda name: name or "–", None),
+FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("state", "outcome.label", str),
+    ("best validation loss", "results.best_loss", formatting.fixed),
+    ("at step", "results.best_step", formatting.whole),
+    ("final validation loss", "results.final_loss", formatting.fixed),
+    ("perplexity", "results.perplexity", lambda value: formatting.fixed(value, 3)),
+    ("bits per byte", "results.bits_per_byte", formatting.fixed),
+    ("train loss", "results.train_loss", formatting.fixed),
+    ("steps", "record", progress),
+    ("tokens", "results.tokens", formatting.count),
+    ("time", "results.training_seconds", formatting.duration),
+    ("tokens per second", "results.tokens_per_second", formatting.count),
+    ("MFU", "results.mfu", formatting.percent),
+    ("peak memory", "results.peak_memory_bytes", formatting.size),
+    ("parameters", "results.parameters", formatting.whole),
+    ("layout", "results.layout", lambda name: name or "–"),
+    ("precision", "results.precision", lambda name: name or "–"),
+    ("device", "results.device", lambda name: name or "–"),
 )
-"""Each table line: title, attribute path in a `Run`, formatter, and the function that picks the
-best."""
+"""Each result: title, attribute path in a `Run`, and formatter."""
+OFTEN_ALIKE = ("parameters", "layout", "precision", "device")
+"""Results that need no column where all runs have the same."""
 
 
-def _rows(runs: Sequence[Run]) -> Iterator[ResultRow]:
-    """Yield table lines that have a value for any run, the best marked."""
-    for title, attribute, shown, choose in FIGURES:
-        values = [attrgetter(attribute)(run) for run in runs]
+def _figures(ranking: Ranking) -> Iterator[Column]:
+    """Yield results with a value for any run, the ranked one first."""
+    first = f"results.{ranking.key}"
+    for title, attribute, shown in sorted(FIGURES, key=lambda figure: figure[1] != first):
+        values = [attrgetter(attribute)(run) for run in ranking.runs]
         cells = tuple(map(shown, values))
-        best = frozenset() if choose is None else _best(runs, attribute, values, cells, choose)
+        steps = [float(run.record.last_step) for run in ranking.runs]
         if set(cells) != {"–"}:
-            yield ResultRow(title, cells, best)
+            keys = steps if attribute == "record" else [_key(value) for value in values]
+            yield Column(title, cells, tuple(keys))
 
 
-def _best(
-    runs: Sequence[Run],
-    attribute: str,
-    values: Sequence[float],
-    cells: Sequence[str],
-    choose: Callable[..., Any],
-) -> frozenset[int]:
-    """Return indices of runs with the best value, or one equal to it within the precision; empty if
-    that holds for all, or all read the same."""
-    finite = [index for index, value in enumerate(values) if math.isfinite(value)]
-    if not finite:
-        return frozenset()
-    first: int = choose(finite, key=values.__getitem__)
-    key = attribute.removeprefix("results.")
-    best = frozenset(
-        index
-        for index in finite
-        if values[index] == values[first]
-        or (key in LOSS_FIGURES and not _resolved(key, runs[index], runs[first]))
+def _setting(path: str, values: Sequence[Any]) -> Column:
+    return Column(
+        path, tuple(map(formatting.scalar, values)), tuple(_key(value) for value in values), path
     )
-    is_told = len(best) < len(finite) and len({cells[index] for index in finite}) > 1
-    return best if is_told else frozenset()
 
 
-def _resolved(key: str, one: Run, other: Run) -> bool:
-    """Return whether two runs' losses differ by more than their precision's rounding."""
-    a, b = (getattr(run.results, key) for run in (one, other))
-    if key == "perplexity":  # whose logarithm is the loss
-        a, b = (math.log(value) if value > 0 else value for value in (a, b))
-    words = {word for run in (one, other) for word in run.results.precision.split()}
-    # Below it the order of sums decides, as on another layout.
-    roundoff = max(PRECISIONS[word].roundoff for word in words & PRECISIONS.keys() or {"fp32"})
-    return bool(abs(a - b) > roundoff * max(abs(a), abs(b)))
-
-
-def _verdict(runs: Sequence[Run], differing: dict[str, Any]) -> str:
-    """Say in a sentence which run has the lowest validation loss and by how much, or why none is
-    named.
-
-    Losses per token compare for equal tokens, bits per byte for equal text.
-    """
-    texts = [path for path in differing if path.startswith("data.") and path not in SAME_TEXT]
-    if texts:
-        return (
-            f"The runs are evaluated on different text ({', '.join(texts)}): losses do not compare."
-        )
-    measure, key, why = "validation loss", "best_loss", ""
-    if {"data.tokenizer", "model.vocab_size"} & differing.keys():
-        measure, key = "bits per byte", "bits_per_byte"
-        why = ", which compare where tokens differ"
-    ranked = sorted(
-        (run for run in runs if math.isfinite(getattr(run.results, key))),
-        key=lambda run: (getattr(run.results, key), run.label),
-    )
-    if len(ranked) < 2:
-        return ""
-    best, next_best = ranked[:2]
-    first, second = (getattr(run.results, key) for run in (best, next_best))
-    if first == second:
-        return f"{best.label} and {next_best.label} are equal in {measure}{why}: {first:.4f}."
-    if not _resolved(key, best, next_best):
-        return (
-            f"{best.label} and {next_best.label} are equal in {measure}{why}, as far as "
-            f"{best.results.precision or 'their precision'} tells: {first:.4f} and {second:.4f}."
-        )
-    return (
-        f"{best.label} has the lowest {measure}{why}: {first:.4f}, {second - first:.4f} below "
-        f"{next_best.label}."
-    )
+def _key(value: Any) -> float | str:
+    """Return what a cell is sorted by."""
+    if value is None or value == "":
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return formatting.scalar(value)
+    return float(value)
 
 
 # The page
 
 
-def render_comparison(comparison: Comparison) -> str:
-    """Render the whole page as HTML."""
+def render_comparison(comparison: Comparison, live: str = "", version: str = "") -> str:
+    """Render the whole page as HTML. live: address that a live page asks for its version."""
     return render(
         "comparison.html",
+        scripts=("hover.js", "sort.js", *(("live.js",) if live else ())),
+        live=live,
+        live_version=version,
         comparison=comparison,
+        ranking=comparison.ranking,
         losses=list(_losses([(run.label, run.record) for run in comparison.runs])),
-        n_colours=len(RUN_COLOURS),
+        styles=RUN_STYLES,
         not_the_training=NOT_THE_TRAINING,
     )
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import math
+import operator
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,9 +27,21 @@ _PRINTED = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
 _PRINTED |= dict.fromkeys((127, *range(0xD800, 0xE000)), 0xFFFD)
 
 
-def render(template: str, **values: Any) -> str:
-    """Render a file in `templates/`; every text among `values` is escaped."""
-    script = (TEMPLATES / "hover.js").read_text(encoding="utf-8")
+def render(
+    template: str,
+    *,
+    scripts: Sequence[str] = ("hover.js",),
+    live: str = "",
+    live_version: str = "",
+    **values: Any,
+) -> str:
+    """Render a file in `templates/`; every text among `values` is escaped.
+
+    scripts: files in `templates/` that become the page's one script. live: address that the page
+    asks for what is new; "" for a page in a file, which may connect to nothing. live_version: what
+    that address would say now.
+    """
+    script = "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in scripts)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     try:
         version = metadata.version("pentameter")
@@ -38,6 +53,8 @@ def render(template: str, **values: Any) -> str:
         .render(
             script=Markup(script),
             script_hash=f"sha256-{digest}",
+            live=live,
+            live_version=live_version,
             style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
             version=version,
             **values,
@@ -59,6 +76,8 @@ def _environment() -> Environment:
         "dotted": _dotted,
         "duration": formatting.duration,
         "fixed": formatting.fixed,
+        "key": _sort_key,
+        "multiply": operator.mul,
         "number": number,
         "scalar": formatting.scalar,
         "size": formatting.size,
@@ -72,6 +91,11 @@ def _visible(value: Any) -> Any:
     if isinstance(value, Markup) or not isinstance(value, str | Path):
         return value
     return str(value).translate(_PRINTED)
+
+
+def _sort_key(value: float | str) -> str:
+    """Return what a cell's row is sorted by; "" if unknown."""
+    return value if isinstance(value, str) else f"{value:.9g}" if math.isfinite(value) else ""
 
 
 def _dotted(path: str) -> Markup:

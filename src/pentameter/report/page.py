@@ -39,14 +39,17 @@ def write_report(run_dir: Path) -> Path:
     return write_page(run_dir / "report.html", render_page(record))
 
 
-def render_page(record: RecordedRun) -> str:
-    """Render the whole page as HTML."""
+def render_page(record: RecordedRun, live: str = "", version: str = "") -> str:
+    """Render the whole page as HTML. live: address that a live page asks for its version."""
     found, validation = settings(record.config), record.split_losses("val")
     rows_per_epoch = record.plan.get("rows_per_epoch")
     flops = as_table(record.plan.get("model")).get("flops_convention")
     latest = {key: v for key, v in record.environment.items() if key != "earlier_starts"}
     return render(
         "run.html",
+        scripts=("hover.js", *(("live.js",) if live else ())),
+        live=live,
+        live_version=version,
         record=record,
         best=record.best(),
         outcome=outcome(record),

@@ -37,7 +37,8 @@ LOSSES: dict[str, Callable[[RecordedRun], Series]] = {
 """Losses that can be drawn for several runs in one figure."""
 THINNEST_POINTS = 1.5
 """Thinner lines, in points, are noise behind a curve, grid or marks."""
-DASHES = ((0, ()), (0, (4, 1.5)), (0, (1, 1)))
+DASHES = ((), (5, 2), (1.5, 1.5), (7, 1.5, 1.5, 1.5))
+"""Line styles: lengths drawn and left out, in units of the line's width."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,13 @@ LIGHT = Palette()
 # For the page: colours that stand for a CSS variable each, so that one drawing serves light and
 # dark. `page_svg` replaces them; no other colour may be used in a figure.
 PAGE = Palette(*(f"#ab00{index:02x}" for index in range(1, 8)))
-RUN_COLOURS = tuple(f"#ab01{index:02x}" for index in range(1, 9))
-"""Run colours on a comparison page; they stand for --run-1 to --run-8."""
+RUN_COLOURS = tuple(f"#ab01{index:02x}" for index in range(1, 6))
+"""Run colours on a comparison page; they stand for --run-1 to --run-5, which differ for every kind
+of colour vision."""
+RUN_STYLES = tuple(
+    (colour, dashes) for dashes in DASHES for colour in range(1, len(RUN_COLOURS) + 1)
+)
+"""Number of its colour, and dashes, of each run that is drawn by itself; further ones are pale."""
 _PAGE_VARIABLES = {colour: f"var(--{role})" for role, colour in vars(PAGE).items()} | {
     colour: f"var(--run-{index})" for index, colour in enumerate(RUN_COLOURS, 1)
 }
@@ -116,16 +122,18 @@ def small_figures(record: RecordedRun, palette: Palette) -> list[tuple[str, str,
     percent = PercentFormatter(xmax=1, decimals=None)
     engineering = EngFormatter(sep="")
     scientific = FuncFormatter(lambda value, _: f"{value:g}".replace("e-0", "e-"))
+    per_token = _mfu_per_token(record)
+    speed = "Tokens per second" + ("" if per_token is None else ", and MFU at the right")
     wanted: tuple[tuple[str, str, Callable[..., Any], bool], ...] = (
         ("learning_rate", "Learning rate", scientific, False),
         ("grad_norm", "Gradient norm before clipping", FuncFormatter(_format_number), True),
-        ("tokens_per_second", "Tokens per second", engineering, True),
+        ("tokens_per_second", speed, engineering, True),
         ("mfu", "Model FLOPs utilisation", percent, True),
     )
     figures = []
     for key, title, formatter, noisy in wanted:
         series = record.train.get(key, Series())
-        if not len(series):
+        if not len(series) or (key == "mfu" and per_token is not None):
             continue
         figure, axes = _plain_axes(SMALL_INCHES, palette)
         level = _clip_norm(record) if key == "grad_norm" else None
@@ -143,15 +151,46 @@ def small_figures(record: RecordedRun, palette: Palette) -> list[tuple[str, str,
             _limit_axes(axes, (0.0, span[1]) if from_zero else span)
         if axes.get_yscale() == "linear":
             axes.yaxis.set_major_formatter(formatter)
+        if key == "tokens_per_second" and per_token is not None:
+            _add_mfu_axis(axes, per_token, percent, palette)
         figures.append((key, title, figure))
     return figures
+
+
+def _mfu_per_token(record: RecordedRun) -> float | None:
+    """Return MFU ÷ tokens per second if it is the same throughout, so that one curve shows both;
+    None if it changes, as on a resume on another device, or is unknown."""
+    speed, mfu = (record.train.get(key, Series()) for key in ("tokens_per_second", "mfu"))
+    if not len(mfu) or speed.steps != mfu.steps or min(speed.values) <= 0:
+        return None
+    ratios = np.asarray(mfu.values) / np.asarray(speed.values)
+    low, high = float(ratios.min()), float(ratios.max())
+    return float(np.median(ratios)) if 0 < high <= 1.001 * low else None
+
+
+def _add_mfu_axis(
+    axes: Axes, per_token: float, percent: PercentFormatter, palette: Palette
+) -> None:
+    """Add the axis of MFU at the right, for a curve of tokens per second."""
+
+    def to_mfu(speed: Any) -> Any:  # numbers or arrays of them
+        return speed * per_token
+
+    def to_speed(mfu: Any) -> Any:
+        return mfu / per_token
+
+    right = axes.secondary_yaxis("right", functions=(to_mfu, to_speed))
+    right.spines["right"].set_visible(False)
+    right.tick_params(axis="y", length=0, labelsize=9, labelcolor=palette.muted, pad=5)
+    right.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    right.yaxis.set_major_formatter(percent)
 
 
 def overlay_figure(
     loss: str, runs: Sequence[tuple[str, RecordedRun]], *, axis: str = "step", settled: bool = True
 ) -> Figure | None:
-    """Draw one loss (a key in LOSSES) for all runs, labelled and coloured, over an axis (a key in
-    AXES); None if no run has values.
+    """Draw one loss (a key in LOSSES) for all runs over an axis (a key in AXES), each in its entry
+    of RUN_STYLES; None if no run has values. The page has the legend, beside the curves.
 
     `settled` hides a fall at the start above the axis, and says so.
     """
@@ -165,17 +204,20 @@ def overlay_figure(
             continue
         few = len(series) <= 40
         steps, values = thinned(series) if loss == "Validation loss" or few else smoothed(series)
+        at = _axis_values(record, axis, steps)
+        if index >= len(RUN_STYLES):
+            axes.plot(at, values, color=PAGE.muted, lw=0.8, alpha=0.5, zorder=1)
+            continue
+        colour, dashes = RUN_STYLES[index]
         axes.plot(
-            _axis_values(record, axis, steps), values, color=RUN_COLOURS[index % len(RUN_COLOURS)],
-            ls=DASHES[index // len(RUN_COLOURS) % len(DASHES)], lw=1.7, label=label,
-            marker="o" if few else "", ms=2.6,
+            at, values, color=RUN_COLOURS[colour - 1], ls=(0, dashes) if dashes else "-", lw=1.7,
+            label=label, marker="o" if few and not dashes else "", ms=2.6, zorder=3 - index / 99,
         )  # fmt: skip
     cut = settled_limits(tuple(curves)) if settled else None
     _limit_axes(axes, cut or whole)
     if cut is not None:
         _note_hidden_start(axes, whole[1], PAGE)
     axes.set_xlabel(AXES[axis], color=PAGE.muted, fontsize=9)
-    axes.legend(loc="upper right", frameon=False, fontsize=8.5, labelcolor=PAGE.ink)
     return figure
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BufferedReader
@@ -119,8 +119,24 @@ def read_run(folder: Path) -> RecordedRun:
     if not _is_folder(folder):
         raise StorageError(f"{folder} is not a run folder: there is no such folder")
     files = _RunFiles(folder)
-    events, unreadable = files.events("metrics.jsonl")
-    train = _latest(events, "train")
+    return _recorded(files, *files.events("metrics.jsonl"))
+
+
+def read_beside(
+    folder: Path, events: list[dict[str, Any]], unreadable: int, unread: Sequence[str] = ()
+) -> RecordedRun:
+    """Read everything in a run folder but metrics.jsonl, whose events are known.
+
+    unreadable: lines that are no event. unread: why the file was left out. Raises like `read_run`.
+    """
+    files = _RunFiles(folder)
+    files.unread += unread
+    return _recorded(files, events, unreadable)
+
+
+def _recorded(files: _RunFiles, events: list[dict[str, Any]], unreadable: int) -> RecordedRun:
+    """Return the record of a run's files and events."""
+    folder, train = files.folder, _latest(events, "train")
     sessions = [e for e in events if e.get("event") in ("start", "resume", "end")]
     starts = [e for e in sessions if e["event"] != "end"]
     end = sessions[-1] if sessions and sessions[-1]["event"] == "end" else None
@@ -177,23 +193,24 @@ def read_run(folder: Path) -> RecordedRun:
     )
 
 
+def holds_run(folder: Path) -> bool:
+    """Return whether a file that identifies a run folder is there. Raises OSError."""
+    return any((folder / name).is_file() for name in RUN_FILES)
+
+
 def check_run_folder(folder: Path) -> None:
     """Raise ConfigError, naming runs inside if there are any, unless the folder holds a run;
     StorageError if it cannot be read."""
     try:
-        if _holds_run(folder):
+        if holds_run(folder):
             return
         if not folder.is_dir():
             raise ConfigError(f"{folder}: there is no such folder; a run is a folder runs/NAME")
-        inside = sorted(str(child) for child in folder.iterdir() if _holds_run(child))
+        inside = sorted(str(child) for child in folder.iterdir() if holds_run(child))
     except OSError as error:
         raise StorageError(f"{folder} cannot be read: {error.strerror or error}") from error
     hint = f"; the runs in it: {', '.join(inside[:10])}" if inside else ""
     raise ConfigError(f"{folder} holds no run: it has neither {' nor '.join(RUN_FILES)}{hint}")
-
-
-def _holds_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in RUN_FILES)
 
 
 class _RunFiles:
@@ -244,7 +261,7 @@ class _RunFiles:
                     f"{file.name} has {n_bytes:,} bytes, and at most {METRICS_BYTES:,} are read"
                 )
             for line in _lines(file):
-                event = _event(line)
+                event = event_of(line)
                 if event is None:
                     n_unreadable += 1
                     if n_unreadable > MOST_UNREADABLE:
@@ -277,7 +294,7 @@ def _lines(file: BufferedReader) -> Iterator[bytes]:
         yield rest
 
 
-def _event(line: bytes) -> dict[str, Any] | None:
+def event_of(line: bytes) -> dict[str, Any] | None:
     """Return the event in a metrics.jsonl line, None without one."""
     try:
         event = json.loads(line.decode("utf-8", errors="replace"))

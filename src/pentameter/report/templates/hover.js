@@ -1,4 +1,4 @@
-for (const svg of document.querySelectorAll("svg[data-hover]")) {
+const showValues = () => { for (const svg of document.querySelectorAll("svg[data-hover]")) {
   const plot = JSON.parse(svg.dataset.hover), [left, top, right, bottom] = plot.box;
   const make = (name, values) => {
     const made = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -24,7 +24,7 @@ for (const svg of document.querySelectorAll("svg[data-hover]")) {
   }
   svg.append(marks);
   const box = document.createElement("div");
-  box.className = "hover";
+  box.className = plot.curves.length > 10 ? "hover many" : "hover";
   box.hidden = true;
   svg.parentNode.append(box);
   const hide = () => { box.hidden = true; marks.setAttribute("visibility", "hidden"); };
@@ -61,4 +61,5 @@ for (const svg of document.querySelectorAll("svg[data-hover]")) {
   svg.addEventListener("pointermove", show);
   svg.addEventListener("pointerdown", show);
   svg.addEventListener("pointerleave", hide);
-}
+} };
+showValues();

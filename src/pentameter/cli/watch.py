@@ -1,0 +1,43 @@
+"""`pentameter watch`: the runs in a folder on one live page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from pentameter.cli.arguments import parse
+
+
+@dataclass(frozen=True)
+class WatchArguments:
+    """Show the runs in a folder on a page that follows them, until Ctrl-C.
+
+    Runs may be under way, stopped, failed or broken. Nothing is written, and nothing is told to
+    anybody but browsers on this machine.
+    """
+
+    runs: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="[RUNS]")] = Path("runs")
+    """Folder with run folders in it."""
+    host: str = "127.0.0.1"
+    """Address to listen on. There is no login: with 0.0.0.0 everybody in the network may read."""
+    port: int = 8001
+    """Port to listen on; 0 takes a free one."""
+
+
+def run(arguments: list[str]) -> int:
+    """Serve the pages until Ctrl-C; return 0."""
+    asked = parse(WatchArguments, arguments, verb="watch")
+    from pentameter.report.board import check_runs_folder
+    from pentameter.report.watch_server import WatchServer
+
+    check_runs_folder(asked.runs)
+    with WatchServer(asked.runs, asked.host, asked.port) as server:
+        print(f"{server.url}  (the runs in {asked.runs}; Ctrl-C ends)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+    return 0

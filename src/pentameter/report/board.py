@@ -1,0 +1,331 @@
+"""The runs in a folder, followed while they train, as the rows of a table that grows."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pentameter import formatting
+from pentameter.disk.lock import owner_of
+from pentameter.errors import ConfigError, PentameterError, StorageError, printable
+from pentameter.report.comparison import compare_records, differing_settings, render_comparison
+from pentameter.report.curves import Series, envelope
+from pentameter.report.following import FollowedEvents
+from pentameter.report.page import render_page
+from pentameter.report.ranking import Run
+from pentameter.report.reading import RecordedRun, holds_run, read_beside
+from pentameter.report.results import outcome, results
+from pentameter.report.settings import settings
+
+MOST_RUNS = 1000
+MOST_COMPARED = 50
+SPARK_BINS = 60
+"""Bins of a sparkline; each has its lowest and its highest loss."""
+SPARK_POINTS = 400
+"""Points that are appended to a sparkline before it is thinned again."""
+MOST_PAGES = 20
+"""Pages that are kept."""
+FRESH_SECONDS = 1.0
+"""A table or a page younger than this is given again, as it is."""
+RENDER_SHARE = 0.3
+"""Largest part of the time in which a page is drawn anew: its run may be computing here."""
+WATCHED = ("metrics.jsonl", "config.toml", "plan.json", "run.lock", "samples", "checkpoints")
+"""What changes in a run folder when there is something new to show."""
+LEFTOVERS = ("run.lock", "plan.json", "environment.json", "log.txt", "checkpoints", "samples")
+"""Any of them tells that a folder without `RUN_FILES` was a run."""
+
+
+@dataclass
+class _Followed:
+    """A run folder, what is known of it, and the version of the board at which that changed."""
+
+    folder: Path
+    events: FollowedEvents
+    signature: object = None
+    run: Run | None = None
+    error: str = ""
+    row: dict[str, Any] = field(default_factory=dict)
+    changed_at: int = 0
+    spark: list[tuple[int, int, float]] = field(default_factory=list)
+    """(version at which it was appended, step, loss)."""
+    spark_began_at: int = 0
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """A page, when it was drawn, by the monotonic clock, and how many seconds that took."""
+
+    version: str
+    page: str
+    at: float
+    seconds: float
+
+    def is_fresh(self) -> bool:
+        """Return whether it is too early to draw it again."""
+        return time.monotonic() - self.at < max(FRESH_SECONDS, self.seconds / RENDER_SHARE)
+
+
+class Board:
+    """The runs in `folder`, one a sub-folder, read again where something changed.
+
+    Safe to be called from several threads. Links are not followed out of the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._session = uuid.uuid4().hex[:12]
+        self._version = 0
+        self._read_at = -math.inf
+        self._columns: list[str] = []
+        self._columns_changed_at = 0
+        self._followed: dict[str, _Followed] = {}
+        self._pages: dict[tuple[str, ...], _Drawn] = {}
+        self._lock = threading.Lock()
+        self._drawing = threading.Lock()
+
+    def news(self, session: str, after: int) -> dict[str, Any]:
+        """Return what changed after a version: rows, each with the points that are new in its
+        sparkline. Everything, if `session` is another one's. Raises StorageError."""
+        with self._lock:
+            self._refresh()
+            if session != self._session:
+                after = -1
+            everything = self._columns_changed_at > after
+            return {
+                "session": self._session,
+                "version": self._version,
+                "folder": printable(str(self.folder)),
+                "names": list(self._followed),
+                "columns": self._columns,
+                "rows": [
+                    _news_of(name, each, after, self._columns)
+                    for name, each in self._followed.items()
+                    if everything or each.changed_at > after
+                ],
+            }
+
+    def version(self, names: Sequence[str]) -> str:
+        """Return a text that differs once `page` would. Raises ConfigError for a name that is no
+        run's."""
+        with self._lock:
+            self._refresh()
+            known = [self._known(name) for name in names]
+            newest = f"{self._session}-{max(each.changed_at for each in known)}"
+        drawn = self._pages.get(tuple(names))
+        return drawn.version if drawn is not None and drawn.is_fresh() else newest
+
+    def page(self, names: Sequence[str], live: str) -> str:
+        """Return the report of one run, or the comparison of several, that asks `live` for its
+        version. Raises ConfigError for a name that is no run's, or of a broken one."""
+        asked = tuple(names)
+        with self._drawing:  # one at a time: drawing takes a core that the run may want
+            version, old = self.version(names), self._pages.get(asked)
+            if old is not None and old.version == version:
+                return old.page
+            records = [self._record(name) for name in names]
+            began = time.monotonic()
+            page = (
+                render_page(records[0], live=live, version=version)
+                if len(records) == 1
+                else render_comparison(compare_records(records), live=live, version=version)
+            )
+            if len(self._pages) > MOST_PAGES:
+                self._pages.clear()
+            ended = time.monotonic()
+            self._pages[asked] = _Drawn(version, page, ended, ended - began)
+            return page
+
+    def _known(self, name: str) -> _Followed:
+        if name not in self._followed:
+            raise ConfigError(f"{printable(name)} is no run in {self.folder}")
+        return self._followed[name]
+
+    def _record(self, name: str) -> RecordedRun:
+        with self._lock:
+            followed = self._known(name)
+            if followed.run is None:
+                raise ConfigError(f"{printable(name)}: {followed.error}")
+            return followed.run.record
+
+    def _refresh(self) -> None:
+        """Read what changed, at most once in `FRESH_SECONDS`."""
+        if time.monotonic() - self._read_at < FRESH_SECONDS:
+            return
+        names = _run_names(self.folder)
+        if list(self._followed) != names:
+            self._columns_changed_at = self._version + 1
+        self._followed = {
+            name: self._followed.get(name)
+            or _Followed(self.folder / name, FollowedEvents(self.folder / name))
+            for name in names
+        }
+        version = self._version + 1
+        with ThreadPoolExecutor(8) as pool:  # a lock held on another machine is watched for seconds
+            changed = list(pool.map(lambda each: _update(each, version), self._followed.values()))
+        runs = [each.run for each in self._followed.values() if each.run is not None]
+        columns = list(differing_settings(runs)) if len(runs) > 1 else []
+        if columns != self._columns:
+            self._columns, self._columns_changed_at = columns, version
+        if any(changed) or self._columns_changed_at == version:
+            self._version = version
+        self._read_at = time.monotonic()
+
+
+def check_runs_folder(folder: Path) -> None:
+    """Raise ConfigError unless `folder` is a folder that may have runs in it; StorageError if it
+    cannot be read."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder; watch takes one with runs in it")
+    try:
+        if holds_run(folder):
+            raise ConfigError(
+                f"{folder} is itself a run; watch the folder it is in: watch {folder.parent}"
+            )
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be read: {error.strerror or error}") from error
+    _run_names(folder)
+
+
+def _run_names(folder: Path) -> list[str]:
+    """Return the names of run folders, also of broken ones, in order. Raises StorageError."""
+    names = []
+    try:
+        for entry in os.scandir(folder):
+            if entry.name.startswith("."):
+                continue
+            if entry.is_symlink():
+                if _looks_like_run(Path(entry.path)):
+                    names.append(entry.name)
+            elif entry.is_dir(follow_symlinks=False) and _looks_like_run(Path(entry.path)):
+                names.append(entry.name)
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be read: {error.strerror or error}") from error
+    return sorted(names)[:MOST_RUNS]
+
+
+def _looks_like_run(folder: Path) -> bool:
+    try:
+        inside = os.listdir(folder)
+    except NotADirectoryError:
+        return False
+    except OSError:  # which its line then says
+        return True
+    return bool({"config.toml", "metrics.jsonl", *LEFTOVERS} & set(inside))
+
+
+def _update(each: _Followed, version: int) -> bool:
+    """Read a run again if anything in its folder changed; return whether anything did."""
+    signature = _signature(each.folder)
+    is_locked = each.run is not None and each.run.record.locked
+    if signature == each.signature and not is_locked and not each.events.has_more:
+        return False
+    before = each.row
+    try:
+        if each.folder.is_symlink():
+            raise ConfigError("a symbolic link, which is not followed; watch the folder it is in")
+        if not holds_run(each.folder):
+            raise ConfigError("no run: it has neither config.toml nor metrics.jsonl")
+        has_news = each.events.update()
+        unread = [each.events.unread] if each.events.unread else []
+        record = read_beside(each.folder, each.events.all(), each.events.n_unreadable, unread)
+        found = settings(record.config)
+        each.run = Run(each.folder.name, record, results(record), outcome(record), found)
+        each.error, each.row = "", _row(each.run)
+        if has_news:
+            _extend_spark(each, record.train.get("loss", Series()), version)
+    except (PentameterError, OSError) as error:
+        each.run, each.error = None, _reason(error)
+        each.row = {"state": "broken", "kind": "bad", "why": each.error}
+    # Samples and checkpoints are on the run's page, not in its row.
+    is_new = each.row != before or signature != each.signature or each.events.has_more
+    each.signature = signature
+    if is_new:
+        each.changed_at = version
+    return is_new
+
+
+def _reason(error: PentameterError | OSError) -> str:
+    said = error.strerror if isinstance(error, OSError) else str(error)
+    return printable(said or type(error).__name__)
+
+
+def _signature(folder: Path) -> tuple[object, ...]:
+    """Return what changes with the files of a run folder."""
+    found: list[object] = []
+    for name in WATCHED:
+        try:
+            status = os.lstat(folder / name)
+        except OSError as error:
+            found.append(error.errno)
+        else:
+            # A lock's file is written every two seconds; whether it is held is asked each time.
+            when = 0 if name == "run.lock" else status.st_mtime_ns
+            found.append((status.st_ino, status.st_size, when))
+    return tuple(found)
+
+
+def _row(run: Run) -> dict[str, Any]:
+    """Return a run's line: texts to show, and numbers to sort by."""
+    record, found, ended = run.record, run.results, run.outcome
+    planned = found.planned_steps
+    left = record.train["eta_seconds"].values[-1:] if record.locked else ()
+    owner = owner_of(record.folder / "run.lock") if record.locked else None
+    layout = found.layout if found.layout != "data=1" else ""
+    loss = record.train.get("loss", Series()).values
+    speed = record.train.get("tokens_per_second", Series()).values
+    where = " · ".join(filter(None, (owner.host if owner else "", found.device, layout)))
+    return {
+        "title": record.name if record.name != run.label else "",
+        "state": ended.label,
+        "kind": ended.kind,
+        "why": ended.sentence if ended.kind == "bad" else "",
+        "percent": min(record.last_step / planned, 1.0) if planned else None,
+        "steps": record.last_step,
+        "left": _number(left[0] if left else math.nan, formatting.duration),
+        "loss": _number(loss[-1] if loss else math.nan, formatting.fixed),
+        "best": _number(found.best_loss, formatting.fixed),
+        "speed": _number(speed[-1] if speed else math.nan, formatting.count),
+        "where": where,
+        "unread": list(record.unread),
+    }
+
+
+def _number(value: float, shown: Any) -> list[Any]:
+    """Return a number to sort by, None if unknown, and its text."""
+    return [value if math.isfinite(value) else None, shown(value)]
+
+
+def _extend_spark(each: _Followed, loss: Series, version: int) -> None:
+    """Append the points that are new to a run's sparkline, or begin it anew: thinned, if it has too
+    many, or its run was rewound."""
+    last = each.spark[-1][1] if each.spark else -1
+    new = loss.after(last + 1)
+    is_rewound = bool(each.spark) and (not len(loss) or loss.steps[-1] < last)
+    if is_rewound or not each.spark or len(each.spark) + len(new) > SPARK_POINTS:
+        steps, values = envelope(loss, SPARK_BINS)
+        each.spark = [
+            (version, int(step), float(value)) for step, value in zip(steps, values, strict=True)
+        ]
+        each.spark_began_at = version
+        return
+    each.spark += [
+        (version, step, value) for step, value in zip(new.steps, new.values, strict=True)
+    ]
+
+
+def _news_of(name: str, each: _Followed, after: int, columns: Sequence[str]) -> dict[str, Any]:
+    """Return a run's row, with the settings that are columns, and the points of its sparkline that
+    came after a version."""
+    found = each.run.settings if each.run is not None else {}
+    shown = {path: formatting.scalar(found[path]) for path in columns if path in found}
+    anew = each.spark_began_at > after
+    points = [[step, loss] for version, step, loss in each.spark if anew or version > after]
+    return {"name": name, **each.row, "settings": shown, "anew": anew, "points": points}

@@ -1,0 +1,216 @@
+"""Runs ranked by their loss, and what the seed alone moves: nobody is named within that noise."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pentameter.config.choices import PRECISIONS
+from pentameter.config.fingerprint import NOT_THE_TRAINING
+from pentameter.report.reading import RecordedRun
+from pentameter.report.results import Results, RunOutcome
+from pentameter.report.settings import Settings
+
+SAME_TEXT = ("data.tokenizer", "data.order", "data.packing")
+"""Keys in [data] that do not change the held-out text."""
+UNKNOWN_NOISE = 0.005
+"""Lead, as a fraction of the loss, below which nobody is named where no seed was repeated. The seed
+alone moves the presets' losses by up to so much: 0.007 of 1.47 for `shakespeare-char`."""
+STUDENT_T = (12.71, 4.31, 3.19, 2.78, 2.58, 2.45, 2.37, 2.31, 2.27, 2.23)
+"""Student's t for 1, 2, … degrees of freedom: a difference of as many standard errors, or more, is
+chance in one case of twenty. Beyond the last it falls to 1.96."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One compared run and its label on the page."""
+
+    label: str
+    record: RecordedRun
+    results: Results
+    outcome: RunOutcome
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """Finished runs that train alike but for their seed, or a run that stands alone."""
+
+    runs: tuple[Run, ...]
+    """One for each seed, the lowest loss first."""
+    mean: float
+    deviation: float
+    """Standard deviation between seeds; NaN for a run alone."""
+
+    @property
+    def label(self) -> str:
+        """Name of the best run, and the number of its other seeds."""
+        first = self.runs[0].label
+        return first if len(self.runs) == 1 else f"{first} ({len(self.runs)} seeds)"
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Compared runs, the best first, and what may be said about the best."""
+
+    runs: tuple[Run, ...]
+    """Ranked by `key`, those without a value last; in the order given if losses do not compare."""
+    measure: str
+    """Title of the ranked loss."""
+    key: str
+    """Its field in `Results`."""
+    is_ranked: bool
+    """Whether the losses compare at all."""
+    repeats: tuple[Repeats, ...]
+    """Groups with two seeds or more."""
+    leaders: frozenset[str]
+    """Labels of the best run, and of its other seeds; empty where the lead may be noise."""
+    verdict: str
+    """Sentence about the best run; "" where none has a loss."""
+    noise: str
+    """Sentence about what the seed alone moves; "" where losses do not compare."""
+
+
+def rank(runs: Sequence[Run], differing: Sequence[str]) -> Ranking:
+    """Rank runs, given the paths of the settings that differ.
+
+    Losses per token compare for equal tokens, bits per byte for equal text.
+    """
+    texts = [path for path in differing if path.startswith("data.") and path not in SAME_TEXT]
+    measure, key, why = "validation loss", "best_loss", ""
+    if {"data.tokenizer", "model.vocab_size"} & set(differing):
+        measure, key = "bits per byte", "bits_per_byte"
+        why = ", which compare where tokens differ"
+    if texts:
+        why = (
+            f"The runs are evaluated on different text ({', '.join(texts)}): losses do not compare."
+        )
+        return Ranking(tuple(runs), measure, key, False, (), frozenset(), why, "")
+    ranked = sorted(runs, key=lambda run: (_loss(run, key, math.inf), run.label))
+    known = [run for run in ranked if math.isfinite(_loss(run, key))]
+    groups = sorted(_repeats(known, key), key=lambda group: group.mean)
+    repeats = tuple(group for group in groups if len(group.runs) > 1)
+    if len(known) < 2:
+        return Ranking(tuple(ranked), measure, key, True, repeats, frozenset(), "", "")
+    noise = _Noise(repeats)
+    leaders, verdict = _verdict(groups, noise, f"{measure}{why}")
+    return Ranking(
+        tuple(ranked), measure, key, True, repeats, leaders, verdict, noise.sentence(measure)
+    )
+
+
+def _loss(run: Run, key: str, unknown: float = math.nan) -> float:
+    value: float = getattr(run.results, key)
+    return value if math.isfinite(value) else unknown
+
+
+def _repeats(ranked: Sequence[Run], key: str) -> list[Repeats]:
+    """Group finished runs that differ in their seed alone; every other run stands alone."""
+    groups: dict[str, dict[object, Run]] = {}
+    for index, run in enumerate(ranked):
+        same, seed = _training(run), run.settings.get("seed")
+        if run.outcome.kind != "good" or not run.settings or seed in groups.get(same, {}):
+            same = f"alone {index}"
+        groups.setdefault(same, {})[seed] = run
+    found = []
+    for seeds in groups.values():
+        losses = [_loss(run, key) for run in seeds.values()]
+        deviation = statistics.stdev(losses) if len(losses) > 1 else math.nan
+        found.append(Repeats(tuple(seeds.values()), statistics.fmean(losses), deviation))
+    return found
+
+
+def _training(run: Run) -> str:
+    """Return a text that is equal for runs that train alike but for their seed."""
+    ends = ("train.steps", "train.epochs", "train.patience")
+    return json.dumps(
+        {
+            path: value
+            for path, value in run.settings.items()
+            if path != "seed"
+            and not path.startswith("parallel.")
+            and (path in ends or path not in NOT_THE_TRAINING)
+        },
+        sort_keys=True, default=str,
+    )  # fmt: skip
+
+
+class _Noise:
+    """The deviation between seeds, pooled over all groups."""
+
+    def __init__(self, repeats: Sequence[Repeats]) -> None:
+        self.n_groups = len(repeats)
+        self.freedom = sum(len(group.runs) - 1 for group in repeats)
+        squares = sum(group.deviation**2 * (len(group.runs) - 1) for group in repeats)
+        self.deviation = math.sqrt(squares / self.freedom) if self.freedom else math.nan
+
+    def bound(self, n: int, m: int, loss: float) -> float:
+        """Return the largest difference between means of n and of m runs that may be chance."""
+        if not self.freedom:
+            return UNKNOWN_NOISE * abs(loss)
+        return self._t * self.deviation * math.sqrt(1 / n + 1 / m)
+
+    @property
+    def _t(self) -> float:
+        return STUDENT_T[min(self.freedom, len(STUDENT_T)) - 1]
+
+    def sentence(self, measure: str) -> str:
+        """Say what is known about it."""
+        if not self.freedom:
+            return (
+                "Noise is unknown: no two finished runs differ in their seed alone. "
+                f"A lead below {100 * UNKNOWN_NOISE:g} % names nobody; train the best ones again "
+                "with another --seed to learn what a lead is worth."
+            )
+        s = "s" if self.n_groups > 1 else ""
+        return (
+            f"Noise: the seed alone moves the {measure} by {self.deviation:.4f} (standard "
+            f"deviation, {self.n_groups} group{s} of repeated seeds). Between two single runs "
+            f"anything up to {self.bound(1, 1, 0):.4f} may be chance."
+        )
+
+
+def _verdict(groups: Sequence[Repeats], noise: _Noise, measure: str) -> tuple[frozenset[str], str]:
+    """Return the leading runs' labels, and a sentence that names them or says why not."""
+    if len(groups) == 1:
+        only = groups[0]
+        return frozenset(), f"The runs differ in their seed alone: {measure} {only.mean:.4f} ± " + (
+            f"{only.deviation:.4f} (mean and standard deviation of {len(only.runs)})."
+        )
+    best, *others = groups
+    near = [
+        other
+        for other in others
+        if other.mean - best.mean <= noise.bound(len(best.runs), len(other.runs), best.mean)
+        or not _resolved(best, other)
+    ]
+    mean = "mean " if len(best.runs) > 1 else ""
+    if not near:
+        said = (
+            f"{best.label} has the lowest {mean}{measure}: {best.mean:.4f}, "
+            f"{others[0].mean - best.mean:.4f} below {others[0].label}."
+        )
+        return frozenset(run.label for run in best.runs), said
+    if best.mean == near[0].mean and len(near) == 1:
+        return (
+            frozenset(),
+            f"{best.label} and {near[0].label} are equal in {measure}: {best.mean:.4f}.",
+        )
+    also = near[0].label if len(near) == 1 else f"{len(near)} others, {near[0].label} first,"
+    lead = f"{near[0].mean - best.mean:.4f}"
+    return frozenset(), (
+        f"No best run can be named: {best.label} has {mean}{measure} {best.mean:.4f}, and {also} "
+        f"cannot be told from it (a lead of {lead} may be chance)."
+    )
+
+
+def _resolved(one: Repeats, other: Repeats) -> bool:
+    """Return whether two losses differ by more than their precisions' rounding."""
+    runs = (*one.runs, *other.runs)
+    words = {word for run in runs for word in run.results.precision.split()}
+    # Below it the order of sums decides, as on another layout.
+    roundoff = max(PRECISIONS[word].roundoff for word in words & PRECISIONS.keys() or {"fp32"})
+    return bool(abs(one.mean - other.mean) > roundoff * max(abs(one.mean), abs(other.mean)))

@@ -1,0 +1,163 @@
+"""The pages of `watch` over HTTP: read-only, of one folder, for browsers on this machine.
+
+There is no login, so it listens where it is told and nowhere else, and answers only requests whose
+Host is an address or this machine's name: a page from elsewhere whose domain is made to point here
+(DNS rebinding) sends its own. Runs are known by their names in the folder, so no path is ever made
+of what a request says.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import json
+import re
+import socket
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+from pentameter.errors import ConfigError, PentameterError
+from pentameter.report.board import MOST_COMPARED, Board
+from pentameter.report.markup import render
+
+NEXT_PORTS = 20
+"""Ports above one in use of which a free one is named."""
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+
+
+class WatchServer(ThreadingHTTPServer):
+    """A server of the runs in `folder`; `serve_forever` answers requests until `shutdown`.
+
+    Raises ConfigError for a host or port that cannot be listened on.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path, host: str, port: int) -> None:
+        self.board = Board(folder)
+        self.hosts = {"localhost", host.lower(), socket.gethostname().lower()}
+        try:
+            if ":" in host:
+                self.address_family = socket.AF_INET6
+            super().__init__((host, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(_refusal(host, port, error)) from error
+
+    @property
+    def url(self) -> str:
+        """Address of the first page."""
+        host, port = self.server_address[:2]
+        shown = f"[{host!s}]" if ":" in str(host) else str(host)
+        return f"http://{shown}:{port}/"
+
+    def accepts(self, host: str) -> bool:
+        """Return whether a request's Host is an IP address, or a name of this machine."""
+        name = urlsplit(f"//{host}").hostname or ""
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return name in self.hosts
+        return True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a browser that closed its connection."""
+
+
+def _refusal(host: str, port: int, error: OSError | OverflowError) -> str:
+    if isinstance(error, OverflowError):
+        return f"--port {port} must be from 0 to 65535; 0 takes a free one"
+    if error.errno == errno.EADDRINUSE:
+        free = _free_port(host, port)
+        other = f"--port {free} is free" if free else "--port 0 takes a free one"
+        return f"--port {port} is in use on {host}, perhaps by another watch; {other}"
+    if error.errno == errno.EACCES:
+        return f"--port {port} is not allowed to this user; take one above 1023, such as 8001"
+    return f"--host {host}: cannot listen there: {error.strerror or error}; try --host 127.0.0.1"
+
+
+def _free_port(host: str, port: int) -> int | None:
+    for other in range(port + 1, min(port + 1 + NEXT_PORTS, 65536)):
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
+            try:
+                tried.bind((host, other))
+            except OSError:
+                continue
+            return other
+    return None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers GET requests; every other method is refused by the base class."""
+
+    server: WatchServer
+    timeout = 30
+    server_version, sys_version = "pentameter", ""
+
+    def do_GET(self) -> None:
+        """Answer one request."""
+        if not self.server.accepts(self.headers.get("Host", "")):
+            self._send(
+                HTTPStatus.FORBIDDEN, "Refused: the Host of this request is not this machine."
+            )
+            return
+        try:
+            self._answer()
+        except ConfigError as error:
+            self._send(HTTPStatus.NOT_FOUND, str(error))
+        except PentameterError as error:
+            self._send(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
+
+    def _answer(self) -> None:
+        board, asked = self.server.board, urlsplit(self.path)
+        query = parse_qs(asked.query)
+        if asked.path == "/":
+            page = render("watch.html", scripts=("sort.js", "live.js"), live="/runs.json")
+            self._send(HTTPStatus.OK, page, "text/html")
+        elif asked.path == "/runs.json":
+            after = query.get("after", ["-1"])[0]
+            if not re.fullmatch(r"-?\d{1,15}", after):
+                raise ConfigError(f"after={after!r} is no version")
+            news = board.news(query.get("session", [""])[0], int(after))
+            self._send(HTTPStatus.OK, json.dumps(news, allow_nan=False), "application/json")
+        elif asked.path.startswith("/run/"):
+            self._send_live([unquote(asked.path.removeprefix("/run/"))], asked.path, query)
+        elif asked.path == "/compare":
+            runs = re.search(r"(?:^|&)runs=([^&]*)", asked.query)
+            names = list(dict.fromkeys(map(unquote, runs[1].split(",")))) if runs else []
+            if not 2 <= len(names) <= MOST_COMPARED:
+                raise ConfigError(f"compare takes two runs to {MOST_COMPARED}: /compare?runs=A,B")
+            address = "/compare?runs=" + ",".join(quote(name, safe="") for name in names)
+            self._send_live(names, address, query)
+        else:
+            raise ConfigError(f"there is no page {asked.path}; the first one is /")
+
+    def _send_live(self, names: list[str], address: str, query: dict[str, list[str]]) -> None:
+        """Send the page of these runs, or, if the query asks for it, its version alone."""
+        live = f"{address}{'&' if '?' in address else '?'}version=1"
+        if "version" in query:
+            version = {"version": self.server.board.version(names)}
+            self._send(HTTPStatus.OK, json.dumps(version), "application/json")
+        else:
+            self._send(HTTPStatus.OK, self.server.board.page(names, live), "text/html")
+
+    def _send(self, status: HTTPStatus, text: str, kind: str = "text/plain") -> None:
+        body = text.encode("utf-8", errors="replace")
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: a page asks every two seconds."""
