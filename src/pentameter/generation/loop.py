@@ -11,8 +11,8 @@ Shapes: B samples, T sequence, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,12 @@ from torch import nn
 
 from pentameter.data.shards.dataset import TokenSplit
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.data.tokenizers.chat import escaped, ids_and_texts, without_marks
+from pentameter.data.tokenizers.chat import (
+    ChatTemplate,
+    escaped,
+    ids_and_texts,
+    without_marks,
+)
 from pentameter.data.tokenizers.rendering import Asked, render
 from pentameter.errors import ConfigError
 from pentameter.generation.sampling import Floats, Sampling, Tokens, choose, uniform_numbers
@@ -266,9 +271,20 @@ def encode_chat(tokenizer: Tokenizer, message: str) -> Tokens:
             f"the model's tokenizer ({tokenizer.kind}) has no chat template; leave --chat out, and "
             "write the prompt as the model knows it"
         )
+    return encode_messages(tokenizer, tokenizer.chat, [{"role": "user", "content": message}])
+
+
+def encode_messages(
+    tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping[str, Any]]
+) -> Tokens:
+    """Return the ids (n,) for a conversation (each message a role and a content), up to the next
+    answer's start.
+
+    Raises TemplateRefusalError if the template refuses the messages.
+    """
     special = tokenizer.special_tokens
-    messages = escaped([{"role": "user", "content": message}], special)
-    text = without_marks(render(tokenizer.chat, Asked(messages, add_generation_prompt=True)))
+    messages = escaped(messages, special)
+    text = without_marks(render(template, Asked(messages, add_generation_prompt=True)))
     ids = [
         tokenizer.encode(piece) if isinstance(piece, str) else np.array([piece])
         for piece in ids_and_texts(text, special)
@@ -346,8 +362,7 @@ class _Window:
         self._vocab_size = vocab_size
         self._context_length = model.config.context_length
         self._pass_tokens = max(1, _PREFILL_LOGITS // (n_samples * vocab_size))
-        is_plain = weight.device.type == "cpu" and weight.dtype == torch.float32
-        self._kernels = _without_onednn if is_plain else nullcontext
+        self._kernels = partial(chosen_kernels, weight.device, weight.dtype)
         with torch.inference_mode():
             self._cache = KVCache(model.config, n_samples, weight.device, weight.dtype)
 
@@ -369,6 +384,12 @@ class _Window:
         with self._kernels():
             logits = self._model(batch, cache=self._cache)[:, -1, : self._vocab_size]
         return logits.to("cpu", torch.float64).numpy()
+
+
+def chosen_kernels(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Return the context in which a model on `device` with weights of `dtype` passes fastest."""
+    is_plain = device.type == "cpu" and dtype == torch.float32
+    return _without_onednn() if is_plain else nullcontext()
 
 
 @contextmanager
