@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from pentameter.config.schema import ModelConfig
+from pentameter.checkpoint.state_dicts import model_state
+from pentameter.checkpoint.store import CheckpointStore
+from pentameter.config.data_schema import DataConfig
+from pentameter.config.schema import Config, ModelConfig, TrainConfig
+from pentameter.config.write import to_toml
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.model.gpt import GPT, build_model
 
@@ -28,4 +33,16 @@ def make_model(context_length: int = 80, **settings: Any) -> GPT:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0 if parameter.ndim == 2 else 1.0)
+    return model
+
+
+def save_run(folder: Path, **settings: Any) -> GPT:
+    """Write a run folder with one checkpoint of such a model, and return the model."""
+    model = make_model(**settings)
+    config = Config(
+        model=model.config, data=DataConfig(corpus="stdlib"), train=TrainConfig(batch_size=1)
+    )
+    files = {"config.toml": to_toml(config).encode(), "tokenizer.json": TOKENIZER.to_bytes()}
+    store = CheckpointStore(folder / "checkpoints", run_id="r", config_hash="h")
+    store.save(7, {"model": model_state(model)}, {"step": 7}, extra_files=files)
     return model

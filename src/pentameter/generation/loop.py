@@ -23,12 +23,7 @@ from torch import nn
 
 from pentameter.data.shards.dataset import TokenSplit
 from pentameter.data.tokenizers.base import Tokenizer
-from pentameter.data.tokenizers.chat import (
-    ChatTemplate,
-    escaped,
-    ids_and_texts,
-    without_marks,
-)
+from pentameter.data.tokenizers.chat import escaped, ids_and_texts, without_marks
 from pentameter.data.tokenizers.rendering import Asked, render
 from pentameter.errors import ConfigError
 from pentameter.generation.sampling import Floats, Sampling, Tokens, choose, uniform_numbers
@@ -271,20 +266,21 @@ def encode_chat(tokenizer: Tokenizer, message: str) -> Tokens:
             f"the model's tokenizer ({tokenizer.kind}) has no chat template; leave --chat out, and "
             "write the prompt as the model knows it"
         )
-    return encode_messages(tokenizer, tokenizer.chat, [{"role": "user", "content": message}])
+    asked = [{"role": "user", "content": message}]
+    return encode_messages(tokenizer, asked, partial(render, tokenizer.chat))
 
 
 def encode_messages(
-    tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping[str, Any]]
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], render: Callable[[Asked], str]
 ) -> Tokens:
     """Return the ids (n,) for a conversation (each message a role and a content), up to the next
-    answer's start.
+    answer's start. `render` renders it by the tokenizer's template.
 
     Raises TemplateRefusalError if the template refuses the messages.
     """
     special = tokenizer.special_tokens
     messages = escaped(messages, special)
-    text = without_marks(render(template, Asked(messages, add_generation_prompt=True)))
+    text = without_marks(render(Asked(messages, add_generation_prompt=True)))
     ids = [
         tokenizer.encode(piece) if isinstance(piece, str) else np.array([piece])
         for piece in ids_and_texts(text, special)

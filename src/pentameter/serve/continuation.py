@@ -15,6 +15,8 @@ from pentameter.errors import CorruptError
 from pentameter.generation.loop import Detokenizer
 from pentameter.generation.sampling import Floats, Sampling, Tokens, uniform_numbers
 
+_DRAWS_AT_ONCE = 256
+
 
 @dataclass(frozen=True)
 class TokenChance:
@@ -41,6 +43,16 @@ class Piece:
     """`stop` (the text ended itself, or by a stop string), `length`, or None: it goes on."""
     error: Exception | None = None
     """What ended it instead."""
+
+    def joined(self, later: Piece) -> Piece:
+        """Return this part of a text and the one that follows it as one."""
+        return Piece(
+            self.text + later.text,
+            self.chances + later.chances,
+            later.n_tokens,
+            later.finish_reason,
+            later.error,
+        )
 
 
 @dataclass(frozen=True)
@@ -72,8 +84,7 @@ class Continuation:
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
         self._tokenizer = tokenizer
-        positions = np.arange(asked.max_tokens, dtype=np.int32) + len(asked.prompt)
-        self._uniforms = uniform_numbers(asked.seed, asked.sample + 1, positions)[asked.sample]
+        self._uniforms = np.empty(0)  # for the next tokens, some at a time
         before = asked.prompt.tolist() if asked.follows_text else ()
         self._detokenizer = Detokenizer(tokenizer, before, asked.ends)
         self._text = ""
@@ -83,7 +94,12 @@ class Continuation:
     @property
     def uniform(self) -> float:
         """The uniform number by which the next token is drawn."""
-        return float(self._uniforms[len(self.tokens)])
+        asked, number = self.asked, len(self.tokens) % _DRAWS_AT_ONCE
+        if number == 0:
+            first = len(asked.prompt) + len(self.tokens)
+            positions = np.arange(first, first + _DRAWS_AT_ONCE, dtype=np.int32)
+            self._uniforms = uniform_numbers(asked.seed, asked.sample + 1, positions)[asked.sample]
+        return float(self._uniforms[number])
 
     def push(self, token: int, logits: Floats) -> Piece:
         """Take the next token, drawn from logits (V,), and return what may be shown now."""
