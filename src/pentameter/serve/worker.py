@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -114,7 +114,7 @@ class Job:
                 self.served.n_texts -= 1
         self._news.set()
 
-    async def pieces(self, seconds: float) -> AsyncIterator[list[tuple[int, Piece]]]:
+    async def pieces(self, seconds: float) -> AsyncGenerator[list[tuple[int, Piece]], None]:
         """Yield what the texts say, several pieces of a text as one, until all have ended.
 
         Raises TakesTooLongError if that takes more than `seconds`, and a text's error.
