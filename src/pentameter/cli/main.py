@@ -17,6 +17,7 @@ from pentameter.processes.failure import explanation, failure_of, print_failure,
 VERBS = {
     "train": "train a model, or continue a run: train PRESET-or-FILE-or-TEXT [--KEY VALUE …]",
     "sample": "write text with a model: sample MODEL [--prompt TEXT]",
+    "serve": "answer over HTTP with OpenAI's interface: serve MODEL [MODEL …]",
     "eval": "loss, perplexity and bits per byte of a model over a whole split: eval MODEL",
     "prepare": "turn text into token shards: prepare CORPUS-or-FILES --out DIR",
     "export": "write a model for other programs: export MODEL --to hf|safetensors --out DIR",

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -130,12 +131,13 @@ def _sampled(
 def _ask_for_prompts(loaded: LoadedModel, sampling: Sampling, asked: SampleArguments) -> None:
     """Ask for prompts and print what the model makes of each, until the input ends. Each has a seed
     of its own, the first `asked.seed`; with `asked.chat` an answer sees all messages before it."""
-    from pentameter.generation.loop import chat_template, encode_messages, encode_prompt
+    from pentameter.data.tokenizers.rendering import render
+    from pentameter.generation.loop import encode_messages, encode_prompt, template_of
 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (lines can be edited, and come again with the arrow keys)
 
-    template = chat_template(loaded.tokenizer) if asked.chat else None
+    template = template_of(loaded.tokenizer) if asked.chat else None
     print(LOOP_HELP if template is None else CHAT_HELP, file=sys.stderr)
     messages: list[dict[str, str]] = []
     for seed in itertools.count(asked.seed):
@@ -152,7 +154,7 @@ def _ask_for_prompts(loaded: LoadedModel, sampling: Sampling, asked: SampleArgum
             if template is None:
                 ids = encode_prompt(loaded.tokenizer, line)
             else:
-                ids = encode_messages(loaded.tokenizer, template, turn)
+                ids = encode_messages(loaded.tokenizer, turn, partial(render, template))
         except ConfigError as error:  # such as a character that the model does not know
             print(f"pentameter: {terminal_message(str(error))}", file=sys.stderr)
             continue

@@ -12,7 +12,7 @@ Shapes: B samples, T sequence, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -267,10 +267,10 @@ def encode_chat(tokenizer: Tokenizer, message: str) -> Tokens:
     Raises ConfigError if the tokenizer has no template, or the template refuses the message.
     """
     messages = [{"role": "user", "content": message}]
-    return encode_messages(tokenizer, chat_template(tokenizer), messages)
+    return encode_messages(tokenizer, messages, partial(render, template_of(tokenizer)))
 
 
-def chat_template(tokenizer: Tokenizer) -> ChatTemplate:
+def template_of(tokenizer: Tokenizer) -> ChatTemplate:
     """Return the tokenizer's chat template; ConfigError if it has none."""
     if tokenizer.chat is None:
         raise ConfigError(
@@ -281,16 +281,16 @@ def chat_template(tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def encode_messages(
-    tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Mapping[str, Any]]
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], render: Callable[[Asked], str]
 ) -> Tokens:
     """Return the ids (n,) for a conversation (each message a role and a content), up to the next
-    answer's start.
+    answer's start. `render` renders it by the tokenizer's template.
 
     Raises TemplateRefusalError if the template refuses the messages.
     """
     special = tokenizer.special_tokens
     messages = escaped(messages, special)
-    text = without_marks(render(template, Asked(messages, add_generation_prompt=True)))
+    text = without_marks(render(Asked(messages, add_generation_prompt=True)))
     ids = [
         tokenizer.encode(piece) if isinstance(piece, str) else np.array([piece])
         for piece in ids_and_texts(text, special)
@@ -368,8 +368,7 @@ class _Window:
         self._vocab_size = vocab_size
         self._context_length = model.config.context_length
         self._pass_tokens = max(1, _PREFILL_LOGITS // (n_samples * vocab_size))
-        is_plain = weight.device.type == "cpu" and weight.dtype == torch.float32
-        self._kernels = _without_onednn if is_plain else nullcontext
+        self._kernels = partial(chosen_kernels, weight.device, weight.dtype)
         with torch.inference_mode():
             self._cache = KVCache(model.config, n_samples, weight.device, weight.dtype)
 
@@ -391,6 +390,12 @@ class _Window:
         with self._kernels():
             logits = self._model(batch, cache=self._cache)[:, -1, : self._vocab_size]
         return logits.to("cpu", torch.float64).numpy()
+
+
+def chosen_kernels(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Return the context in which a model on `device` with weights of `dtype` passes fastest."""
+    is_plain = device.type == "cpu" and dtype == torch.float32
+    return _without_onednn() if is_plain else nullcontext()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pentameter.config.choices import refuse_unknown
 from pentameter.config.schema import ModelConfig
-from pentameter.model.cache import KVCache
+from pentameter.model.cache import Cache
 from pentameter.model.dropout import (
     AttentionDropout,
     StreamDropout,
@@ -97,7 +97,7 @@ class Attention(nn.Module):
         x: Tensor,
         positions: Positions,
         dropout_keys: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """Return (B, T, D): for each token, the attention over itself and the tokens before it."""
         q, k, v = (each.transpose(1, 2) for each in self.project(x, positions.rotation))

@@ -5,10 +5,20 @@ Shapes: B batch, T tokens, H KV heads, K head size.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from pentameter.config.schema import ModelConfig
+
+
+class Cache(Protocol):
+    """Past keys and values, as attention asks for them."""
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append new keys and values (B, H, T, K) in a layer, and return all that attention is to
+        read."""
 
 
 class KVCache:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pentameter.config.choices import look_up
 from pentameter.config.schema import ModelConfig
 from pentameter.model.attention import Read, read
-from pentameter.model.cache import KVCache
+from pentameter.model.cache import Cache
 from pentameter.model.dropout import StreamDropout, mlp_output_site
 from pentameter.model.positions import Positions
 
@@ -49,7 +49,7 @@ class MLP(nn.Module):
         x: Tensor,
         positions: Positions,
         dropout_keys: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """Apply the layer to x (B, T, D), and return (B, T, D). Nothing is cached."""
         if self.gate is None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pentameter.config.choices import look_up, refuse_unknown
 from pentameter.config.schema import ModelConfig
 from pentameter.model.attention import Attention
-from pentameter.model.cache import KVCache
+from pentameter.model.cache import Cache, KVCache
 from pentameter.model.dropout import EMBEDDING_SITE, StreamDropout
 from pentameter.model.feed_forward import MLP
 from pentameter.model.initial import initialize
@@ -227,7 +227,7 @@ class Block(nn.Module):
         x: Tensor,
         positions: Positions,
         dropout_keys: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """Return the residual stream (B, T, D) after this layer, from x (B, T, D)."""
         stream = x

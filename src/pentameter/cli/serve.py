@@ -1,0 +1,93 @@
+"""`pentameter serve`: models over HTTP, with OpenAI's interface."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from pentameter.cli.arguments import load_for_verb, parse
+from pentameter.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ServeArguments:
+    """Serve models over HTTP, with OpenAI's interface: /v1/completions, /v1/chat/completions,
+    /v1/models, /health. A text follows from its request alone, whoever is served beside it."""
+
+    models: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """Run folders (their best checkpoint, else their last), checkpoint folders, or Hugging Face
+    folders. Requests name a model by its folder's name."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Any other than this machine's own lets others ask: there is no
+    password."""
+    port: int = 8000
+    """0 takes any that is free."""
+    slots: int = 16
+    """Texts that each model writes at once; its cache takes memory for them all."""
+    queue: int = 256
+    """Texts that may wait for a slot; beyond them requests are refused with 503."""
+    max_tokens: int = 4096
+    """Most new tokens of a text."""
+    max_seconds: float = 600.0
+    """Longest time that a request may take, waiting included."""
+    max_bytes: int = 1_048_576
+    """Largest body of a request."""
+    grace_seconds: float = 30.0
+    """On SIGINT or SIGTERM requests that run have this long to end."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Where the models run; auto takes the fastest present."""
+
+
+def run(arguments: list[str]) -> int:
+    """Serve until a signal comes, and return 0."""
+    asked = parse(ServeArguments, arguments, verb="serve")
+    if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
+        raise ConfigError(f"serve needs {' and '.join(missing)}: pip install 'pentameter[serve]'")
+    _check(asked)
+    from pentameter.machine.choices import choose_device
+    from pentameter.serve.requests import Limits
+    from pentameter.serve.server import LOOPBACK, Settings, serve, served_model
+    from pentameter.serve.worker import check_names
+
+    names = [path.resolve().name for path in asked.models]
+    check_names(names)
+    limits = Limits(
+        max_tokens=asked.max_tokens, seconds=asked.max_seconds, body_bytes=asked.max_bytes
+    )
+    settings = Settings(
+        asked.host, asked.port, asked.slots, asked.queue, asked.grace_seconds, limits
+    )
+    device = choose_device(asked.device)
+    if asked.host not in LOOPBACK:
+        print(
+            f"pentameter: --host {asked.host} lets other machines ask, without a password",
+            file=sys.stderr,
+        )
+    models = []
+    for name, path in zip(names, asked.models, strict=True):
+        served = served_model(name, load_for_verb(path, device), asked.slots)
+        print(f"{name}: {served.described()}", flush=True)
+        models.append(served)
+    return serve(models, settings)
+
+
+def _check(asked: ServeArguments) -> None:
+    """Raise ConfigError for a number out of range."""
+    least = {
+        "port": 0, "slots": 1, "queue": 0, "max_tokens": 1, "max_seconds": 0, "max_bytes": 1,
+        "grace_seconds": 0,
+    }  # fmt: skip
+    for name, smallest in least.items():
+        value = getattr(asked, name)
+        if not value >= smallest:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} {value} must be at least {smallest}")
+    if asked.port > 65535:
+        raise ConfigError(f"--port {asked.port} must be at most 65535")
+    if not asked.models:
+        raise ConfigError("serve needs a MODEL: a run folder or a Hugging Face folder")

@@ -1,0 +1,389 @@
+"""The HTTP application: OpenAI's routes, streams of events, and who may ask.
+
+No text of a request or an answer is ever written to a log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pentameter.errors import nearest, printable
+from pentameter.serve.continuation import Piece, TokenChance
+from pentameter.serve.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Limits,
+    RequestError,
+    parsed,
+)
+from pentameter.serve.worker import Job, ServedModel, ServerBusyError, TakesTooLongError, Worker
+
+RETRY_SECONDS = 2
+_JSON = ("application/json",)
+
+
+def create_app(worker: Worker, limits: Limits, hosts: Collection[str] | None) -> FastAPI:
+    """Return the application for a worker that is not started yet.
+
+    hosts: names by which a browser may reach it, without ports; None for any.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        worker.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(worker.close)
+
+    # FastAPI's pages of documentation load scripts from elsewhere.
+    app = FastAPI(title="pentameter", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(Guard, hosts=hosts, body_bytes=limits.body_bytes)
+    app.add_exception_handler(RequestError, _refused)
+    app.add_exception_handler(HTTPException, _no_route)
+
+    @app.get("/health")
+    async def health() -> Response:
+        """Say whether requests are taken."""
+        status = "stopping" if worker.is_stopping else "ok"
+        n_texts = {name: each.n_texts for name, each in worker.models.items()}
+        body = {"status": status, "models": list(worker.models), "texts": n_texts}
+        return JSONResponse(body, status_code=503 if worker.is_stopping else 200)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """List the served models."""
+        data = [_described(served) for served in worker.models.values()]
+        return JSONResponse({"object": "list", "data": data})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        """Describe a model."""
+        return JSONResponse(_described(_chosen(worker, name)))
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        """Continue prompts."""
+        return await _answer(worker, limits, CompletionRequest, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        return await _answer(worker, limits, ChatRequest, request)
+
+    return app
+
+
+def _described(served: ServedModel) -> dict[str, Any]:
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "pentameter",
+        "context_length": served.context_length,
+        "has_chat_template": served.tokenizer.chat is not None,
+    }
+
+
+def _chosen(worker: Worker, name: str | None) -> ServedModel:
+    """Return the model that a request names; the only one, if it names none."""
+    if name is None and len(worker.models) == 1:
+        return next(iter(worker.models.values()))
+    if name is None or name not in worker.models:
+        near = nearest(name or "", worker.models)
+        hint = f"did you mean {near}? " if near else ""
+        raise RequestError(
+            404,
+            f"there is no model {printable(name or '')[:80]!r} here; {hint}Served: "
+            + ", ".join(worker.models),
+            param="model",
+            code="model_not_found",
+        )
+    return worker.models[name]
+
+
+async def _answer(
+    worker: Worker,
+    limits: Limits,
+    kind: type[CompletionRequest] | type[ChatRequest],
+    http: Request,
+) -> Response:
+    """Answer a request for text, whole or as a stream. If its sender leaves, it is cancelled."""
+    try:
+        body = json.loads(await http.body())
+    except ValueError as error:  # of json, or of UTF-8
+        raise RequestError(400, f"the body is not JSON: {error}") from error
+    asked = parsed(kind, body)
+    served = _chosen(worker, asked.model)
+    # Tokenizing a long prompt, and rendering, must not hold up the streams.
+    texts = await asyncio.to_thread(asked.texts, served, limits)
+    try:
+        job = worker.submit(served, texts)
+    except ServerBusyError as error:
+        raise RequestError(503, str(error), code="server_busy") from error
+    form = _Form(job, isinstance(asked, ChatRequest))
+    if asked.stream:
+        events = _events(worker, job, form, limits.seconds, with_usage=asked.asks_for_usage)
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+    whole = asyncio.ensure_future(_whole(job, limits.seconds))
+    gone = asyncio.ensure_future(_disconnected(http))
+    try:
+        await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not whole.done():
+            return Response(status_code=499)  # which nobody reads
+        return JSONResponse(form.whole(whole.result()))
+    except Exception as error:
+        raise _described_error(error, limits) from error
+    finally:
+        for task in (whole, gone):
+            task.cancel()
+        worker.cancel(job)
+
+
+async def _whole(job: Job, seconds: float) -> dict[int, Piece]:
+    """Return each text of a request, once all have ended."""
+    found: dict[int, Piece] = {}
+    async for pieces in job.pieces(seconds):
+        for index, piece in pieces:
+            found[index] = found[index].joined(piece) if index in found else piece
+    return found
+
+
+async def _disconnected(http: Request) -> None:
+    """Return once the sender has left."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _events(
+    worker: Worker, job: Job, form: _Form, seconds: float, *, with_usage: bool
+) -> AsyncIterator[str]:
+    """Yield the events of a stream; an error after its beginning is its last event."""
+    n_tokens: Counter[int] = Counter()
+    try:
+        for index in form.openings():
+            yield _event(form.chunk(index, Piece(), is_first=True))
+        async with aclosing(job.pieces(seconds)) as news:
+            async for pieces in news:
+                for index, piece in pieces:
+                    n_tokens[index] = piece.n_tokens
+                    if piece.text or piece.chances or piece.finish_reason:
+                        yield _event(form.chunk(index, piece))
+        if with_usage:
+            yield _event(form.shell([]) | {"usage": form.usage(n_tokens.values())})
+        yield "data: [DONE]\n\n"
+    except Exception as error:
+        yield _event(_described_error(error, None).to_json())
+    finally:
+        worker.cancel(job)
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+
+
+def _described_error(error: Exception, limits: Limits | None) -> RequestError:
+    """Return what a request is told about an error while its texts were written."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, TakesTooLongError):
+        most = f" of {limits.seconds:g} s" if limits else ""
+        message = f"the request's time{most} is up; ask for fewer tokens, or stream them"
+        return RequestError(408, message, code="timeout")
+    if isinstance(error, ServerBusyError):
+        return RequestError(503, str(error), code="server_stopping")
+    return RequestError(500, f"{type(error).__name__}: {error}", code="failed")
+
+
+@dataclass
+class _Form:
+    """The form of an answer: a completion's or a chat's."""
+
+    job: Job
+    is_chat: bool
+
+    def __post_init__(self) -> None:
+        prefix = "chatcmpl-" if self.is_chat else "cmpl-"
+        self._id, self._created = prefix + uuid.uuid4().hex, int(time.time())
+
+    def shell(self, choices: list[dict[str, Any]], *, is_chunk: bool = True) -> dict[str, Any]:
+        """Return a chunk, or the whole answer, around its choices."""
+        kind = "text_completion"
+        if self.is_chat:
+            kind = "chat.completion.chunk" if is_chunk else "chat.completion"
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self.job.served.name,
+            "system_fingerprint": _fingerprint(),
+            "choices": choices,
+        }
+
+    def usage(self, n_tokens: Iterable[int]) -> dict[str, int]:
+        """Return counts of tokens: each prompt once, every token that was drawn."""
+        prompts = sum(len(t.asked.prompt) for t in self.job.texts if t.asked.sample == 0)
+        drawn = sum(n_tokens)
+        return {
+            "prompt_tokens": prompts,
+            "completion_tokens": drawn,
+            "total_tokens": prompts + drawn,
+        }
+
+    def openings(self) -> Sequence[int]:
+        """Return the choices whose streams begin with an event of their own."""
+        return range(len(self.job.texts)) if self.is_chat else ()
+
+    def chunk(self, index: int, piece: Piece, *, is_first: bool = False) -> dict[str, Any]:
+        """Return an event of a stream."""
+        choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason}
+        if self.is_chat:
+            choice["delta"] = {"role": "assistant", "content": ""} if is_first else {}
+            if piece.text:
+                choice["delta"]["content"] = piece.text
+        else:
+            choice["text"] = piece.text
+        return self.shell([choice | {"logprobs": self._logprobs(index, piece)}])
+
+    def whole(self, pieces: dict[int, Piece]) -> dict[str, Any]:
+        """Return the whole answer."""
+        choices = []
+        for index, piece in sorted(pieces.items()):
+            message = {"role": "assistant", "content": piece.text}
+            said = {"message": message} if self.is_chat else {"text": piece.text}
+            choice = {"index": index, **said, "finish_reason": piece.finish_reason}
+            choices.append(choice | {"logprobs": self._logprobs(index, piece)})
+        usage = self.usage(piece.n_tokens for piece in pieces.values())
+        return self.shell(choices, is_chunk=False) | {"usage": usage}
+
+    def _logprobs(self, index: int, piece: Piece) -> dict[str, Any] | None:
+        if self.job.texts[index].asked.n_rivals is None:
+            return None
+        if self.is_chat:
+            content = [
+                _token(each.text, each.logprob)
+                | {"top_logprobs": [_token(*rival) for rival in each.rivals]}
+                for each in piece.chances
+            ]
+            return {"content": content, "refusal": None}
+        return {
+            "tokens": [each.text for each in piece.chances],
+            "token_logprobs": [each.logprob for each in piece.chances],
+            "top_logprobs": [_rivals(each) for each in piece.chances],
+            "text_offset": [each.offset for each in piece.chances],
+        }
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    whole = "\N{REPLACEMENT CHARACTER}" not in text  # else it is a part of a character
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+
+
+def _rivals(chance: TokenChance) -> dict[str, float]:
+    """Map texts to probabilities; of several tokens with one text the likeliest counts."""
+    return dict(reversed(chance.rivals))
+
+
+def _fingerprint() -> str:
+    return f"pentameter-{metadata.version('pentameter')}-torch-{metadata.version('torch')}"
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    headers = {"Retry-After": str(RETRY_SECONDS)} if error.status == 503 else None
+    return JSONResponse(error.to_json(), status_code=error.status, headers=headers)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    said = f"{request.method} {printable(request.url.path)[:80]}: {error.detail}"
+    refused = RequestError(
+        error.status_code,
+        f"{said}; there are /v1/completions, /v1/chat/completions, /v1/models and /health",
+    )
+    return JSONResponse(refused.to_json(), status_code=error.status_code, headers=error.headers)
+
+
+class Guard:
+    """Middleware that refuses pages of other sites, bodies that are no JSON, and large ones.
+
+    A browser sends a page's requests to any address, this machine's own too. So the Host header
+    must name this server (a foreign name may resolve to 127.0.0.1), a page's Origin must be the
+    server itself, and a body must say that it is JSON, which a form cannot.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str] | None, body_bytes: int) -> None:
+        self._app, self._hosts, self._most = app, hosts, body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request that may pass, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1"): v.decode("latin-1") for name, v in scope["headers"]}
+        refused = self._refusal(scope["method"], headers)
+        if refused is not None:
+            response = await _refused(Request(scope), refused)
+            await response(scope, receive, send)
+            return
+        await self._app(scope, _bounded(receive, self._most), send)
+
+    def _refusal(self, method: str, headers: dict[str, str]) -> RequestError | None:
+        host = headers.get("host", "")
+        if self._hosts is not None and _name(host) not in self._hosts:
+            return RequestError(
+                403,
+                f"the Host {printable(host)[:80]!r} is not this server's; it answers to "
+                + ", ".join(sorted(self._hosts)),
+            )
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != host:
+            return RequestError(403, "pages of other sites may not ask this server")
+        if method == "POST" and headers.get("content-type", "").partition(";")[0] not in _JSON:
+            return RequestError(415, "the body must be JSON, with Content-Type: application/json")
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self._most:
+            return _too_large(self._most)
+        return None
+
+
+def _bounded(receive: Receive, most: int) -> Callable[[], Awaitable[Message]]:
+    """Return `receive`, which raises RequestError for a body of more than `most` bytes."""
+    n_bytes = 0
+
+    async def bounded() -> Message:
+        nonlocal n_bytes
+        message = await receive()
+        n_bytes += len(message.get("body", b""))
+        if n_bytes > most:
+            raise _too_large(most)
+        return message
+
+    return bounded
+
+
+def _too_large(most: int) -> RequestError:
+    return RequestError(413, f"the body has more than {most:,} bytes, which is the most it may")
+
+
+def _name(host: str) -> str:
+    """Return a Host header's name without its port."""
+    with suppress(ValueError):
+        return (urlsplit(f"//{host}").hostname or "").lower()
+    return ""

@@ -1,0 +1,152 @@
+"""Continuous batching: texts join and leave between two passes, and never change each other.
+
+Each step reads pieces of new texts, as far as its budget goes, and then takes one token of every
+text that is being written, in one pass. Which texts are there decides when a text is written; what
+it says follows from its request alone (see `passes.py`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+
+from pentameter.errors import CorruptError
+from pentameter.generation.loop import window_tokens
+from pentameter.generation.sampling import Floats, choose
+from pentameter.serve.continuation import Continuation, Piece, check_finite
+from pentameter.serve.passes import PIECE_TOKENS, Slots, n_read_in_pieces
+
+
+@dataclass(eq=False)
+class _Writing:
+    """A text in a slot: its window into the text so far, and how much of it the cache holds."""
+
+    continuation: Continuation
+    slot: int
+    window: list[int]
+    n_cached: int = 0
+    n_in_pieces: int = 0
+    """First tokens of the window that are read in pieces."""
+    n_used: int = 0
+    """Most tokens of the slot that were ever written."""
+
+    @property
+    def n_to_read(self) -> int:
+        """Tokens that pieces have still to read."""
+        return max(0, self.n_in_pieces - self.n_cached)
+
+
+class Batcher:
+    """Texts waiting for a slot and texts in one. Not safe for several threads."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._free = list(range(slots.n_slots))
+        self._waiting: deque[Continuation] = deque()
+        self._writing: dict[Continuation, _Writing] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self._waiting and not self._writing
+
+    def add(self, continuation: Continuation) -> None:
+        """Queue a text behind those that wait for a slot."""
+        self._waiting.append(continuation)
+
+    def cancel(self, continuation: Continuation) -> None:
+        """Leave a text out from now on, and free its slot; nothing if it has ended."""
+        if continuation in self._writing:
+            self._release(continuation)
+        elif continuation in self._waiting:
+            self._waiting.remove(continuation)
+
+    def cancel_all(self) -> None:
+        """Leave out every text."""
+        self._waiting.clear()
+        for continuation in list(self._writing):
+            self._release(continuation)
+
+    def step(self) -> list[tuple[Continuation, Piece]]:
+        """Do some work on every text in a slot, and return what may be shown of those that have a
+        new token, or failed."""
+        while self._free and self._waiting:
+            self._begin(self._waiting.popleft())
+        logits: dict[Continuation, Floats] = {}
+        budget = PIECE_TOKENS
+        for each in list(self._writing.values()):  # in the order in which they came
+            while each.n_to_read and budget > 0:
+                n = min(PIECE_TOKENS, each.n_to_read)
+                tokens = each.window[each.n_cached : each.n_cached + n]
+                last = self._slots.read(each.slot, tokens, each.n_cached)
+                self._count(each, n)
+                budget -= n
+                if each.n_cached == len(each.window):
+                    logits[each.continuation] = last
+        ready = [
+            each
+            for each in self._writing.values()
+            if not each.n_to_read and each.continuation not in logits
+        ]
+        if ready:
+            rows = {each.slot: (each.window[each.n_cached], each.n_cached) for each in ready}
+            found = self._slots.write(rows)
+            for each in ready:
+                self._count(each, 1)
+                if each.n_cached == len(each.window):
+                    logits[each.continuation] = found[each.slot]
+        return self._draw(logits)
+
+    def _begin(self, continuation: Continuation) -> None:
+        writing = _Writing(continuation, heappop(self._free), [])
+        self._writing[continuation] = writing
+        self._see(writing)
+
+    def _see(self, each: _Writing) -> None:
+        """Move a window to the text's end: by one token, or to its new start."""
+        prompt, written = each.continuation.asked.prompt, each.continuation.tokens
+        n_seen = window_tokens(len(prompt) + len(written), self._slots.context_length)
+        if each.window and n_seen == len(each.window) + 1:
+            each.window.append(written[-1])
+            return
+        text = [*prompt.tolist(), *written]
+        each.window, each.n_cached = text[len(text) - n_seen :], 0
+        each.n_in_pieces = n_read_in_pieces(n_seen)
+
+    def _count(self, each: _Writing, n_tokens: int) -> None:
+        each.n_cached += n_tokens
+        each.n_used = max(each.n_used, each.n_cached)
+
+    def _draw(self, logits: dict[Continuation, Floats]) -> list[tuple[Continuation, Piece]]:
+        """Draw the next token of each text from its logits (V,)."""
+        pieces: list[tuple[Continuation, Piece]] = []
+        groups: dict[object, list[Continuation]] = {}
+        for continuation, of_text in logits.items():
+            try:
+                check_finite(of_text)
+            except CorruptError as error:
+                self._release(continuation)
+                failed = Piece(n_tokens=len(continuation.tokens), error=error)
+                pieces.append((continuation, failed))
+            else:
+                groups.setdefault(continuation.asked.sampling, []).append(continuation)
+        for group in groups.values():
+            uniforms = np.array([continuation.uniform for continuation in group])
+            rows = np.stack([logits[continuation] for continuation in group])
+            tokens = choose(rows, group[0].asked.sampling, uniforms)
+            for continuation, token in zip(group, tokens.tolist(), strict=True):
+                piece = continuation.push(token, logits[continuation])
+                if piece.finish_reason:
+                    self._release(continuation)
+                else:
+                    self._see(self._writing[continuation])
+                pieces.append((continuation, piece))
+        return pieces
+
+    def _release(self, continuation: Continuation) -> None:
+        writing = self._writing.pop(continuation)
+        self._slots.clear(writing.slot, writing.n_used + PIECE_TOKENS)
+        heappush(self._free, writing.slot)

@@ -1,0 +1,168 @@
+"""One text that a model writes: its tokens, what may be shown of it, and why it ended.
+
+V is the vocabulary's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.errors import CorruptError
+from pentameter.generation.loop import Detokenizer
+from pentameter.generation.sampling import Floats, Sampling, Tokens, uniform_numbers
+
+_DRAWS_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class TokenChance:
+    """A token that was drawn, with its logarithmic probability and its likeliest rivals'."""
+
+    text: str
+    logprob: float
+    """Natural logarithm of the model's probability, before temperature, top-k and top-p."""
+    rivals: Sequence[tuple[str, float]]
+    """(text, logarithmic probability) of the likeliest tokens, falling."""
+    offset: int
+    """Characters of the text before the token's."""
+
+
+@dataclass
+class Piece:
+    """A part of a text that may be shown, and with the last one the end."""
+
+    text: str = ""
+    chances: list[TokenChance] = field(default_factory=list)
+    n_tokens: int = 0
+    """Tokens that were drawn so far."""
+    finish_reason: str | None = None
+    """`stop` (the text ended itself, or by a stop string), `length`, or None: it goes on."""
+    error: Exception | None = None
+    """What ended it instead."""
+
+    def joined(self, later: Piece) -> Piece:
+        """Return this part of a text and the one that follows it as one."""
+        return Piece(
+            self.text + later.text,
+            self.chances + later.chances,
+            later.n_tokens,
+            later.finish_reason,
+            later.error,
+        )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a text is made from: the text is a function of this and the model alone."""
+
+    prompt: Tokens
+    """Token ids (n,), at least one."""
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    sample: int = 0
+    """Its number among the texts for one prompt and seed."""
+    ends: Collection[int] = frozenset()
+    """Tokens that end the text; they are not shown."""
+    stop: Sequence[str] = ()
+    """Strings that end the text; neither they nor what follows is shown."""
+    n_rivals: int | None = None
+    """Rivals of each token to report; None to report no probabilities at all."""
+    follows_text: bool = True
+    """Whether the reader has the prompt before them: words are then separated from it."""
+
+
+class Continuation:
+    """The text that follows a prompt, while it grows."""
+
+    def __init__(self, asked: Asked, tokenizer: Tokenizer) -> None:
+        self.asked = asked
+        self.tokens: list[int] = []
+        self.finish_reason: str | None = None
+        self._tokenizer = tokenizer
+        self._uniforms = np.empty(0)  # for the next tokens, some at a time
+        before = asked.prompt.tolist() if asked.follows_text else ()
+        self._detokenizer = Detokenizer(tokenizer, before, asked.ends)
+        self._text = ""
+        self._n_shown = 0
+        self._held: list[tuple[TokenChance, int]] = []  # and where the token's text ends
+
+    @property
+    def uniform(self) -> float:
+        """The uniform number by which the next token is drawn."""
+        asked, number = self.asked, len(self.tokens) % _DRAWS_AT_ONCE
+        if number == 0:
+            first = len(asked.prompt) + len(self.tokens)
+            positions = np.arange(first, first + _DRAWS_AT_ONCE, dtype=np.int32)
+            self._uniforms = uniform_numbers(asked.seed, asked.sample + 1, positions)[asked.sample]
+        return float(self._uniforms[number])
+
+    def push(self, token: int, logits: Floats) -> Piece:
+        """Take the next token, drawn from logits (V,), and return what may be shown now."""
+        offset = len(self._text)
+        self.tokens.append(token)
+        self._text += self._detokenizer.push(token)
+        is_last = len(self.tokens) == self.asked.max_tokens
+        if self._detokenizer.is_ended:
+            self.finish_reason = "stop"
+        elif is_last:
+            self.finish_reason = "length"
+        if self.finish_reason:
+            self._text += self._detokenizer.flush()
+        first_new = max(0, offset - max(map(len, self.asked.stop), default=0))
+        stops_at = [at for s in self.asked.stop if (at := self._text.find(s, first_new)) >= 0]
+        if stops_at:
+            self._text = self._text[: min(stops_at)]
+            self.finish_reason = "stop"
+        if self.asked.n_rivals is not None and not self._detokenizer.is_ended:
+            chance = self._chance(token, logits, self.asked.n_rivals, offset)
+            # A token that reaches into a stop string would tell of it.
+            if not stops_at or len(self._text) >= offset + len(chance.text):
+                self._held.append((chance, len(self._text)))
+        return self._shown()
+
+    def _shown(self) -> Piece:
+        """Return what is settled since the last call: no text that a stop string may yet end."""
+        n_held = 0 if self.finish_reason else self._n_in_stop()
+        end = len(self._text) - n_held
+        text, self._n_shown = self._text[self._n_shown : end], max(self._n_shown, end)
+        ready = [chance for chance, ends_at in self._held if ends_at <= end]
+        self._held = self._held[len(ready) :]
+        return Piece(text, ready, len(self.tokens), self.finish_reason)
+
+    def _n_in_stop(self) -> int:
+        """Count the last characters of the text with which a stop string begins."""
+        return max(
+            (
+                n
+                for stop in self.asked.stop
+                for n in range(1, len(stop))
+                if self._text.endswith(stop[:n])
+            ),
+            default=0,
+        )
+
+    def _chance(self, token: int, logits: Floats, n_rivals: int, offset: int) -> TokenChance:
+        peak = logits.max()
+        logprobs = logits - (peak + np.log(np.exp(logits - peak).sum()))
+        # Equal ones by id, like the greedy choice.
+        order = np.lexsort((np.arange(len(logits)), -logprobs))[:n_rivals] if n_rivals else ()
+        return TokenChance(
+            self._tokenizer.decode([token]),
+            float(logprobs[token]),
+            [(self._tokenizer.decode([int(i)]), float(logprobs[i])) for i in order],
+            offset,
+        )
+
+
+def check_finite(logits: Floats) -> None:
+    """Raise CorruptError unless the largest of the logits (V,) is finite."""
+    if not np.isfinite(logits.max()):
+        raise CorruptError(
+            "the model's logits are not finite, so nothing can be sampled: its weights hold NaN or "
+            "infinity; serve an earlier checkpoint"
+        )

@@ -1,0 +1,264 @@
+"""A GPT's passes over the slots of one cache, in which no token's result depends on other slots.
+
+A text must not change with the texts beside it, to the last bit. Matmul kernels round differently
+with the number of rows (their blocks are other ones), and so does attention with the number of keys
+that it reads. So a pass has one of few shapes:
+
+- `read` takes a piece of one text. Its shape follows from the text's length alone.
+- `write` takes the newest token of each text, one for each slot. Its rows are padded to a batch
+  size, its keys to a number, of which `find_shapes` has seen on this machine, with this model, that
+  they give the same bits. Where not even a single shape does, each text has a pass of its own.
+
+Shapes: B slots, T tokens, H heads, G KV heads, S keys, K head size, V vocabulary (unpadded).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from pentameter.generation.loop import chosen_kernels
+from pentameter.generation.sampling import Floats
+from pentameter.keyed import bits, make_key
+from pentameter.model.attention import Attention
+from pentameter.model.dropout import AttentionDropout
+from pentameter.model.gpt import GPT
+from pentameter.model.positions import Positions, rotation
+from pentameter.planning.architecture import head_size, n_kv_heads
+
+PIECE_TOKENS = 64
+"""Most tokens of a text that one pass reads, so that texts being written wait little for it."""
+_PIECE_UNIT = 16
+"""Divisor of a pass's padded tokens; a shorter rest goes to the next multiple."""
+_LEAST_PIECE = 4
+"""Tokens from which on the rest of a text has a pass of its own; fewer go with those written."""
+_KEY_UNIT, _MOST_KEY_SIZES = 64, 8
+"""Divisor of the padded keys; most numbers of keys that `write` chooses from."""
+_CHECKED_SEEDS = 2
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Shapes between which `write` may choose without changing a bit, ascending."""
+
+    batch_sizes: tuple[int, ...]
+    """Numbers of slots, the largest being all; (1,) for a pass to each text."""
+    key_sizes: tuple[int, ...]
+    """Numbers of keys, the largest being all."""
+
+
+class Slots:
+    """A GPT and a cache with a slot for each text. It takes the model over: its attention reads
+    these slots from now on."""
+
+    def __init__(self, model: GPT, vocab_size: int, n_slots: int) -> None:
+        weight = next(model.parameters())
+        self._model = model.eval()
+        self._device, self._dtype = weight.device, weight.dtype
+        self._vocab_size = vocab_size
+        self._kernels = partial(chosen_kernels, weight.device, weight.dtype)
+        self.context_length = context_length = model.config.context_length
+        self.n_slots = n_slots
+        # A slot's memory begins at the same alignment as every other's. Its last key takes what a
+        # padded row writes.
+        self._n_keys = _rounded_up(context_length, _KEY_UNIT) + _KEY_UNIT
+        shape = (n_slots, n_kv_heads(model.config), self._n_keys, head_size(model.config))
+        make = partial(torch.zeros, shape, device=self._device, dtype=self._dtype)
+        layers = range(*model.layers)
+        self._keys, self._values = [make() for _ in layers], [make() for _ in layers]
+        for module in model.modules():
+            if isinstance(module, Attention):
+                module.attend = self._attend
+        unit = _rounded_up(-(-self._n_keys // _MOST_KEY_SIZES), _KEY_UNIT)
+        sizes = range(unit, self._n_keys, unit)
+        self.shapes = Shapes((n_slots,), (*sizes, self._n_keys))
+        self._slots, self._write_at = slice(0), torch.empty(0)  # of the pass under way
+        self._is_piece, self._first, self._n_seen = False, 0, 0
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(each.numel() * each.element_size() for each in (*self._keys, *self._values))
+
+    def clear(self, slot: int, n_tokens: int) -> None:
+        """Zero the first n_tokens in a slot, for its next text: masked keys count 0 times, and a
+        NaN would outlive that."""
+        for each in (*self._keys, *self._values):
+            each[slot, :, : _rounded_up(n_tokens, _KEY_UNIT)] = 0
+
+    @torch.inference_mode()
+    def read(self, slot: int, tokens: Sequence[int], start: int) -> Floats:
+        """Read a text's `tokens`, numbered from `start` in its window, into a slot, and return the
+        logits (V,) after the last."""
+        T, n_real = _rounded_up(len(tokens), _PIECE_UNIT), len(tokens)
+        padded = torch.zeros((1, T), dtype=torch.int64)
+        padded[0, :n_real] = torch.tensor(tokens)
+        numbers = torch.arange(start, start + T, device=self._device)
+        self._slots, self._first, self._is_piece = slice(slot, slot + 1), start, True
+        self._n_seen = _rounded_up(start + T, _KEY_UNIT)
+        positions = numbers.clamp(max=self.context_length - 1)
+        return self._pass(padded, positions, numbers, slice(n_real - 1, n_real))[0]
+
+    @torch.inference_mode()
+    def write(self, rows: dict[int, tuple[int, int]]) -> dict[int, Floats]:
+        """Take one more token of several texts, {slot: (token, its number in the window)}, and
+        return for each slot the logits (V,) after it."""
+        if self.shapes.batch_sizes == (1,):
+            return {slot: self._write({slot: row}, slot, 1)[0] for slot, row in rows.items()}
+        size = next(size for size in self.shapes.batch_sizes if size > max(rows))
+        logits = self._write(rows, 0, size)
+        return {slot: logits[slot] for slot in rows}
+
+    def _write(self, rows: dict[int, tuple[int, int]], first: int, n_rows: int) -> Floats:
+        """Return logits (n_rows, V) from a pass over slots `first` on; those that are not in `rows`
+        compute and keep nothing of use."""
+        tokens, numbers, write_at = [0] * n_rows, [0] * n_rows, [self._n_keys - 1] * n_rows
+        for slot, (token, number) in rows.items():
+            tokens[slot - first], numbers[slot - first] = token, number
+            write_at[slot - first] = number
+        last = max(numbers)
+        self._n_seen = next(size for size in self.shapes.key_sizes if size > last)
+        self._slots, self._is_piece = slice(first, first + n_rows), False
+        self._write_at = torch.tensor(write_at, device=self._device)
+        positions = torch.tensor(numbers, device=self._device)
+        return self._pass(torch.tensor([tokens]), positions, positions, slice(None))
+
+    def _pass(self, tokens: Tensor, positions: Tensor, numbers: Tensor, asked: slice) -> Floats:
+        """Return logits (n, V) at the `asked` ones of tokens (1, T) at `positions` (T,); each sees
+        the keys up to its own of `numbers` (T,)."""
+        key = torch.arange(self._n_seen, device=self._device)
+        self._masks: dict[int | None, Tensor] = {}
+        self._hidden_after = key > numbers[:, None]  # (T, S)
+        self._distance = numbers[:, None] - key
+        model = self._model
+        with self._kernels():
+            x = model.embed(tokens.to(self._device), positions)
+            rotary = rotation(positions, model.config, x.dtype)
+            for block in model.blocks.values():
+                # The slots stand in for a cache: `append` is all that attention asks of one.
+                x = block(x, Positions(positions, positions, rotary), None, self)
+            x = x[:, asked]
+            if model.has_final_norm:
+                x = model.final_norm(x)
+            logits = model.logits(x)[0, :, : self._vocab_size]
+        return logits.to("cpu", torch.float64).numpy()
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k and v (1, G, T, K) of this pass's tokens, and return the keys and values (B, G,
+        S, K) of its slots."""
+        seen = []
+        for stored, new in ((self._keys[layer], k), (self._values[layer], v)):
+            of_pass = stored[self._slots]
+            if self._is_piece:
+                of_pass[:, :, self._first : self._first + new.shape[2]] = new
+            else:
+                of_pass[torch.arange(len(of_pass)), :, self._write_at] = new[0].transpose(0, 1)
+            seen.append(of_pass[:, :, : self._n_seen])
+        return seen[0], seen[1]
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        dropout: AttentionDropout,
+        dropout_keys: Tensor | None,
+        positions: Tensor,
+        window: int | None,
+    ) -> Tensor:
+        """Return the values mixed for each query, (1, H, T, K): of a piece each over the keys of
+        its text, else each over those of its own slot."""
+        if not self._is_piece:
+            q = q.transpose(0, 2)  # (B, H, 1, K)
+        n_sharing, T = q.shape[1] // k.shape[1], q.shape[2]
+        grouped = q.unflatten(1, (-1, n_sharing)).flatten(2, 3) * q.shape[3] ** -0.5
+        # PyTorch's fused attention rounds by the thread that happens to compute a head.
+        scores = (grouped @ k.transpose(2, 3)).unflatten(2, (n_sharing, T))
+        precise = torch.promote_types(scores.dtype, torch.float32)
+        weights = torch.softmax(scores.to(precise) + self._mask(window, precise), dim=-1)
+        y = (weights.to(v.dtype).flatten(2, 3) @ v).unflatten(2, (n_sharing, T)).flatten(1, 2)
+        return y if self._is_piece else y.transpose(0, 2)
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Return what is added to scores (B, G, n, T, S) in layers with this window: 0, or minus
+        infinity for hidden keys."""
+        if window not in self._masks:
+            hidden = self._hidden_after
+            if window is not None:
+                hidden = hidden | (self._distance >= window)
+            zeros = torch.zeros(hidden.shape, device=self._device, dtype=dtype)
+            mask = zeros.masked_fill_(hidden, float("-inf"))
+            self._masks[window] = mask if self._is_piece else mask[:, None, None, None]
+        return self._masks[window]
+
+    # -- which shapes give the same bits ---------------------------------------------------------
+
+    @torch.inference_mode()
+    def find_shapes(self) -> Shapes:
+        """Find by trial which shapes of `write` give every row the same bits, whatever its slot and
+        whatever the other rows, and choose among them from now on. All slots are zero afterwards.
+        """
+        whole, everyone = self.shapes, self.n_slots
+        index = torch.arange(len(self._keys) * 2 * self._keys[0][0, :, :_KEY_UNIT].numel())
+        drawn = bits(make_key("serve", "keys"), index.int()).view(2 * len(self._keys), -1)
+        for each, pattern in zip((*self._keys, *self._values), drawn, strict=True):
+            blocks = each.unflatten(2, (-1, _KEY_UNIT))  # each block holds the same
+            blocks.copy_(pattern.view(-1, 1, _KEY_UNIT, each.shape[3]) * 2.0**-31)
+        if everyone == 1 or not self._agree([everyone], self._n_keys):
+            self.shapes = Shapes((1,), whole.key_sizes)
+        else:
+            smaller = [2**n for n in range(1, 10) if 2**n < everyone]
+            batches = [n for n in smaller if self._agree([n], self._n_keys)] + [everyone]
+            keys = [n for n in whole.key_sizes[:-1] if self._agree(batches, n)]
+            self.shapes = Shapes(tuple(batches), (*keys, self._n_keys))
+        for each in (*self._keys, *self._values):
+            each.zero_()
+        return self.shapes
+
+    def _agree(self, batch_sizes: Sequence[int], n_keys: int) -> bool:
+        """Return whether passes with these shapes give made-up rows, each of which continues a text
+        of its own length, the bits that the largest shape gives them in other slots."""
+        last = min(n_keys, self.context_length) - 1
+        for seed in range(_CHECKED_SEEDS):
+            drawn = bits(make_key("serve", "rows", seed), torch.arange(2 * self.n_slots).int())
+            tokens, lengths = drawn.view(2, -1).tolist()
+            numbers = [last, 0, *(length % (last + 1) for length in lengths)]
+            rows = [(t % self._vocab_size, n) for t, n in zip(tokens, numbers, strict=False)]
+            expected = self._tried(rows, self._n_keys)
+            for size, moved_by in product(batch_sizes, (0, 1, self.n_slots // 2)):
+                order = [(slot + moved_by) % self.n_slots for slot in range(size)]
+                found = self._tried([rows[row] for row in order], n_keys)
+                if not (found == expected[order]).all():
+                    return False
+        return True
+
+    def _tried(self, rows: Sequence[tuple[int, int]], n_keys: int) -> Floats:
+        """Return logits (n, V) from a pass over n rows padded to n_keys keys, and leave the slots
+        as they were."""
+        slots = torch.arange(len(rows), device=self._device)
+        numbers = torch.tensor([number for _, number in rows], device=self._device)
+        stored = [*self._keys, *self._values]
+        before = [each[slots, :, numbers].clone() for each in stored]
+        shapes, self.shapes = self.shapes, Shapes((len(rows),), (n_keys,))
+        logits = self._write(dict(enumerate(rows)), 0, len(rows))
+        self.shapes = shapes
+        for each, was in zip(stored, before, strict=True):
+            each[slots, :, numbers] = was
+        return logits
+
+
+def n_read_in_pieces(n_tokens: int) -> int:
+    """Return how many first tokens of a text `Slots.read` takes; the rest, fewer than _LEAST_PIECE,
+    goes with those that are written."""
+    rest = n_tokens % PIECE_TOKENS
+    return n_tokens - rest if rest < _LEAST_PIECE else n_tokens
+
+
+def _rounded_up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit

@@ -1,0 +1,318 @@
+"""Requests in OpenAI's form: their fields, their limits, and the texts that they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from pentameter.errors import ConfigError, nearest, printable
+from pentameter.generation.loop import encode_messages, encode_prompt
+from pentameter.generation.sampling import Sampling, Tokens
+from pentameter.serve.continuation import Asked
+from pentameter.serve.worker import ServedModel
+
+IGNORED = {
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "parallel_tool_calls",
+}  # fmt: skip
+"""Standard fields that change nothing here."""
+
+NEUTRAL: dict[str, Sequence[Any]] = {
+    "presence_penalty": (0, None),
+    "frequency_penalty": (0, None),
+    "logit_bias": ({}, None),
+    "echo": (False, None),
+    "suffix": ("", None),
+    "best_of": (1, None),
+    "tools": ([], None),
+    "tool_choice": ("none", "auto", None),
+    "functions": ([], None),
+    "response_format": ({"type": "text"}, None),
+    "modalities": (["text"], None),
+    "audio": (None,),
+    "prediction": (None,),
+    "reasoning_effort": ("none", None),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+}
+"""Standard fields that are not supported → values that ask for nothing, and pass."""
+
+LONGEST_STOP, MOST_STOPS = 256, 16
+MOST_RIVALS = 20
+COMPLETION_TOKENS = 16
+"""Default of a completion's `max_tokens`, which is OpenAI's."""
+
+
+class RequestError(Exception):
+    """A request that is refused, with an HTTP status and OpenAI's description."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the body of the answer."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {
+                "message": str(self),
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for."""
+
+    max_tokens: int = 4096
+    """Most new tokens of a text."""
+    texts: int = 16
+    """Most texts: prompts times `n`."""
+    seconds: float = 600.0
+    """Longest time that a request may take, waiting included."""
+    body_bytes: int = 1 << 20
+
+
+class StreamOptions(BaseModel):
+    """How a stream is sent."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    include_usage: bool | None = False
+
+
+class _Request(BaseModel):
+    """Fields of both kinds of request."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = 1.0
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = 1
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = 0
+    stop: str | list[str] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, values: Any) -> Any:
+        """Leave out fields that ask for nothing, refuse those that ask for what is not there."""
+        if not isinstance(values, dict):
+            raise RequestError(400, "the body is not a JSON object")
+        known = [*cls.model_fields, *IGNORED, *NEUTRAL]
+        kept = {}
+        for key, value in values.items():
+            if key in NEUTRAL and key not in cls.model_fields:
+                if value not in NEUTRAL[key]:
+                    raise RequestError(
+                        400,
+                        f"{key} is not supported here; leave it out",
+                        param=key,
+                        code="unsupported_parameter",
+                    )
+            elif key not in known:
+                near = nearest(key, known)
+                hint = f"; did you mean {near}?" if near else ""
+                message = f"{printable(key)[:80]} is no field of this request{hint}"
+                raise RequestError(400, message, param=key[:80], code="unknown_parameter")
+            elif key not in IGNORED:
+                kept[key] = value
+        return kept
+
+    @property
+    def n_each(self) -> int:
+        """Texts for each prompt."""
+        return self.n or 1
+
+    @property
+    def asks_for_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def stops(self) -> tuple[str, ...]:
+        """Return the strings that end a text; RequestError if they are too many or too long."""
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(stops) > MOST_STOPS or not all(0 < len(each) <= LONGEST_STOP for each in stops):
+            raise RequestError(
+                400,
+                f"stop takes at most {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters",
+                param="stop",
+            )
+        return stops
+
+
+class CompletionRequest(_Request):
+    """The body of /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]] = ""
+    logprobs: Annotated[int, Field(ge=0, le=MOST_RIVALS)] | None = None
+
+    def texts(self, served: ServedModel, limits: Limits) -> list[Asked]:
+        """Return the texts that are asked for, n of each prompt in turn."""
+        tokenizer = served.tokenizer
+        prompts: list[Any] = [self.prompt]
+        if isinstance(self.prompt, list) and (not self.prompt or not _is_ids(self.prompt)):
+            prompts = list(self.prompt)
+        if not 1 <= len(prompts) * self.n_each <= limits.texts:
+            raise RequestError(
+                400,
+                f"prompt and n ask for {len(prompts)} × {self.n_each} texts; a request may have "
+                f"1 to {limits.texts}",
+                param="n" if self.n_each > 1 else "prompt",
+            )
+        ends = frozenset[int]()
+        if tokenizer.end_of_text is not None and not self.ignore_eos:
+            ends = frozenset({tokenizer.end_of_text})
+        found = []
+        for prompt in prompts:
+            ids = _encoded(prompt, served)
+            follows = bool(len(prompt))
+            n_tokens = self.max_tokens or COMPLETION_TOKENS
+            found += _of_prompt(self, ids, n_tokens, ends, self.logprobs, follows, served, limits)
+        return found
+
+
+class ContentPart(BaseModel):
+    """A part of a message's content."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A turn of a conversation; a template may read further fields."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    role: str
+    content: str | list[ContentPart] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message as templates read it, its content one text."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {**self.model_dump(exclude_none=True), "content": text}
+
+
+class ChatRequest(_Request):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_RIVALS)] | None = None
+
+    def texts(self, served: ServedModel, limits: Limits) -> list[Asked]:
+        """Return the n answers that are asked for."""
+        tokenizer = served.tokenizer
+        if tokenizer.chat is None:
+            raise RequestError(
+                400,
+                f"the tokenizer of {served.name} ({tokenizer.kind}) has no chat template; ask "
+                "/v1/completions, with the prompt as the model knows it",
+                param="messages",
+            )
+        if self.n_each > limits.texts:
+            raise RequestError(
+                400, f"n={self.n_each} is more than {limits.texts}, a request's most", param="n"
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError(
+                400, "top_logprobs is given without logprobs: true", param="top_logprobs"
+            )
+        try:
+            messages = [message.plain() for message in self.messages]
+            ids = encode_messages(tokenizer, messages, served.render)
+        except ConfigError as error:
+            raise RequestError(400, str(error), param="messages") from error
+        ends = frozenset[int]()
+        if not self.ignore_eos:
+            ends = frozenset(tokenizer.special_tokens.values())
+            if tokenizer.end_of_text is not None:
+                ends |= {tokenizer.end_of_text}
+        room = min(max(1, served.context_length - len(ids) + 1), limits.max_tokens)
+        n_tokens = self.max_completion_tokens or self.max_tokens or room
+        rivals = (self.top_logprobs or 0) if self.logprobs else None
+        return _of_prompt(self, ids, n_tokens, ends, rivals, False, served, limits)
+
+
+def parsed(kind: type[CompletionRequest] | type[ChatRequest], body: Any) -> Any:
+    """Return the request that a JSON body makes; RequestError, which names the field, if none."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"][:1])
+        where = f"{place}: " if place else ""
+        raise RequestError(400, f"{where}{first['msg']}", param=place or None) from error
+
+
+def _is_ids(prompt: Sequence[Any]) -> bool:
+    return isinstance(prompt[0], int)
+
+
+def _encoded(prompt: str | list[int], served: ServedModel) -> Tokens:
+    """Return a prompt's token ids (n,); RequestError if the tokenizer refuses it."""
+    try:
+        if isinstance(prompt, str):
+            return encode_prompt(served.tokenizer, prompt)
+        served.tokenizer.decode(prompt)  # refuses ids outside the vocabulary
+        return np.array(prompt, dtype=np.int64) if prompt else encode_prompt(served.tokenizer, "")
+    except (ConfigError, OverflowError) as error:
+        raise RequestError(400, str(error), param="prompt") from error
+
+
+def _of_prompt(
+    request: _Request,
+    ids: Tokens,
+    max_tokens: int,
+    ends: frozenset[int],
+    n_rivals: int | None,
+    follows_text: bool,
+    served: ServedModel,
+    limits: Limits,
+) -> list[Asked]:
+    """Return n texts for one prompt (ids (n,)); RequestError if it, or they, are too long."""
+    if len(ids) > served.context_length:
+        raise RequestError(
+            400,
+            f"the prompt has {len(ids):,} tokens; {served.name} sees at most "
+            f"{served.context_length:,}: shorten it",
+            param="messages" if isinstance(request, ChatRequest) else "prompt",
+            code="context_length_exceeded",
+        )
+    if max_tokens > limits.max_tokens:
+        raise RequestError(
+            400,
+            f"max_tokens={max_tokens:,} is more than {limits.max_tokens:,}, this server's most; "
+            "ask for less, and go on from the answer",
+            param="max_tokens",
+        )
+    temperature = 1.0 if request.temperature is None else request.temperature
+    sampling = Sampling(temperature, request.top_k, request.top_p)
+    return [
+        Asked(
+            ids,
+            max_tokens,
+            sampling,
+            request.seed or 0,
+            sample,
+            ends,
+            request.stops(),
+            n_rivals,
+            follows_text,
+        )
+        for sample in range(request.n_each)
+    ]

@@ -1,0 +1,110 @@
+"""The server process: models loaded into batchers, a socket, and a stop that loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from pentameter.checkpoint.load_model import LoadedModel
+from pentameter.errors import ConfigError
+from pentameter.model.gpt import GPT
+from pentameter.serve.app import create_app
+from pentameter.serve.passes import Slots
+from pentameter.serve.requests import Limits
+from pentameter.serve.worker import ServedModel, Worker
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How models are served."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    slots: int = 16
+    """Texts that a model writes at once."""
+    queue: int = 256
+    """Texts that may wait for a slot."""
+    grace_seconds: float = 30.0
+    """Time that running requests have to end when the server stops."""
+    limits: Limits = field(default_factory=Limits)
+
+
+def served_model(name: str, loaded: LoadedModel, n_slots: int) -> ServedModel:
+    """Return a loaded model, ready to serve: the shapes of its passes are tried here. Its module
+    is taken over, and computes nothing else from now on."""
+    model, tokenizer = loaded.model, loaded.tokenizer
+    assert isinstance(model, GPT)  # no other is loaded without its function
+    slots = Slots(model, tokenizer.vocab_size, n_slots)
+    slots.find_shapes()
+    return ServedModel(name, tokenizer, slots)
+
+
+def serve(models: Sequence[ServedModel], settings: Settings) -> int:
+    """Serve until a signal asks to stop, and return the exit code: 0 if every request was answered
+    or told.
+
+    Raises ConfigError if the address cannot be taken.
+    """
+    worker = Worker({each.name: each for each in models}, most_waiting=settings.queue)
+    is_local = settings.host in LOOPBACK
+    app = create_app(worker, settings.limits, LOOPBACK if is_local else None)
+    try:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        listening = socket.create_server((settings.host, settings.port), family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"--host {settings.host} --port {settings.port} cannot be taken: {error.strerror}; "
+            "name another (--port 0 takes any that is free)"
+        ) from error
+    with listening:
+        host, port = listening.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        print(f"serving {', '.join(worker.models)} on http://{shown}:{port}/v1", flush=True)
+        server = _Server(app, worker, settings.grace_seconds)
+        server.run(sockets=[listening])
+    return 1 if server.force_exit else 0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with our stop: new requests are refused, running ones end or are told."""
+
+    def __init__(self, app: FastAPI, worker: Worker, grace_seconds: float) -> None:
+        seconds = int(grace_seconds) + 5  # what hangs after it was told is cut off
+        super().__init__(
+            uvicorn.Config(
+                app, log_config=None, access_log=False, timeout_graceful_shutdown=seconds
+            )
+        )
+        self._worker, self._grace_seconds = worker, grace_seconds
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Stop on SIGINT and SIGTERM; unlike uvicorn's, the signal does not kill afterwards."""
+        loop = asyncio.get_running_loop()
+        stops = (signal.SIGINT, signal.SIGTERM)
+        for number in stops:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in stops:
+                loop.remove_signal_handler(number)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop with grace at the first signal, at once at the second SIGINT."""
+        if not self._worker.is_stopping:
+            self._worker.is_stopping = True
+            why = "the server stops, and the time to end this request is up"
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._grace_seconds, self._worker.fail_all, why)
+        super().handle_exit(sig, frame)

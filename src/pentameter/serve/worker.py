@@ -1,0 +1,264 @@
+"""The thread in which the served models compute, and the requests that wait for it.
+
+The thread alone touches the batchers. Requests live in the event loop, send the thread commands and
+get what their texts say, at most once for each step of the thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+import traceback
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+
+from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.data.tokenizers.chat import TemplateBoundsError
+from pentameter.data.tokenizers.rendering import Asked as AskedText
+from pentameter.data.tokenizers.rendering import Rendering
+from pentameter.errors import ConfigError
+from pentameter.formatting import size
+from pentameter.serve.batching import Batcher
+from pentameter.serve.continuation import Asked, Continuation, Piece
+from pentameter.serve.passes import Slots
+
+STREAM_SECONDS = 0.03
+"""Least seconds between two events of a stream: a reader sees no difference, and the processor
+computes tokens meanwhile."""
+
+
+class ServerBusyError(Exception):
+    """No room for another request; its message says why."""
+
+
+class TakesTooLongError(Exception):
+    """A request's time is up."""
+
+
+@dataclass(eq=False)
+class ServedModel:
+    """A model with its batcher, as requests name it."""
+
+    name: str
+    tokenizer: Tokenizer
+    slots: Slots
+    created: int = field(default_factory=lambda: int(time.time()))
+    n_texts: int = 0
+    """Texts that are written or wait; counted in the event loop."""
+
+    def __post_init__(self) -> None:
+        self.batcher = Batcher(self.slots)
+        self.n_slots, self.context_length = self.slots.n_slots, self.slots.context_length
+        self._rendering: Rendering | None = None
+        self._lock = threading.Lock()
+
+    def described(self) -> str:
+        """Return how texts are written, for people."""
+        shapes, cache = self.slots.shapes, size(self.slots.cache_bytes)
+        how = (
+            "each in a pass of its own: on this machine, passes over several round differently"
+            if shapes.batch_sizes == (1,)
+            else f"in passes over {', '.join(map(str, shapes.batch_sizes))}, which round alike"
+        )
+        chat = "with" if self.tokenizer.chat is not None else "without"
+        return (
+            f"context {self.context_length}, {chat} chat template; {self.n_slots} texts at once, "
+            f"{how}; cache {cache}"
+        )
+
+    def render(self, asked: AskedText) -> str:
+        """Render messages by the tokenizer's template, in a process that stays for the next ones;
+        errors as `Rendering.text`. For any thread."""
+        with self._lock:
+            if self._rendering is None:
+                assert self.tokenizer.chat is not None
+                self._rendering = Rendering(self.tokenizer.chat).__enter__()
+            try:
+                return self._rendering.text(asked)
+            except TemplateBoundsError:  # which ended the process
+                self._close_rendering()
+                raise
+
+    def close(self) -> None:
+        """End the process that renders."""
+        with self._lock:
+            self._close_rendering()
+
+    def _close_rendering(self) -> None:
+        if self._rendering is not None:
+            self._rendering.__exit__(None, None, None)
+            self._rendering = None
+
+
+@dataclass(eq=False)
+class Job:
+    """A request's texts, while they are written."""
+
+    served: ServedModel
+    texts: list[Continuation]
+    n_left: int
+    """Texts that have not ended."""
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _pieces: list[tuple[int, Piece]] = field(default_factory=list)
+
+    def tell(self, pieces: Sequence[tuple[int, Piece]]) -> None:
+        """Add what texts, by their numbers, say next; in the event loop."""
+        for index, piece in pieces:
+            self._pieces.append((index, piece))
+            if piece.finish_reason or piece.error:
+                self.n_left -= 1
+                self.served.n_texts -= 1
+        self._news.set()
+
+    async def pieces(self, seconds: float) -> AsyncGenerator[list[tuple[int, Piece]], None]:
+        """Yield what the texts say, several pieces of a text as one, until all have ended.
+
+        Raises TakesTooLongError if that takes more than `seconds`, and a text's error.
+        """
+        ends_at = time.monotonic() + seconds
+        while self.n_left or self._pieces:
+            left = ends_at - time.monotonic()
+            try:
+                async with asyncio.timeout(left):
+                    await self._news.wait()
+            except TimeoutError:
+                raise TakesTooLongError from None
+            if left <= 0:  # news that are there already leave no time for a timeout
+                raise TakesTooLongError
+            self._news.clear()
+            joined: dict[int, Piece] = {}
+            for index, piece in self._pieces:
+                if piece.error is not None:
+                    raise piece.error
+                joined[index] = joined[index].joined(piece) if index in joined else piece
+            self._pieces = []
+            yield list(joined.items())
+            if self.n_left:
+                await asyncio.sleep(STREAM_SECONDS)
+
+
+class Worker:
+    """The thread that computes for all served models, in turn."""
+
+    def __init__(self, models: Mapping[str, ServedModel], *, most_waiting: int) -> None:
+        self.models = models
+        self._most_waiting = most_waiting
+        self.is_stopping = False
+        """Whether no request is taken any more."""
+        self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._jobs: dict[Continuation, tuple[Job, int]] = {}  # of the thread
+
+    def start(self) -> None:
+        """Start the thread; its news go to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="pentameter-serve", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Fail what is still under way, and end the thread."""
+        self.is_stopping = True
+        self.fail_all("the server stops")
+        self._commands.put(None)
+        self._thread.join()
+        for served in self.models.values():
+            served.close()
+
+    def submit(self, served: ServedModel, asked: Sequence[Asked]) -> Job:
+        """Queue a request's texts. Raises ServerBusyError if the queue is full, or the server
+        stops."""
+        if self.is_stopping:
+            raise ServerBusyError("the server is stopping; ask again once it is back")
+        most = served.n_slots + self._most_waiting
+        if served.n_texts + len(asked) > most:
+            raise ServerBusyError(
+                f"{served.n_texts} texts are written or wait, of at most {most} "
+                f"({served.n_slots} at once and {self._most_waiting} in the queue); ask again later"
+            )
+        job = Job(served, [Continuation(each, served.tokenizer) for each in asked], len(asked))
+        served.n_texts += len(asked)
+        self._commands.put(lambda: self._add(job))
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Write no more of a request; nothing if it has ended."""
+        if job.n_left:
+            job.served.n_texts -= job.n_left
+            job.n_left = 0
+            self._commands.put(lambda: self._cancel(job))
+
+    def fail_all(self, why: str) -> None:
+        """End every request with a ServerBusyError."""
+        self._commands.put(lambda: self._fail(list(self._jobs), ServerBusyError(why)))
+
+    # -- in the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            try:
+                is_idle = all(each.batcher.is_idle for each in self.models.values())
+                while (command := self._commands.get(block=is_idle)) is not None:
+                    command()
+                    is_idle = False
+                return
+            except Empty:
+                pass
+            for served in self.models.values():
+                if not served.batcher.is_idle:
+                    self._step(served)
+
+    def _step(self, served: ServedModel) -> None:
+        try:
+            pieces = served.batcher.step()
+        except Exception as error:
+            # Every text's state is in doubt; the next ones begin anew.
+            traceback.print_exc(file=sys.stderr)
+            of_model = [text for text, (job, _) in self._jobs.items() if job.served is served]
+            self._fail(of_model, error)
+            return
+        self._tell(pieces)
+
+    def _add(self, job: Job) -> None:
+        for index, text in enumerate(job.texts):
+            self._jobs[text] = (job, index)
+            job.served.batcher.add(text)
+
+    def _cancel(self, job: Job) -> None:
+        for text in job.texts:
+            if self._jobs.pop(text, None) is not None:
+                job.served.batcher.cancel(text)
+
+    def _fail(self, texts: Sequence[Continuation], error: Exception) -> None:
+        for text in texts:
+            self._jobs[text][0].served.batcher.cancel(text)
+        self._tell([(text, Piece(n_tokens=len(text.tokens), error=error)) for text in texts])
+
+    def _tell(self, pieces: Sequence[tuple[Continuation, Piece]]) -> None:
+        """Send pieces to their requests: one call into the event loop for all of them."""
+        by_job: dict[Job, list[tuple[int, Piece]]] = {}
+        for text, piece in pieces:
+            job, index = self._jobs[text]
+            by_job.setdefault(job, []).append((index, piece))
+            if piece.finish_reason or piece.error:
+                del self._jobs[text]
+
+        def tell() -> None:
+            for job, news in by_job.items():
+                if job.n_left:  # else it was cancelled meanwhile
+                    job.tell(news)
+
+        if by_job:
+            with suppress(RuntimeError):  # the event loop has ended
+                self._loop.call_soon_threadsafe(tell)
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise ConfigError if two models have one name."""
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"two models are called {name!r}, by which requests name them: rename a folder"
+            )

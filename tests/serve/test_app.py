@@ -1,0 +1,420 @@
+"""The HTTP interface, without a network: answers, streams, limits, errors, who may ask."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+pytest.importorskip("httpx", reason="httpx is not installed")
+
+from fastapi.testclient import TestClient
+from tiny import TOKENIZER, make_model
+
+from pentameter.data.tokenizers.char import CharTokenizer
+from pentameter.data.tokenizers.chat import ChatTemplate
+from pentameter.generation.loop import generate
+from pentameter.serve.app import create_app
+from pentameter.serve.continuation import Asked, Continuation
+from pentameter.serve.passes import Slots
+from pentameter.serve.requests import Limits
+from pentameter.serve.server import LOOPBACK
+from pentameter.serve.worker import ServedModel, ServerBusyError, Worker
+
+V = TOKENIZER.vocab_size
+LIMITS = Limits(max_tokens=2000, texts=4, seconds=60, body_bytes=10_000)
+TALKER = CharTokenizer("\n abcdefgh")
+TALKER.chat = ChatTemplate(
+    "{% for m in messages %}{% if m.role == 'x' %}{{ raise_exception('no x') }}{% endif %}"
+    "{{ m.content }}\n{% endfor %}"
+)
+
+
+def served(name: str, tokenizer: CharTokenizer = TOKENIZER, n_slots: int = 4) -> ServedModel:
+    return ServedModel(name, tokenizer, Slots(make_model(), V, n_slots))
+
+
+def client_of(*models: ServedModel, limits: Limits = LIMITS, waiting: int = 8) -> TestClient:
+    worker = Worker({each.name: each for each in models}, most_waiting=waiting)
+    app = create_app(worker, limits, LOOPBACK)
+    return TestClient(app, base_url="http://127.0.0.1:8000")
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with client_of(served("plain"), served("talker", TALKER)) as client:
+        yield client
+
+
+def events(text: str) -> list[Any]:
+    """The JSON of a stream's events, without its end."""
+    found = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert found.pop() == "[DONE]"
+    return [json.loads(line) for line in found]
+
+
+def complete(client: TestClient, **fields: Any) -> Any:
+    answer = client.post("/v1/completions", json={"model": "plain", "prompt": "ab"} | fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_a_completion_is_what_sample_writes(client: TestClient) -> None:
+    (expected,) = generate(make_model(), TOKENIZER, "ab", max_new_tokens=30, seed=4, top_k=5)
+    answer = complete(client, max_tokens=30, seed=4, top_k=5)
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "plain"
+    (choice,) = answer["choices"]
+    assert choice == {"index": 0, "text": expected, "finish_reason": "length", "logprobs": None}
+    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 30, "total_tokens": 32}
+    assert complete(client)["choices"][0]["text"] == complete(client)["choices"][0]["text"]
+
+
+def test_several_prompts_and_samples(client: TestClient) -> None:
+    expected = [
+        text
+        for prompt in ("a", "bc")
+        for text in generate(make_model(), TOKENIZER, prompt, max_new_tokens=9, num_samples=2)
+    ]
+    answer = complete(client, prompt=["a", "bc"], n=2, max_tokens=9)
+    assert [choice["text"] for choice in answer["choices"]] == expected
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"]["prompt_tokens"] == 3
+    ids = [TOKENIZER.encode(prompt).tolist() for prompt in ("a", "bc")]
+    by_id = complete(client, prompt=ids, n=2, max_tokens=9)
+    assert by_id["choices"] == answer["choices"]
+    assert complete(client, prompt=ids[1])["choices"] == complete(client, prompt="bc")["choices"]
+
+
+def test_a_stream_is_the_answer_in_pieces(client: TestClient) -> None:
+    asked = {"model": "plain", "prompt": "ab", "n": 2, "max_tokens": 40, "logprobs": 2}
+    whole = complete(client, **asked)
+    streamed = client.post(
+        "/v1/completions",
+        json=asked | {"stream": True, "stream_options": {"include_usage": True}},
+    )
+    assert streamed.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *chunks, last = events(streamed.text)
+    assert last["choices"] == []
+    assert last["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        parts = [c for each in chunks for c in each["choices"] if c["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert [part["finish_reason"] for part in parts][-1] == "length"
+        for key, values in choice["logprobs"].items():
+            assert [v for part in parts for v in part["logprobs"][key]] == values
+
+
+def test_logprobs_are_the_models_own(client: TestClient) -> None:
+    (choice,) = complete(client, max_tokens=6, logprobs=V, temperature=0)["choices"]
+    found = choice["logprobs"]
+    assert "".join(found["tokens"]) == choice["text"]
+    assert found["text_offset"] == [0, 1, 2, 3, 4, 5]
+    for token, logprob, rivals in zip(
+        found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
+    ):
+        assert rivals[token] == logprob == max(rivals.values())  # greedy
+        assert sum(np.exp(list(rivals.values()))) == pytest.approx(1, abs=1e-12)
+    (bare,) = complete(client, max_tokens=6, logprobs=0, temperature=0)["choices"]
+    assert bare["logprobs"] == found | {"top_logprobs": [{}] * 6}
+
+
+def test_a_stop_string_ends_the_text_and_is_never_shown(client: TestClient) -> None:
+    whole = complete(client, max_tokens=60)["choices"][0]["text"]
+    stop = whole[20:23]
+    at = whole.index(stop)
+    asked = {"model": "plain", "prompt": "ab", "max_tokens": 60, "stop": ["Zz", stop]}
+    answer = complete(client, logprobs=1, **asked)
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (whole[:at], "stop")
+    assert "".join(choice["logprobs"]["tokens"]) == whole[:at]
+    assert answer["usage"]["completion_tokens"] == at + 3
+    streamed = events(client.post("/v1/completions", json=asked | {"stream": True}).text)
+    assert "".join(each["choices"][0]["text"] for each in streamed) == whole[:at]
+
+
+def test_a_conversation(client: TestClient) -> None:
+    messages = [
+        {"role": "system", "content": "abc"},
+        {"role": "user", "content": [{"type": "text", "text": "d"}, {"type": "text", "text": "e"}]},
+    ]
+    asked = {"model": "talker", "messages": messages, "max_completion_tokens": 12}
+    answer = client.post("/v1/chat/completions", json=asked).json()
+    (expected,) = generate(make_model(), TALKER, "abc\nde\n", max_new_tokens=12)
+    (choice,) = answer["choices"]
+    assert answer["object"] == "chat.completion"
+    assert choice["message"] == {"role": "assistant", "content": expected}
+    asked |= {"stream": True, "logprobs": True, "top_logprobs": 2}
+    first, *rest = events(client.post("/v1/chat/completions", json=asked).text)
+    assert first["object"] == "chat.completion.chunk"
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    deltas = [each["choices"][0]["delta"].get("content", "") for each in rest]
+    assert "".join(deltas) == expected
+    tokens = [t for each in rest for t in each["choices"][0]["logprobs"]["content"]]
+    assert "".join(token["token"] for token in tokens) == expected
+    assert [len(token["top_logprobs"]) for token in tokens] == [2] * 12
+    assert tokens[0]["bytes"] == list(tokens[0]["token"].encode())
+
+
+def test_an_answer_without_a_limit_ends_with_the_context(client: TestClient) -> None:
+    asked = {"model": "talker", "messages": [{"role": "user", "content": "abcabc"}]}
+    answer = client.post("/v1/chat/completions", json=asked).json()
+    assert answer["usage"] == {
+        "prompt_tokens": 7, "completion_tokens": 74, "total_tokens": 81,
+    }  # fmt: skip
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_models_and_health(client: TestClient) -> None:
+    listed = client.get("/v1/models").json()
+    assert listed["object"] == "list"
+    assert [each["id"] for each in listed["data"]] == ["plain", "talker"]
+    assert client.get("/v1/models/talker").json()["has_chat_template"]
+    assert client.get("/health").json() == {
+        "status": "ok",
+        "models": ["plain", "talker"],
+        "texts": {"plain": 0, "talker": 0},
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status", "said", "param"),
+    [
+        ("completions", {"model": "plane"}, 404, "did you mean plain", "model"),
+        ("completions", {"model": None}, 404, "Served: plain, talker", "model"),
+        ("completions", {"temprature": 1}, 400, "did you mean temperature", "temprature"),
+        ("completions", {"temperature": -1}, 400, "greater than or equal to 0", "temperature"),
+        ("completions", {"temperature": "hot"}, 400, "valid number", "temperature"),
+        ("completions", {"max_tokens": 0}, 400, "greater than or equal to 1", "max_tokens"),
+        ("completions", {"max_tokens": 2001}, 400, "more than 2,000", "max_tokens"),
+        ("completions", {"max_tokens": "9"}, 400, "valid integer", "max_tokens"),
+        ("completions", {"n": 5}, 400, "1 × 5 texts", "n"),
+        ("completions", {"prompt": []}, 400, "0 × 1 texts", "prompt"),
+        ("completions", {"prompt": ["a"] * 5}, 400, "5 × 1 texts", "prompt"),
+        ("completions", {"prompt": "a" * 81}, 400, "81 tokens", "prompt"),
+        ("completions", {"prompt": "xyz"}, 400, "U+0078", "prompt"),
+        ("completions", {"prompt": [99]}, 400, "outside the vocabulary", "prompt"),
+        ("completions", {"prompt": [2**70]}, 400, "", "prompt"),
+        ("completions", {"prompt": 5}, 400, "prompt", "prompt"),
+        ("completions", {"logprobs": 21}, 400, "less than or equal to 20", "logprobs"),
+        ("completions", {"stop": ["a"] * 17}, 400, "at most 16", "stop"),
+        ("completions", {"stop": ""}, 400, "1 to 256", "stop"),
+        ("completions", {"echo": True}, 400, "not supported", "echo"),
+        ("completions", {"presence_penalty": 0.5}, 400, "not supported", "presence_penalty"),
+        ("completions", {"top_p": 0}, 400, "greater than 0", "top_p"),
+        ("completions", {"seed": 2**64}, 400, "", "seed"),
+        ("chat/completions", {"messages": []}, 400, "at least 1", "messages"),
+        ("chat/completions", {}, 400, "required", "messages"),
+        (
+            "chat/completions",
+            {"model": "plain", "messages": [{"role": "user", "content": "a"}]},
+            400,
+            "no chat template",
+            "messages",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "x", "content": "a"}]},
+            400,
+            "no x",
+            "messages",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "tools": [{}]},
+            400,
+            "not supported",
+            "tools",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2},
+            400,
+            "without logprobs",
+            "top_logprobs",
+        ),
+    ],
+)
+def test_wrong_requests(
+    client: TestClient, path: str, fields: dict[str, Any], status: int, said: str, param: str
+) -> None:
+    model = "talker" if path.startswith("chat") else "plain"
+    answer = client.post(f"/v1/{path}", json={"model": model} | fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (status, param)
+    assert said in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_standard_fields_that_ask_for_nothing_pass(client: TestClient) -> None:
+    plain = complete(client, max_tokens=5)["choices"]
+    neutral = {"user": "me", "metadata": {"a": "b"}, "presence_penalty": 0, "logit_bias": None}
+    assert complete(client, max_tokens=5, **neutral, seed=None, n=None)["choices"] == plain
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status", "said"),
+    [
+        ({}, b"{", 400, "not JSON"),
+        ({}, b"\xff", 400, "not JSON"),
+        ({}, b"[]", 400, "not a JSON object"),
+        ({}, b'{"prompt": "' + b"a" * 10_000 + b'"}', 413, "10,000 bytes"),
+        ({"Content-Type": "text/plain"}, b"{}", 415, "application/json"),
+        ({"Origin": "https://evil.example"}, b"{}", 403, "other sites"),
+        ({"Origin": "null"}, b"{}", 403, "other sites"),
+        ({"Host": "evil.example:8000"}, b"{}", 403, "not this server's"),
+        ({"Host": ""}, b"{}", 403, "not this server's"),
+    ],
+)
+def test_who_may_ask_and_how(
+    client: TestClient, headers: dict[str, str], body: bytes, status: int, said: str
+) -> None:
+    sent = {"Content-Type": "application/json"} | headers
+    answer = client.post("/v1/completions", content=body, headers=sent)
+    assert answer.status_code == status, answer.text
+    assert said in answer.json()["error"]["message"]
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_a_page_of_the_server_itself_may_ask(client: TestClient) -> None:
+    asked = {"model": "plain", "prompt": "a", "max_tokens": 2}
+    for host in ("127.0.0.1:8000", "localhost:8000", "[::1]:8000"):
+        headers = {"Origin": f"http://{host}", "Host": host}
+        assert client.post("/v1/completions", json=asked, headers=headers).status_code == 200
+
+
+def test_a_body_of_unknown_length_is_counted(client: TestClient) -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(20):
+            yield b" " * 1000
+
+    headers = {"Content-Type": "application/json"}
+    answer = client.post("/v1/completions", content=chunks(), headers=headers)
+    assert answer.status_code == 413
+
+
+def test_unknown_paths_and_methods(client: TestClient) -> None:
+    for path in ("/v1/embeddings", "/docs"):
+        answer = client.get(path)
+        assert answer.status_code == 404
+        assert "/v1/completions" in answer.json()["error"]["message"]
+    assert client.get("/v1/completions").status_code == 405
+
+
+def test_only_model_need_not_be_named() -> None:
+    with client_of(served("one")) as client:
+        assert client.post("/v1/completions", json={"prompt": "a"}).json()["model"] == "one"
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
+    with client_of(served("plain", n_slots=2), waiting=1) as client:
+        answer = client.post("/v1/completions", json={"prompt": "a", "n": 4})
+        assert answer.status_code == 503
+        assert answer.headers["Retry-After"] == "2"
+        assert answer.json()["error"]["code"] == "server_busy"
+        assert "at most 3 (2 at once and 1 in the queue)" in answer.json()["error"]["message"]
+        assert client.post("/v1/completions", json={"prompt": "a", "n": 3}).status_code == 200
+
+
+def test_a_request_whose_time_is_up() -> None:
+    limits = Limits(max_tokens=10**6, seconds=0.1)
+    with client_of(served("plain"), limits=limits) as client:
+        asked = {"prompt": "a", "max_tokens": 10**6}
+        answer = client.post("/v1/completions", json=asked)
+        assert answer.status_code == 408
+        assert answer.json()["error"]["code"] == "timeout"
+        streamed = client.post("/v1/completions", json=asked | {"stream": True}).text
+        *texts, last = [json.loads(line[6:]) for line in streamed.split("\n\n") if line]
+        assert texts
+        assert last["error"]["code"] == "timeout"
+        assert client.get("/health").json()["texts"] == {"plain": 0}
+
+
+def test_a_failing_pass_fails_its_requests_and_no_later_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = served("plain")
+    with client_of(model) as client:
+        monkeypatch.setattr(model.slots, "write", lambda rows: 1 / 0)
+        answer = client.post("/v1/completions", json={"prompt": "a"})
+        assert answer.status_code == 500
+        assert "ZeroDivisionError" in answer.json()["error"]["message"]
+        monkeypatch.undo()
+        assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_cancelled_jobs_free_their_slots_and_stopping_refuses() -> None:
+    async def main() -> None:
+        model = served("plain", n_slots=2)
+        worker = Worker({"plain": model}, most_waiting=100)
+        worker.start()
+        long, short = Asked(np.array([1]), 10**6), Asked(np.array([1]), 5)
+        jobs = [worker.submit(model, [long, long]) for _ in range(10)]
+        assert model.n_texts == 20
+        for job in jobs:
+            worker.cancel(job)
+            worker.cancel(job)  # once is enough
+        assert model.n_texts == 0
+        job = worker.submit(model, [short])
+        found = [piece async for pieces in job.pieces(30) for _, piece in pieces]
+        assert found[-1].n_tokens == 5
+        last = worker.submit(model, [long])
+        worker.is_stopping = True
+        with pytest.raises(ServerBusyError, match="stopping"):
+            worker.submit(model, [short])
+        worker.fail_all("time is up")
+        with pytest.raises(ServerBusyError, match="time is up"):
+            async for _ in last.pieces(30):
+                pass
+        assert model.n_texts == 0
+        await asyncio.to_thread(worker.close)
+
+    asyncio.run(main())
+
+
+def test_characters_of_several_tokens_are_shown_whole() -> None:
+    class Bytes(CharTokenizer):
+        """A tokenizer whose ids are bytes, as far as this test goes."""
+
+        def decode(self, ids: Any) -> str:
+            return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
+
+    text = "aé€😀b"
+    asked = Asked(np.array([97]), len(text.encode()), follows_text=False)
+    continuation = Continuation(asked, Bytes("ab"))
+    pieces = [continuation.push(byte, np.zeros(256)).text for byte in text.encode()]
+    assert [piece for piece in pieces if piece] == list(text)
+
+
+def test_a_stop_string_over_several_tokens_is_held_back() -> None:
+    asked = Asked(np.array([0]), 50, stop=("abc", "bd"))
+    continuation = Continuation(asked, TOKENIZER)
+    shown = [continuation.push(int(TOKENIZER.encode(c)[0]), np.zeros(V)).text for c in "eabeabd"]
+    assert shown == ["e", "", "", "abe", "", "", "a"]
+    assert continuation.finish_reason == "stop"
+
+
+def test_requests_beside_each_other_get_their_own_texts(client: TestClient) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    def ask(seed: int) -> Any:
+        return complete(client, max_tokens=30, seed=seed, logprobs=1)["choices"]
+
+    alone = [ask(seed) for seed in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(ask, range(6))) == alone
+    deadline = time.monotonic() + 10
+    while any(client.get("/health").json()["texts"].values()):
+        assert time.monotonic() < deadline
