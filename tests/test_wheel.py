@@ -79,6 +79,6 @@ def test_the_wheel_trains_and_samples_without_a_compiler_or_a_checkout(wheel, tm
     assert Path(run("python", "-c", where).strip()).is_relative_to(site)
     said = run("pentameter", "train", "grammar", "--train.steps", "3", "--train.batch-size", "2")
     assert "completed" in said
-    assert "no C++ compiler found; install g++ or set CXX" in run("pentameter", "doctor")
+    assert "no C++ compiler found" in run("pentameter", "doctor")
     assert (folder / "runs" / "grammar" / "report.html").is_file()
     assert run("pentameter", "sample", "runs/grammar", "--max-new-tokens", "8").strip()
