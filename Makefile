@@ -8,8 +8,11 @@ PYTEST ?=
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
+# The site needs no torch: it has a small environment of its own.
+SITE_VENV ?= .venv-site
+INSTALLED_SITE := $(SITE_VENV)/.installed
 
-.PHONY: quickstart test test-all lint format docs install clean help
+.PHONY: quickstart test test-all lint format docs site install clean help
 
 help:
 	@echo "make quickstart   train a small model on the Python standard library's source"
@@ -17,7 +20,8 @@ help:
 	@echo "make test-all     the same with the long tier: more compilation, every layout"
 	@echo "make lint         ruff, format check and mypy"
 	@echo "make format       let ruff rewrite what it can"
-	@echo "make docs         write docs/configuration.md from the schema"
+	@echo "make docs         write the reference pages from the schema and the help texts"
+	@echo "make site         build the site from docs/ into build/site; warnings are errors"
 
 quickstart: $(INSTALLED)
 	$(BIN)/pentameter train quickstart
@@ -40,6 +44,12 @@ format: $(INSTALLED_DEV)
 docs: $(INSTALLED)
 	$(BIN)/python -c "from pathlib import Path; from pentameter.config.write import reference_page; \
 	Path('docs/configuration.md').write_text(reference_page(), encoding='utf-8')"
+	COLUMNS=128 $(BIN)/python -c "from pathlib import Path; \
+	from pentameter.cli.commands_page import commands_page; \
+	Path('docs/commands.md').write_text(commands_page(), encoding='utf-8')"
+
+site: $(INSTALLED_SITE)
+	$(SITE_VENV)/bin/zensical build --strict --clean
 
 install: $(INSTALLED)
 
@@ -51,6 +61,13 @@ $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 
 $(INSTALLED_DEV): pyproject.toml constraints.txt $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test,dev]"
+	@touch $@
+
+$(INSTALLED_SITE): pyproject.toml  # any pip: `--group` is younger than that of Python 3.11
+	$(PYTHON) -m venv $(SITE_VENV)
+	$(SITE_VENV)/bin/python -c "import tomllib; groups = tomllib.load(open('pyproject.toml', 'rb')); \
+	print(*groups['dependency-groups']['docs'], sep='\n')" > $(SITE_VENV)/requirements.txt
+	$(SITE_VENV)/bin/python -m pip install --quiet -r $(SITE_VENV)/requirements.txt
 	@touch $@
 
 $(BIN)/python:

@@ -1,0 +1,44 @@
+"""The reference page for the command line, docs/commands.md, made from the help of every verb."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import re
+
+from pentameter.cli.main import VERBS, main
+from pentameter.errors import PentameterError
+
+HEAD = """\
+# Commands
+
+<!-- Written by `make docs` from the help texts; do not edit. -->
+
+Every verb answers `--help`. MODEL is a run folder (its best checkpoint, else its last), a
+checkpoint folder or a Hugging Face folder. Where a verb takes a preset or a file, every key of the
+[configuration](configuration.md) is an option too: `--train.steps 500`.
+"""
+
+
+def commands_page() -> str:
+    """Return docs/commands.md: the general help, the help of each verb, the exit codes."""
+    parts = [HEAD, f"```\n{_help([])}\n```\n"]
+    parts += [f"## {verb}\n\n```\n{_help([verb])}\n```\n" for verb in VERBS]
+    parts.append("## Exit codes\n\n| code | means |\n| --- | --- |\n| 0 | Done. |")
+    for kind in sorted(PentameterError.__subclasses__(), key=lambda kind: kind.exit_code):
+        if kind.__module__ == PentameterError.__module__:
+            parts.append(f"| {kind.exit_code} | {inspect.getdoc(kind)} |")
+    return "\n".join(parts) + "\n"
+
+
+def _help(verb: list[str]) -> str:
+    """Return what `pentameter VERB --help` prints; its lines are as long as COLUMNS lets them be.
+
+    Frames and rulers are left out, as they differ by terminal and release of tyro.
+    """
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        main([*verb, "--help"])
+    lines = [re.sub(r"^│(.*)│$", r"\1", line).rstrip() for line in said.getvalue().splitlines()]
+    return "\n".join(line for line in lines if not re.fullmatch(r"\s*[-─╰╭╯╮]{2,}", line)).strip()

@@ -1,0 +1,29 @@
+"""The site's configuration: it is strict, has every page, and loads nothing from other hosts.
+
+Links and anchors are checked by `make site` itself, which has an environment of its own.
+"""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CONFIGURATION = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+def test_every_page_is_in_the_navigation_once():
+    listed = re.findall(r": (\S+\.md)$", CONFIGURATION, flags=re.MULTILINE)
+    docs = ROOT / "docs"
+    assert sorted(listed) == sorted(str(page.relative_to(docs)) for page in docs.rglob("*.md"))
+
+
+def test_warnings_are_errors_and_nothing_comes_from_another_host():
+    assert "\nstrict: true\n" in CONFIGURATION
+    assert "\n  font: false\n" in CONFIGURATION
+    assert "://" not in CONFIGURATION
+
+
+def test_every_picture_is_shown_somewhere():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    unused = [p.name for p in (ROOT / "docs" / "images").iterdir() if p.name not in text]
+    assert not unused
