@@ -24,7 +24,6 @@ ALONE = {
     "data/tokenizers/word.py": "each kind of tokenizer has a file, and a test, of its name",
     "train/best_layout.py": "what a command chooses is not in the command: Python has it too",
     "verify/text.py": "as report/plan_text.py: what rich shows is not in the command",
-    "train/signals.py": "what a signal does to a run is looked for by that name, not in the loop",
     "parallel/memory/recomputed_attention.py": "importing it imports PyTorch's compiler",
 }
 """Small modules with one importer that stay files of their own, and why."""
