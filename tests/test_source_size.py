@@ -1,7 +1,8 @@
-"""Readable size: files of at most 400 lines of code, functions of at most 60, names that say what.
+"""Readable size: at most 400 lines of code in a file, 150 in a class, 60 in a function; and names
+that say what.
 
-Docstrings, comments and blank lines are free: an explanation must never cost a line of code. A file
-or function that outgrows this holds more than one idea: split it, do not raise the limit.
+Docstrings, comments and blank lines are free: an explanation must never cost a line of code. What
+outgrows this holds more than one idea: split it, do not raise the limit.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from test_imports import file_imports
 
 SOURCE = Path(__file__).parents[1] / "src" / "pentameter"
 MOST_LINES_OF_A_FILE = 400
+MOST_LINES_OF_A_CLASS = 150
 MOST_LINES_OF_A_FUNCTION = 60
 FEW_LINES = 60
 """Lines of code below which a module with a single importer belongs to its importer."""
@@ -69,13 +73,21 @@ def test_files_are_short():
     assert not long
 
 
-def test_functions_are_short():
+@pytest.mark.parametrize(
+    ("kinds", "most_lines"),
+    [
+        ((ast.ClassDef,), MOST_LINES_OF_A_CLASS),
+        ((ast.FunctionDef, ast.AsyncFunctionDef), MOST_LINES_OF_A_FUNCTION),
+    ],
+    ids=["classes", "functions"],
+)
+def test_classes_and_functions_are_short(kinds, most_lines):
     long = {}
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if isinstance(node, kinds):
                 n_lines = len(code_lines(node))
-                if n_lines > MOST_LINES_OF_A_FUNCTION:
+                if n_lines > most_lines:
                     long[f"{path.relative_to(SOURCE)}:{node.name}"] = n_lines
     assert not long
 
