@@ -6,10 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pentameter.data.batches.orders import ORDERS
-from pentameter.data.batches.step import Batch, TrainingBatches
+from pentameter.data.batches.step import Batch, TrainingBatches, evaluation_rows
 from pentameter.data.shards.dataset import TokenSequence, TokenSplit
 from pentameter.errors import ConfigError
 from pentameter.evaluate.split import evaluation_batches
+from pentameter.planning.layout import Layout
 
 
 def split_of(n_tokens, name="train"):
@@ -52,6 +53,29 @@ def test_rows_are_the_same_however_they_are_divided(order, n_tokens, place, rows
         np.testing.assert_array_equal(batch.inputs, whole.inputs[part])
         np.testing.assert_array_equal(batch.targets, whole.targets[part])
         assert batch.rows.tolist() == list(part)
+
+
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 3))
+def test_an_evaluation_batch_is_split_evenly_and_every_target_counts_once(n_rows, data, pipeline):
+    layout = Layout(data=data, pipeline=pipeline)
+    inputs = np.arange(2 * n_rows).reshape(n_rows, 2)
+    whole = Batch(inputs, inputs + 1, np.arange(n_rows))
+    ranks = [layout.rank_of(data=index) for index in range(data)]
+    parts = [evaluation_rows(whole, layout, rank) for rank in ranks]
+    (length,) = {len(part.rows) for part in parts}
+    assert length % pipeline == 0
+    assert length * data < n_rows + data * pipeline
+    targets = np.concatenate([part.targets for part in parts])
+    np.testing.assert_array_equal(targets[:n_rows], whole.targets)
+    assert (targets[n_rows:] == -1).all()
+    np.testing.assert_array_equal(np.concatenate([p.inputs for p in parts])[:n_rows], inputs)
+
+
+def test_missing_rows_of_an_evaluation_need_integer_targets():
+    whole = Batch(np.zeros((3, 2)), {"x": np.zeros((3, 2))}, np.arange(3))
+    with pytest.raises(ConfigError, match=r"3 rows over 2 parts .* evaluate a multiple, 4 rows"):
+        evaluation_rows(whole, Layout(data=2), 0)
+    assert len(evaluation_rows(whole, Layout(data=3), 2).rows) == 1
 
 
 @pytest.mark.parametrize("order", WINDOWS)

@@ -71,7 +71,7 @@ def test_a_step_that_fails_leaves_the_weights_in_place(processes):
 def after_a_failure(world, config):
     _, engine = engine_of(world, config)
     with (
-        patch.object(engine._pipeline, "train", side_effect=RuntimeError),
+        patch.object(engine._stages, "train", side_effect=RuntimeError),
         pytest.raises(RuntimeError),
     ):
         engine.forward_backward(own_batch(engine, 0), 0)

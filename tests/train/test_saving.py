@@ -14,7 +14,7 @@ from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.errors import InterruptedRunError, TrainingFailedError
 from pentameter.parallel.engine import Engine, LossSum
 from pentameter.processes.world import World
-from pentameter.train import loop
+from pentameter.train import boundary
 from pentameter.train.saving import RunCheckpoints, advice, first_non_finite
 from pentameter.train.state import TrainState
 
@@ -198,13 +198,13 @@ def test_fp16_saves_while_its_loss_scale_falls(tmp_path, nan_losses):
      (4, "lower optimizer.learning_rate=0.01 or look at the data; `pentameter report")],
 )  # fmt: skip
 def test_the_learning_rate_is_blamed_only_after_an_update(tmp_path, monkeypatch, step, advice):
-    real = loop.evaluate_all
+    real = boundary.evaluate_all
 
     def broken(run, should_stop):
         found = real(run, should_stop)
         return {"val": replace(found["val"], loss=math.nan)} if run.state.step == step else found
 
-    monkeypatch.setattr(loop, "evaluate_all", broken)
+    monkeypatch.setattr(boundary, "evaluate_all", broken)
     with pytest.raises(TrainingFailedError) as failed:
         fit(tmp_path / "run")
     assert f"the validation loss is nan at step {step}" in str(failed.value)

@@ -101,22 +101,21 @@ def mean_of_means() -> None:
     """Each micro-batch has the same weight, however many targets it has."""
 
     def accumulate(self, tokens, targets, keys, factor):
-        (module,) = self._wrapped.values()
-        slices = list(engine.micro_batches(len(tokens), self.plan.micro_batch_size))
+        slices = list(engine.micro_batches(len(tokens), self._plan.micro_batch_size))
         total = torch.zeros((), dtype=torch.float64)
         for rows in slices:
-            loss = module(tokens[rows], targets[rows], keys[rows])
+            loss = self._trained(tokens[rows], targets[rows], keys[rows])
             n_targets = int((targets[rows] != IGNORED_TARGET).sum())
             (loss.sum() / max(1, n_targets) / len(slices)).backward()
             total += loss.detach().sum()
         return total
 
-    plant(engine.Engine, "_accumulate", accumulate)
+    plant(engine.SingleStage, "train", accumulate)
 
 
 def count_of_own_targets() -> None:
     """Processes divide by the targets of their own rows: the loss is their sum of means."""
-    plant(engine.Engine, "_over_rows", lambda self, count: count)
+    plant(engine.BatchShard, "count_targets", lambda self, batch: batch.n_targets)
 
 
 def mask_by_rank() -> None:
@@ -196,13 +195,13 @@ def heads_numbered_from_zero() -> None:
 
 def evaluation_by_each_process() -> None:
     """Each process evaluates all rows, and the sum is theirs together."""
-    own_rows = engine.Engine._own_rows
+    own_rows = engine.evaluation_rows
 
-    def every_part(self, batch):
+    def every_part(batch, layout, rank):
         whole = type(batch)(*(getattr(batch, name)[:4] for name in ("inputs", "targets", "rows")))
-        return whole if self.world.size > 1 else own_rows(self, batch)
+        return whole if layout.world_size > 1 else own_rows(batch, layout, rank)
 
-    plant(engine.Engine, "_own_rows", every_part)
+    plant(engine, "evaluation_rows", every_part)
 
 
 def nothing_finite() -> None:
@@ -316,7 +315,7 @@ def norm_of_own_channels() -> None:
 
 def no_sum_over_rows() -> None:
     """Vectors keep the gradient of each process's own rows."""
-    plant(engine, "PARAMETER_DIMENSIONS", ())
+    plant(gradients, "PARAMETER_DIMENSIONS", ())
 
 
 def channels_from_zero() -> None:
@@ -334,7 +333,7 @@ def channels_from_zero() -> None:
 
 def heads_of_the_stream_rows() -> None:
     """In three dimensions attention draws the masks of the stream's rows, which are not its own."""
-    plant(engine.Engine, "_attention_rows", property(lambda self: self.rows))
+    plant(engine.BatchShard, "_attention_rows", property(lambda self: self.rows))
 
 
 def targets_of_the_stream_rows() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from pentameter.checkpoint.manifest import (
 )
 from pentameter.checkpoint.opening import (
     REPLACED,
+    Candidate,
     Checkpoint,
     find_checkpoint,
     is_step_folder,
@@ -68,6 +69,80 @@ class Saved:
     seconds: float
 
 
+class _StepFolders:
+    """The step folders of one run: which are its own and valid, and how one appears and disappears.
+
+    A reader, and the next process after a crash at any moment, find whole checkpoints alone. Each
+    content is hashed once. `warnings` gets a line for each damaged checkpoint.
+    """
+
+    def __init__(self, folder: Path, run_id: str, warnings: list[str]) -> None:
+        self._folder, self._run_id, self._warnings = folder, run_id, warnings
+        self._verified: dict[Path, bytes] = {}
+
+    def own(self) -> Iterator[Candidate]:
+        """Yield the checkpoints that this run wrote, highest step first, valid or not."""
+        for candidate in list_checkpoints(self._folder):
+            with suppress(CorruptError):
+                if read_own_manifest(candidate.path).run_id == self._run_id:
+                    yield candidate
+
+    def trust(self, path: Path, manifest: Manifest) -> None:
+        """Note that the files of a checkpoint matched its manifest: they are not hashed again."""
+        self._verified[path] = manifest.to_bytes()
+
+    def is_valid(self, path: Path) -> bool:
+        """Return True if a folder verifies and belongs to this run; each content is hashed once per
+        run."""
+        try:
+            manifest = read_own_manifest(path)
+            known = self._verified.get(path) == manifest.to_bytes()
+            check_files(path, manifest, hash_content=not known)
+        except CorruptError as error:
+            self._warnings.append(f"a checkpoint is damaged: {error}")
+            return False
+        self.trust(path, manifest)
+        return manifest.run_id == self._run_id
+
+    def publish(self, temporary: Path, manifest: Manifest) -> None:
+        """Rename a complete temporary folder, whose files were all read back, to its step's name:
+        with a single rename if the name was free."""
+        target = self._folder / step_folder_name(manifest.step)
+        aside = None
+        with storage_errors(target, "commit"):
+            if os.path.lexists(target):  # includes a link whose folder may be elsewhere or gone
+                valid = self.is_valid(target)
+                # A valid one can still be found by its second name until the new one is there.
+                aside = target.with_name(
+                    target.name + REPLACED if valid else temporary_name(target.name)
+                )
+                if aside.is_dir():  # left by a crash between the two renames below, long ago
+                    self.discard(aside)
+                os.rename(target, aside)
+            self._verified.pop(target, None)
+            try:
+                os.rename(temporary, target)
+            except BaseException:
+                if aside is not None:
+                    with suppress(OSError):
+                        os.rename(aside, target)
+                raise
+        sync(self._folder)
+        self.trust(target, manifest)  # each rank verified the files it wrote
+        if aside is not None:
+            with suppress(StorageError):  # the new one is committed; `clean` removes the rest
+                self.discard(aside)
+
+    def discard(self, folder: Path, remove: Callable[[Path], object] = remove_tree) -> None:
+        """Remove a checkpoint, first its name, then its files, so that it never appears half
+        removed."""
+        self._verified.pop(folder, None)
+        temporary = folder.with_name(temporary_name(folder.name.partition(".")[0]))
+        with storage_errors(folder, "remove"):
+            os.rename(folder, temporary)
+        remove(temporary)
+
+
 class CheckpointStore:
     """The folder `checkpoints/` in a run; a process that writes to it holds the run's lock.
 
@@ -80,7 +155,7 @@ class CheckpointStore:
         self.config_hash = config_hash
         self.warnings: list[str] = []
         self._exchanged = Exchanged()
-        self._verified: dict[Path, bytes] = {}  # hashed by this run: once is enough
+        self._folders = _StepFolders(self.folder, run_id, self.warnings)
 
     def save(
         self,
@@ -158,7 +233,7 @@ class CheckpointStore:
                 config_hash=self.config_hash,
                 layout=save.layout,
             )
-            self._publish(save.folder, manifest)
+            self._folders.publish(save.folder, manifest)
             return manifest.n_bytes
 
         try:
@@ -185,35 +260,6 @@ class CheckpointStore:
                 "--run-dir, or move that checkpoint away"
             )
 
-    def _publish(self, temporary: Path, manifest: Manifest) -> None:
-        """Rename a complete temporary folder, whose files were all read back, to its step's name:
-        with a single rename if the name was free."""
-        target = self.folder / step_folder_name(manifest.step)
-        aside = None
-        with storage_errors(target, "commit"):
-            if os.path.lexists(target):  # includes a link whose folder may be elsewhere or gone
-                valid = self._is_valid(target)
-                # A valid one can still be found by its second name until the new one is there.
-                aside = target.with_name(
-                    target.name + REPLACED if valid else temporary_name(target.name)
-                )
-                if aside.is_dir():  # left by a crash between the two renames below, long ago
-                    self._discard(aside)
-                os.rename(target, aside)
-            self._verified.pop(target, None)
-            try:
-                os.rename(temporary, target)
-            except BaseException:
-                if aside is not None:
-                    with suppress(OSError):
-                        os.rename(aside, target)
-                raise
-        sync(self.folder)
-        self._verified[target] = manifest.to_bytes()  # each rank verified the files it wrote
-        if aside is not None:
-            with suppress(StorageError):  # the new one is committed; `clean` removes the rest
-                self._discard(aside)
-
     def latest(self) -> Checkpoint | None:
         """Find the verified checkpoint with this run's highest step; None if the run has none.
 
@@ -223,7 +269,7 @@ class CheckpointStore:
             self.folder, lambda _, manifest: manifest.run_id == self.run_id, self.warnings
         )
         if checkpoint is not None:
-            self._verified[self.folder / checkpoint.path.name] = checkpoint.manifest.to_bytes()
+            self._folders.trust(self.folder / checkpoint.path.name, checkpoint.manifest)
         return checkpoint
 
     def clean(self) -> list[str]:
@@ -248,8 +294,8 @@ class CheckpointStore:
                 with storage_errors(proper, "restore"):
                     os.rename(candidate.path, proper)
                 sync(self.folder)
-            elif self._is_valid(proper):
-                self._discard(candidate.path)
+            elif self._folders.is_valid(proper):
+                self._folders.discard(candidate.path)
                 removed.append(candidate.path.name)
         return removed
 
@@ -269,51 +315,21 @@ class CheckpointStore:
         kept_steps = set(keep_steps)
         removed = []
         n_kept = 0
-        for candidate in list_checkpoints(self.folder):
-            if not self._is_own(candidate.path):
-                continue
+        for candidate in self._folders.own():
             if n_kept < max(1, keep_last):
-                n_kept += self._is_valid(candidate.path)
+                n_kept += self._folders.is_valid(candidate.path)
             elif candidate.step not in kept_steps:
-                self._discard(candidate.path, remove)
+                self._folders.discard(candidate.path, remove)
                 removed.append(candidate.step)
         return removed
 
     def discard_after(self, step: int) -> list[int]:
         """Remove this run's checkpoints after `step`, if the one for `step` verifies; return their
         steps."""
-        candidates = [each for each in list_checkpoints(self.folder) if self._is_own(each.path)]
-        if not any(each.step == step and self._is_valid(each.path) for each in candidates):
+        candidates = list(self._folders.own())
+        if not any(each.step == step and self._folders.is_valid(each.path) for each in candidates):
             return []
         newer = [each for each in candidates if each.step > step]
         for each in newer:
-            self._discard(each.path)
+            self._folders.discard(each.path)
         return [each.step for each in newer]
-
-    def _is_own(self, path: Path) -> bool:
-        try:
-            return read_own_manifest(path).run_id == self.run_id
-        except CorruptError:
-            return False
-
-    def _is_valid(self, path: Path) -> bool:
-        """Return True if a folder verifies and belongs to this run; each content is hashed once per
-        run."""
-        try:
-            manifest = read_own_manifest(path)
-            known = self._verified.get(path) == manifest.to_bytes()
-            check_files(path, manifest, hash_content=not known)
-        except CorruptError as error:
-            self.warnings.append(f"a checkpoint is damaged: {error}")
-            return False
-        self._verified[path] = manifest.to_bytes()
-        return manifest.run_id == self.run_id
-
-    def _discard(self, folder: Path, remove: Callable[[Path], object] = remove_tree) -> None:
-        """Remove a checkpoint, first its name, then its files, so that it never appears half
-        removed."""
-        self._verified.pop(folder, None)
-        temporary = folder.with_name(temporary_name(folder.name.partition(".")[0]))
-        with storage_errors(folder, "remove"):
-            os.rename(folder, temporary)
-        remove(temporary)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from inspect import signature
 from operator import attrgetter
@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pentameter.parallel.sources.model_source import ModelSource
 from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.buckets import COPIES_BUCKET_BYTES
+from pentameter.planning.layout import Layout
 from pentameter.planning.plan import Plan
 from pentameter.planning.rules import LayoutRules
 from pentameter.planning.sharding import Placement
@@ -180,3 +181,12 @@ def micro_batch(
         module.set_requires_all_reduce(is_last)  # over the shards' replicas
         module.set_reshard_after_backward(is_last or not rules.weights_stay_gathered)
     return contextlib.nullcontext()
+
+
+def reshard(modules: Iterable[nn.Module], layout: Layout) -> None:
+    """Free weights that ZeRO has all-gathered: leave parameters sharded, as a step's backward pass
+    does."""
+    for module in modules if layout.zero else ():
+        for unit in module.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()

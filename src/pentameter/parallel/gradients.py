@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.nn import Parameter
 
 from pentameter.planning.buckets import filled_buckets
+from pentameter.planning.layout import PARAMETER_DIMENSIONS
+from pentameter.planning.plan import Plan
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -54,6 +56,29 @@ def add_up(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
             reduced = flat.split([tensor.numel() for tensor in bucket])
             for tensor, chunk in zip(bucket, reduced, strict=True):
                 tensor.copy_(chunk.view(tensor.shape))
+
+
+def add_up_all(parameters: Iterable[Parameter], group: dist.ProcessGroup) -> None:
+    """All-reduce the gradients that these parameters have over the group, in place."""
+    add_up([local(each.grad) for each in parameters if each.grad is not None], group)
+
+
+def summed_copies(
+    named: Sequence[tuple[str, Parameter]], plan: Plan, *, by_dtensor: bool
+) -> dict[str, list[Parameter]]:
+    """Map each mesh dimension over which placements sum gradients after the backward pass to its
+    parameters. If `by_dtensor`, modules compute with DTensors, whose own backward pass sums those
+    that lie on the dimension."""
+    found = {
+        dimension: [
+            parameter
+            for name, parameter in named
+            if dimension in plan.placements[name].summed_over
+            and not (by_dtensor and lies_on(parameter, dimension))
+        ]
+        for dimension in reversed(PARAMETER_DIMENSIONS)  # neighbouring ranks first
+    }
+    return {dimension: copies for dimension, copies in found.items() if copies}
 
 
 def is_sharded(parameter: Tensor, dimension: str) -> bool:
@@ -132,3 +157,13 @@ def clip(parameters: Iterable[Parameter], norm: Tensor, limit: float) -> None:
         by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     for each in by_mesh.values():
         torch.nn.utils.clip_grads_with_norm_(each, limit, norm)
+
+
+def zero(parameters: Sequence[Parameter], *, in_place: bool) -> None:
+    """Zero every gradient `in_place`, or set it to None."""
+    held = [each.grad for each in parameters if each.grad is not None]
+    if in_place and held:
+        torch._foreach_zero_(held)
+        return
+    for parameter in parameters:
+        parameter.grad = None

@@ -29,7 +29,6 @@ from pentameter.model.attention import Attention
 from pentameter.model.dropout import AttentionDropout
 from pentameter.model.gpt import GPT
 from pentameter.model.positions import Positions, rotation
-from pentameter.planning.architecture import head_size, n_kv_heads
 
 PIECE_TOKENS = 64
 """Most tokens of a text that one pass reads, so that texts being written wait little for it."""
@@ -67,7 +66,7 @@ class Slots:
         # A slot's memory begins at the same alignment as every other's. Its last key takes what a
         # padded row writes.
         self._n_keys = _rounded_up(context_length, _KEY_UNIT) + _KEY_UNIT
-        shape = (n_slots, n_kv_heads(model.config), self._n_keys, head_size(model.config))
+        shape = (n_slots, model.config.kv_heads, self._n_keys, model.config.head_channels)
         make = partial(torch.zeros, shape, device=self._device, dtype=self._dtype)
         layers = range(*model.layers)
         self._keys, self._values = [make() for _ in layers], [make() for _ in layers]

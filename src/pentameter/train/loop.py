@@ -9,27 +9,25 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from pentameter.config.schema import Config
-from pentameter.errors import ConfigError, CorruptError, InterruptedRunError, StorageError
+from pentameter.errors import ConfigError, InterruptedRunError
 from pentameter.evaluate.split import perplexity
-from pentameter.generation.loop import sample_text
 from pentameter.machine.cores import OtherPrograms
 from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.sources.custom_model import Build, model_source
 from pentameter.parallel.sources.model_source import ModelSource
 from pentameter.processes.join import lone_world, loss_behind
 from pentameter.processes.world import World
+from pentameter.train.boundary import Boundary
 from pentameter.train.console import Console
-from pentameter.train.evaluations import VALIDATION, evaluate_all, evaluate_test
 from pentameter.train.hooks import (
     EpochMetrics,
     Hooks,
     RunEnd,
-    SampledText,
     SkippedStep,
     StepMetrics,
     TrainingRun,
@@ -41,7 +39,7 @@ from pentameter.train.recorder import Recorder
 from pentameter.train.resuming import RunRequest
 from pentameter.train.run_lines import RunLines
 from pentameter.train.saving import RunCheckpoints
-from pentameter.train.signals import PROMPT_SECONDS, StopSignals
+from pentameter.train.signals import StopSignals
 from pentameter.train.start import start_run
 from pentameter.train.state import EpochSums
 from pentameter.train.throughput import PlannedPace, Throughput
@@ -197,24 +195,21 @@ class _Loop:
         self._signals, self._throughput, self._rate = signals, throughput, rate
         self._late = late
         self._unread: list[_Step] = []
-        self._read_by = 0
-        """The step at which ranks ask each other for signals again."""
-        self._new_best = False
-        self._has_lost_a_sample = False
+        self._boundary = Boundary(run, checkpoints, hooks, signals)
 
     def run_to_end(self) -> RunEnd:
         """Train until the run ends, and return how it ended."""
-        run = self._run
+        boundary = self._boundary
         while True:
             self._checkpoints.check_copies_if_due()
-            self._evaluate_if_due()
-            self._sample_if_due()
-            end = self._end_if_due()
-            self._save_if_due(end)
+            boundary.evaluate_if_due()
+            boundary.sample_if_due()
+            end = boundary.end_if_due(self._throughput.step_seconds)
+            boundary.save_if_due(end)
             if end is not None:
                 if end.kind != EndKind.SIGNAL:
-                    self._test()
-                self._hooks.call("on_end", run, end)
+                    boundary.test()
+                self._hooks.call("on_end", self._run, end)
                 return end
             self._train_step()
             while not self._must_read():
@@ -244,7 +239,8 @@ class _Loop:
         logged, ends an epoch, or comes before an action that is due; or ranks should ask for
         signals. The same on every rank."""
         run, step = self._run, self._run.state.step
-        if not self._late or step >= self._read_by or is_logged(step, run.config):
+        must_ask = len(self._unread) >= self._signals.steps_unasked
+        if not self._late or must_ask or is_logged(step, run.config):
             return True
         train, checkpoint = run.config.train, run.config.checkpoint
         actions = (train.check_copies, train.eval_interval, train.sample_interval)
@@ -329,101 +325,3 @@ class _Loop:
                 f"step {state.step}: {reason}, after {MAX_CONSECUTIVE_SKIPS} skipped updates in a "
                 "row"
             )
-
-    # -- between two steps ----------------------------------------------------------------------
-
-    def _end_if_due(self) -> RunEnd | None:
-        """Return the end of the run if it ends at this step, else None."""
-        run, state, patience = self._run, self._run.state, self._run.config.train.patience
-        end = partial(RunEnd, step=state.step, seconds=state.train_seconds)
-        took = self._throughput.step_seconds or PROMPT_SECONDS  # a first step may compile
-        hooks_reason = self._signals.agree(run.world, run.stop_reason, step_seconds=took)
-        self._read_by = state.step + self._signals.steps_unasked
-        if self._signals.agreed is not None:
-            return end(kind=EndKind.SIGNAL, reason=self._signals.agreed)
-        if state.step >= run.plan.steps:
-            return end(kind=EndKind.COMPLETED, reason="completed")
-        if patience is not None and state.evals_without_best >= patience:
-            reason = f"no better validation loss in {patience} evaluations"
-            return end(kind=EndKind.PATIENCE, reason=reason)
-        if hooks_reason is not None:
-            return end(kind=EndKind.HOOK, reason=hooks_reason)
-        return None
-
-    def _evaluate_if_due(self) -> None:
-        run, state, interval = self._run, self._run.state, self._run.config.train.eval_interval
-        assert not isinstance(interval, str)  # resolved by the plan
-        if not state.is_due(interval, state.last_eval_step, run.plan.steps):
-            return
-        run.world.progress.note("evaluating", state.step)
-        found = evaluate_all(run, self._is_stopping)
-        if not found:  # there is nothing to evaluate on, or a signal came
-            return
-        for name, metrics in found.items():
-            if not math.isfinite(metrics.loss):
-                what = "validation" if name == VALIDATION else name
-                self._checkpoints.give_up(f"the {what} loss is {metrics.loss} at step {state.step}")
-        if self._checkpoints.last_step == state.step:
-            self._checkpoints.prove()
-        state.last_eval_step = state.step
-        if VALIDATION in found:
-            folder = run.folder
-            trained = state.step > 0 or (folder.initial_weights or folder.checkpoint) is not None
-            self._new_best = state.record_eval(found[VALIDATION].loss, trained=trained)
-        for name, metrics in found.items():
-            best = name == VALIDATION and self._new_best
-            self._hooks.call("on_eval", run, replace(metrics, best=best))
-
-    def _test(self) -> None:
-        """Evaluate the test split once, at the end of a run that has one."""
-        metrics = evaluate_test(self._run, self._is_stopping)
-        if metrics is not None:
-            self._hooks.call("on_eval", self._run, metrics)
-
-    def _is_stopping(self) -> bool:
-        return self._signals.agree(self._run.world) is not None
-
-    def _sample_if_due(self) -> None:
-        run, state, train = self._run, self._run.state, self._run.config.train
-        assert train.sample_interval != "auto"  # resolved by the plan
-        due = state.is_due(train.sample_interval, state.last_sample_step, run.plan.steps)
-        if self._signals.agreed or not due or not run.plan.gives_logits:
-            return
-        state.last_sample_step = state.step
-        run.world.progress.note("sampling", state.step)
-        try:
-            text = sample_text(
-                run.engine,
-                run.dataset.tokenizer,
-                run.prompt,
-                max_new_tokens=train.sample_tokens,
-                seed=run.config.seed,
-            )
-        except CorruptError:  # raised on every rank that samples: they have the same logits
-            run.console.say(
-                f"warning: no sample at step {state.step}: the model's logits are not finite. "
-                "Training goes on"
-            )
-            return
-        if text is None:  # rank 0 has it
-            return
-        try:
-            run.folder.write_sample(state.step, text)
-        except StorageError as error:  # training does not depend on it: one warning is enough
-            if not self._has_lost_a_sample:
-                run.console.say(f"warning: {error}. Training goes on")
-            self._has_lost_a_sample = True
-        run.console.say(f"sample at step {state.step}:")
-        for line in text.strip("\n").splitlines():
-            run.console.say(f"  │ {line}")
-        self._hooks.call("on_sample", run, SampledText(state.step, text))
-
-    def _save_if_due(self, end: RunEnd | None) -> None:
-        interrupted = end is not None and end.kind == EndKind.SIGNAL
-        new_best, self._new_best = self._new_best, False
-        self._checkpoints.save_if_due(
-            complete=end is not None and not interrupted,
-            interrupted=interrupted,
-            new_best=new_best,
-        )
-        self._checkpoints.say_warnings()

@@ -42,6 +42,7 @@ from pentameter.checkpoint.copies import differing_copies
 from pentameter.checkpoint.owners import Groups
 from pentameter.checkpoint.save_phases import HostBuffers, Save
 from pentameter.checkpoint.state_dicts import model_state, optimizer_state
+from pentameter.checkpoint.store import Saved
 from pentameter.config.choices import ENDS_RUN, look_up
 from pentameter.config.fingerprint import NOT_THE_TRAINING
 from pentameter.config.write import to_toml
@@ -65,8 +66,25 @@ class _PendingSave:
     is_best: bool
     is_proved: bool
     """True once a value computed from these weights was finite."""
-    stall_seconds: float
+    stall_seconds: float = 0.0
     """Seconds that training has waited for it."""
+
+    def commit(self, run: TrainingRun) -> Saved:
+        """Commit it once every rank has written, and note its step in the run's state. Collective;
+        raises StorageError if a rank could not write."""
+        state, progress, is_beside = run.state, run.world.progress, self.save.is_beside
+        if is_beside:
+            progress.note("committing", state.step)
+        run.world.agreed(run.folder.check_there)  # it was planned steps ago, perhaps
+        saved = run.folder.store.commit(self.save)
+        if is_beside:  # to wait for a write may take as long as the whole write
+            progress.took("committing", saved.seconds)
+            progress.took("saving", saved.seconds)
+        if self.is_best:
+            state.saved_best_step = saved.step
+        if self.is_proved:
+            state.proved_step = saved.step
+        return saved
 
 
 class RunCheckpoints:
@@ -137,31 +155,21 @@ class RunCheckpoints:
         return not self._is_owed
 
     def _commit(self, *, may_fail: bool, must_not_fail: bool = False, beside: bool = False) -> None:
-        """Commit the pending save once it is written, and prune. With `beside`, training goes on,
-        so the removals are overlapped with it. On failure, raise StorageError if `must_not_fail`;
-        also if `checkpoint.on_error` asks for it, unless `may_fail`."""
+        """Commit the pending save, if there is one, once it is written, and prune. With `beside`,
+        training goes on, so the removals are overlapped with it. On failure, raise StorageError if
+        `must_not_fail`; also if `checkpoint.on_error` asks for it, unless `may_fail`."""
         pending, self._pending = self._pending, None
-        assert pending is not None
-        run, state, start = self.run, self.run.state, time.perf_counter()
-        step, progress = pending.save.step, run.world.progress
-        if pending.save.is_beside:
-            progress.note("committing", state.step)
+        if pending is None:
+            return
+        start, step = time.perf_counter(), pending.save.step
         try:
-            run.world.agreed(run.folder.check_there)  # it was planned steps ago, perhaps
-            saved = run.folder.store.commit(pending.save)
+            saved = pending.commit(self.run)
         except StorageError as error:
             if must_not_fail or (self._failure_ends_run and not may_fail):
                 raise
             self._say_not_saved(step, error)
             return
-        if pending.save.is_beside:  # to wait for a write may take as long as the whole write
-            progress.took("committing", saved.seconds)
-            progress.took("saving", saved.seconds)
         again, self.last_step = self.last_step == step, step
-        if pending.is_best:
-            state.saved_best_step = step
-        if pending.is_proved:
-            state.proved_step = step
         self.prune(beside=beside)
         stall_seconds = pending.stall_seconds + time.perf_counter() - start
         self.on_saved(
@@ -183,15 +191,7 @@ class RunCheckpoints:
 
     @cached_property
     def _is_asynchronous(self) -> bool:
-        """True if saves are overlapped with training; the same on all ranks."""
-        run = self.run
-        plan, compute, local_size = run.plan, run.compute, run.world.local_size
-        beside = choose_asynchronous(
-            run.config.checkpoint.asynchronous,
-            local_size * host_bytes_while_saving(plan, compute),
-            host_memory_bytes(),
-        )
-        return not run.world.all_reduce_max(not beside)
+        return _overlaps_saves(self.run)
 
     def close(self) -> None:
         """Finish the pending save of a run that ended with an error. A single process commits it;
@@ -245,8 +245,7 @@ class RunCheckpoints:
         """Remove the checkpoints from which the run could not resume either, and raise
         TrainingFailedError."""
         self._old.await_removals()
-        if self._pending is not None:
-            self._commit(may_fail=True)
+        self._commit(may_fail=True)
         proved, store = self.run.state.proved_step, self.run.folder.store
         if proved is not None and proved < self.last_step:
             with suppress(StorageError):
@@ -263,8 +262,7 @@ class RunCheckpoints:
         run = self.run
         wrong = different_copies(run)
         if wrong is not None:
-            if self._pending is not None:  # its replicas were equal
-                self._commit(may_fail=True)
+            self._commit(may_fail=True)  # its replicas were equal
             raise TrainingFailedError(
                 f"step {run.state.step} {consequence}: {wrong}, and they should be equal copies. "
                 "Faulty memory does this, or a hook that changes the weights of one process; "
@@ -282,34 +280,9 @@ class RunCheckpoints:
         if wrong is not None:
             self.give_up(f"step {run.state.step} is not saved: {wrong} is not finite")
         self._refuse_different_copies("is not saved")
-        save = run.folder.store.plan(
-            run.state.step,
-            tensors,
-            {
-                **run.state.to_json(),
-                "data_hash": run.dataset.hash,
-                **run.supplied.record(run.plan),
-                "base_model": run.folder.base_model,
-                **world.on_main(self._log_ends),
-            },
-            extra_files={
-                # An earlier version opens it, though it may not know of some keys.
-                "config.toml": to_toml(
-                    run.plan.portable_config, left_out_at_default=NOT_THE_TRAINING
-                ).encode(),
-                "tokenizer.json": run.dataset.tokenizer.to_bytes(),
-            },
-            layout=run.plan.layout.degrees(),
-            world=world,
-            mesh=run.engine.mesh,
-        )
-        save.started_at = start
-        state = run.state
-        is_best, is_evaluated = (
-            step == state.step for step in (state.best_step, state.last_eval_step)
-        )
-        # An evaluation's loss was finite, else the run would have given up.
-        return _PendingSave(save, is_best, is_proved=is_evaluated, stall_seconds=0.0)
+        pending = _planned(run, tensors, self._log_ends)
+        pending.save.started_at = start
+        return pending
 
 
 class OldCheckpoints:
@@ -375,6 +348,16 @@ def advice(run: TrainingRun) -> str:
     )
 
 
+def _overlaps_saves(run: TrainingRun) -> bool:
+    """Return True if saves are overlapped with training; the same on all ranks. Collective."""
+    beside = choose_asynchronous(
+        run.config.checkpoint.asynchronous,
+        run.world.local_size * host_bytes_while_saving(run.plan, run.compute),
+        host_memory_bytes(),
+    )
+    return not run.world.all_reduce_max(not beside)
+
+
 def host_bytes_while_saving(plan: Plan, compute: Compute) -> int:
     """Return the host memory, in bytes, that a rank takes during an overlapped save: the snapshot,
     and the step's own host memory."""
@@ -386,6 +369,38 @@ def host_bytes_while_saving(plan: Plan, compute: Compute) -> int:
         return held.snapshot_bytes + held.state_bytes
     memory = plan_memory(plan, compute.precision, fused_dropout=compute.fused_dropout)
     return held.snapshot_bytes + memory.total_bytes
+
+
+def _planned(
+    run: TrainingRun, tensors: Groups, log_ends: Callable[[], Mapping[str, Any]]
+) -> _PendingSave:
+    """Plan the save of `tensors` at this step, with all that a resumed run needs besides them.
+    `log_ends` is that of RunCheckpoints. Collective."""
+    state, world = run.state, run.world
+    save = run.folder.store.plan(
+        state.step,
+        tensors,
+        {
+            **state.to_json(),
+            "data_hash": run.dataset.hash,
+            **run.supplied.record(run.plan),
+            "base_model": run.folder.base_model,
+            **world.on_main(log_ends),
+        },
+        extra_files={
+            # An earlier version opens it, though it may not know of some keys.
+            "config.toml": to_toml(
+                run.plan.portable_config, left_out_at_default=NOT_THE_TRAINING
+            ).encode(),
+            "tokenizer.json": run.dataset.tokenizer.to_bytes(),
+        },
+        layout=run.plan.layout.degrees(),
+        world=world,
+        mesh=run.engine.mesh,
+    )
+    is_best, is_evaluated = (step == state.step for step in (state.best_step, state.last_eval_step))
+    # An evaluation's loss was finite, else the run would have given up.
+    return _PendingSave(save, is_best, is_proved=is_evaluated)
 
 
 def tensors_to_save(run: TrainingRun) -> dict[str, dict[str, torch.Tensor]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,12 @@ from pentameter.config.choices import ROWS_ARE_DOCUMENTS, look_up
 from pentameter.config.schema import Config
 from pentameter.data.batches.mixture import ROWS_AT_ONCE, Mixture, SourceRow
 from pentameter.data.batches.orders import ORDERS, DocumentRows, Order, PackedDocuments, Row
-from pentameter.data.batches.tree import Tree, leaves
+from pentameter.data.batches.tree import Tree, leaves, map_leaves
 from pentameter.data.shards.dataset import TokenSplit
 from pentameter.errors import ConfigError
 from pentameter.planning.architecture import IGNORED_TARGET
 from pentameter.planning.batch_sizes import global_batch_size
+from pentameter.planning.layout import Layout
 
 Int64 = npt.NDArray[np.int64]
 
@@ -56,6 +58,39 @@ class Batch:
             little = array.dtype.newbyteorder("<") if array.dtype.kind == "f" else "<i8"
             digest.update(np.ascontiguousarray(array, dtype=little).data)
         return digest.hexdigest()
+
+
+def evaluation_rows(batch: Batch, layout: Layout, rank: int) -> Batch:
+    """Return the rows of an evaluation batch that a rank computes: as many as every other's, and a
+    multiple of the pipeline's micro-batches, padded with copies of the first row whose targets are
+    masked.
+
+    Raises ConfigError if the rows do not split evenly and the targets are not integers: the missing
+    rows cannot be masked then.
+    """
+    n_parts = layout.n_batch_shards * layout.pipeline
+    n_rows = -(-len(batch.rows) // n_parts) * layout.pipeline
+    first = layout.data_index(rank) * n_rows
+    rows = np.arange(first, first + n_rows, dtype=np.int64)
+    is_missing = rows >= len(batch.rows)
+    taken = np.where(is_missing, 0, rows)
+    n_padded = layout.n_batch_shards * n_rows
+    if n_padded > len(batch.rows) and any(
+        array.dtype.kind not in "iu" for array in leaves(batch.targets)
+    ):
+        raise ConfigError(
+            f"an evaluation of {len(batch.rows)} rows over {n_parts} parts takes rows that do not "
+            f"count, and only integer targets can be {IGNORED_TARGET}; evaluate a multiple, "
+            f"{n_padded} rows"
+        )
+
+    def targets_of(array: np.ndarray) -> np.ndarray:
+        own: np.ndarray = array[taken]
+        own[is_missing] = IGNORED_TARGET
+        return own
+
+    inputs = map_leaves(itemgetter(taken), batch.inputs)
+    return Batch(inputs, map_leaves(targets_of, batch.targets), rows)
 
 
 MaskedTokens = tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | None]

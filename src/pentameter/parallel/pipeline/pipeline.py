@@ -84,26 +84,24 @@ class Pipeline:
         self._losses: list[Tensor] = []
 
     def train(
-        self,
-        inputs: Tree,
-        targets: Tree,
-        keys: Tensor | None,
-        factor: Tensor | float,
-        n_micro_batches: int,
+        self, inputs: Tree, targets: Tree, keys: Tensor | None, factor: Tensor | float
     ) -> Tensor:
-        """Run forward and backward over equal micro-batches of the rows in `inputs` and `targets`,
+        """Run forward and backward over the micro-batches of the rows in `inputs` and `targets`,
         both (n · B, …), with dropout `keys` (n · B, …). Returns the summed loss in nats, () (zero
         if this rank lacks the last stage). The gradients of that loss times `factor` are added to
         the parameters' `.grad`."""
         self._factor = factor
+        n_micro_batches = len(leaves(inputs)[0]) // self._plan.micro_batch_size
         schedule, stages = self._schedule(
             "train", self._plan.layout.schedule, inputs, n_micro_batches
         )
         self._run(schedule.step, inputs, targets, keys)
         return self._collect_losses(stages)
 
-    def evaluate(self, inputs: Tree, targets: Tree, n_micro_batches: int) -> Tensor:
-        """Compute the summed loss in nats, (), over equal micro-batches, without gradients."""
+    def evaluate(self, inputs: Tree, targets: Tree) -> Tensor:
+        """Compute the summed loss in nats, (), without gradients, over one equal micro-batch for
+        each stage rank, which keeps all of them busy."""
+        n_micro_batches = self._plan.layout.pipeline
         schedule, stages = self._schedule("evaluate", self._forward_only, inputs, n_micro_batches)
         self._run(schedule.eval, inputs, targets, None)
         return self._collect_losses(stages)

@@ -105,9 +105,7 @@ class TiedCopies:
     def add_up(self) -> None:
         """All-reduce the gradients of each tied parameter over its copies."""
         for group, held in self._held:
-            found = [gradients.local(each.grad) for each in held if each.grad is not None]
-            if found:
-                gradients.add_up(found, group)
+            gradients.add_up_all(held, group)
 
 
 def _set(module: nn.Module, name: str, parameter: Parameter) -> None:

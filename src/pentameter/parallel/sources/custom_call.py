@@ -1,0 +1,93 @@
+"""Calls of a custom module, or of a slice of one: by what its `forward` takes and returns.
+
+Shapes: B batch rows, T tokens, D channels, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from pentameter.config.schema import Config
+from pentameter.data.batches.tree import Tree
+from pentameter.errors import ConfigError
+from pentameter.model.loss import loss_sum
+from pentameter.parallel.sources.model_source import Call
+
+Gives = Literal["logits", "loss", "both"]
+
+
+def gives(module: nn.Module) -> Gives:
+    """Return the module's kind of output, from its `forward` signature: tokens alone, or targets
+    too."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(module.forward).parameters.values()
+    positional = [each for each in parameters if each.kind in kinds]
+    if len(positional) < 2:
+        return "logits"
+    return "loss" if positional[1].default is inspect.Parameter.empty else "both"
+
+
+def custom_call(
+    model: nn.Module, config: Config, built_by: str, *, is_last: bool, reads_inputs: bool
+) -> Call:
+    """Return the Call for `model`, a slice of the module that `built_by` builds: the last one, or
+    one that returns the residual stream. If it `reads_inputs`, x is (stream, inputs).
+
+    Losses and streams have the parameters' dtype. The Call raises ConfigError for a loss that is
+    not 0-dim, and for logits with targets that are not one integer tensor.
+    """
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    vocab_size = config.model.vocab_size
+    assert vocab_size is not None  # resolved
+
+    def run(model: nn.Module, x: Tree, *targets: Tree) -> Tensor:
+        """Call the module: x (B, …), or (stream (B, T, D), inputs), then targets (B, …)
+        if any."""
+        if not reads_inputs:
+            return cast("Tensor", model(x, *targets))
+        stream, inputs = x
+        return cast("Tensor", model(stream, *targets, inputs=inputs))
+
+    def call_for_stream(
+        model: nn.Module, x: Tree, targets: Tree | None, keys: Tensor | None
+    ) -> Tensor:
+        """Return the residual stream (B, T, D)."""
+        return run(model, x).to(dtype)
+
+    def call_for_logits(
+        model: nn.Module, x: Tree, targets: Tree | None, keys: Tensor | None
+    ) -> Tensor:
+        """Return logits (B, T, V) without targets, else their summed cross-entropy, 0-dim."""
+        logits = run(model, x)
+        if targets is None:
+            return logits
+        if not isinstance(targets, Tensor) or targets.is_floating_point():
+            raise ConfigError(
+                f"the loss of logits is known of one tensor of integer targets; let the module "
+                f"that {built_by} builds take (inputs, targets) and return its summed loss"
+            )
+        n_classes = vocab_size if logits.ndim == 3 else logits.shape[-1]
+        return loss_sum(logits, targets, min(n_classes, logits.shape[-1]))
+
+    def call_for_loss(
+        model: nn.Module, x: Tree, targets: Tree | None, keys: Tensor | None
+    ) -> Tensor:
+        """Return the module's own summed loss, 0-dim; its logits without targets."""
+        if targets is None:
+            return run(model, x)
+        loss = run(model, x, targets)
+        if loss.ndim:
+            raise ConfigError(
+                f"the module that {built_by} builds, called with inputs and targets, returned "
+                f"{tuple(loss.shape)}; it is to return the summed loss, 0-dim. One that gives "
+                "logits takes inputs alone"
+            )
+        return loss.to(dtype)
+
+    if not is_last:
+        return call_for_stream
+    return call_for_logits if gives(model) == "logits" else call_for_loss

@@ -1,0 +1,132 @@
+"""The boundary between two steps: what a run does there, if it is due.
+
+What is due follows from the step and the saved state alone, so a resumed run does exactly what is
+left to do at its boundary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from pentameter.errors import CorruptError, StorageError
+from pentameter.generation.loop import sample_text
+from pentameter.train.evaluations import VALIDATION, evaluate_all, evaluate_test
+from pentameter.train.hooks import Hooks, RunEnd, SampledText, TrainingRun
+from pentameter.train.log_files import EndKind
+from pentameter.train.saving import RunCheckpoints
+from pentameter.train.signals import PROMPT_SECONDS, StopSignals
+
+
+@dataclass
+class Boundary:
+    """The actions between two steps. Their methods are collective, and are called in one order:
+    evaluate, sample, end, save, test."""
+
+    run: TrainingRun
+    checkpoints: RunCheckpoints
+    hooks: Hooks
+    signals: StopSignals
+    _new_best: bool = field(default=False, init=False)
+    """True if the evaluation at this boundary found a new best model."""
+    _has_lost_a_sample: bool = field(default=False, init=False)
+
+    def evaluate_if_due(self) -> None:
+        """Evaluate the run's splits. Raises TrainingFailedError for a loss that is not finite."""
+        run, state, interval = self.run, self.run.state, self.run.config.train.eval_interval
+        assert not isinstance(interval, str)  # resolved by the plan
+        if not state.is_due(interval, state.last_eval_step, run.plan.steps):
+            return
+        run.world.progress.note("evaluating", state.step)
+        found = evaluate_all(run, self._is_stopping)
+        if not found:  # there is nothing to evaluate on, or a signal came
+            return
+        for name, metrics in found.items():
+            if not math.isfinite(metrics.loss):
+                what = "validation" if name == VALIDATION else name
+                self.checkpoints.give_up(f"the {what} loss is {metrics.loss} at step {state.step}")
+        if self.checkpoints.last_step == state.step:
+            self.checkpoints.prove()
+        state.last_eval_step = state.step
+        if VALIDATION in found:
+            folder = run.folder
+            trained = state.step > 0 or (folder.initial_weights or folder.checkpoint) is not None
+            self._new_best = state.record_eval(found[VALIDATION].loss, trained=trained)
+        for name, metrics in found.items():
+            best = name == VALIDATION and self._new_best
+            self.hooks.call("on_eval", run, replace(metrics, best=best))
+
+    def sample_if_due(self) -> None:
+        """Sample a text, print it and write it into the run folder."""
+        run, state, train = self.run, self.run.state, self.run.config.train
+        assert train.sample_interval != "auto"  # resolved by the plan
+        due = state.is_due(train.sample_interval, state.last_sample_step, run.plan.steps)
+        if self.signals.agreed or not due or not run.plan.gives_logits:
+            return
+        state.last_sample_step = state.step
+        run.world.progress.note("sampling", state.step)
+        try:
+            text = sample_text(
+                run.engine,
+                run.dataset.tokenizer,
+                run.prompt,
+                max_new_tokens=train.sample_tokens,
+                seed=run.config.seed,
+            )
+        except CorruptError:  # raised on every rank that samples: they have the same logits
+            run.console.say(
+                f"warning: no sample at step {state.step}: the model's logits are not finite. "
+                "Training goes on"
+            )
+            return
+        if text is None:  # rank 0 has it
+            return
+        try:
+            run.folder.write_sample(state.step, text)
+        except StorageError as error:  # training does not depend on it: one warning is enough
+            if not self._has_lost_a_sample:
+                run.console.say(f"warning: {error}. Training goes on")
+            self._has_lost_a_sample = True
+        run.console.say(f"sample at step {state.step}:")
+        for line in text.strip("\n").splitlines():
+            run.console.say(f"  │ {line}")
+        self.hooks.call("on_sample", run, SampledText(state.step, text))
+
+    def end_if_due(self, step_seconds: float) -> RunEnd | None:
+        """Return the end of the run if it ends at this step, else None. Ranks ask each other for
+        signals, and again by PROMPT_SECONDS of steps that take `step_seconds` (0: unknown)."""
+        run, state, patience = self.run, self.run.state, self.run.config.train.patience
+        end = partial(RunEnd, step=state.step, seconds=state.train_seconds)
+        took = step_seconds or PROMPT_SECONDS  # a first step may compile
+        hooks_reason = self.signals.agree(run.world, run.stop_reason, step_seconds=took)
+        if self.signals.agreed is not None:
+            return end(kind=EndKind.SIGNAL, reason=self.signals.agreed)
+        if state.step >= run.plan.steps:
+            return end(kind=EndKind.COMPLETED, reason="completed")
+        if patience is not None and state.evals_without_best >= patience:
+            reason = f"no better validation loss in {patience} evaluations"
+            return end(kind=EndKind.PATIENCE, reason=reason)
+        if hooks_reason is not None:
+            return end(kind=EndKind.HOOK, reason=hooks_reason)
+        return None
+
+    def save_if_due(self, end: RunEnd | None) -> None:
+        """Save the run if it is due at this step, or as the run comes to its `end`."""
+        interrupted = end is not None and end.kind == EndKind.SIGNAL
+        new_best, self._new_best = self._new_best, False
+        self.checkpoints.save_if_due(
+            complete=end is not None and not interrupted,
+            interrupted=interrupted,
+            new_best=new_best,
+        )
+        self.checkpoints.say_warnings()
+
+    def test(self) -> None:
+        """Evaluate the test split once, at the end of a run that has one."""
+        metrics = evaluate_test(self.run, self._is_stopping)
+        if metrics is not None:
+            self.hooks.call("on_eval", self.run, metrics)
+
+    def _is_stopping(self) -> bool:
+        return self.signals.agree(self.run.world) is not None
