@@ -56,14 +56,15 @@ def create_app(worker: Worker, limits: Limits, hosts: Collection[str] | None) ->
     app.add_middleware(Guard, hosts=hosts, body_bytes=limits.body_bytes)
     app.add_exception_handler(RequestError, _refused)
     app.add_exception_handler(HTTPException, _no_route)
+    app.add_exception_handler(Exception, _failed)
 
     @app.get("/health")
     async def health() -> Response:
         """Say whether requests are taken."""
-        status = "stopping" if worker.is_stopping else "ok"
+        status = "stopping" if worker.is_stopping else "ok" if worker.is_alive else "failed"
         n_texts = {name: each.n_texts for name, each in worker.models.items()}
         body = {"status": status, "models": list(worker.models), "texts": n_texts}
-        return JSONResponse(body, status_code=503 if worker.is_stopping else 200)
+        return JSONResponse(body, status_code=200 if status == "ok" else 503)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -126,7 +127,7 @@ async def _answer(
     """Answer a request for text, whole or as a stream. If its sender leaves, it is cancelled."""
     try:
         body = json.loads(await http.body())
-    except ValueError as error:  # of json, or of UTF-8
+    except (ValueError, RecursionError) as error:  # of json, or of UTF-8
         raise RequestError(400, f"the body is not JSON: {error}") from error
     asked = parsed(kind, body)
     served = _chosen(worker, asked.model)
@@ -318,6 +319,11 @@ async def _no_route(request: Request, error: Exception) -> Response:
         f"{said}; there are /v1/completions, /v1/chat/completions, /v1/models and /health",
     )
     return JSONResponse(refused.to_json(), status_code=error.status_code, headers=error.headers)
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    failed = RequestError(500, f"the server failed: {type(error).__name__}", code="failed")
+    return JSONResponse(failed.to_json(), status_code=500)
 
 
 class Guard:
