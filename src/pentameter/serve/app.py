@@ -14,11 +14,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -35,6 +36,14 @@ from pentameter.serve.worker import Job, ServedModel, ServerBusyError, TakesTooL
 
 RETRY_SECONDS = 2
 _JSON = ("application/json",)
+_PAGE = Path(__file__).with_name("templates") / "page.html"
+_PAGE_HEADERS = {
+    # It is one file, which may speak to this server alone.
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+    "script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+}
 
 
 def create_app(worker: Worker, limits: Limits, hosts: Collection[str] | None) -> FastAPI:
@@ -57,6 +66,11 @@ def create_app(worker: Worker, limits: Limits, hosts: Collection[str] | None) ->
     app.add_exception_handler(RequestError, _refused)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(Exception, _failed)
+
+    @app.get("/")
+    async def page() -> Response:
+        """The page for a browser, which asks the routes below."""
+        return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
 
     @app.get("/health")
     async def health() -> Response:
@@ -316,7 +330,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
     said = f"{request.method} {printable(request.url.path)[:80]}: {error.detail}"
     refused = RequestError(
         error.status_code,
-        f"{said}; there are /v1/completions, /v1/chat/completions, /v1/models and /health",
+        f"{said}; there are /, /v1/completions, /v1/chat/completions, /v1/models and /health",
     )
     return JSONResponse(refused.to_json(), status_code=error.status_code, headers=error.headers)
 
