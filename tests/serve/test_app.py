@@ -269,6 +269,7 @@ def test_standard_fields_that_ask_for_nothing_pass(client: TestClient) -> None:
         ({}, b"{", 400, "not JSON"),
         ({}, b"\xff", 400, "not JSON"),
         ({}, b"[]", 400, "not a JSON object"),
+        ({}, b"[" * 9_999, 400, "not JSON"),
         ({}, b'{"prompt": "' + b"a" * 10_000 + b'"}', 413, "10,000 bytes"),
         ({"Content-Type": "text/plain"}, b"{}", 415, "application/json"),
         ({"Origin": "https://evil.example"}, b"{}", 403, "other sites"),

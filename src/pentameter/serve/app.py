@@ -14,11 +14,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -35,6 +36,14 @@ from pentameter.serve.worker import Job, ServedModel, ServerBusyError, TakesTooL
 
 RETRY_SECONDS = 2
 _JSON = ("application/json",)
+_PAGE = Path(__file__).with_name("templates") / "page.html"
+_PAGE_HEADERS = {
+    # It is one file, which may speak to this server alone.
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+    "script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+}
 
 
 def create_app(worker: Worker, limits: Limits, hosts: Collection[str] | None) -> FastAPI:
@@ -56,14 +65,20 @@ def create_app(worker: Worker, limits: Limits, hosts: Collection[str] | None) ->
     app.add_middleware(Guard, hosts=hosts, body_bytes=limits.body_bytes)
     app.add_exception_handler(RequestError, _refused)
     app.add_exception_handler(HTTPException, _no_route)
+    app.add_exception_handler(Exception, _failed)
+
+    @app.get("/")
+    async def page() -> Response:
+        """The page for a browser, which asks the routes below."""
+        return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
 
     @app.get("/health")
     async def health() -> Response:
         """Say whether requests are taken."""
-        status = "stopping" if worker.is_stopping else "ok"
+        status = "stopping" if worker.is_stopping else "ok" if worker.is_alive else "failed"
         n_texts = {name: each.n_texts for name, each in worker.models.items()}
         body = {"status": status, "models": list(worker.models), "texts": n_texts}
-        return JSONResponse(body, status_code=503 if worker.is_stopping else 200)
+        return JSONResponse(body, status_code=200 if status == "ok" else 503)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -126,7 +141,7 @@ async def _answer(
     """Answer a request for text, whole or as a stream. If its sender leaves, it is cancelled."""
     try:
         body = json.loads(await http.body())
-    except ValueError as error:  # of json, or of UTF-8
+    except (ValueError, RecursionError) as error:  # of json, or of UTF-8
         raise RequestError(400, f"the body is not JSON: {error}") from error
     asked = parsed(kind, body)
     served = _chosen(worker, asked.model)
@@ -315,9 +330,14 @@ async def _no_route(request: Request, error: Exception) -> Response:
     said = f"{request.method} {printable(request.url.path)[:80]}: {error.detail}"
     refused = RequestError(
         error.status_code,
-        f"{said}; there are /v1/completions, /v1/chat/completions, /v1/models and /health",
+        f"{said}; there are /, /v1/completions, /v1/chat/completions, /v1/models and /health",
     )
     return JSONResponse(refused.to_json(), status_code=error.status_code, headers=error.headers)
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    failed = RequestError(500, f"the server failed: {type(error).__name__}", code="failed")
+    return JSONResponse(failed.to_json(), status_code=500)
 
 
 class Guard:

@@ -17,7 +17,7 @@ from pentameter.errors import CorruptError
 from pentameter.generation.loop import window_tokens
 from pentameter.generation.sampling import Floats, choose
 from pentameter.serve.continuation import Continuation, Piece, check_finite
-from pentameter.serve.passes import PIECE_TOKENS, Slots, n_read_in_pieces
+from pentameter.serve.passes import PIECE_TOKENS, Slots, n_read_in_pieces, passed_tokens
 
 
 @dataclass(eq=False)
@@ -83,7 +83,7 @@ class Batcher:
                 tokens = each.window[each.n_cached : each.n_cached + n]
                 last = self._slots.read(each.slot, tokens, each.n_cached)
                 self._count(each, n)
-                budget -= n
+                budget -= passed_tokens(n)
                 if each.n_cached == len(each.window):
                     logits[each.continuation] = last
         ready = [

@@ -15,6 +15,8 @@ from pentameter.errors import CorruptError
 from pentameter.generation.loop import Detokenizer
 from pentameter.generation.sampling import Floats, Sampling, Tokens, uniform_numbers
 
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not know; OpenAI's number."""
 _DRAWS_AT_ONCE = 256
 
 
@@ -149,6 +151,7 @@ class Continuation:
     def _chance(self, token: int, logits: Floats, n_rivals: int, offset: int) -> TokenChance:
         peak = logits.max()
         logprobs = logits - (peak + np.log(np.exp(logits - peak).sum()))
+        logprobs = np.maximum(logprobs, LEAST_LOGPROB)
         # Equal ones by id, like the greedy choice.
         order = np.lexsort((np.arange(len(logits)), -logprobs))[:n_rivals] if n_rivals else ()
         return TokenChance(

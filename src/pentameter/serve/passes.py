@@ -94,7 +94,7 @@ class Slots:
     def read(self, slot: int, tokens: Sequence[int], start: int) -> Floats:
         """Read a text's `tokens`, numbered from `start` in its window, into a slot, and return the
         logits (V,) after the last."""
-        T, n_real = _rounded_up(len(tokens), _PIECE_UNIT), len(tokens)
+        T, n_real = passed_tokens(len(tokens)), len(tokens)
         padded = torch.zeros((1, T), dtype=torch.int64)
         padded[0, :n_real] = torch.tensor(tokens)
         numbers = torch.arange(start, start + T, device=self._device)
@@ -257,6 +257,11 @@ def n_read_in_pieces(n_tokens: int) -> int:
     goes with those that are written."""
     rest = n_tokens % PIECE_TOKENS
     return n_tokens - rest if rest < _LEAST_PIECE else n_tokens
+
+
+def passed_tokens(n_tokens: int) -> int:
+    """Return how many tokens a pass over a piece of n_tokens computes."""
+    return _rounded_up(n_tokens, _PIECE_UNIT)
 
 
 def _rounded_up(n: int, unit: int) -> int:

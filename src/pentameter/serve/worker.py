@@ -158,6 +158,11 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="pentameter-serve", daemon=True)
         self._thread.start()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread computes."""
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """Fail what is still under way, and end the thread."""
         self.is_stopping = True
