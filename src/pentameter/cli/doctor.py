@@ -26,6 +26,9 @@ EXTRAS = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "trackio": "trackio",
+    "serve": "uvicorn",
+    "parquet": "pyarrow",
+    "remote": "fsspec",
     "zstd": "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd",
 }
 

@@ -51,6 +51,16 @@ class Shapes:
     """Numbers of keys, the largest being all."""
 
 
+def hiding(
+    hidden_after: Tensor, distance: Tensor, window: int | None, dtype: torch.dtype
+) -> Tensor:
+    """Return what is added to scores (T, S): minus infinity for hidden keys, which are those of
+    `hidden_after` (T, S) and those at a `distance` (T, S) beyond the window; else 0."""
+    hidden = hidden_after if window is None else hidden_after | (distance >= window)
+    zeros = torch.zeros(hidden.shape, device=hidden.device, dtype=dtype)
+    return zeros.masked_fill_(hidden, float("-inf"))
+
+
 class Slots:
     """A GPT and a cache with a slot for each text. It takes the model over: its attention reads
     these slots from now on."""
@@ -185,14 +195,9 @@ class Slots:
         return y if self._is_piece else y.transpose(0, 2)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return what is added to scores (B, G, n, T, S) in layers with this window: 0, or minus
-        infinity for hidden keys."""
+        """Return `hiding` for layers with this window, in the shape of scores (B, G, n, T, S)."""
         if window not in self._masks:
-            hidden = self._hidden_after
-            if window is not None:
-                hidden = hidden | (self._distance >= window)
-            zeros = torch.zeros(hidden.shape, device=self._device, dtype=dtype)
-            mask = zeros.masked_fill_(hidden, float("-inf"))
+            mask = hiding(self._hidden_after, self._distance, window, dtype)
             self._masks[window] = mask if self._is_piece else mask[:, None, None, None]
         return self._masks[window]
 
