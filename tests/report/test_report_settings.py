@@ -68,7 +68,7 @@ def test_the_page_shows_choices_and_folds_the_rest(make_run):
         "<td>0.0005</td><td>0.002</td></tr>"
     ]
     assert "settings differ from the preset quickstart" in page.replace("1 of", "")
-    everything = page[page.index("<summary>All ") :]
+    everything = page[page.index('<details id="all-settings"><summary>All ') :]
     assert '<th scope="row">d_model</th><td>128</td>' in everything
 
 

@@ -21,9 +21,9 @@ from pentameter.train.hooks import StepMetrics, TrainingRun
 
 WINDOW_STEPS = 20
 """Number of latest steps whose median predicts how long the remaining ones will take."""
-SETTLED_SHARE, LEAST_SMOOTHING_SECONDS = 0.05, 10.0
+SMOOTHING_SHARE, SMOOTHING_SECONDS = 0.05, 10.0
 """The predicted end follows the latest pace within this share of the time left, or within these
-seconds if they are longer."""
+seconds if they are longer; near the end within half of the time left."""
 
 MOST_MEASUREMENTS = 3
 """Number of times that the ceiling is measured again in a run; each takes 0.3 s."""
@@ -135,15 +135,15 @@ class _Countdown:
             in_steps = (step - self._asked_step) * pace
             self._other_seconds += max(0.0, now - self._asked_at - in_steps)
         n_steps = max(1, step - self._first_step)
-        predicted = now + steps_left * (pace + self._other_seconds / n_steps)
-        if n_steps <= WINDOW_STEPS:
-            self._end = predicted
+        left = steps_left * (pace + self._other_seconds / n_steps)
+        if n_steps <= WINDOW_STEPS or not steps_left:
+            self._end = now + left
         else:
-            within = max(LEAST_SMOOTHING_SECONDS, SETTLED_SHARE * (predicted - now))
+            within = max(SMOOTHING_SHARE * left, min(SMOOTHING_SECONDS, left / 2))
             weight = -math.expm1(-(now - self._asked_at) / within)
-            self._end += weight * (predicted - self._end)
+            self._end += weight * (now + left - self._end)
         self._asked_step, self._asked_at = step, now
-        return max(0.0, self._end - now) if steps_left else 0.0
+        return max(0.0, self._end - now)
 
 
 class PlannedPace:
