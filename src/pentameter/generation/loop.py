@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -414,6 +414,13 @@ def _without_onednn() -> Iterator[None]:
         settings.enabled = before
 
 
+class Decodes(Protocol):
+    """A tokenizer, as far as its ids become text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text for token ids (n_tokens,)."""
+
+
 class Detokenizer:
     """Incremental decoding of one sample's ids; all chunks joined equal `decode(all ids)`.
 
@@ -426,7 +433,7 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Iterable[int] = (), ends: Collection[int] = ()
+        self, tokenizer: Decodes, prompt: Iterable[int] = (), ends: Collection[int] = ()
     ) -> None:
         self._decode = tokenizer.decode
         self._ends = ends

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -315,7 +316,8 @@ def _rivals(chance: TokenChance) -> dict[str, float]:
     return dict(reversed(chance.rivals))
 
 
-def _fingerprint() -> str:
+@cache
+def _fingerprint() -> str:  # looked up on disk
     return f"pentameter-{metadata.version('pentameter')}-torch-{metadata.version('torch')}"
 
 

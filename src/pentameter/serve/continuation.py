@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.errors import CorruptError
-from pentameter.generation.loop import Detokenizer
+from pentameter.generation.loop import Decodes, Detokenizer
 from pentameter.generation.sampling import Floats, Sampling, Tokens, uniform_numbers
 
 LEAST_LOGPROB = -9999.0
@@ -78,10 +79,22 @@ class Asked:
     """Whether the reader has the prompt before them: words are then separated from it."""
 
 
+class CachedDecoder:
+    """A tokenizer's `decode` that remembers short sequences: texts are decoded two tokens at a
+    time, and the same ones come again and again."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._remembered = lru_cache(maxsize=1 << 16)(tokenizer.decode)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text for token ids (n_tokens,)."""
+        return self._remembered(tuple(ids))
+
+
 class Continuation:
     """The text that follows a prompt, while it grows."""
 
-    def __init__(self, asked: Asked, tokenizer: Tokenizer) -> None:
+    def __init__(self, asked: Asked, tokenizer: Decodes) -> None:
         self.asked = asked
         self.tokens: list[int] = []
         self.finish_reason: str | None = None

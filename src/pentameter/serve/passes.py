@@ -14,7 +14,7 @@ Shapes: B slots, T tokens, H heads, G KV heads, S keys, K head size, V vocabular
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -36,8 +36,9 @@ _PIECE_UNIT = 16
 """Divisor of a pass's padded tokens; a shorter rest goes to the next multiple."""
 _LEAST_PIECE = 4
 """Tokens from which on the rest of a text has a pass of its own; fewer go with those written."""
-_KEY_UNIT, _MOST_KEY_SIZES = 64, 8
-"""Divisor of the padded keys; most numbers of keys that `write` chooses from."""
+_KEY_UNIT, _MOST_KEY_SIZES = 64, 16
+"""Divisor of the keys that a piece reads; most numbers of keys that `write` chooses from, multiples
+of _PIECE_UNIT."""
 _CHECKED_SEEDS = 2
 
 
@@ -83,10 +84,10 @@ class Slots:
         for module in model.modules():
             if isinstance(module, Attention):
                 module.attend = self._attend
-        unit = _rounded_up(-(-self._n_keys // _MOST_KEY_SIZES), _KEY_UNIT)
+        unit = _rounded_up(-(-self._n_keys // _MOST_KEY_SIZES), _PIECE_UNIT)
         sizes = range(unit, self._n_keys, unit)
         self.shapes = Shapes((n_slots,), (*sizes, self._n_keys))
-        self._slots, self._write_at = slice(0), torch.empty(0)  # of the pass under way
+        self._slots, self._write_rows = slice(0), torch.empty(0)  # of the pass under way
         self._is_piece, self._first, self._n_seen = False, 0, 0
 
     @property
@@ -133,7 +134,10 @@ class Slots:
         last = max(numbers)
         self._n_seen = next(size for size in self.shapes.key_sizes if size > last)
         self._slots, self._is_piece = slice(first, first + n_rows), False
-        self._write_at = torch.tensor(write_at, device=self._device)
+        n_heads, n_keys = self._keys[0].shape[1:3]
+        slot = torch.arange(first, first + n_rows)[:, None] * n_heads + torch.arange(n_heads)
+        write_rows = slot * n_keys + torch.tensor(write_at)[:, None]
+        self._write_rows = write_rows.flatten().to(self._device)
         positions = torch.tensor(numbers, device=self._device)
         return self._pass(torch.tensor([tokens]), positions, positions, slice(None))
 
@@ -166,7 +170,8 @@ class Slots:
             if self._is_piece:
                 of_pass[:, :, self._first : self._first + new.shape[2]] = new
             else:
-                of_pass[torch.arange(len(of_pass)), :, self._write_at] = new[0].transpose(0, 1)
+                rows = new[0].transpose(0, 1).reshape(-1, new.shape[3])  # (B · G, K)
+                stored.view(-1, new.shape[3]).index_copy_(0, self._write_rows, rows)
             seen.append(of_pass[:, :, : self._n_seen])
         return seen[0], seen[1]
 
@@ -214,28 +219,33 @@ class Slots:
         for each, pattern in zip((*self._keys, *self._values), drawn, strict=True):
             blocks = each.unflatten(2, (-1, _KEY_UNIT))  # each block holds the same
             blocks.copy_(pattern.view(-1, 1, _KEY_UNIT, each.shape[3]) * 2.0**-31)
-        if everyone == 1 or not self._agree([everyone], self._n_keys):
+        seeds, moves = range(_CHECKED_SEEDS), (0, 1, everyone // 2)
+        if everyone == 1 or not self._agree([everyone], self._n_keys, seeds, moves):
             self.shapes = Shapes((1,), whole.key_sizes)
         else:
             smaller = [2**n for n in range(1, 10) if 2**n < everyone]
-            batches = [n for n in smaller if self._agree([n], self._n_keys)] + [everyone]
-            keys = [n for n in whole.key_sizes[:-1] if self._agree(batches, n)]
+            batches = [n for n in smaller if self._agree([n], self._n_keys, seeds, moves)]
+            batches.append(everyone)
+            keys = [n for n in whole.key_sizes[:-1] if self._agree(batches, n, (0,), moves[2:])]
             self.shapes = Shapes(tuple(batches), (*keys, self._n_keys))
         for each in (*self._keys, *self._values):
             each.zero_()
         return self.shapes
 
-    def _agree(self, batch_sizes: Sequence[int], n_keys: int) -> bool:
+    def _agree(
+        self, batch_sizes: Sequence[int], n_keys: int, seeds: Iterable[int], moves: Sequence[int]
+    ) -> bool:
         """Return whether passes with these shapes give made-up rows, each of which continues a text
-        of its own length, the bits that the largest shape gives them in other slots."""
+        of its own length, the bits that the largest shape gives them in other slots: moved by so
+        many."""
         last = min(n_keys, self.context_length) - 1
-        for seed in range(_CHECKED_SEEDS):
+        for seed in seeds:
             drawn = bits(make_key("serve", "rows", seed), torch.arange(2 * self.n_slots).int())
             tokens, lengths = drawn.view(2, -1).tolist()
             numbers = [last, 0, *(length % (last + 1) for length in lengths)]
             rows = [(t % self._vocab_size, n) for t, n in zip(tokens, numbers, strict=False)]
             expected = self._tried(rows, self._n_keys)
-            for size, moved_by in product(batch_sizes, (0, 1, self.n_slots // 2)):
+            for size, moved_by in product(batch_sizes, moves):
                 order = [(slot + moved_by) % self.n_slots for slot in range(size)]
                 found = self._tried([rows[row] for row in order], n_keys)
                 if not (found == expected[order]).all():

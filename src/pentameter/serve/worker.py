@@ -23,10 +23,10 @@ from pentameter.data.tokenizers.rendering import Rendering
 from pentameter.errors import ConfigError
 from pentameter.formatting import size
 from pentameter.serve.batching import Batcher
-from pentameter.serve.continuation import Asked, Continuation, Piece
+from pentameter.serve.continuation import Asked, CachedDecoder, Continuation, Piece
 from pentameter.serve.passes import Slots
 
-STREAM_SECONDS = 0.03
+STREAM_SECONDS = 0.05
 """Least seconds between two events of a stream: a reader sees no difference, and the processor
 computes tokens meanwhile."""
 
@@ -51,7 +51,7 @@ class ServedModel:
     """Texts that are written or wait; counted in the event loop."""
 
     def __post_init__(self) -> None:
-        self.batcher = Batcher(self.slots)
+        self.batcher, self.decoder = Batcher(self.slots), CachedDecoder(self.tokenizer)
         self.n_slots, self.context_length = self.slots.n_slots, self.slots.context_length
         self._rendering: Rendering | None = None
         self._lock = threading.Lock()
@@ -183,7 +183,7 @@ class Worker:
                 f"{served.n_texts} texts are written or wait, of at most {most} "
                 f"({served.n_slots} at once and {self._most_waiting} in the queue); ask again later"
             )
-        job = Job(served, [Continuation(each, served.tokenizer) for each in asked], len(asked))
+        job = Job(served, [Continuation(each, served.decoder) for each in asked], len(asked))
         served.n_texts += len(asked)
         self._commands.put(lambda: self._add(job))
         return job
