@@ -126,8 +126,8 @@ class Slots:
         self._n_seen = next(size for size in self.shapes.key_sizes if size > last)
         self._slots, self._is_piece = slice(first, first + n_rows), False
         n_heads, n_keys = self._keys[0].shape[1:3]
-        slot = torch.arange(first, first + n_rows)[:, None] * n_heads + torch.arange(n_heads)
-        write_rows = slot * n_keys + torch.tensor(write_at)[:, None]
+        of_head = torch.arange(first, first + n_rows)[:, None] * n_heads + torch.arange(n_heads)
+        write_rows = of_head * n_keys + torch.tensor(write_at)[:, None]
         self._write_rows = write_rows.flatten().to(self._device)
         positions = torch.tensor(numbers, device=self._device)
         return self._pass(torch.tensor([tokens]), positions, positions, slice(None))
