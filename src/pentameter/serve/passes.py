@@ -214,11 +214,7 @@ class Slots:
         whatever the other rows, and choose among them from now on. All slots are zero afterwards.
         """
         whole, everyone = self.shapes, self.n_slots
-        index = torch.arange(len(self._keys) * 2 * self._keys[0][0, :, :_KEY_UNIT].numel())
-        drawn = bits(make_key("serve", "keys"), index.int()).view(2 * len(self._keys), -1)
-        for each, pattern in zip((*self._keys, *self._values), drawn, strict=True):
-            blocks = each.unflatten(2, (-1, _KEY_UNIT))  # each block holds the same
-            blocks.copy_(pattern.view(-1, 1, _KEY_UNIT, each.shape[3]) * 2.0**-31)
+        _make_up([*self._keys, *self._values])
         seeds, moves = range(_CHECKED_SEEDS), (0, 1, everyone // 2)
         if everyone == 1 or not self._agree([everyone], self._n_keys, seeds, moves):
             self.shapes = Shapes((1,), whole.key_sizes)
@@ -240,10 +236,7 @@ class Slots:
         many."""
         last = min(n_keys, self.context_length) - 1
         for seed in seeds:
-            drawn = bits(make_key("serve", "rows", seed), torch.arange(2 * self.n_slots).int())
-            tokens, lengths = drawn.view(2, -1).tolist()
-            numbers = [last, 0, *(length % (last + 1) for length in lengths)]
-            rows = [(t % self._vocab_size, n) for t, n in zip(tokens, numbers, strict=False)]
+            rows = _made_up_rows(self.n_slots, self._vocab_size, last, seed)
             expected = self._tried(rows, self._n_keys)
             for size, moved_by in product(batch_sizes, moves):
                 order = [(slot + moved_by) % self.n_slots for slot in range(size)]
@@ -265,6 +258,24 @@ class Slots:
         for each, was in zip(stored, before, strict=True):
             each[slots, :, numbers] = was
         return logits
+
+
+def _make_up(stored: Sequence[Tensor]) -> None:
+    """Fill keys and values (B, G, S, K) with made-up numbers, alike in every block of keys."""
+    index = torch.arange(len(stored) * stored[0][0, :, :_KEY_UNIT].numel())
+    drawn = bits(make_key("serve", "keys"), index.int()).view(len(stored), -1)
+    for each, pattern in zip(stored, drawn, strict=True):
+        blocks = each.unflatten(2, (-1, _KEY_UNIT))
+        blocks.copy_(pattern.view(-1, 1, _KEY_UNIT, each.shape[3]) * 2.0**-31)
+
+
+def _made_up_rows(n_rows: int, vocab_size: int, last: int, seed: int) -> list[tuple[int, int]]:
+    """Return tokens with their numbers in texts of up to `last` + 1 tokens, the longest and the
+    shortest among them."""
+    drawn = bits(make_key("serve", "rows", seed), torch.arange(2 * n_rows).int())
+    tokens, lengths = drawn.view(2, -1).tolist()
+    numbers = [last, 0, *(length % (last + 1) for length in lengths)]
+    return [(t % vocab_size, n) for t, n in zip(tokens, numbers, strict=False)]
 
 
 def n_read_in_pieces(n_tokens: int) -> int:
