@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +46,9 @@ def served(name: str, tokenizer: CharTokenizer = TOKENIZER, n_slots: int = 4) ->
 
 
 def client_of(*models: ServedModel, limits: Limits = LIMITS, waiting: int = 8) -> TestClient:
-    worker = Worker({each.name: each for each in models}, most_waiting=waiting)
+    worker = Worker(most_waiting=waiting)
+    for model in models:
+        worker.add(model)
     app = create_app(worker, limits, LOOPBACK)
     return TestClient(app, base_url="http://127.0.0.1:8000")
 
@@ -356,11 +359,21 @@ def test_a_failing_pass_fails_its_requests_and_no_later_ones(
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
+def test_all_that_computes_is_one_thread() -> None:
+    worker = Worker(most_waiting=1)
+    first, second = (worker.call(threading.get_ident) for _ in range(2))
+    assert first == second != threading.get_ident()
+    with pytest.raises(ZeroDivisionError):
+        worker.call(lambda: 1 / 0)
+    worker.close()
+
+
 def test_cancelled_jobs_free_their_slots_and_stopping_refuses() -> None:
     async def main() -> None:
         model = served("plain", n_slots=2)
-        worker = Worker({"plain": model}, most_waiting=100)
-        worker.start()
+        worker = Worker(most_waiting=100)
+        worker.add(model)
+        worker.use_running_loop()
         long, short = Asked(np.array([1]), 10**6), Asked(np.array([1]), 5)
         jobs = [worker.submit(model, [long, long]) for _ in range(10)]
         assert model.n_texts == 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -52,28 +53,27 @@ def run(arguments: list[str]) -> int:
     from pentameter.machine.choices import choose_device
     from pentameter.serve.requests import Limits
     from pentameter.serve.server import LOOPBACK, Settings, serve, served_model
-    from pentameter.serve.worker import check_names
+    from pentameter.serve.worker import Worker, check_names
 
     names = [path.resolve().name for path in asked.models]
     check_names(names)
     limits = Limits(
         max_tokens=asked.max_tokens, seconds=asked.max_seconds, body_bytes=asked.max_bytes
     )
-    settings = Settings(
-        asked.host, asked.port, asked.slots, asked.queue, asked.grace_seconds, limits
-    )
+    settings = Settings(asked.host, asked.port, asked.grace_seconds, limits)
     device = choose_device(asked.device)
     if asked.host not in LOOPBACK:
         print(
             f"pentameter: --host {asked.host} lets other machines ask, without a password",
             file=sys.stderr,
         )
-    models = []
+    worker = Worker(most_waiting=asked.queue)
     for name, path in zip(names, asked.models, strict=True):
-        served = served_model(name, load_for_verb(path, device), asked.slots)
+        loaded = worker.call(partial(load_for_verb, path, device))
+        served = worker.call(partial(served_model, name, loaded, asked.slots))
         print(f"{name}: {served.described()}", flush=True)
-        models.append(served)
-    return serve(models, settings)
+        worker.add(served)
+    return serve(worker, settings)
 
 
 def _check(asked: ServeArguments) -> None:

@@ -48,14 +48,14 @@ _PAGE_HEADERS = {
 
 
 def create_app(worker: Worker, limits: Limits, hosts: Collection[str] | None) -> FastAPI:
-    """Return the application for a worker that is not started yet.
+    """Return the application for a worker, which is closed with it.
 
     hosts: names by which a browser may reach it, without ports; None for any.
     """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        worker.start()
+        worker.use_running_loop()
         try:
             yield
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -30,10 +30,6 @@ class Settings:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    slots: int = 16
-    """Texts that a model writes at once."""
-    queue: int = 256
-    """Texts that may wait for a slot."""
     grace_seconds: float = 30.0
     """Time that running requests have to end when the server stops."""
     limits: Limits = field(default_factory=Limits)
@@ -49,13 +45,12 @@ def served_model(name: str, loaded: LoadedModel, n_slots: int) -> ServedModel:
     return ServedModel(name, tokenizer, slots)
 
 
-def serve(models: Sequence[ServedModel], settings: Settings) -> int:
-    """Serve until a signal asks to stop, and return the exit code: 0 if every request was answered
-    or told.
+def serve(worker: Worker, settings: Settings) -> int:
+    """Serve a worker's models until a signal asks to stop, and return the exit code: 0 if every
+    request was answered or told.
 
     Raises ConfigError if the address cannot be taken.
     """
-    worker = Worker({each.name: each for each in models}, most_waiting=settings.queue)
     is_local = settings.host in LOOPBACK
     app = create_app(worker, settings.limits, LOOPBACK if is_local else None)
     try:

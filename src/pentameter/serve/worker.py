@@ -1,7 +1,8 @@
 """The thread in which the served models compute, and the requests that wait for it.
 
-The thread alone touches the batchers. Requests live in the event loop, send the thread commands and
-get what their texts say, at most once for each step of the thread.
+The thread alone computes, from loading the models on: OpenMP gives every thread that computes its
+own pool, and two pools on the same cores cost a quarter of the speed. Requests live in the event
+loop, send the thread commands and get what their texts say, at most once for each of its steps.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.chat import TemplateBoundsError
@@ -29,6 +32,9 @@ from pentameter.serve.passes import Slots
 STREAM_SECONDS = 0.05
 """Least seconds between two events of a stream: a reader sees no difference, and the processor
 computes tokens meanwhile."""
+
+
+_Result = TypeVar("_Result")
 
 
 class ServerBusyError(Exception):
@@ -142,21 +148,39 @@ class Job:
 
 
 class Worker:
-    """The thread that computes for all served models, in turn."""
+    """The thread that computes for all served models, in turn. It runs from now on until `close`,
+    and serves once an event loop is named, for which it needs its models."""
 
-    def __init__(self, models: Mapping[str, ServedModel], *, most_waiting: int) -> None:
-        self.models = models
+    def __init__(self, *, most_waiting: int) -> None:
+        self.models: dict[str, ServedModel] = {}
         self._most_waiting = most_waiting
         self.is_stopping = False
         """Whether no request is taken any more."""
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._jobs: dict[Continuation, tuple[Job, int]] = {}  # of the thread
-
-    def start(self) -> None:
-        """Start the thread; its news go to the running event loop."""
-        self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="pentameter-serve", daemon=True)
         self._thread.start()
+
+    def call(self, function: Callable[[], _Result]) -> _Result:
+        """Call a function in the thread, and return its result, or raise its error."""
+        result: Future[_Result] = Future()
+
+        def command() -> None:
+            try:
+                result.set_result(function())
+            except BaseException as error:
+                result.set_exception(error)
+
+        self._commands.put(command)
+        return result.result()
+
+    def add(self, model: ServedModel) -> None:
+        """Serve a model; before requests come."""
+        self.models[model.name] = model
+
+    def use_running_loop(self) -> None:
+        """Send the thread's news to the running event loop."""
+        self._loop = asyncio.get_running_loop()
 
     @property
     def is_alive(self) -> bool:
