@@ -15,7 +15,7 @@ from pages import check_page
 
 from pentameter.cli import compare, report
 from pentameter.errors import PentameterError
-from pentameter.report import reading
+from pentameter.report import event_reader
 from pentameter.report.page import render_page
 from pentameter.report.reading import read_run
 from pentameter.report.results import outcome, results
@@ -273,7 +273,7 @@ def test_a_line_without_end(run):
 
 
 def test_what_is_no_metrics_at_all(run, monkeypatch):
-    monkeypatch.setattr(reading, "MOST_UNREADABLE", 5)
+    monkeypatch.setattr(event_reader, "MOST_UNREADABLE", 5)
     (run / "metrics.jsonl").write_text("[1]\n\n" * 5)
     assert read_run(run).unread == ()
     (run / "metrics.jsonl").write_text("[1]\n" * 6)

@@ -15,10 +15,10 @@ from pages import check_page, text_of
 
 from pentameter.disk.lock import RunLock
 from pentameter.errors import ConfigError
-from pentameter.report import board, following
+from pentameter.report import board, event_reader
 from pentameter.report.board import SPARK_POINTS, Board, check_runs_folder
-from pentameter.report.following import FollowedEvents
-from pentameter.report.reading import read_beside, read_run
+from pentameter.report.event_reader import EventReader
+from pentameter.report.reading import read_run
 from pentameter.report.watch_server import WatchServer
 
 
@@ -72,7 +72,7 @@ def rows(news):
 def test_a_run_followed_is_the_run_read_whole(make_run, run_events, run_end):
     events = run_events(400)
     folder = make_run(events[:40])
-    followed = FollowedEvents(folder)
+    followed = EventReader(folder)
     assert followed.update()
     assert not followed.update()
     with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
@@ -80,13 +80,13 @@ def test_a_run_followed_is_the_run_read_whole(make_run, run_events, run_end):
     assert not followed.update()  # half a line is none yet
     write(folder, [*events, run_end])  # as after a rewind, which writes another file
     assert followed.update()
-    assert read_beside(folder, followed.all(), followed.n_unreadable) == read_run(folder)
+    assert read_run(folder, followed) == read_run(folder)
 
 
 def test_only_what_is_new_is_read(make_run, run_events):
     events = run_events(400)
     folder = make_run(events[:40])
-    followed = FollowedEvents(folder)
+    followed = EventReader(folder)
     followed.update()
     taken = []
     followed._take = taken.append
@@ -97,7 +97,7 @@ def test_only_what_is_new_is_read(make_run, run_events):
 
 def test_a_file_that_was_cut_and_grew_again_is_read_anew(make_run, run_events):
     folder = make_run(run_events(400))
-    followed = FollowedEvents(folder)
+    followed = EventReader(folder)
     followed.update()
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
@@ -106,16 +106,16 @@ def test_a_file_that_was_cut_and_grew_again_is_read_anew(make_run, run_events):
         file.truncate(0)
         file.writelines([*lines[:20], *longer, *longer])
     assert followed.update()
-    assert read_beside(folder, followed.all(), 0) == read_run(folder)
+    assert read_run(folder, followed) == read_run(folder)
 
 
 def test_what_is_kept_of_a_long_run_is_bounded_and_no_spike_is_lost(make_run, monkeypatch):
-    monkeypatch.setattr(following, "MOST_EVENTS", 100)
-    monkeypatch.setattr(following, "READ_BYTES", 5000)
+    monkeypatch.setattr(event_reader, "MOST_EVENTS", 100)
+    monkeypatch.setattr(event_reader, "READ_BYTES", 5000)
     losses = [2.0 + step % 7 / 100 for step in range(5000)]
     losses[1234], losses[4321] = 9.0, 0.5
     folder = make_run([{"event": "train", "step": i, "loss": v} for i, v in enumerate(losses)])
-    followed = FollowedEvents(folder)
+    followed = EventReader(folder)
     while followed.update() or followed.has_more:
         assert len(followed.all()) <= 100
     kept = [event["loss"] for event in followed.all()]
@@ -125,8 +125,8 @@ def test_what_is_kept_of_a_long_run_is_bounded_and_no_spike_is_lost(make_run, mo
 
 
 def test_a_metrics_file_of_another_kind_is_told_once(make_run, monkeypatch):
-    monkeypatch.setattr(following, "MOST_UNREADABLE", 10)
-    followed = FollowedEvents(make_run("no event\n" * 20))
+    monkeypatch.setattr(event_reader, "MOST_UNREADABLE", 10)
+    followed = EventReader(make_run("no event\n" * 20))
     followed.update()
     assert followed.unread == "metrics.jsonl has over 10 unreadable lines"
     assert not followed.update()

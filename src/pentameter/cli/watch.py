@@ -35,8 +35,8 @@ def run(arguments: list[str]) -> int:
 
     check_runs_folder(asked.runs)
     with WatchServer(asked.runs, asked.host, asked.port) as server:
-        print(f"{server.url}  (the runs in {asked.runs}; Ctrl-C ends)", flush=True)
         try:
+            print(f"{server.url}  (the runs in {asked.runs}; Ctrl-C ends)", flush=True)
             server.serve_forever()
         except KeyboardInterrupt:
             print()

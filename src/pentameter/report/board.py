@@ -18,12 +18,10 @@ from pentameter.disk.lock import owner_of
 from pentameter.errors import ConfigError, PentameterError, StorageError, printable
 from pentameter.report.comparison import compare_records, differing_settings, render_comparison
 from pentameter.report.curves import Series, envelope
-from pentameter.report.following import FollowedEvents
+from pentameter.report.event_reader import EventReader
 from pentameter.report.page import render_page
-from pentameter.report.ranking import Run
-from pentameter.report.reading import RecordedRun, holds_run, read_beside
-from pentameter.report.results import outcome, results
-from pentameter.report.settings import settings
+from pentameter.report.ranking import Run, compared_run
+from pentameter.report.reading import RUN_FILES, RecordedRun, holds_run, read_run
 
 MOST_RUNS = 1000
 MOST_COMPARED = 50
@@ -48,7 +46,7 @@ class _Followed:
     """A run folder, what is known of it, and the version of the board at which that changed."""
 
     folder: Path
-    events: FollowedEvents
+    events: EventReader
     signature: object = None
     run: Run | None = None
     error: str = ""
@@ -164,7 +162,7 @@ class Board:
             self._columns_changed_at = self._version + 1
         self._followed = {
             name: self._followed.get(name)
-            or _Followed(self.folder / name, FollowedEvents(self.folder / name))
+            or _Followed(self.folder / name, EventReader(self.folder / name))
             for name in names
         }
         version = self._version + 1
@@ -196,19 +194,11 @@ def check_runs_folder(folder: Path) -> None:
 
 def _run_names(folder: Path) -> list[str]:
     """Return the names of run folders, also of broken ones, in order. Raises StorageError."""
-    names = []
     try:
-        for entry in os.scandir(folder):
-            if entry.name.startswith("."):
-                continue
-            if entry.is_symlink():
-                if _looks_like_run(Path(entry.path)):
-                    names.append(entry.name)
-            elif entry.is_dir(follow_symlinks=False) and _looks_like_run(Path(entry.path)):
-                names.append(entry.name)
+        names = [name for name in os.listdir(folder) if name[0] != "."]
     except OSError as error:
         raise StorageError(f"{folder} cannot be read: {error.strerror or error}") from error
-    return sorted(names)[:MOST_RUNS]
+    return sorted(name for name in names if _looks_like_run(folder / name))[:MOST_RUNS]
 
 
 def _looks_like_run(folder: Path) -> bool:
@@ -218,7 +208,7 @@ def _looks_like_run(folder: Path) -> bool:
         return False
     except OSError:  # which its line then says
         return True
-    return bool({"config.toml", "metrics.jsonl", *LEFTOVERS} & set(inside))
+    return bool({*RUN_FILES, *LEFTOVERS} & set(inside))
 
 
 def _update(each: _Followed, version: int) -> bool:
@@ -234,13 +224,10 @@ def _update(each: _Followed, version: int) -> bool:
         if not holds_run(each.folder):
             raise ConfigError("no run: it has neither config.toml nor metrics.jsonl")
         has_news = each.events.update()
-        unread = [each.events.unread] if each.events.unread else []
-        record = read_beside(each.folder, each.events.all(), each.events.n_unreadable, unread)
-        found = settings(record.config)
-        each.run = Run(each.folder.name, record, results(record), outcome(record), found)
+        each.run = compared_run(each.folder.name, read_run(each.folder, each.events))
         each.error, each.row = "", _row(each.run)
         if has_news:
-            _extend_spark(each, record.train.get("loss", Series()), version)
+            _extend_spark(each, each.run.record.train["loss"], version)
     except (PentameterError, OSError) as error:
         each.run, each.error = None, _reason(error)
         each.row = {"state": "broken", "kind": "bad", "why": each.error}
@@ -279,8 +266,8 @@ def _row(run: Run) -> dict[str, Any]:
     left = record.train["eta_seconds"].values[-1:] if record.locked else ()
     owner = owner_of(record.folder / "run.lock") if record.locked else None
     layout = found.layout if found.layout != "data=1" else ""
-    loss = record.train.get("loss", Series()).values
-    speed = record.train.get("tokens_per_second", Series()).values
+    loss = record.train["loss"].values
+    speed = record.train["tokens_per_second"].values
     where = " · ".join(filter(None, (owner.host if owner else "", found.device, layout)))
     return {
         "title": record.name if record.name != run.label else "",

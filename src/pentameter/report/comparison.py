@@ -24,10 +24,9 @@ from pentameter.report.plots import (
     page_svg,
     useful_axes,
 )
-from pentameter.report.ranking import Ranking, Run, rank
+from pentameter.report.ranking import Ranking, Run, compared_run, rank
 from pentameter.report.reading import RecordedRun, check_run_folder, read_run
-from pentameter.report.results import outcome, progress, results
-from pentameter.report.settings import settings
+from pentameter.report.results import progress
 from pentameter.train.log_files import strict
 
 
@@ -117,15 +116,9 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
 def compare_records(records: Sequence[RecordedRun]) -> Comparison:
     """Compare runs that were read."""
     names = [record.name for record in records]
-    labels = (
-        names
-        if len(set(names)) == len(names)
-        else [str(record.folder) for record in records]
-    )  # fmt: skip
-    given = [
-        Run(label, record, results(record), outcome(record), settings(record.config))
-        for label, record in zip(labels, records, strict=True)
-    ]
+    if len(set(names)) < len(names):
+        names = [str(record.folder) for record in records]
+    given = list(map(compared_run, names, records))
     ranking = rank(given, list(differing_settings(given)))
     differing = differing_settings(ranking.runs)
     figures = list(_figures(ranking))

@@ -17,7 +17,7 @@ from markupsafe import Markup, escape
 
 from pentameter import formatting
 from pentameter.disk.atomic import write_atomic
-from pentameter.report.reading import number
+from pentameter.report.event_reader import number
 
 TEMPLATES = Path(__file__).parent / "templates"
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from pentameter import formatting
 from pentameter.config.urls import last_part
-from pentameter.report.curves import Series, Spike, spikes
+from pentameter.report.curves import spikes
+from pentameter.report.event_reader import NAN, as_table
 from pentameter.report.markup import render, write_page
 from pentameter.report.plots import (
     NARROW_INCHES,
@@ -20,7 +21,7 @@ from pentameter.report.plots import (
     page_svg,
     small_figures,
 )
-from pentameter.report.reading import NAN, RecordedRun, Sample, as_table, check_run_folder, read_run
+from pentameter.report.reading import RecordedRun, Sample, check_run_folder, read_run
 from pentameter.report.results import outcome, results
 from pentameter.report.settings import choices, flatten, settings
 
@@ -41,7 +42,7 @@ def write_report(run_dir: Path) -> Path:
 
 def render_page(record: RecordedRun, live: str = "", version: str = "") -> str:
     """Render the whole page as HTML. live: address that a live page asks for its version."""
-    found, validation = settings(record.config), record.split_losses("val")
+    found, validation = settings(record.config), record.validation_losses()
     rows_per_epoch = record.plan.get("rows_per_epoch")
     flops = as_table(record.plan.get("model")).get("flops_convention")
     latest = {key: v for key, v in record.environment.items() if key != "earlier_starts"}
@@ -57,12 +58,14 @@ def render_page(record: RecordedRun, live: str = "", version: str = "") -> str:
         facts=list(_facts(record)),
         losses=list(_losses(record)),
         loss_note=_loss_note(record),
-        spikes=[(spike, _data_command(record, spike.step)) for spike in _spikes(record)],
+        spikes=[
+            (spike, _data_command(record, spike.step)) for spike in spikes(record.train["loss"])
+        ],
         plots=[
             (title, page_svg(figure, key.replace("_", "-"), f"{title} over steps"))
             for key, title, figure in small_figures(record, PAGE)
         ],
-        flops_note=f"Utilisation counts {flops}." if "mfu" in record.train and flops else "",
+        flops_note=f"Utilisation counts {flops}." if record.train["mfu"] and flops else "",
         samples=_spread(record.samples, MAX_SAMPLES),
         losses_by_step=dict(zip(validation.steps, validation.values, strict=True)),
         settings=found,
@@ -138,18 +141,13 @@ def _losses(record: RecordedRun) -> Iterable[dict[str, str]]:
 def _loss_note(record: RecordedRun) -> str:
     """Say which losses could not be drawn and how many lines could not be read."""
     notes = []
-    losses = record.train.get("loss", Series())
-    n_bad = losses.n_non_finite + record.split_losses("val").n_non_finite
+    n_bad = record.train["loss"].n_non_finite + record.validation_losses().n_non_finite
     if n_bad:
         notes.append(f"{n_bad:,} loss values are not finite and not drawn.")
     if record.unreadable_lines:
         s = "s" if record.unreadable_lines > 1 else ""
         notes.append(f"{record.unreadable_lines:,} unreadable line{s} of metrics.jsonl skipped.")
     return " ".join(notes)
-
-
-def _spikes(record: RecordedRun) -> list[Spike]:
-    return spikes(record.train.get("loss", Series()))
 
 
 def _data_command(record: RecordedRun, step: int) -> str:

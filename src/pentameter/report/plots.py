@@ -22,6 +22,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentF
 from pentameter.disk.atomic import storage_errors
 from pentameter.errors import ConfigError
 from pentameter.report.curves import Series, envelope, limits, settled_limits, smoothed, thinned
+from pentameter.report.event_reader import as_table
 from pentameter.report.reading import RecordedRun
 
 WIDE_INCHES = (8.4, 3.5)
@@ -31,8 +32,8 @@ OVERLAY_INCHES = (5.2, 3.4)
 AXES = {"step": "step", "tokens": "tokens", "elapsed_seconds": "seconds of training"}
 """Horizontal axes for several runs' losses, with their labels."""
 LOSSES: dict[str, Callable[[RecordedRun], Series]] = {
-    "Validation loss": lambda record: record.split_losses("val"),
-    "Training loss, smoothed": lambda record: record.train.get("loss", Series()),
+    "Validation loss": lambda record: record.validation_losses(),
+    "Training loss, smoothed": lambda record: record.train["loss"],
 }
 """Losses that can be drawn for several runs in one figure."""
 THINNEST_POINTS = 1.5
@@ -82,7 +83,7 @@ def loss_figure(
     A known `entropy_rate` (grammar corpus) becomes the floor line. `settled` hides the fall at the
     start above the axis and says so; None if there is no fall.
     """
-    train, validation = record.train.get("loss", Series()), record.split_losses("val")
+    train, validation = record.train["loss"], record.validation_losses()
     floor = entropy_rate(record)
     extra = () if floor is None else (floor,)
     whole = limits((train, validation), extra)
@@ -132,7 +133,7 @@ def small_figures(record: RecordedRun, palette: Palette) -> list[tuple[str, str,
     )
     figures = []
     for key, title, formatter, noisy in wanted:
-        series = record.train.get(key, Series())
+        series = record.train[key]
         if not len(series) or (key == "mfu" and per_token is not None):
             continue
         figure, axes = _plain_axes(SMALL_INCHES, palette)
@@ -160,7 +161,7 @@ def small_figures(record: RecordedRun, palette: Palette) -> list[tuple[str, str,
 def _mfu_per_token(record: RecordedRun) -> float | None:
     """Return MFU ÷ tokens per second if it is the same throughout, so that one curve shows both;
     None if it changes, as on a resume on another device, or is unknown."""
-    speed, mfu = (record.train.get(key, Series()) for key in ("tokens_per_second", "mfu"))
+    speed, mfu = (record.train[key] for key in ("tokens_per_second", "mfu"))
     if not len(mfu) or speed.steps != mfu.steps or min(speed.values) <= 0:
         return None
     ratios = np.asarray(mfu.values) / np.asarray(speed.values)
@@ -237,7 +238,7 @@ def useful_axes(runs: Sequence[tuple[str, RecordedRun]]) -> list[str]:
     found.append("elapsed_seconds")
     return [
         axis for axis in found
-        if axis == "step" or all(len(record.train.get(axis, Series())) for _, record in runs)
+        if axis == "step" or all(len(record.train[axis]) for _, record in runs)
     ]  # fmt: skip
 
 
@@ -351,8 +352,7 @@ def entropy_rate(record: RecordedRun) -> float | None:
 
 
 def _clip_norm(record: RecordedRun) -> float | None:
-    section = record.config.get("optimizer")
-    value = section.get("clip_norm", 0) if isinstance(section, dict) else 0
+    value = as_table(record.config.get("optimizer")).get("clip_norm")
     return float(value) if isinstance(value, int | float) and value > 0 else None
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pentameter.config.choices import PRECISIONS
 from pentameter.config.fingerprint import NOT_THE_TRAINING
 from pentameter.report.reading import RecordedRun
-from pentameter.report.results import Results, RunOutcome
-from pentameter.report.settings import Settings
+from pentameter.report.results import Results, RunOutcome, outcome, results
+from pentameter.report.settings import Settings, settings
 
 SAME_TEXT = ("data.tokenizer", "data.order", "data.packing")
 """Keys in [data] that do not change the held-out text."""
@@ -33,6 +33,11 @@ class Run:
     results: Results
     outcome: RunOutcome
     settings: Settings
+
+
+def compared_run(label: str, record: RecordedRun) -> Run:
+    """Return a run that was read, with its results, its outcome and its settings."""
+    return Run(label, record, results(record), outcome(record), settings(record.config))
 
 
 @dataclass(frozen=True)

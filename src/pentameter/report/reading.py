@@ -9,36 +9,34 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from io import BufferedReader
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentameter.config.load import DEEPEST, LARGEST_FILE_BYTES, parse_toml
+from pentameter.config.load import LARGEST_FILE_BYTES, parse_toml
 from pentameter.disk.atomic import MissingFileError, open_regular, read_regular
 from pentameter.disk.lock import is_held
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.report.curves import Series
+from pentameter.report.event_reader import (
+    CURVES,
+    NAN,
+    SESSIONS,
+    EventReader,
+    as_table,
+    number,
+    portable,
+    read_events,
+)
 
-NAN = math.nan
 MAX_SAMPLE_CHARACTERS = 4000
 MAX_LOG_CHARACTERS = 6000
-# the fields of the `train` events that are drawn or summed up
-CURVES = (
-    "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "peak_memory_bytes",
-    "tokens", "eta_seconds",
-)  # fmt: skip
 RUN_FILES = ("config.toml", "metrics.jsonl")
 """Files that identify a run folder; one is enough."""
-METRICS_BYTES = 2**29  # well over a million lines
 JSON_BYTES = 2**24  # environment.json gains some kilobytes with every start
 SAMPLE_BYTES = 2**20
-LONGEST_LINE_BYTES = 2**20
-MOST_UNREADABLE = 100_000  # lines, beyond which metrics.jsonl is another kind of file
-EVENTS = ("start", "resume", "end", "train", "eval", "checkpoint", "skip")
-"""Events in metrics.jsonl that are read; hooks may record others."""
 LAST_STEP = 2**31 - 1  # steps are indexed by 32-bit words
 LARGEST_DRAWN = 1e100  # the arithmetic of a plot overflows where its values come near 1e308
 
@@ -68,30 +66,29 @@ class RecordedRun:
     """A run as recorded in its folder; every field may be empty."""
 
     folder: Path
-    start: dict[str, Any] = field(default_factory=dict)
+    start: dict[str, Any]
     """Values from its latest start."""
-    starts: tuple[dict[str, Any], ...] = ()
+    starts: tuple[dict[str, Any], ...]
     """Start and resume events, in order."""
-    train: dict[str, Series] = field(default_factory=dict)
-    """Curve by name: CURVES, and elapsed_seconds, the time spent in steps. One without values is
-    empty or absent."""
-    evaluations: tuple[Evaluation, ...] = ()
-    marks: tuple[tuple[int, str, str], ...] = ()
+    train: dict[str, Series]
+    """Curve by name: CURVES, and elapsed_seconds, the time spent in steps."""
+    evaluations: tuple[Evaluation, ...]
+    marks: tuple[tuple[int, str, str], ...]
     """(step, kind, reason) for each resume and skip."""
-    checkpoints: tuple[dict[str, Any], ...] = ()
-    end: dict[str, Any] | None = None
-    last_step: int = 0
-    tokens: int = 0
-    training_seconds: float = NAN
-    unreadable_lines: int = 0
-    unread: tuple[str, ...] = ()
+    checkpoints: tuple[dict[str, Any], ...]
+    end: dict[str, Any] | None
+    last_step: int
+    tokens: int
+    training_seconds: float
+    unreadable_lines: int
+    unread: tuple[str, ...]
     """Files left out, each with the reason."""
-    config: dict[str, Any] = field(default_factory=dict)
-    plan: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, Any] = field(default_factory=dict)
-    samples: tuple[Sample, ...] = ()
-    log_tail: str = ""
-    locked: bool = False
+    config: dict[str, Any]
+    plan: dict[str, Any]
+    environment: dict[str, Any]
+    samples: tuple[Sample, ...]
+    log_tail: str
+    locked: bool
     """Whether a process works on it; False once it has ended."""
 
     @property
@@ -99,18 +96,23 @@ class RecordedRun:
         """Configuration's name, else the folder's."""
         return str(self.config.get("name") or self.folder.resolve().name)
 
-    def split_losses(self, split: str) -> Series:
-        """Return a split's losses as a curve."""
-        return _series([(e.step, e.loss) for e in self.evaluations if e.split == split])
+    @property
+    def validations(self) -> list[Evaluation]:
+        """Evaluations of the validation split, in order."""
+        return [each for each in self.evaluations if each.split == "val"]
+
+    def validation_losses(self) -> Series:
+        """Return the validation losses as a curve."""
+        return _series([(each.step, each.loss) for each in self.validations])
 
     def best(self) -> Evaluation | None:
         """Return the validation with the lowest loss."""
-        finite = [e for e in self.evaluations if e.split == "val" and math.isfinite(e.loss)]
-        return min(finite, key=lambda e: e.loss, default=None)
+        finite = [each for each in self.validations if math.isfinite(each.loss)]
+        return min(finite, key=lambda each: each.loss, default=None)
 
 
-def read_run(folder: Path) -> RecordedRun:
-    """Read everything in a run folder.
+def read_run(folder: Path, events: EventReader | None = None) -> RecordedRun:
+    """Read everything in a run folder; metrics.jsonl only unless its `events` are given.
 
     Raises:
         StorageError: the folder does not exist or cannot be read. Missing or damaged files inside
@@ -118,26 +120,16 @@ def read_run(folder: Path) -> RecordedRun:
     """
     if not _is_folder(folder):
         raise StorageError(f"{folder} is not a run folder: there is no such folder")
+    reader = events or read_events(folder)
     files = _RunFiles(folder)
-    return _recorded(files, *files.events("metrics.jsonl"))
-
-
-def read_beside(
-    folder: Path, events: list[dict[str, Any]], unreadable: int, unread: Sequence[str] = ()
-) -> RecordedRun:
-    """Read everything in a run folder but metrics.jsonl, whose events are known.
-
-    unreadable: lines that are no event. unread: why the file was left out. Raises like `read_run`.
-    """
-    files = _RunFiles(folder)
-    files.unread += unread
-    return _recorded(files, events, unreadable)
+    files.unread += filter(None, [reader.unread])
+    return _recorded(files, reader.all(), reader.n_unreadable)
 
 
 def _recorded(files: _RunFiles, events: list[dict[str, Any]], unreadable: int) -> RecordedRun:
     """Return the record of a run's files and events."""
     folder, train = files.folder, _latest(events, "train")
-    sessions = [e for e in events if e.get("event") in ("start", "resume", "end")]
+    sessions = [e for e in events if e["event"] in SESSIONS]
     starts = [e for e in sessions if e["event"] != "end"]
     end = sessions[-1] if sessions and sessions[-1]["event"] == "end" else None
     start: dict[str, Any] = {}
@@ -174,7 +166,7 @@ def _recorded(files: _RunFiles, events: list[dict[str, Any]], unreadable: int) -
             sorted(
                 (_integer(e.get("step")), str(e["event"]), str(e.get("reason") or ""))
                 for e in events
-                if e.get("event") in ("resume", "skip")
+                if e["event"] in ("resume", "skip")
             )
         ),
         checkpoints=tuple(_checkpoints(folder, events)),
@@ -242,33 +234,13 @@ class _RunFiles:
         text = self.text(name, LARGEST_FILE_BYTES if is_toml else JSON_BYTES)
         try:
             if is_toml:
-                return as_table(_portable(parse_toml(text.encode(), name)))
-            return as_table(_portable(json.loads(text))) if text else {}
+                return as_table(portable(parse_toml(text.encode(), name)))
+            return as_table(portable(json.loads(text))) if text else {}
         except ConfigError as error:
             self.unread.append(str(error))
         except (ValueError, RecursionError) as error:
             self.unread.append(f"{name} is not JSON: {error}")
         return {}
-
-    def events(self, name: str) -> tuple[list[dict[str, Any]], int]:
-        """Return the lines that are EVENTS, and the number that are no event (such as a
-        half-written last line)."""
-        events: list[dict[str, Any]] = []
-        n_unreadable = 0
-        with self._collect_errors(), open_regular(self.folder / name) as file:
-            if (n_bytes := os.fstat(file.fileno()).st_size) > METRICS_BYTES:
-                raise CorruptError(
-                    f"{file.name} has {n_bytes:,} bytes, and at most {METRICS_BYTES:,} are read"
-                )
-            for line in _lines(file):
-                event = event_of(line)
-                if event is None:
-                    n_unreadable += 1
-                    if n_unreadable > MOST_UNREADABLE:
-                        raise CorruptError(f"{name} has over {MOST_UNREADABLE:,} unreadable lines")
-                elif event["event"] in EVENTS:
-                    events.append(event)
-        return events, n_unreadable
 
     @contextmanager
     def _collect_errors(self) -> Iterator[None]:
@@ -279,48 +251,6 @@ class _RunFiles:
             pass
         except CorruptError as error:
             self.unread.append(str(error))
-
-
-def _lines(file: BufferedReader) -> Iterator[bytes]:
-    """Yield a file's non-blank lines; a line that is too long comes in several blocks."""
-    rest = b""
-    while block := file.read(LONGEST_LINE_BYTES):
-        *lines, rest = (rest + block).split(b"\n")
-        yield from filter(bytes.strip, lines)
-        if len(rest) > LONGEST_LINE_BYTES:
-            yield rest
-            rest = b""
-    if rest.strip():
-        yield rest
-
-
-def event_of(line: bytes) -> dict[str, Any] | None:
-    """Return the event in a metrics.jsonl line, None without one."""
-    try:
-        event = json.loads(line.decode("utf-8", errors="replace"))
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        return None
-    if event["event"] == "train":  # of which there may be a million: only what is drawn stays
-        return {key: event[key] for key in ("event", "step", *CURVES) if key in event}
-    return as_table(_portable(event))
-
-
-def _portable(value: object, n_levels: int = DEEPEST) -> Any:
-    """Return `value`, from TOML or JSON, without anything that a page, JSON or a float cannot hold:
-    integers beyond 64 bits become floats, dates text, and tables below `n_levels` "…"."""
-    if isinstance(value, dict | list) and not n_levels:
-        return "…"
-    if isinstance(value, dict):
-        return {str(key): _portable(each, n_levels - 1) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_portable(each, n_levels - 1) for each in value]
-    if value is None or isinstance(value, bool | float | str):
-        return value
-    if isinstance(value, int):
-        return value if abs(value) < 2**63 else number(value)
-    return str(value)
 
 
 def _latest(events: list[dict[str, Any]], kind: str, *keys: str) -> list[dict[str, Any]]:
@@ -384,24 +314,6 @@ def _samples(files: _RunFiles) -> Iterator[Sample]:
             text = files.text(f"samples/{path.name}", SAMPLE_BYTES)
             omitted = max(0, len(text) - MAX_SAMPLE_CHARACTERS)
             yield Sample(int(step), text[:MAX_SAMPLE_CHARACTERS], omitted)
-
-
-def as_table(value: object) -> dict[str, Any]:
-    """Return `value` if it is a table, else an empty one: files may be damaged."""
-    return value if isinstance(value, dict) else {}
-
-
-def number(value: object) -> float:
-    """Return `value` as a float, NaN if it is none. `"NaN"` and `"inf"` are strict JSON's
-    spellings."""
-    if type(value) is float:  # nearly all are: a long run has a million of them
-        return value
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return NAN
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        return NAN
 
 
 def _integer(value: object) -> int:

@@ -9,8 +9,8 @@ import statistics
 from dataclasses import dataclass
 
 from pentameter import formatting
-from pentameter.report.curves import Series
-from pentameter.report.reading import NAN, RecordedRun, as_table
+from pentameter.report.event_reader import NAN, as_table
+from pentameter.report.reading import RecordedRun
 from pentameter.train.log_files import EndKind
 
 STILL_FALLING = 0.002
@@ -50,9 +50,9 @@ class Results:
 
 def results(record: RecordedRun) -> Results:
     """Return a run's figures, whether under way or ended."""
-    best, validation = record.best(), record.split_losses("val")
-    loss = record.train.get("loss", Series()).values
-    memory = record.train.get("peak_memory_bytes", Series()).values
+    best, validation = record.best(), record.validation_losses()
+    loss = record.train["loss"].values
+    memory = record.train["peak_memory_bytes"].values
     planned_model = as_table(record.plan.get("model"))
     parameters = record.start.get("parameters") or planned_model.get("parameters")
     return Results(
@@ -95,7 +95,7 @@ def progress(record: RecordedRun) -> str:
 
 
 def _median(record: RecordedRun, key: str) -> float:
-    values = record.train.get(key, Series()).values
+    values = record.train[key].values
     return statistics.median(values) if values else NAN
 
 
@@ -150,7 +150,7 @@ def _unfinished(record: RecordedRun, at: str) -> RunOutcome:
     if record.locked:
         if not record.last_step:
             return RunOutcome("running", "live", "Running; no step has been logged yet.")
-        left = record.train["eta_seconds"].values[-1:] if "eta_seconds" in record.train else ()
+        left = record.train["eta_seconds"].values[-1:]
         to_go = f", about {formatting.duration(left[0])} to go" if left else ""
         return RunOutcome("running", "live", f"Running: {at}{to_go}{also}.")
     if not record.last_step:
@@ -168,7 +168,7 @@ def _unfinished(record: RecordedRun, at: str) -> RunOutcome:
 def _best(record: RecordedRun) -> str:
     """Return a sentence's end, "; the best validation loss is …", and whether it falls or rises
     since; "" without training."""
-    best, losses = record.best(), record.split_losses("val")
+    best, losses = record.best(), record.validation_losses()
     if best is None or (best.step == 0 and len(losses) == 1):  # not trained yet
         return ""
     said = f"; the best validation loss is {best.loss:.4f} at step {best.step:,}"

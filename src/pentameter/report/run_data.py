@@ -16,7 +16,8 @@ from pentameter.data.shards.format import find_header
 from pentameter.disk.cache import cache_folder
 from pentameter.disk.foreign import read_json
 from pentameter.errors import ConfigError, CorruptError
-from pentameter.report.reading import as_table, check_run_folder
+from pentameter.report.event_reader import as_table
+from pentameter.report.reading import check_run_folder
 
 
 @dataclass(frozen=True)

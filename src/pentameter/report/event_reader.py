@@ -1,0 +1,217 @@
+"""The events of a run, read from metrics.jsonl: all at once, or as the file grows."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from pentameter.config.load import DEEPEST
+from pentameter.disk.atomic import MissingFileError, open_regular
+from pentameter.errors import CorruptError
+
+NAN = math.nan
+CURVES = (
+    "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "peak_memory_bytes",
+    "tokens", "eta_seconds",
+)  # fmt: skip
+"""Fields of the `train` events that are drawn or summed up; the others are dropped."""
+SESSIONS = ("start", "resume", "end")
+EVENTS = (*SESSIONS, "train", "eval", "checkpoint", "skip")
+"""Events that are read; hooks may record others."""
+MOST_BYTES = 2**29
+"""Largest metrics.jsonl that is read at once: well over a million lines."""
+LONGEST_LINE_BYTES = 2**20
+MOST_UNREADABLE = 100_000
+"""Lines without an event, beyond which metrics.jsonl is another kind of file."""
+MOST_EVENTS = 4000
+"""Events of a kind that are kept while following; of more, half are dropped, but no extreme."""
+READ_BYTES = 2**25
+"""Most that one update reads, so that a page is not kept waiting by a long run."""
+CHECKED_BYTES = 64
+"""Bytes before the offset that was read up to, which tell whether the file was rewound."""
+
+
+def read_events(folder: Path) -> EventReader:
+    """Read all events in `folder`/metrics.jsonl. Raises StorageError."""
+    events = EventReader(folder, follows=False)
+    while events.update() and events.has_more:
+        pass
+    return events
+
+
+class EventReader:
+    """The events in `folder`/metrics.jsonl, brought up to date by `update`, which reads only
+    what is new.
+
+    While it `follows` a run, at most MOST_EVENTS of a kind are kept, and a last line without a
+    newline waits for its rest. Otherwise all are kept, and that line is read as it is.
+    """
+
+    def __init__(self, folder: Path, *, follows: bool = True) -> None:
+        self.path = folder / "metrics.jsonl"
+        self._follows = follows
+        self.unread = ""
+        """Why the file is left out; "" if it is not."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self.has_more = False
+        """Whether the last update left something to the next one."""
+        self.events: dict[str, list[dict[str, Any]]] = {}
+        self.n_unreadable = 0
+        self.n_read = 0
+        """Events read so far; it begins anew where the file was rewound."""
+        self._offset = 0  # complete lines up to here were read
+        self._before = b""  # the last bytes before it
+        self._inode = 0
+        self._refused = -1  # inode of a file that is another kind of file
+        self._skips = False  # inside a line that is too long
+
+    def all(self) -> list[dict[str, Any]]:
+        """Return the events that are kept, each kind in order; those of sessions in the order of
+        the file."""
+        sessions = self.events.get("session", [])
+        others = (events for kind, events in self.events.items() if kind != "session")
+        return [*sessions, *(event for events in others for event in events)]
+
+    def update(self) -> bool:
+        """Read what is new, `READ_BYTES` at most; return whether anything is. Raises
+        StorageError."""
+        try:
+            with open_regular(self.path) as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino not in (self._inode, self._refused) or not self._goes_on(
+                    file, status.st_size
+                ):
+                    self._forget()
+                    self._inode = status.st_ino
+                if status.st_ino == self._refused:
+                    return False
+                if not self._follows and status.st_size > MOST_BYTES:
+                    raise CorruptError(
+                        f"{self.path} has {status.st_size:,} bytes, and at most {MOST_BYTES:,} are "
+                        "read"
+                    )
+                file.seek(self._offset)
+                block = file.read(READ_BYTES)
+                self.has_more = len(block) == READ_BYTES
+                is_last = not (self._follows or self.has_more)
+                changed = self._take(block + b"\n" if is_last else block)
+        except MissingFileError:
+            had = bool(self._offset)
+            self._forget()
+            return had
+        except CorruptError as error:
+            changed = self.unread != str(error)
+            refused = self._inode
+            self._forget()
+            self.unread, self._refused = str(error), refused
+            return changed
+        self.unread = ""
+        return changed
+
+    def _goes_on(self, file: BufferedReader, n_bytes: int) -> bool:
+        """Return whether the file still begins with what was read."""
+        if n_bytes < self._offset:
+            return False
+        file.seek(self._offset - len(self._before))
+        return file.read(len(self._before)) == self._before
+
+    def _take(self, block: bytes) -> bool:
+        end = block.rfind(b"\n") + 1
+        if not end and len(block) > LONGEST_LINE_BYTES:  # no end of a line: leave it out
+            self.n_unreadable += not self._skips
+            self._skips, end = True, len(block)
+        elif end:
+            lines = block[:end].split(b"\n")[:-1]
+            for line in lines[1:] if self._skips else lines:
+                self._add(line)
+            self._skips = False
+        self._offset += end
+        self._before = (self._before + block[:end])[-CHECKED_BYTES:]
+        return end > 0
+
+    def _add(self, line: bytes) -> None:
+        if not line.strip():
+            return
+        event = _event(line) if len(line) <= LONGEST_LINE_BYTES else None
+        if event is None:
+            self.n_unreadable += 1
+            if self.n_unreadable > MOST_UNREADABLE:
+                name = self.path.name
+                raise CorruptError(f"{name} has over {MOST_UNREADABLE:,} unreadable lines")
+            return
+        kind = event["event"]
+        if kind not in EVENTS:
+            return
+        self.n_read += 1
+        kept = self.events.setdefault("session" if kind in SESSIONS else kind, [])
+        kept.append(event)
+        if self._follows and len(kept) > MOST_EVENTS:
+            kept[:] = _thinned(kept)
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """Return the event in a metrics.jsonl line, None without one."""
+    try:
+        event = json.loads(line.decode("utf-8", errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    if event["event"] == "train":  # of which there may be a million: only what is drawn stays
+        return {key: event[key] for key in ("event", "step", *CURVES) if key in event}
+    return as_table(portable(event))
+
+
+def _thinned(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return half of the events: of each four the lowest and the highest loss, in order, so that
+    neither a spike nor the best is lost; the first and the last stay. Others than `train` and
+    `eval` lose the older half."""
+    if events[0]["event"] not in ("train", "eval"):
+        return [events[0], *events[len(events) // 2 :]]
+    kept = [events[0]]
+    for first in range(1, len(events) - 1, 4):
+        four = range(first, min(first + 4, len(events) - 1))
+        order = sorted(four, key=lambda index: number(events[index].get("loss")))
+        kept += [events[index] for index in sorted({order[0], order[-1]})]
+    return [*kept, events[-1]]
+
+
+def portable(value: object, n_levels: int = DEEPEST) -> Any:
+    """Return `value`, from TOML or JSON, without anything that a page, JSON or a float cannot hold:
+    integers beyond 64 bits become floats, dates text, and tables below `n_levels` "…"."""
+    if isinstance(value, dict | list) and not n_levels:
+        return "…"
+    if isinstance(value, dict):
+        return {str(key): portable(each, n_levels - 1) for key, each in value.items()}
+    if isinstance(value, list):
+        return [portable(each, n_levels - 1) for each in value]
+    if value is None or isinstance(value, bool | float | str):
+        return value
+    if isinstance(value, int):
+        return value if abs(value) < 2**63 else number(value)
+    return str(value)
+
+
+def as_table(value: object) -> dict[str, Any]:
+    """Return `value` if it is a table, else an empty one: files may be damaged."""
+    return value if isinstance(value, dict) else {}
+
+
+def number(value: object) -> float:
+    """Return `value` as a float, NaN if it is none. `"NaN"` and `"inf"` are strict JSON's
+    spellings."""
+    if type(value) is float:  # nearly all are: a long run has a million of them
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return NAN
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return NAN
