@@ -56,6 +56,12 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return matches[0] if matches else None
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return an ending for messages about an unknown word: "; did you mean …?", else ""."""
+    near = nearest(word, known)
+    return f"; did you mean {near}?" if near else ""
+
+
 def near_files(path: Path) -> str:
     """Return an ending for messages about a missing path: similar files in its folder, else some
     that exist, else ""."""

@@ -119,7 +119,6 @@ def test_what_is_kept_of_a_long_run_is_bounded_and_no_spike_is_lost(make_run, mo
     while followed.update() or followed.has_more:
         assert len(followed.all()) <= 100
     kept = [event["loss"] for event in followed.all()]
-    assert followed.n_read == 5000
     assert (max(kept), min(kept)) == (9.0, 0.5)
     assert (kept[0], kept[-1]) == (losses[0], losses[-1])
 
@@ -300,7 +299,7 @@ def test_nothing_can_be_written(runs, method):
 def test_a_port_in_use_is_told_with_one_that_is_free(runs):
     with served(runs) as server:
         port = server.server_address[1]
-        with pytest.raises(ConfigError, match=rf"--port {port} is in use .* --port \d+ is free"):
+        with pytest.raises(ConfigError, match=rf"--port {port} is in use on .* --port \d+ is free"):
             WatchServer(runs, "127.0.0.1", port)
     with pytest.raises(ConfigError, match="--port 99999 must be from 0 to 65535"):
         WatchServer(runs, "127.0.0.1", 99999)

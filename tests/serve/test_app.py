@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -332,7 +333,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
 
 
 def test_a_request_whose_time_is_up() -> None:
-    limits = Limits(max_tokens=10**6, seconds=0.1)
+    limits = replace(LIMITS, max_tokens=10**6, seconds=0.1)
     with client_of(served("plain"), limits=limits) as client:
         asked = {"prompt": "a", "max_tokens": 10**6}
         answer = client.post("/v1/completions", json=asked)

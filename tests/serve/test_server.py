@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -160,12 +161,19 @@ def test_without_the_extra_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -
     ("arguments", "said"),
     [
         (["a/x", "b/x"], "two models are called 'x'"),
-        (["x", "--port", "70000"], "at most 65535"),
+        (["x", "--port", "70000"], "from 0 to 65535"),
         (["x", "--slots", "0"], "at least 1"),
         (["x", "--max-seconds", "nan"], "at least 0"),
-        (["no/such/run"], "does not exist"),
+        (["no/such/run", "--port", "0"], "does not exist"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         run(arguments)
+
+
+def test_a_port_in_use_is_told_before_models_are_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"--port {port} is in use .* --port \d+ is free"):
+            run(["no/such/run", "--port", str(port)])

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
-from pentameter.errors import ConfigError, nearest
+from pentameter.errors import ConfigError, did_you_mean
 from pentameter.machine.cores import choose_wait_policy
 from pentameter.processes.failure import explanation, failure_of, print_failure, tell_failure
 
@@ -62,8 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_verb(verb: str, arguments: list[str]) -> int:
     if verb not in VERBS:
-        near = nearest(verb, VERBS)
-        hint = f"; did you mean {near}?" if near else "."
+        hint = did_you_mean(verb, VERBS) or "."
         raise ConfigError(f"unknown verb {verb!r}{hint} Known: {', '.join(VERBS)}")
     if not {"-h", "--help"} & set(arguments):
         choose_wait_policy()  # takes a twentieth of a second, and help loads no torch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -11,8 +10,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from pentameter.cli.arguments import load_for_verb, parse
+from pentameter.cli.arguments import load_for_verb, parse, print_warnings
 from pentameter.errors import ConfigError
+from pentameter.machine.address import LOOPBACK, bind
 
 
 @dataclass(frozen=True)
@@ -50,36 +50,35 @@ def run(arguments: list[str]) -> int:
     if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
         raise ConfigError(f"serve needs {' and '.join(missing)}: pip install 'pentameter[serve]'")
     _check(asked)
+    names = [path.resolve().name for path in asked.models]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"two models are called {name!r}, by which requests name them: rename a folder"
+            )
     from pentameter.machine.choices import choose_device
     from pentameter.serve.requests import Limits
-    from pentameter.serve.server import LOOPBACK, Settings, serve, served_model
-    from pentameter.serve.worker import Worker, check_names
+    from pentameter.serve.server import serve, served_model
+    from pentameter.serve.worker import Worker
 
-    names = [path.resolve().name for path in asked.models]
-    check_names(names)
-    limits = Limits(
-        max_tokens=asked.max_tokens, seconds=asked.max_seconds, body_bytes=asked.max_bytes
-    )
-    settings = Settings(asked.host, asked.port, asked.grace_seconds, limits)
+    limits = Limits(asked.max_tokens, asked.max_seconds, asked.max_bytes)
     device = choose_device(asked.device)
-    if asked.host not in LOOPBACK:
-        print(
-            f"pentameter: --host {asked.host} lets other machines ask, without a password",
-            file=sys.stderr,
-        )
-    worker = Worker(most_waiting=asked.queue)
-    for name, path in zip(names, asked.models, strict=True):
-        loaded = worker.call(partial(load_for_verb, path, device))
-        served = worker.call(partial(served_model, name, loaded, asked.slots))
-        print(f"{name}: {served.described()}", flush=True)
-        worker.add(served)
-    return serve(worker, settings)
+    with bind(asked.host, asked.port) as bound:  # refused before models are loaded
+        if asked.host not in LOOPBACK:
+            print_warnings([f"--host {asked.host} lets other machines ask, without a password"])
+        worker = Worker(most_waiting=asked.queue)
+        for name, path in zip(names, asked.models, strict=True):
+            loaded = worker.call(partial(load_for_verb, path, device))
+            served = worker.call(partial(served_model, name, loaded, asked.slots))
+            print(f"{name}: {served.described()}", flush=True)
+            worker.add(served)
+        return serve(worker, bound, limits, grace_seconds=asked.grace_seconds)
 
 
 def _check(asked: ServeArguments) -> None:
     """Raise ConfigError for a number out of range."""
     least = {
-        "port": 0, "slots": 1, "queue": 0, "max_tokens": 1, "max_seconds": 0, "max_bytes": 1,
+        "slots": 1, "queue": 0, "max_tokens": 1, "max_seconds": 0, "max_bytes": 1,
         "grace_seconds": 0,
     }  # fmt: skip
     for name, smallest in least.items():
@@ -87,7 +86,5 @@ def _check(asked: ServeArguments) -> None:
         if not value >= smallest:
             option = name.replace("_", "-")
             raise ConfigError(f"--{option} {value} must be at least {smallest}")
-    if asked.port > 65535:
-        raise ConfigError(f"--port {asked.port} must be at most 65535")
     if not asked.models:
         raise ConfigError("serve needs a MODEL: a run folder or a Hugging Face folder")

@@ -26,7 +26,7 @@ from pentameter.config.schema import (
     ScheduleName,
     TensorMode,
 )
-from pentameter.errors import ConfigError, either, listed, nearest, nearest_divisors
+from pentameter.errors import ConfigError, did_you_mean, either, listed, nearest_divisors
 
 MESH_DIMENSIONS = ("pipeline", "data", "shard", "context", "depth", "row", "tensor")
 """The device mesh's dimensions, outermost first. Neighbouring ranks, which are on the same machine,
@@ -281,10 +281,9 @@ def parse_parallel(
         name = name.replace("-", "_")
         if name not in known or not sign:
             names = [*known, *also]
-            near = nearest(name, names)
             raise ConfigError(
                 f"layout {text!r}: {part.strip()!r} must be NAME=VALUE with a name of: "
-                f"{', '.join(names)}{f'; did you mean {near}?' if near else ''}"
+                f"{', '.join(names)}{did_you_mean(name, names)}"
             )
         if name in values:
             raise ConfigError(f"layout {text!r}: {name} stands there twice")

@@ -1,4 +1,4 @@
-"""The events of a run, read from metrics.jsonl: all at once, or as the file grows."""
+"""A run's events, read from metrics.jsonl all at once, or as the file grows."""
 
 from __future__ import annotations
 
@@ -64,8 +64,6 @@ class EventReader:
         """Whether the last update left something to the next one."""
         self.events: dict[str, list[dict[str, Any]]] = {}
         self.n_unreadable = 0
-        self.n_read = 0
-        """Events read so far; it begins anew where the file was rewound."""
         self._offset = 0  # complete lines up to here were read
         self._before = b""  # the last bytes before it
         self._inode = 0
@@ -73,14 +71,14 @@ class EventReader:
         self._skips = False  # inside a line that is too long
 
     def all(self) -> list[dict[str, Any]]:
-        """Return the events that are kept, each kind in order; those of sessions in the order of
-        the file."""
+        """Return the kept events: sessions first, in file order, then the other kinds, each in
+        order."""
         sessions = self.events.get("session", [])
         others = (events for kind, events in self.events.items() if kind != "session")
         return [*sessions, *(event for events in others for event in events)]
 
     def update(self) -> bool:
-        """Read what is new, `READ_BYTES` at most; return whether anything is. Raises
+        """Read at most `READ_BYTES` of new content, and return whether there was any. Raises
         StorageError."""
         try:
             with open_regular(self.path) as file:
@@ -116,7 +114,7 @@ class EventReader:
         return changed
 
     def _goes_on(self, file: BufferedReader, n_bytes: int) -> bool:
-        """Return whether the file still begins with what was read."""
+        """Return whether the bytes read last are still there, so that the file only grew."""
         if n_bytes < self._offset:
             return False
         file.seek(self._offset - len(self._before))
@@ -149,7 +147,6 @@ class EventReader:
         kind = event["event"]
         if kind not in EVENTS:
             return
-        self.n_read += 1
         kept = self.events.setdefault("session" if kind in SESSIONS else kind, [])
         kept.append(event)
         if self._follows and len(kept) > MOST_EVENTS:
@@ -170,9 +167,9 @@ def _event(line: bytes) -> dict[str, Any] | None:
 
 
 def _thinned(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return half of the events: of each four the lowest and the highest loss, in order, so that
-    neither a spike nor the best is lost; the first and the last stay. Others than `train` and
-    `eval` lose the older half."""
+    """Return about half the events. From every four `train` or `eval` events in a row, the lowest
+    and the highest loss stay, so that no spike and no best is lost; other kinds lose their older
+    half. The first and the last always stay."""
     if events[0]["event"] not in ("train", "eval"):
         return [events[0], *events[len(events) // 2 :]]
     kept = [events[0]]

@@ -1,14 +1,12 @@
-"""The pages of `watch` over HTTP: read-only, of one folder, for browsers on this machine.
+"""HTTP server for `watch`: read-only pages about one folder's runs, for browsers on this machine.
 
-There is no login, so it listens where it is told and nowhere else, and answers only requests whose
-Host is an address or this machine's name: a page from elsewhere whose domain is made to point here
-(DNS rebinding) sends its own. Runs are known by their names in the folder, so no path is ever made
-of what a request says.
+There is no login. It listens only at the given address, and answers only requests whose Host is an
+IP address or this machine's name, because a foreign page whose domain resolves to this machine (DNS
+rebinding) sends its own. Runs are looked up by name, so no request text ever becomes a path.
 """
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import json
 import re
@@ -20,11 +18,10 @@ from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from pentameter.errors import ConfigError, PentameterError
+from pentameter.machine.address import bind, host_name, url_of
 from pentameter.report.board import MOST_COMPARED, Board
 from pentameter.report.markup import render
 
-NEXT_PORTS = 20
-"""Ports above one in use of which a free one is named."""
 HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -35,9 +32,9 @@ HEADERS = {
 
 
 class WatchServer(ThreadingHTTPServer):
-    """A server of the runs in `folder`; `serve_forever` answers requests until `shutdown`.
+    """Server for the runs in `folder`; `serve_forever` answers requests until `shutdown`.
 
-    Raises ConfigError for a host or port that cannot be listened on.
+    Raises ConfigError if host and port cannot be bound.
     """
 
     daemon_threads = True
@@ -45,23 +42,16 @@ class WatchServer(ThreadingHTTPServer):
     def __init__(self, folder: Path, host: str, port: int) -> None:
         self.board = Board(folder)
         self.hosts = {"localhost", host.lower(), socket.gethostname().lower()}
-        try:
-            if ":" in host:
-                self.address_family = socket.AF_INET6
-            super().__init__((host, port), _Handler)
-        except (OSError, OverflowError) as error:
-            raise ConfigError(_refusal(host, port, error)) from error
-
-    @property
-    def url(self) -> str:
-        """Address of the first page."""
-        host, port = self.server_address[:2]
-        shown = f"[{host!s}]" if ":" in str(host) else str(host)
-        return f"http://{shown}:{port}/"
+        bound = bind(host, port)
+        self.url = url_of(bound)
+        super().__init__(bound.getsockname(), _Handler, bind_and_activate=False)
+        self.socket.close()  # of its own
+        self.socket = bound
+        self.server_activate()
 
     def accepts(self, host: str) -> bool:
         """Return whether a request's Host is an IP address, or a name of this machine."""
-        name = urlsplit(f"//{host}").hostname or ""
+        name = host_name(host)
         try:
             ipaddress.ip_address(name)
         except ValueError:
@@ -69,30 +59,7 @@ class WatchServer(ThreadingHTTPServer):
         return True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a browser that closed its connection."""
-
-
-def _refusal(host: str, port: int, error: OSError | OverflowError) -> str:
-    if isinstance(error, OverflowError):
-        return f"--port {port} must be from 0 to 65535; 0 takes a free one"
-    if error.errno == errno.EADDRINUSE:
-        free = _free_port(host, port)
-        other = f"--port {free} is free" if free else "--port 0 takes a free one"
-        return f"--port {port} is in use on {host}, perhaps by another watch; {other}"
-    if error.errno == errno.EACCES:
-        return f"--port {port} is not allowed to this user; take one above 1023, such as 8001"
-    return f"--host {host}: cannot listen there: {error.strerror or error}; try --host 127.0.0.1"
-
-
-def _free_port(host: str, port: int) -> int | None:
-    for other in range(port + 1, min(port + 1 + NEXT_PORTS, 65536)):
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
-            try:
-                tried.bind((host, other))
-            except OSError:
-                continue
-            return other
-    return None
+        """Stay silent about browsers that close their connection."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -141,7 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise ConfigError(f"there is no page {asked.path}; the first one is /")
 
     def _send_live(self, names: list[str], address: str, query: dict[str, list[str]]) -> None:
-        """Send the page of these runs, or, if the query asks for it, its version alone."""
+        """Send the runs' page, or only its version if the query asks for that."""
         live = f"{address}{'&' if '?' in address else '?'}version=1"
         if "version" in query:
             version = {"version": self.server.board.version(names)}

@@ -1,6 +1,6 @@
-"""The HTTP application: OpenAI's routes, streams of events, and who may ask.
+"""The HTTP application: OpenAI's routes, event streams, and a guard against other sites' pages.
 
-No text of a request or an answer is ever written to a log.
+Nothing from a prompt or an answer is ever logged.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -24,7 +24,8 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pentameter.errors import nearest, printable
+from pentameter.errors import did_you_mean, printable
+from pentameter.machine.address import host_name
 from pentameter.serve.continuation import Piece, TokenChance
 from pentameter.serve.requests import (
     ChatRequest,
@@ -121,12 +122,11 @@ def _chosen(worker: Worker, name: str | None) -> ServedModel:
     if name is None and len(worker.models) == 1:
         return next(iter(worker.models.values()))
     if name is None or name not in worker.models:
-        near = nearest(name or "", worker.models)
-        hint = f"did you mean {near}? " if near else ""
+        hint = did_you_mean(name or "", worker.models) or "."
         raise RequestError(
-            404,
-            f"there is no model {printable(name or '')[:80]!r} here; {hint}Served: "
+            f"there is no model {printable(name or '')[:80]!r} here{hint} Served: "
             + ", ".join(worker.models),
+            404,
             param="model",
             code="model_not_found",
         )
@@ -143,7 +143,7 @@ async def _answer(
     try:
         body = json.loads(await http.body())
     except (ValueError, RecursionError) as error:  # of json, or of UTF-8
-        raise RequestError(400, f"the body is not JSON: {error}") from error
+        raise RequestError(f"the body is not JSON: {error}") from error
     asked = parsed(kind, body)
     served = _chosen(worker, asked.model)
     # Tokenizing a long prompt, and rendering, must not hold up the streams.
@@ -151,7 +151,7 @@ async def _answer(
     try:
         job = worker.submit(served, texts)
     except ServerBusyError as error:
-        raise RequestError(503, str(error), code="server_busy") from error
+        raise RequestError(str(error), 503, code="server_busy") from error
     form = _Form(job, isinstance(asked, ChatRequest))
     if asked.stream:
         events = _events(worker, job, form, limits.seconds, with_usage=asked.asks_for_usage)
@@ -173,7 +173,7 @@ async def _answer(
 
 
 async def _whole(job: Job, seconds: float) -> dict[int, Piece]:
-    """Return each text of a request, once all have ended."""
+    """Collect a request's complete texts, by choice index."""
     found: dict[int, Piece] = {}
     async for pieces in job.pieces(seconds):
         for index, piece in pieces:
@@ -190,7 +190,7 @@ async def _disconnected(http: Request) -> None:
 async def _events(
     worker: Worker, job: Job, form: _Form, seconds: float, *, with_usage: bool
 ) -> AsyncIterator[str]:
-    """Yield the events of a stream; an error after its beginning is its last event."""
+    """Yield a stream's server-sent events; an error after the first becomes the last event."""
     n_tokens: Counter[int] = Counter()
     try:
         for index in form.openings():
@@ -215,21 +215,21 @@ def _event(content: dict[str, Any]) -> str:
 
 
 def _described_error(error: Exception, limits: Limits | None) -> RequestError:
-    """Return what a request is told about an error while its texts were written."""
+    """Translate an exception during generation into the error that the client gets."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, TakesTooLongError):
         most = f" of {limits.seconds:g} s" if limits else ""
         message = f"the request's time{most} is up; ask for fewer tokens, or stream them"
-        return RequestError(408, message, code="timeout")
+        return RequestError(message, 408, code="timeout")
     if isinstance(error, ServerBusyError):
-        return RequestError(503, str(error), code="server_stopping")
-    return RequestError(500, f"{type(error).__name__}: {error}", code="failed")
+        return RequestError(str(error), 503, code="server_stopping")
+    return RequestError(f"{type(error).__name__}: {error}", 500, code="failed")
 
 
 @dataclass
 class _Form:
-    """The form of an answer: a completion's or a chat's."""
+    """OpenAI's JSON for a job's answer: a completion, or a chat completion."""
 
     job: Job
     is_chat: bool
@@ -253,7 +253,7 @@ class _Form:
         }
 
     def usage(self, n_tokens: Iterable[int]) -> dict[str, int]:
-        """Return counts of tokens: each prompt once, every token that was drawn."""
+        """Return token counts: each prompt once, and every token that was drawn."""
         prompts = sum(len(t.asked.prompt) for t in self.job.texts if t.asked.sample == 0)
         drawn = sum(n_tokens)
         return {
@@ -263,11 +263,11 @@ class _Form:
         }
 
     def openings(self) -> Sequence[int]:
-        """Return the choices whose streams begin with an event of their own."""
+        """Return the choice indices whose streams begin with an opening event."""
         return range(len(self.job.texts)) if self.is_chat else ()
 
     def chunk(self, index: int, piece: Piece, *, is_first: bool = False) -> dict[str, Any]:
-        """Return an event of a stream."""
+        """Return one streamed event for a choice."""
         choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason}
         if self.is_chat:
             choice["delta"] = {"role": "assistant", "content": ""} if is_first else {}
@@ -312,7 +312,7 @@ def _token(text: str, logprob: float) -> dict[str, Any]:
 
 
 def _rivals(chance: TokenChance) -> dict[str, float]:
-    """Map texts to probabilities; of several tokens with one text the likeliest counts."""
+    """Map token text → log-probability; if several tokens have one text, the likeliest counts."""
     return dict(reversed(chance.rivals))
 
 
@@ -331,14 +331,14 @@ async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     said = f"{request.method} {printable(request.url.path)[:80]}: {error.detail}"
     refused = RequestError(
-        error.status_code,
         f"{said}; there are /, /v1/completions, /v1/chat/completions, /v1/models and /health",
+        error.status_code,
     )
     return JSONResponse(refused.to_json(), status_code=error.status_code, headers=error.headers)
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    failed = RequestError(500, f"the server failed: {type(error).__name__}", code="failed")
+    failed = RequestError(f"the server failed: {type(error).__name__}", 500, code="failed")
     return JSONResponse(failed.to_json(), status_code=500)
 
 
@@ -368,17 +368,17 @@ class Guard:
 
     def _refusal(self, method: str, headers: dict[str, str]) -> RequestError | None:
         host = headers.get("host", "")
-        if self._hosts is not None and _name(host) not in self._hosts:
+        if self._hosts is not None and host_name(host) not in self._hosts:
             return RequestError(
-                403,
                 f"the Host {printable(host)[:80]!r} is not this server's; it answers to "
                 + ", ".join(sorted(self._hosts)),
+                403,
             )
         origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != host:
-            return RequestError(403, "pages of other sites may not ask this server")
+            return RequestError("pages of other sites may not ask this server", 403)
         if method == "POST" and headers.get("content-type", "").partition(";")[0] not in _JSON:
-            return RequestError(415, "the body must be JSON, with Content-Type: application/json")
+            return RequestError("the body must be JSON, with Content-Type: application/json", 415)
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._most:
             return _too_large(self._most)
@@ -386,7 +386,7 @@ class Guard:
 
 
 def _bounded(receive: Receive, most: int) -> Callable[[], Awaitable[Message]]:
-    """Return `receive`, which raises RequestError for a body of more than `most` bytes."""
+    """Wrap `receive` so that a body with more than `most` bytes raises RequestError."""
     n_bytes = 0
 
     async def bounded() -> Message:
@@ -401,11 +401,4 @@ def _bounded(receive: Receive, most: int) -> Callable[[], Awaitable[Message]]:
 
 
 def _too_large(most: int) -> RequestError:
-    return RequestError(413, f"the body has more than {most:,} bytes, which is the most it may")
-
-
-def _name(host: str) -> str:
-    """Return a Host header's name without its port."""
-    with suppress(ValueError):
-        return (urlsplit(f"//{host}").hostname or "").lower()
-    return ""
+    return RequestError(f"the body has more than {most:,} bytes, which is the most it may", 413)

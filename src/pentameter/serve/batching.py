@@ -1,8 +1,8 @@
 """Continuous batching: texts join and leave between two passes, and never change each other.
 
-Each step reads pieces of new texts, as far as its budget goes, and then takes one token of every
-text that is being written, in one pass. Which texts are there decides when a text is written; what
-it says follows from its request alone (see `passes.py`).
+Each step first reads pieces from new texts, up to a token budget, then takes one token for every
+text being written, in one pass. The other texts decide only how fast a text is written; its content
+depends on its own request alone (see `passes.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from pentameter.serve.passes import PIECE_TOKENS, Slots, n_read_in_pieces, passe
 
 @dataclass(eq=False)
 class _Writing:
-    """A text in a slot: its window into the text so far, and how much of it the cache holds."""
+    """A text in a slot, its window into the text so far, and the number of tokens already
+    cached."""
 
     continuation: Continuation
     slot: int
@@ -64,15 +65,9 @@ class Batcher:
         elif continuation in self._waiting:
             self._waiting.remove(continuation)
 
-    def cancel_all(self) -> None:
-        """Leave out every text."""
-        self._waiting.clear()
-        for continuation in list(self._writing):
-            self._release(continuation)
-
     def step(self) -> list[tuple[Continuation, Piece]]:
-        """Do some work on every text in a slot, and return what may be shown of those that have a
-        new token, or failed."""
+        """Advance every text in a slot, and return a Piece for each text that has a new token or
+        failed."""
         while self._free and self._waiting:
             self._begin(self._waiting.popleft())
         logits: dict[Continuation, Floats] = {}
@@ -121,7 +116,7 @@ class Batcher:
         each.n_used = max(each.n_used, each.n_cached)
 
     def _draw(self, logits: dict[Continuation, Floats]) -> list[tuple[Continuation, Piece]]:
-        """Draw the next token of each text from its logits (V,)."""
+        """Draw each text's next token from its logits (V,)."""
         pieces: list[tuple[Continuation, Piece]] = []
         groups: dict[object, list[Continuation]] = {}
         for continuation, of_text in logits.items():

@@ -1,6 +1,6 @@
-"""One text that a model writes: its tokens, what may be shown of it, and why it ended.
+"""One text that a model writes: its tokens, the part that may be shown, and the reason it ended.
 
-V is the vocabulary's size.
+V is the vocabulary size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TokenChance:
 
 @dataclass
 class Piece:
-    """A part of a text that may be shown, and with the last one the end."""
+    """Newly shown text; the last piece carries the finish reason."""
 
     text: str = ""
     chances: list[TokenChance] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Piece:
     """What ended it instead."""
 
     def joined(self, later: Piece) -> Piece:
-        """Return this part of a text and the one that follows it as one."""
+        """Return this piece and its successor as one."""
         return Piece(
             self.text + later.text,
             self.chances + later.chances,
@@ -60,7 +60,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a text is made from: the text is a function of this and the model alone."""
+    """Everything that determines a text, besides the model."""
 
     prompt: Tokens
     """Token ids (n,), at least one."""
@@ -117,7 +117,8 @@ class Continuation:
         return float(self._uniforms[number])
 
     def push(self, token: int, logits: Floats) -> Piece:
-        """Take the next token, drawn from logits (V,), and return what may be shown now."""
+        """Take the next token, drawn from logits (V,), and return the text that may be shown
+        now."""
         offset = len(self._text)
         self.tokens.append(token)
         self._text += self._detokenizer.push(token)
@@ -141,7 +142,8 @@ class Continuation:
         return self._shown()
 
     def _shown(self) -> Piece:
-        """Return what is settled since the last call: no text that a stop string may yet end."""
+        """Return the text and tokens settled since the last call, without any that a stop string
+        may yet remove."""
         n_held = 0 if self.finish_reason else self._n_in_stop()
         end = len(self._text) - n_held
         text, self._n_shown = self._text[self._n_shown : end], max(self._n_shown, end)
@@ -150,7 +152,7 @@ class Continuation:
         return Piece(text, ready, len(self.tokens), self.finish_reason)
 
     def _n_in_stop(self) -> int:
-        """Count the last characters of the text with which a stop string begins."""
+        """Count the last characters that could begin a stop string."""
         return max(
             (
                 n
@@ -176,7 +178,7 @@ class Continuation:
 
 
 def check_finite(logits: Floats) -> None:
-    """Raise CorruptError unless the largest of the logits (V,) is finite."""
+    """Raise CorruptError unless the largest logit (V,) is finite."""
     if not np.isfinite(logits.max()):
         raise CorruptError(
             "the model's logits are not finite, so nothing can be sampled: its weights hold NaN or "

@@ -55,8 +55,8 @@ class Shapes:
 def hiding(
     hidden_after: Tensor, distance: Tensor, window: int | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return what is added to scores (T, S): minus infinity for hidden keys, which are those of
-    `hidden_after` (T, S) and those at a `distance` (T, S) beyond the window; else 0."""
+    """Return the attention mask (T, S) to add to scores: -∞ for keys in `hidden_after` (T, S) and
+    those whose `distance` (T, S) reaches the window, else 0."""
     hidden = hidden_after if window is None else hidden_after | (distance >= window)
     zeros = torch.zeros(hidden.shape, device=hidden.device, dtype=dtype)
     return zeros.masked_fill_(hidden, float("-inf"))
@@ -92,7 +92,7 @@ class Slots:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of all keys and values."""
+        """Bytes in all cached keys and values."""
         return sum(each.numel() * each.element_size() for each in (*self._keys, *self._values))
 
     def clear(self, slot: int, n_tokens: int) -> None:
@@ -116,8 +116,8 @@ class Slots:
 
     @torch.inference_mode()
     def write(self, rows: dict[int, tuple[int, int]]) -> dict[int, Floats]:
-        """Take one more token of several texts, {slot: (token, its number in the window)}, and
-        return for each slot the logits (V,) after it."""
+        """Take one more token for several texts, {slot: (token, its position in the window)}, and
+        return each slot's logits (V,)."""
         if self.shapes.batch_sizes == (1,):
             return {slot: self._write({slot: row}, slot, 1)[0] for slot, row in rows.items()}
         size = next(size for size in self.shapes.batch_sizes if size > max(rows))
@@ -125,8 +125,8 @@ class Slots:
         return {slot: logits[slot] for slot in rows}
 
     def _write(self, rows: dict[int, tuple[int, int]], first: int, n_rows: int) -> Floats:
-        """Return logits (n_rows, V) from a pass over slots `first` on; those that are not in `rows`
-        compute and keep nothing of use."""
+        """Return logits (n_rows, V) for consecutive slots from `first` on; slots missing in `rows`
+        are padding, and keep nothing."""
         tokens, numbers, write_at = [0] * n_rows, [0] * n_rows, [self._n_keys - 1] * n_rows
         for slot, (token, number) in rows.items():
             tokens[slot - first], numbers[slot - first] = token, number
@@ -142,8 +142,8 @@ class Slots:
         return self._pass(torch.tensor([tokens]), positions, positions, slice(None))
 
     def _pass(self, tokens: Tensor, positions: Tensor, numbers: Tensor, asked: slice) -> Floats:
-        """Return logits (n, V) at the `asked` ones of tokens (1, T) at `positions` (T,); each sees
-        the keys up to its own of `numbers` (T,)."""
+        """Return logits (n, V) for the slice `asked` in tokens (1, T). Each token has its number
+        among `positions` (T,), and sees keys up to its own entry in `numbers` (T,)."""
         key = torch.arange(self._n_seen, device=self._device)
         self._masks: dict[int | None, Tensor] = {}
         self._hidden_after = key > numbers[:, None]  # (T, S)
@@ -162,8 +162,8 @@ class Slots:
         return logits.to("cpu", torch.float64).numpy()
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v (1, G, T, K) of this pass's tokens, and return the keys and values (B, G,
-        S, K) of its slots."""
+        """Store this pass's k and v (1, G, T, K), and return all keys and values that its slots
+        hold, (B, G, S, K) each."""
         seen = []
         for stored, new in ((self._keys[layer], k), (self._values[layer], v)):
             of_pass = stored[self._slots]
@@ -186,8 +186,8 @@ class Slots:
         positions: Tensor,
         window: int | None,
     ) -> Tensor:
-        """Return the values mixed for each query, (1, H, T, K): of a piece each over the keys of
-        its text, else each over those of its own slot."""
+        """Return attention's output (1, H, T, K): a piece attends to its own text, other tokens
+        each to their own slot."""
         if not self._is_piece:
             q = q.transpose(0, 2)  # (B, H, 1, K)
         n_sharing, T = q.shape[1] // k.shape[1], q.shape[2]
@@ -200,7 +200,7 @@ class Slots:
         return y if self._is_piece else y.transpose(0, 2)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return `hiding` for layers with this window, in the shape of scores (B, G, n, T, S)."""
+        """Return `hiding` for layers with this window, broadcastable to scores (B, G, n, T, S)."""
         if window not in self._masks:
             mask = hiding(self._hidden_after, self._distance, window, dtype)
             self._masks[window] = mask if self._is_piece else mask[:, None, None, None]
@@ -210,9 +210,8 @@ class Slots:
 
     @torch.inference_mode()
     def find_shapes(self) -> Shapes:
-        """Find by trial which shapes of `write` give every row the same bits, whatever its slot and
-        whatever the other rows, and choose among them from now on. All slots are zero afterwards.
-        """
+        """Find by trial the shapes for which `write` gives every row the same bits, in any slot and
+        beside any rows, and use only these from now on. All slots are zero afterwards."""
         whole, everyone = self.shapes, self.n_slots
         _make_up([*self._keys, *self._values])
         seeds, moves = range(_CHECKED_SEEDS), (0, 1, everyone // 2)
@@ -231,9 +230,8 @@ class Slots:
     def _agree(
         self, batch_sizes: Sequence[int], n_keys: int, seeds: Iterable[int], moves: Sequence[int]
     ) -> bool:
-        """Return whether passes with these shapes give made-up rows, each of which continues a text
-        of its own length, the bits that the largest shape gives them in other slots: moved by so
-        many."""
+        """Return whether passes with these shapes reproduce, bit for bit, the logits that the
+        largest shape gives made-up rows, also with rows moved by each number in `moves`."""
         last = min(n_keys, self.context_length) - 1
         for seed in seeds:
             rows = _made_up_rows(self.n_slots, self._vocab_size, last, seed)
@@ -261,7 +259,7 @@ class Slots:
 
 
 def _make_up(stored: Sequence[Tensor]) -> None:
-    """Fill keys and values (B, G, S, K) with made-up numbers, alike in every block of keys."""
+    """Fill keys and values (B, G, S, K) with made-up numbers, the same for each block along S."""
     index = torch.arange(len(stored) * stored[0][0, :, :_KEY_UNIT].numel())
     drawn = bits(make_key("serve", "keys"), index.int()).view(len(stored), -1)
     for each, pattern in zip(stored, drawn, strict=True):
@@ -270,8 +268,8 @@ def _make_up(stored: Sequence[Tensor]) -> None:
 
 
 def _made_up_rows(n_rows: int, vocab_size: int, last: int, seed: int) -> list[tuple[int, int]]:
-    """Return tokens with their numbers in texts of up to `last` + 1 tokens, the longest and the
-    shortest among them."""
+    """Return made-up (token, position) pairs for n_rows texts, with positions up to `last`, the
+    highest and 0 included."""
     drawn = bits(make_key("serve", "rows", seed), torch.arange(2 * n_rows).int())
     tokens, lengths = drawn.view(2, -1).tolist()
     numbers = [last, 0, *(length % (last + 1) for length in lengths)]
@@ -279,14 +277,14 @@ def _made_up_rows(n_rows: int, vocab_size: int, last: int, seed: int) -> list[tu
 
 
 def n_read_in_pieces(n_tokens: int) -> int:
-    """Return how many first tokens of a text `Slots.read` takes; the rest, fewer than _LEAST_PIECE,
-    goes with those that are written."""
+    """Return how many leading tokens `Slots.read` takes; the rest, fewer than _LEAST_PIECE, are
+    written one at a time."""
     rest = n_tokens % PIECE_TOKENS
     return n_tokens - rest if rest < _LEAST_PIECE else n_tokens
 
 
 def passed_tokens(n_tokens: int) -> int:
-    """Return how many tokens a pass over a piece of n_tokens computes."""
+    """Return the padded number of tokens that a pass for n_tokens computes."""
     return _rounded_up(n_tokens, _PIECE_UNIT)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from pentameter.errors import ConfigError, nearest, printable
+from pentameter.errors import ConfigError, did_you_mean, printable
 from pentameter.generation.loop import encode_messages, encode_prompt
 from pentameter.generation.sampling import Sampling, Tokens
 from pentameter.serve.continuation import Asked
@@ -51,35 +51,29 @@ class RequestError(Exception):
     """A request that is refused, with an HTTP status and OpenAI's description."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None
     ) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
     def to_json(self) -> dict[str, Any]:
-        """Return the body of the answer."""
+        """Return the error as OpenAI's response body."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {
-            "error": {
-                "message": str(self),
-                "type": kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        said = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": said}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for."""
+    """The most that one request may ask for."""
 
-    max_tokens: int = 4096
+    max_tokens: int
     """Most new tokens of a text."""
+    seconds: float
+    """Longest time that a request may take, waiting included."""
+    body_bytes: int
     texts: int = 16
     """Most texts: prompts times `n`."""
-    seconds: float = 600.0
-    """Longest time that a request may take, waiting included."""
-    body_bytes: int = 1 << 20
 
 
 class StreamOptions(BaseModel):
@@ -90,7 +84,7 @@ class StreamOptions(BaseModel):
 
 
 class _Request(BaseModel):
-    """Fields of both kinds of request."""
+    """Fields common to both requests."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
@@ -108,25 +102,23 @@ class _Request(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_neutral(cls, values: Any) -> Any:
-        """Leave out fields that ask for nothing, refuse those that ask for what is not there."""
+        """Drop ignored and neutral fields; raise RequestError for unsupported and unknown ones."""
         if not isinstance(values, dict):
-            raise RequestError(400, "the body is not a JSON object")
+            raise RequestError("the body is not a JSON object")
         known = [*cls.model_fields, *IGNORED, *NEUTRAL]
         kept = {}
         for key, value in values.items():
             if key in NEUTRAL and key not in cls.model_fields:
                 if value not in NEUTRAL[key]:
                     raise RequestError(
-                        400,
                         f"{key} is not supported here; leave it out",
                         param=key,
                         code="unsupported_parameter",
                     )
             elif key not in known:
-                near = nearest(key, known)
-                hint = f"; did you mean {near}?" if near else ""
+                hint = did_you_mean(key, known)
                 message = f"{printable(key)[:80]} is no field of this request{hint}"
-                raise RequestError(400, message, param=key[:80], code="unknown_parameter")
+                raise RequestError(message, param=key[:80], code="unknown_parameter")
             elif key not in IGNORED:
                 kept[key] = value
         return kept
@@ -146,28 +138,55 @@ class _Request(BaseModel):
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stops) > MOST_STOPS or not all(0 < len(each) <= LONGEST_STOP for each in stops):
             raise RequestError(
-                400,
                 f"stop takes at most {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters",
                 param="stop",
             )
         return stops
 
+    def _asked(
+        self, ids: Tokens, max_tokens: int, served: ServedModel, limits: Limits, **fields: Any
+    ) -> list[Asked]:
+        """Return n texts for one prompt, ids (n_tokens,), with further fields for `Asked`.
+        RequestError if the prompt or max_tokens is too long."""
+        if len(ids) > served.context_length:
+            raise RequestError(
+                f"the prompt has {len(ids):,} tokens; {served.name} sees at most "
+                f"{served.context_length:,}: shorten it",
+                param="messages" if isinstance(self, ChatRequest) else "prompt",
+                code="context_length_exceeded",
+            )
+        if max_tokens > limits.max_tokens:
+            raise RequestError(
+                f"max_tokens={max_tokens:,} is more than {limits.max_tokens:,}, this server's "
+                "most; ask for less, and go on from the answer",
+                param="max_tokens",
+            )
+        temperature = 1.0 if self.temperature is None else self.temperature
+        sampling = Sampling(temperature, self.top_k, self.top_p)
+        fields |= {"stop": self.stops(), "seed": self.seed or 0}
+        return [
+            Asked(ids, max_tokens, sampling, sample=sample, **fields)
+            for sample in range(self.n_each)
+        ]
+
 
 class CompletionRequest(_Request):
-    """The body of /v1/completions."""
+    """Body for /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]] = ""
     logprobs: Annotated[int, Field(ge=0, le=MOST_RIVALS)] | None = None
 
     def texts(self, served: ServedModel, limits: Limits) -> list[Asked]:
-        """Return the texts that are asked for, n of each prompt in turn."""
+        """Return the requested texts: n for each prompt in turn."""
         tokenizer = served.tokenizer
-        prompts: list[Any] = [self.prompt]
-        if isinstance(self.prompt, list) and (not self.prompt or not _is_ids(self.prompt)):
-            prompts = list(self.prompt)
+        prompts: list[Any]
+        match self.prompt:
+            case str() | [int(), *_]:
+                prompts = [self.prompt]
+            case several:
+                prompts = list(several)
         if not 1 <= len(prompts) * self.n_each <= limits.texts:
             raise RequestError(
-                400,
                 f"prompt and n ask for {len(prompts)} × {self.n_each} texts; a request may have "
                 f"1 to {limits.texts}",
                 param="n" if self.n_each > 1 else "prompt",
@@ -177,15 +196,20 @@ class CompletionRequest(_Request):
             ends = frozenset({tokenizer.end_of_text})
         found = []
         for prompt in prompts:
-            ids = _encoded(prompt, served)
-            follows = bool(len(prompt))
-            n_tokens = self.max_tokens or COMPLETION_TOKENS
-            found += _of_prompt(self, ids, n_tokens, ends, self.logprobs, follows, served, limits)
+            found += self._asked(
+                _encoded(prompt, served),
+                self.max_tokens or COMPLETION_TOKENS,
+                served,
+                limits,
+                ends=ends,
+                n_rivals=self.logprobs,
+                follows_text=bool(len(prompt)),
+            )
         return found
 
 
 class ContentPart(BaseModel):
-    """A part of a message's content."""
+    """One text part in a message's content."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
     type: Literal["text"]
@@ -193,7 +217,7 @@ class ContentPart(BaseModel):
 
 
 class Message(BaseModel):
-    """A turn of a conversation; a template may read further fields."""
+    """One turn in a conversation; a template may read further fields."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: str
@@ -207,7 +231,7 @@ class Message(BaseModel):
 
 
 class ChatRequest(_Request):
-    """The body of /v1/chat/completions."""
+    """Body for /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -219,24 +243,21 @@ class ChatRequest(_Request):
         tokenizer = served.tokenizer
         if tokenizer.chat is None:
             raise RequestError(
-                400,
                 f"the tokenizer of {served.name} ({tokenizer.kind}) has no chat template; ask "
                 "/v1/completions, with the prompt as the model knows it",
                 param="messages",
             )
         if self.n_each > limits.texts:
             raise RequestError(
-                400, f"n={self.n_each} is more than {limits.texts}, a request's most", param="n"
+                f"n={self.n_each} is more than {limits.texts}, a request's most", param="n"
             )
         if self.top_logprobs is not None and not self.logprobs:
-            raise RequestError(
-                400, "top_logprobs is given without logprobs: true", param="top_logprobs"
-            )
+            raise RequestError("top_logprobs is given without logprobs: true", param="top_logprobs")
         try:
             messages = [message.plain() for message in self.messages]
             ids = encode_messages(tokenizer, messages, served.render)
         except ConfigError as error:
-            raise RequestError(400, str(error), param="messages") from error
+            raise RequestError(str(error), param="messages") from error
         ends = frozenset[int]()
         if not self.ignore_eos:
             ends = frozenset(tokenizer.special_tokens.values())
@@ -245,7 +266,9 @@ class ChatRequest(_Request):
         room = min(max(1, served.context_length - len(ids) + 1), limits.max_tokens)
         n_tokens = self.max_completion_tokens or self.max_tokens or room
         rivals = (self.top_logprobs or 0) if self.logprobs else None
-        return _of_prompt(self, ids, n_tokens, ends, rivals, False, served, limits)
+        return self._asked(
+            ids, n_tokens, served, limits, ends=ends, n_rivals=rivals, follows_text=False
+        )
 
 
 def parsed(kind: type[CompletionRequest] | type[ChatRequest], body: Any) -> Any:
@@ -256,11 +279,7 @@ def parsed(kind: type[CompletionRequest] | type[ChatRequest], body: Any) -> Any:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"][:1])
         where = f"{place}: " if place else ""
-        raise RequestError(400, f"{where}{first['msg']}", param=place or None) from error
-
-
-def _is_ids(prompt: Sequence[Any]) -> bool:
-    return isinstance(prompt[0], int)
+        raise RequestError(f"{where}{first['msg']}", param=place or None) from error
 
 
 def _encoded(prompt: str | list[int], served: ServedModel) -> Tokens:
@@ -271,48 +290,4 @@ def _encoded(prompt: str | list[int], served: ServedModel) -> Tokens:
         served.tokenizer.decode(prompt)  # refuses ids outside the vocabulary
         return np.array(prompt, dtype=np.int64) if prompt else encode_prompt(served.tokenizer, "")
     except (ConfigError, OverflowError) as error:
-        raise RequestError(400, str(error), param="prompt") from error
-
-
-def _of_prompt(
-    request: _Request,
-    ids: Tokens,
-    max_tokens: int,
-    ends: frozenset[int],
-    n_rivals: int | None,
-    follows_text: bool,
-    served: ServedModel,
-    limits: Limits,
-) -> list[Asked]:
-    """Return n texts for one prompt (ids (n,)); RequestError if it, or they, are too long."""
-    if len(ids) > served.context_length:
-        raise RequestError(
-            400,
-            f"the prompt has {len(ids):,} tokens; {served.name} sees at most "
-            f"{served.context_length:,}: shorten it",
-            param="messages" if isinstance(request, ChatRequest) else "prompt",
-            code="context_length_exceeded",
-        )
-    if max_tokens > limits.max_tokens:
-        raise RequestError(
-            400,
-            f"max_tokens={max_tokens:,} is more than {limits.max_tokens:,}, this server's most; "
-            "ask for less, and go on from the answer",
-            param="max_tokens",
-        )
-    temperature = 1.0 if request.temperature is None else request.temperature
-    sampling = Sampling(temperature, request.top_k, request.top_p)
-    return [
-        Asked(
-            ids,
-            max_tokens,
-            sampling,
-            request.seed or 0,
-            sample,
-            ends,
-            request.stops(),
-            n_rivals,
-            follows_text,
-        )
-        for sample in range(request.n_each)
-    ]
+        raise RequestError(str(error), param="prompt") from error

@@ -7,37 +7,23 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
 from pentameter.checkpoint.load_model import LoadedModel
-from pentameter.errors import ConfigError
+from pentameter.machine.address import LOOPBACK, url_of
 from pentameter.model.gpt import GPT
 from pentameter.serve.app import create_app
 from pentameter.serve.passes import Slots
 from pentameter.serve.requests import Limits
 from pentameter.serve.worker import ServedModel, Worker
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How models are served."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    grace_seconds: float = 30.0
-    """Time that running requests have to end when the server stops."""
-    limits: Limits = field(default_factory=Limits)
-
 
 def served_model(name: str, loaded: LoadedModel, n_slots: int) -> ServedModel:
-    """Return a loaded model, ready to serve: the shapes of its passes are tried here. Its module
-    is taken over, and computes nothing else from now on."""
+    """Make a loaded model ready to serve, and find its passes' shapes by trial. The module is taken
+    over, and must compute nothing else from now on."""
     model, tokenizer = loaded.model, loaded.tokenizer
     assert isinstance(model, GPT)  # no other is loaded without its function
     slots = Slots(model, tokenizer.vocab_size, n_slots)
@@ -45,28 +31,15 @@ def served_model(name: str, loaded: LoadedModel, n_slots: int) -> ServedModel:
     return ServedModel(name, tokenizer, slots)
 
 
-def serve(worker: Worker, settings: Settings) -> int:
-    """Serve a worker's models until a signal asks to stop, and return the exit code: 0 if every
-    request was answered or told.
-
-    Raises ConfigError if the address cannot be taken.
-    """
-    is_local = settings.host in LOOPBACK
-    app = create_app(worker, settings.limits, LOOPBACK if is_local else None)
-    try:
-        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        listening = socket.create_server((settings.host, settings.port), family=family)
-    except OSError as error:
-        raise ConfigError(
-            f"--host {settings.host} --port {settings.port} cannot be taken: {error.strerror}; "
-            "name another (--port 0 takes any that is free)"
-        ) from error
-    with listening:
-        host, port = listening.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        print(f"serving {', '.join(worker.models)} on http://{shown}:{port}/v1", flush=True)
-        server = _Server(app, worker, settings.grace_seconds)
-        server.run(sockets=[listening])
+def serve(worker: Worker, bound: socket.socket, limits: Limits, *, grace_seconds: float) -> int:
+    """Serve a worker's models at a bound socket until a signal asks to stop; running requests then
+    have `grace_seconds` to end. Return the exit code: 0 if every request was answered or told."""
+    is_local = bound.getsockname()[0] in LOOPBACK
+    app = create_app(worker, limits, LOOPBACK if is_local else None)
+    bound.listen()  # whoever reads the line may connect
+    print(f"serving {', '.join(worker.models)} on {url_of(bound)}v1", flush=True)
+    server = _Server(app, worker, grace_seconds)
+    server.run(sockets=[bound])
     return 1 if server.force_exit else 0
 
 

@@ -1,8 +1,8 @@
-"""The thread in which the served models compute, and the requests that wait for it.
+"""The thread that computes for all served models, and the requests that wait for it.
 
-The thread alone computes, from loading the models on: OpenMP gives every thread that computes its
-own pool, and two pools on the same cores cost a quarter of the speed. Requests live in the event
-loop, send the thread commands and get what their texts say, at most once for each of its steps.
+Loading and computing stay in this one thread: OpenMP gives each computing thread its own pool, and
+two pools on the same cores cost a quarter of the speed. Requests live in the event loop. They send
+commands to the thread, and receive new text at most once per step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.chat import TemplateBoundsError
 from pentameter.data.tokenizers.rendering import Asked as AskedText
 from pentameter.data.tokenizers.rendering import Rendering
-from pentameter.errors import ConfigError
 from pentameter.formatting import size
 from pentameter.serve.batching import Batcher
 from pentameter.serve.continuation import Asked, CachedDecoder, Continuation, Piece
@@ -112,7 +111,7 @@ class Job:
     _pieces: list[tuple[int, Piece]] = field(default_factory=list)
 
     def tell(self, pieces: Sequence[tuple[int, Piece]]) -> None:
-        """Add what texts, by their numbers, say next; in the event loop."""
+        """Record new pieces by text index. Call it in the event loop."""
         for index, piece in pieces:
             self._pieces.append((index, piece))
             if piece.finish_reason or piece.error:
@@ -121,9 +120,9 @@ class Job:
         self._news.set()
 
     async def pieces(self, seconds: float) -> AsyncGenerator[list[tuple[int, Piece]], None]:
-        """Yield what the texts say, several pieces of a text as one, until all have ended.
+        """Yield new pieces until all texts have ended, joined to one piece per text.
 
-        Raises TakesTooLongError if that takes more than `seconds`, and a text's error.
+        Raises TakesTooLongError after `seconds`, and any error that ended a text.
         """
         ends_at = time.monotonic() + seconds
         while self.n_left or self._pieces:
@@ -188,7 +187,7 @@ class Worker:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Fail what is still under way, and end the thread."""
+        """Fail the texts still under way, and end the thread."""
         self.is_stopping = True
         self.fail_all("the server stops")
         self._commands.put(None)
@@ -213,7 +212,7 @@ class Worker:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Write no more of a request; nothing if it has ended."""
+        """Stop writing a request's texts; does nothing once it has ended."""
         if job.n_left:
             job.served.n_texts -= job.n_left
             job.n_left = 0
@@ -266,7 +265,7 @@ class Worker:
         self._tell([(text, Piece(n_tokens=len(text.tokens), error=error)) for text in texts])
 
     def _tell(self, pieces: Sequence[tuple[Continuation, Piece]]) -> None:
-        """Send pieces to their requests: one call into the event loop for all of them."""
+        """Send pieces to their requests, in one call into the event loop."""
         by_job: dict[Job, list[tuple[int, Piece]]] = {}
         for text, piece in pieces:
             job, index = self._jobs[text]
@@ -282,12 +281,3 @@ class Worker:
         if by_job:
             with suppress(RuntimeError):  # the event loop has ended
                 self._loop.call_soon_threadsafe(tell)
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Raise ConfigError if two models have one name."""
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(
-                f"two models are called {name!r}, by which requests name them: rename a folder"
-            )

@@ -19,7 +19,7 @@ from typing import Any
 from pentameter.config.schema import Config
 from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.shards.dataset import Dataset, TokenSplit
-from pentameter.errors import nearest
+from pentameter.errors import did_you_mean
 from pentameter.generation.loop import Prompt
 from pentameter.optim.build import AnyOptimizer
 from pentameter.parallel.engine import Engine
@@ -177,10 +177,9 @@ def check_hook(hook: object) -> None:
     for name in dir(hook):
         if not name.startswith("on_") or name in HOOK_METHODS or not callable(getattr(hook, name)):
             continue
-        near = nearest(name, HOOK_METHODS)
         raise TypeError(
             f"{hook!r} has a method {name}, which is never called"
-            f"{f'; did you mean {near}?' if near else '.'} Hooks have any of {known}, and no other "
+            f"{did_you_mean(name, HOOK_METHODS) or '.'} Hooks have any of {known}, and no other "
             "method that begins with on_"
         )
     if not any(hasattr(hook, name) for name in HOOK_METHODS):
