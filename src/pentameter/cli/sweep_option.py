@@ -1,13 +1,13 @@
-"""The option `--sweep`: a run for each combination of values, in processes that stay warm."""
+"""The option `--sweep`: a run for each combination, trained in worker processes that stay warm."""
 
 from __future__ import annotations
 
 import itertools
 import signal
-import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -16,18 +16,18 @@ from typing import IO
 from pentameter import formatting
 from pentameter.config.fields import leaves
 from pentameter.config.naming import name_of
+from pentameter.disk.atomic import make_folder
 from pentameter.errors import (
     ConfigError,
     InterruptedRunError,
     PentameterError,
-    StorageError,
     TrainingFailedError,
-    nearest,
+    did_you_mean,
     terminal_message,
 )
 from pentameter.machine.child import ChildEndedError, PythonChild
 from pentameter.machine.cores import environment_of_one
-from pentameter.processes.stop_signals import minded_stop_signals
+from pentameter.processes.stop_signals import handling_stop_signals
 from pentameter.report.reading import read_run
 
 MOST_RUNS = 1000
@@ -36,7 +36,7 @@ MOST_RUNS = 1000
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One run of a sweep."""
+    """One run in a sweep."""
 
     label: str
     """What differs, as a name: `learning_rate-0.001_seed-1`. It names the run's folder."""
@@ -45,11 +45,11 @@ class SweepRun:
 
 
 def sweep_runs(swept: Sequence[str], overrides: Sequence[str]) -> list[SweepRun]:
-    """Return the runs of a sweep, a run for each combination of the values in `swept`, each of
-    which reads `KEY=VALUE,VALUE`; values that have commas are told apart by `;`.
+    """Return a sweep's runs, one for each combination. Each text in `swept` reads
+    `KEY=VALUE,VALUE`, or has `;` between values that contain commas.
 
-    `overrides` are the options of every run. Raises ConfigError for a key that is unknown, without
-    values, named twice or overridden, too, and for values that give two runs one name.
+    `overrides` are the options that all runs have. Raises ConfigError for a key that is unknown,
+    without values, named twice or overridden, too, and for values that give two runs one name.
     """
     values: dict[str, list[str]] = {}
     for text in swept:
@@ -59,8 +59,7 @@ def sweep_runs(swept: Sequence[str], overrides: Sequence[str]) -> list[SweepRun]
         if not equals or not all(found):
             raise ConfigError(f"--sweep {text!r} must read KEY=VALUE,VALUE, as seed=1,2,3")
         if key not in leaves():
-            near = nearest(key, leaves())
-            hint = f"; did you mean {near}?" if near else ""
+            hint = did_you_mean(key, leaves())
             raise ConfigError(f"--sweep {text!r}: {key} is no key of the configuration{hint}")
         if key in values:
             raise ConfigError(f"--sweep names {key} twice; list all of its values in one")
@@ -90,31 +89,19 @@ def sweep_runs(swept: Sequence[str], overrides: Sequence[str]) -> list[SweepRun]
 def train_sweep(
     runs: Sequence[SweepRun], arguments: Sequence[str], folder: Path, at_once: int, function: str
 ) -> None:
-    """Train every run of a sweep in its own folder below `folder`, `at_once` at a time, and print a
-    line for each. `arguments` are the `train` command's of all runs; `function` (`module:name`)
-    returns what trains by such arguments, in a worker process.
+    """Train a sweep's runs, each in its own folder below `folder`, `at_once` at a time, and print a
+    line for each. `arguments` are the `train` arguments common to all runs; `function`
+    (`module:name`) makes the training function in a worker process.
 
-    A worker trains one run after the other, so that imports and what is compiled are paid for once.
-    A run that fails leaves the others alone; the first failure is raised at the end. Raises
+    A worker trains one run after another, so that imports and compilation are paid for once. A run
+    that fails leaves the others alone; the first failure is raised at the end. Raises
     InterruptedRunError if a signal stopped the sweep.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(
-            f"cannot make {folder}: {error.strerror}; name another folder by --run-dir"
-        ) from error
+    make_folder(folder)
     sweep = _Sweep(runs, arguments, folder, at_once, function)
-    threads = [
-        threading.Thread(target=sweep.work, args=(number,))
-        for number in range(1, min(at_once, len(runs)) + 1)
-    ]
-    with sweep.passing_signals_on():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(0.1)  # signals are handled in between
+    n_workers = min(at_once, len(runs))
+    with handling_stop_signals(sweep.pass_signal_on), ThreadPoolExecutor(n_workers) as pool:
+        list(pool.map(sweep.work, range(1, n_workers + 1)))  # raises what a thread raised
     if sweep.stopped_by is not None:
         raise InterruptedRunError(
             f"the sweep was stopped by {sweep.stopped_by}; the same command goes on"
@@ -124,7 +111,7 @@ def train_sweep(
 
 
 class _Sweep:
-    """A sweep under way: the runs that wait, the workers, and what became of the other runs."""
+    """A sweep under way: waiting runs, workers, and the failures so far."""
 
     def __init__(
         self,
@@ -174,28 +161,16 @@ class _Sweep:
         if failure is not None:
             self.failures.append(failure)
 
-    @contextmanager
-    def passing_signals_on(self) -> Iterator[None]:
-        """Pass the first stop signal to the workers, whose runs save and stop; the second kills
-        them."""
-        previous = {number: signal.getsignal(number) for number in minded_stop_signals()}
-
-        def pass_on(number: int, frame: FrameType | None) -> None:
-            is_first = self.stopped_by is None
-            self.stopped_by = self.stopped_by or signal.Signals(number).name
-            for worker in [*self._workers.values()]:
-                if is_first:
-                    worker.process.send_signal(signal.SIGTERM)
-                else:
-                    worker.kill()
-
-        for number in previous:
-            signal.signal(number, pass_on)
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+    def pass_signal_on(self, number: int, frame: FrameType | None) -> None:
+        """Pass the first stop signal to the workers, whose runs save and stop; kill them at the
+        second."""
+        is_first = self.stopped_by is None
+        self.stopped_by = self.stopped_by or signal.Signals(number).name
+        for worker in [*self._workers.values()]:
+            if is_first:
+                worker.process.send_signal(signal.SIGTERM)
+            else:
+                worker.kill()
 
 
 def _in_words(run: Path) -> str:

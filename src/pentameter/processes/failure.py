@@ -39,24 +39,23 @@ HOLD_BACK_SECONDS = 2.0
 """Seconds that a rank other than 0 waits before it prints an error that all ranks are likely to
 meet. An error that merely follows from another rank's error waits twice as long."""
 
-# Messages from gloo, nccl and torch's stores, each one long line from C++.
+# Messages from gloo, nccl and torch's stores, each one long line from C++; in small letters, as
+# their releases differ in capitals.
 _GONE = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "Broken pipe",
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
     "failed to recv, got 0 bytes",
     "remote process exited",
-    "ncclRemoteError",
+    "ncclremoteerror",
 )
 _LATE = (
-    "Timed out waiting",
     "timed out waiting",
     "waiting for clients",
-    "Wait timeout",
     "wait timeout",
     "socket has timed out",
-    "Socket Timeout",
+    "socket timeout",
     "collective operation timeout",
 )
 
@@ -100,7 +99,7 @@ def lost_process(error: BaseException) -> Literal["gone", "late"] | None:
     did not respond; None if this process itself failed."""
     each: BaseException | None = error
     while each is not None:
-        text = str(each)
+        text = str(each).lower()
         if isinstance(each, RuntimeError):
             if any(sign in text for sign in _GONE):
                 return "gone"

@@ -261,7 +261,7 @@ def open_store(place: Place, timeout_seconds: float) -> Store:
         where = "MASTER_ADDR={MASTER_ADDR} MASTER_PORT={MASTER_PORT}".format(**os.environ)
     deadline = time.monotonic() + timeout_seconds
     try:
-        store = _reach(place, where, timeout_seconds)
+        store = _reach(place, timeout_seconds)
         name = _agree(store, place, where, deadline)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
@@ -335,7 +335,7 @@ def _address(store: Store) -> str:
     return f" at {store.host}:{store.port}" if isinstance(store, dist.TCPStore) else ""
 
 
-def _reach(place: Place, where: str, timeout_seconds: float) -> Store:
+def _reach(place: Place, timeout_seconds: float) -> Store:
     """Open the store that the launcher, or rank 0, keeps for all; it may hold an earlier attempt's
     keys.
 

@@ -23,11 +23,7 @@ from typing import TYPE_CHECKING
 from pentameter.disk.lock import scratch_folder
 from pentameter.errors import InterruptedRunError, StorageError, TrainingFailedError
 from pentameter.machine.child import Child, exit_reason
-from pentameter.machine.cores import (
-    check_memory,
-    check_processes,
-    environment_of_one,
-)
+from pentameter.machine.cores import check_memory, check_processes, environment_of_one
 from pentameter.processes.failure import (
     Failure,
     WorkerFailedError,
@@ -37,7 +33,7 @@ from pentameter.processes.failure import (
 )
 from pentameter.processes.place import LAUNCH_FOLDER, Place
 from pentameter.processes.progress import Watchdog, culprits, is_stopped, stacks
-from pentameter.processes.stop_signals import minded_stop_signals
+from pentameter.processes.stop_signals import handling_stop_signals
 
 if TYPE_CHECKING:
     from pentameter.config.schema import Config
@@ -66,9 +62,9 @@ def run_local(
     """
     with ExitStack() as stack:
         workers = _Workers(stack.enter_context(scratch_folder()), grace_seconds)
-        handlers = dict.fromkeys(minded_stop_signals(), workers.on_signal)
-        for number, handler in {**handlers, signal.SIGTSTP: workers.on_suspend}.items():
-            stack.callback(signal.signal, number, signal.signal(number, handler))
+        stack.enter_context(handling_stop_signals(workers.on_signal))
+        suspend = signal.signal(signal.SIGTSTP, workers.on_suspend)
+        stack.callback(signal.signal, signal.SIGTSTP, suspend)
         stack.callback(workers.end)
         workers.start(command, n_processes)
         failures = workers.wait()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from pentameter.errors import InterruptedRunError
@@ -20,6 +22,17 @@ def minded_stop_signals() -> list[signal.Signals]:
     """Return STOP_SIGNALS without those that this process was started to ignore, as under
     `nohup`."""
     return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+@contextmanager
+def handling_stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Have `handler` handle the `minded_stop_signals` while the block runs; main thread only."""
+    previous = {number: signal.signal(number, handler) for number in minded_stop_signals()}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
 
 
 def stop_at_once() -> None:

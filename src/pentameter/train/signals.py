@@ -6,11 +6,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import ExitStack
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 from pentameter.errors import InterruptedRunError
-from pentameter.processes.stop_signals import minded_stop_signals
+from pentameter.processes.stop_signals import handling_stop_signals
 from pentameter.processes.world import World
 
 PROMPT_SECONDS = 2.0
@@ -43,18 +44,15 @@ class StopSignals:
         self.steps_unasked = 1
         """Number of steps that take PROMPT_SECONDS, the same on every rank, since a step's time
         was passed to `agree`."""
-        self._previous: dict[signal.Signals, Any] = {}
+        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in minded_stop_signals():
-                self._previous[number] = signal.signal(number, self._on_signal)
+            self._stack.enter_context(handling_stop_signals(self._on_signal))
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous.clear()
+        self._stack.close()
         if isinstance(error, _StopNow):
             raise InterruptedRunError(
                 f"stopped by {error} before the first step; the same command starts again",
