@@ -1,11 +1,12 @@
+import dataclasses
 import json
 import subprocess
 import sys
 
 import pytest
 
-from pentameter.cli.prepare import run
-from pentameter.config.data_schema import DataConfig
+from pentameter.cli.prepare import GrammarOptions, Options, run
+from pentameter.config.data_schema import DataConfig, GrammarConfig
 from pentameter.data.open_dataset import open_dataset
 from pentameter.errors import ConfigError, CorruptError
 
@@ -162,3 +163,14 @@ def test_conversations_become_shards(tmp_path, capsys):
     (tmp_path / "t.txt").write_text("text")
     with pytest.raises(ConfigError, match="is for conversations"):
         run([str(tmp_path / "t.txt"), "--chat-template", "chatml", "--out", str(tmp_path / "b")])
+
+
+@pytest.mark.parametrize(
+    ("options", "section"), [(Options, DataConfig), (GrammarOptions, GrammarConfig)]
+)
+def test_options_have_the_defaults_of_the_configuration(options, section):
+    ours = {field.name: field.default for field in dataclasses.fields(options)}
+    theirs = {key: field.default for key, field in section.model_fields.items()}
+    common = (ours.keys() & theirs.keys()) - {"grammar"}  # a section of its own
+    assert len(common) >= len(dataclasses.fields(GrammarOptions))
+    assert {key: ours[key] for key in common} == {key: theirs[key] for key in common}

@@ -245,8 +245,9 @@ def test_one_element_that_is_not_finite_is_found(value, dtype):
     bad = good.clone()
     bad[1, 2] = value
     whole = {"model": {"a": good, "empty": good[:0], "n": torch.tensor(3)}}
-    assert first_non_finite(whole) is None
-    assert first_non_finite({**whole, "optimizer": {"b": good, "c": bad}}) == "optimizer tensor c"
+    assert first_non_finite(whole, World()) is None
+    found = first_non_finite({**whole, "optimizer": {"b": good, "c": bad}}, World())
+    assert found == "optimizer tensor c"
 
 
 def test_a_process_whose_part_is_finite_hears_of_the_other():

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,6 +86,10 @@ def test_a_model_beyond_the_memory_is_refused_with_both_numbers(tmp_path, monkey
         fit(tmp_path, {"path": str(tmp_path / "text.txt")})
 
 
+def compute_on(device):
+    return SimpleNamespace(device=torch.device(device), precision=None, fused_dropout=False)
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_what_is_offloaded_must_fit_the_machine_and_not_the_gpu(monkeypatch, device):
     config = load_config(
@@ -93,7 +98,7 @@ def test_what_is_offloaded_must_fit_the_machine_and_not_the_gpu(monkeypatch, dev
     plan = make_plan(config, world_size=2)
 
     def check():
-        device_memory.check_device_memory(plan, torch.device("cuda"), local_size=2)
+        device_memory.check_device_memory(plan, compute_on("cuda"), local_size=2)
 
     memory = plan_memory(plan)
     state = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
@@ -119,9 +124,9 @@ def test_a_step_beyond_the_memory_names_settings_that_fit(tmp_path, monkeypatch)
         r"is planned to take .* GB, cpu has 8\.0 GB; --train\.micro-batch-size \d+ fits\. --force"
     )
     with pytest.raises(ConfigError, match=said):
-        device_memory.check_device_memory(plan, torch.device("cpu"), local_size=1)
+        device_memory.check_device_memory(plan, compute_on("cpu"), local_size=1)
     small = make_plan(load_config(config, {"train.micro_batch_size": 1}))
-    device_memory.check_device_memory(small, torch.device("cpu"), local_size=1)
+    device_memory.check_device_memory(small, compute_on("cpu"), local_size=1)
     monkeypatch.setattr(device_memory, "memory_bytes", lambda device: 1000)
     (tmp_path / "text.txt").write_text("some text " * 20)
     tiny = {"path": str(tmp_path / "text.txt")}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 import tyro
 
 from pentameter.cli.arguments import parse
-from pentameter.config.choices import VALIDATION_FRACTION
+from pentameter.config.choices import FILE_DEFAULTS, VALIDATION_FRACTION
 from pentameter.config.urls import is_remote
 from pentameter.errors import ConfigError, terminal_message
 
@@ -75,10 +75,10 @@ class Options:
     chat_template: Annotated[str | None, tyro.conf.arg(metavar="FILE|DIR|chatml")] = None
     """What makes the messages of conversations text: a Jinja file, a folder with the
     tokenizer_config.json of a Hugging Face model, or `chatml`; the tokenizer's own when absent."""
-    encoding: str = "utf-8"
+    encoding: str = FILE_DEFAULTS["encoding"]
     """How the files encode text: `utf-8`, `utf-16`, `gb18030`, `latin-1`, or another that Python
     knows. The shards do not depend on it."""
-    text_field: str = "text"
+    text_field: str = FILE_DEFAULTS["text_field"]
     """The field of a JSONL record, or the column of a table, that holds its text."""
     split_by: Literal["position", "document"] = "position"
     """`position`: the last part of the text is held out; `document`: each document goes to the
@@ -124,7 +124,6 @@ def run(arguments: list[str]) -> int:
 
 
 def _import(options: Options, sources: Sequence[Path]) -> None:
-    from pentameter.config.data_schema import FILE_DEFAULTS
     from pentameter.data.prepare.from_tokens import files_by_split, import_tokens, open_token_file
     from pentameter.data.tokenizers.setting import chosen_tokenizer
 
@@ -185,7 +184,7 @@ def _is_input(source: str) -> bool:
 
 
 def _prepare(options: Options, conversations: Conversations | None, warnings: list[str]) -> None:
-    """Write the shards of conversations, or of the text that the options name."""
+    """Write the shards for conversations, or for the text that the options name."""
     from pentameter.data.prepare.contents import Contents, prepare_contents
     from pentameter.data.prepare.from_conversations import chat_template, read_conversations
     from pentameter.data.prepare.from_text import read_contents

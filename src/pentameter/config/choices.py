@@ -95,28 +95,19 @@ MOMENTS: Mapping[str, int] = {"adamw": 2, "adam": 2, "sgd": 1, "muon": 2}
 and Muon one for a matrix in a block."""
 
 TAKES_SEVERAL_STAGES = {
-    "gpipe": False,
-    "1f1b": False,
-    "interleaved": True,
-    "zero-bubble": True,
-    "zero-bubble-v": True,
+    **dict.fromkeys(("gpipe", "1f1b"), False),
+    **dict.fromkeys(("interleaved", "zero-bubble", "zero-bubble-v"), True),
 }
 """`parallel.schedule` → True if a rank may hold several stages."""
 
 SPLITS_BACKWARD = {
-    "gpipe": False,
-    "1f1b": False,
-    "interleaved": False,
-    "zero-bubble": True,
-    "zero-bubble-v": True,
+    **dict.fromkeys(("gpipe", "1f1b", "interleaved"), False),
+    **dict.fromkeys(("zero-bubble", "zero-bubble-v"), True),
 }
 """`parallel.schedule` → True if gradients for inputs and for weights are computed apart."""
 
 TURNS_BACK = {
-    "gpipe": False,
-    "1f1b": False,
-    "interleaved": False,
-    "zero-bubble": False,
+    **dict.fromkeys(("gpipe", "1f1b", "interleaved", "zero-bubble"), False),
     "zero-bubble-v": True,
 }
 """`parallel.schedule` → True if its stages run through the ranks and back, as a V, so that the
@@ -131,11 +122,11 @@ EXCHANGES_HEADS = {"ring": False, "all-to-all": True}
 VALIDATION_FRACTION = 0.1
 """Default for `data.validation_fraction`, and for `prepare`."""
 
+FILE_DEFAULTS = {"text_field": "text", "encoding": "utf-8"}
+"""Keys in `[data]` about files' text → their defaults, in `prepare` too."""
+
 ROWS_ARE_DOCUMENTS = {
-    "random": False,
-    "shuffled": False,
-    "sequential": False,
-    "columns": False,
+    **dict.fromkeys(("random", "shuffled", "sequential", "columns"), False),
     "documents": True,
 }
 """`data.order` → True if a row is (the beginning of) one document."""

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pentameter.config.choices import VALIDATION_FRACTION
+from pentameter.config.choices import FILE_DEFAULTS, VALIDATION_FRACTION
 from pentameter.config.section import (
     ABSENT,
     ByteCount,
@@ -68,10 +68,6 @@ class EvaluationConfig(Section):
     """The `split` of its metrics."""
     path: str
     """A file, a pattern, a folder, a URL, or prepared shards; all of it is evaluated."""
-
-
-FILE_DEFAULTS = {"text_field": "text", "encoding": "utf-8"}
-"""Keys in `[data]` about files' text, with their defaults."""
 
 
 class DataConfig(Section):

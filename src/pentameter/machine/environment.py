@@ -19,16 +19,14 @@ from pentameter.machine.capabilities import Capabilities, machine_capabilities
 PACKAGES = ("pentameter", "torch", "numpy", "safetensors", "tokenizers", "pydantic", "matplotlib")
 
 
-def environment(
-    device: torch.device | None = None, capabilities: Capabilities | None = None
-) -> dict[str, Any]:
-    """Return versions, devices, git commit, command line and flags, as JSON values; and the
-    training `device`, if given."""
+def environment(device: torch.device, capabilities: Capabilities | None = None) -> dict[str, Any]:
+    """Return versions, devices, git commit, command line, flags and the training `device`, as JSON
+    values."""
     devices = asdict(capabilities or machine_capabilities())
     cpu = devices["cpu"]
     cpu["cores"], cpu["threads"] = cpu.pop("n_cores"), cpu.pop("n_threads")
     devices["gpus"] = list(devices["gpus"])  # as JSON reads them back
-    facts: dict[str, Any] = {
+    return {
         "versions": {"python": platform.python_version(), **versions(PACKAGES)},
         "platform": platform.platform(),
         "command": shlex.join(sys.argv),
@@ -39,10 +37,8 @@ def environment(
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
             "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         },
+        "device": str(device),
     }
-    if device is not None:
-        facts["device"] = str(device)
-    return facts
 
 
 def versions(names: tuple[str, ...]) -> dict[str, str | None]:

@@ -29,14 +29,12 @@ CORE_BYTES_PER_SECOND = 8e9
 SHARED_MEMORY_BYTES_PER_SECOND = 2e9
 
 
-def this_cluster(
-    world_size: int, local_size: int, capabilities: Capabilities | None = None
-) -> tuple[Cluster, bool]:
+def this_cluster(world_size: int, local_size: int) -> tuple[Cluster, bool]:
     """Return the Cluster for `world_size` processes, `local_size` per machine, and whether its
     figures are published or measured rather than typical."""
     from pentameter.machine.capabilities import machine_capabilities  # it imports torch
 
-    capabilities = capabilities or machine_capabilities()
+    capabilities = machine_capabilities()
     n_nodes = max(1, world_size // local_size)
     shape = {"node_size": local_size, "n_nodes": n_nodes}
     if capabilities.gpus:

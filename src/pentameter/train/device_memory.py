@@ -12,20 +12,14 @@ from pentameter.estimating.plan_estimates import plan_memory, plan_state_bytes
 from pentameter.estimating.search import settings_that_fit
 from pentameter.machine.capabilities import memory_bytes
 from pentameter.planning.plan import Plan
+from pentameter.train.compute import Compute
 
 
-def check_device_memory(
-    plan: Plan,
-    device: torch.device,
-    local_size: int,
-    precision: str | None = None,
-    *,
-    fused_dropout: bool = False,
-) -> None:
+def check_device_memory(plan: Plan, compute: Compute, local_size: int) -> None:
     """Raise ConfigError, with the nearest settings that fit, if the Plan's peak exceeds the
-    device's memory, or its offloaded tensors exceed the machine's memory. With `fused_dropout`,
-    attention dropout is applied in kernels."""
-    is_gpt, offload = plan.built_by is None, plan.config.train.offload
+    device's memory, or its offloaded tensors exceed the machine's memory."""
+    is_gpt, offload, device = plan.built_by is None, plan.config.train.offload, compute.device
+    precision, fused_dropout = compute.precision, compute.fused_dropout
     state = plan_state_bytes(plan).state_bytes
     # Only the state of a custom model is known.
     total = state

@@ -141,11 +141,7 @@ def _stages(plan: Plan) -> list[str]:
     for index in range(layout.pipeline):
         ranges = [plan.stages[stage] for stage in layout.stages_of(index)]
         layers = ", ".join(f"{stage.start}-{stage.stop - 1}" for stage in ranges)
-        ranks = [
-            rank
-            for rank in range(layout.world_size)
-            if layout.coordinates(rank)["pipeline"] == index
-        ]
-        span = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
+        first, n_ranks = layout.rank_of(pipeline=index), layout.world_size // layout.pipeline
+        span = f"{first}-{first + n_ranks - 1}" if n_ranks > 1 else str(first)
         lines.append(f"        rank {span}: layers {layers}")
     return lines

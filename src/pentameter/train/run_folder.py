@@ -205,8 +205,6 @@ def _open(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFolder:
         identity = None  # it failed before its first checkpoint: there is nothing to resume
     parent = None if given is None else {"run_id": given.manifest.run_id, "step": given.step}
     if identity is None:
-        if resume in ("must", "extend"):
-            raise no_checkpoint(request)
         identity = {"run_id": uuid.uuid4().hex, "parent": parent, "init_from": None}
     else:
         _check_resumes(request, identity, parent)

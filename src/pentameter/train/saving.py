@@ -186,7 +186,7 @@ class RunCheckpoints:
         on_error = self.run.config.checkpoint.on_error
         return look_up(ENDS_RUN, on_error, "checkpoint.on_error", "the trainer")
 
-    def _say_not_saved(self, step: int, error: Exception) -> None:
+    def _say_not_saved(self, step: int, error: object) -> None:
         self.run.console.say(f"warning: step {step} is not saved: {error}")
 
     @cached_property
@@ -212,7 +212,7 @@ class RunCheckpoints:
             pending.save.written()
         except Exception as error:
             why = error
-        self.run.console.say(f"warning: step {pending.save.step} is not saved: {why}")
+        self._say_not_saved(pending.save.step, why)
 
     def check_copies_if_due(self) -> None:
         """Raise TrainingFailedError if replicas differ between ranks, at the steps that
@@ -429,12 +429,9 @@ def different_copies(run: TrainingRun) -> str | None:
     return differing_copies(groups, run.world, engine.mesh, run.plan.tied)
 
 
-def first_non_finite(
-    groups: Mapping[str, Mapping[str, torch.Tensor]], world: World | None = None
-) -> str | None:
+def first_non_finite(groups: Mapping[str, Mapping[str, torch.Tensor]], world: World) -> str | None:
     """Return group, name and rank for a tensor with a NaN or an infinity, the same on every rank;
     None if all are finite. Each rank checks its own shards. Collective."""
-    world = World() if world is None else world
     own = next(
         (
             f"{group} tensor {name}" + (f" on rank {world.rank}" if world.size > 1 else "")

@@ -136,13 +136,7 @@ def _compute(request: RunRequest, plan: Plan, warnings: list[str]) -> Compute:
     compute = choose_compute(plan, world)
     warnings += compute_warnings(plan, compute, world)
     if not request.force:
-        check_device_memory(
-            plan,
-            compute.device,
-            world.local_size,
-            compute.precision,
-            fused_dropout=compute.fused_dropout,
-        )
+        check_device_memory(plan, compute, world.local_size)
     return compute
 
 

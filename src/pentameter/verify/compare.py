@@ -16,6 +16,7 @@ from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.layout import Layout
 from pentameter.planning.outline import ModelOutline, outline_of_gpt
 from pentameter.planning.plan import Plan, make_plan
+from pentameter.train.log_files import strict
 from pentameter.verify.cases import MOST_PROCESSES, Case
 from pentameter.verify.jobs import Float64, Job, StepNumbers
 from pentameter.verify.sent_model import SentModel
@@ -62,6 +63,11 @@ class Difference:
         """The name of the quantity that differs: `loss`, `gradient of head.weight`."""
         return self.kind if self.tensor == self.kind else f"{self.kind} of {self.tensor}"
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that `verify --json` prints; an infinite error is null."""
+        names = ("kind", "tensor", "step", "rank", "error")
+        return strict({name: getattr(self, name) for name in names})
+
     def __str__(self) -> str:
         what = self.remark or f"is off by {self.error:.1e}"
         return f"the {self.subject} {what} (step {self.step}, rank {self.rank})"
@@ -99,16 +105,15 @@ class Outcome:
 
     def to_json(self) -> dict[str, Any]:
         """Return an element of `layouts` for `verify --json`. Infinite errors are null."""
+        errors = ("loss_error", "gradient_error", "parameter_error")
         return {
             "layout": str(self.case),
             "name": self.case.name,
             "world_size": self.case.layout.world_size,
-            "loss_error": _finite(self.loss_error),
-            "gradient_error": _finite(self.gradient_error),
-            "parameter_error": _finite(self.parameter_error),
+            **strict({name: getattr(self, name) for name in errors}),
             "worst_tensor": None if self.worst is None else self.worst.tensor,
-            "worst": _difference_json(self.worst),
-            "first_difference": _difference_json(self.first),
+            "worst": None if self.worst is None else self.worst.to_json(),
+            "first_difference": None if self.first is None else self.first.to_json(),
             "problem": self.problem,
             "passed": self.passed,
             "seconds": round(self.seconds, 3),
@@ -194,22 +199,6 @@ def _reference(
 
 def _largest(found: Iterable[Difference], *kinds: Kind) -> float:
     return max(each.error for each in found if each.kind in kinds)
-
-
-def _finite(error: float | None) -> float | None:
-    return error if error is not None and math.isfinite(error) else None
-
-
-def _difference_json(difference: Difference | None) -> dict[str, Any] | None:
-    if difference is None:
-        return None
-    return {
-        "kind": difference.kind,
-        "tensor": difference.tensor,
-        "step": difference.step,
-        "rank": difference.rank,
-        "error": _finite(difference.error),
-    }
 
 
 # -- number by number ---------------------------------------------------------------------------

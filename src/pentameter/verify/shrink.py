@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pentameter.config.fields import values_of
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config, ParallelConfig
 from pentameter.errors import ConfigError
 from pentameter.planning.layout import Layout, shard_size
+from pentameter.planning.outline import outline_of_gpt
 from pentameter.planning.plan import make_plan
 from pentameter.verify.cases import Case, chosen_cases
+
+if TYPE_CHECKING:  # it imports torch
+    from pentameter.parallel.sources.model_source import ModelSource
 
 LEAST_DROPOUT = 0.1
 LEAST_WEIGHT_DECAY = 0.1
@@ -120,17 +124,33 @@ def _width_shards(layout: Layout) -> int:
     return layout.sizes["tensor"] * (layout.sizes["row"] if layout.is_3d else 1)
 
 
-def shrunk_cases(config: Config, layouts: str) -> tuple[Config, list[Case]]:
+def shrunk_cases(
+    config: Config, layouts: str, custom: ModelSource | None = None
+) -> tuple[Config, list[Case]]:
     """Shrink a configuration for the cases that `layouts` names, and return it with the cases.
-    Raises ConfigError for a case that no run could have."""
+
+    A custom model keeps its section `[model]`, and `all` means the cases that it can have. Raises
+    ConfigError for any other case that no run could have.
+    """
+    is_gpt = custom is None
+    outline_of = outline_of_gpt if custom is None else custom.outline
+    if not is_gpt:
+        config = config.model_copy(update={"parallel": ParallelConfig()})
     cases = chosen_cases(config, layouts)
-    small = shrink(config, cases)
+    small = shrink(config, cases, keeps_model=not is_gpt)
+    if not is_gpt:
+        make_plan(small, outline_of=outline_of)  # errors that no layout avoids
+    possible = []
     for case in cases:
         try:
-            make_plan(case_config(small, case))
+            make_plan(case_config(small, case), outline_of=outline_of)
+            if case.tied_head is not None and not is_gpt:
+                raise ConfigError("tied_head is of the built-in model")
+            possible.append(case)
         except ConfigError as error:
-            raise ConfigError(f"layout {str(case)!r}: {error}") from None
-    return small, cases
+            if is_gpt or layouts != "all":
+                raise ConfigError(f"layout {str(case)!r}: {error}") from None
+    return small, possible
 
 
 def case_config(small: Config, case: Case) -> Config:

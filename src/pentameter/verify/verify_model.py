@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from pentameter.config.schema import Config, ParallelConfig
+from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
 from pentameter.parallel.sources.custom_model import Build, model_source
 from pentameter.parallel.sources.gpt_source import GPTSource
 from pentameter.parallel.sources.model_source import ModelSource
-from pentameter.planning.plan import make_plan
 from pentameter.train.user_components import BatchFunction
-from pentameter.verify.cases import Case, chosen_cases
 from pentameter.verify.compare import Outcome, verify_layouts
 from pentameter.verify.sent_model import sent
-from pentameter.verify.shrink import case_config, shrink
+from pentameter.verify.shrink import shrunk_cases
 from pentameter.verify.workers import Workers
 
 
@@ -44,40 +40,10 @@ def verify_model(
             "batches= goes with a custom model; the built-in one is made small, with a vocabulary "
             "of its own, and verified on random tokens"
         )
-    if not is_gpt:
-        config = config.model_copy(update={"parallel": ParallelConfig()})
-    cases = chosen_cases(config, layouts)
-    small = shrink(config, cases, keeps_model=not is_gpt)
-    if not is_gpt:
-        make_plan(small, outline_of=source.outline)  # errors that no layout avoids
-    possible, problem = _possible(small, cases, source)
-    if problem is not None and (is_gpt or layouts != "all"):
-        raise problem
+    small, cases = shrunk_cases(config, layouts, None if is_gpt else source)
+    custom = None if is_gpt else sent(source, batches)
     with Workers() as workers:
-        sent_model = None if is_gpt else sent(source, batches)
-        return list(
-            verify_layouts(
-                small,
-                possible,
-                workers,
-                n_steps=steps,
-                model=sent_model,
-                outline_of=source.outline,
-            )
+        found = verify_layouts(
+            small, cases, workers, n_steps=steps, model=custom, outline_of=source.outline
         )
-
-
-def _possible(
-    small: Config, cases: Sequence[Case], source: ModelSource
-) -> tuple[list[Case], ConfigError | None]:
-    """Return the cases that a run could have, and the error for the first impossible one."""
-    possible, problem = [], None
-    for case in cases:
-        try:
-            make_plan(case_config(small, case), outline_of=source.outline)
-            if case.tied_head is not None and not isinstance(source, GPTSource):
-                raise ConfigError(f"layout {str(case)!r}: tied_head is of the built-in model")
-            possible.append(case)
-        except ConfigError as error:
-            problem = problem or ConfigError(f"layout {str(case)!r}: {error}")
-    return possible, problem
+        return list(found)
