@@ -101,7 +101,7 @@ def with_patterns(arguments: Sequence[str]) -> list[str]:
 
 
 def _listed_kind(argument: str) -> tuple[str, str] | None:
-    """Return folder and suffix of an argument that a pattern may have been listed as, else None."""
+    """Return folder and suffix for an existing file that a shell may have listed, else None."""
     path = Path(argument)
     if argument.startswith("-") or not path.suffix or path.suffix.lower() == ".toml":
         return None
@@ -143,8 +143,8 @@ def _begun(typed: str, options: Sequence[str]) -> list[str]:
 
 
 def without_options(arguments: Sequence[str], names: Collection[str]) -> list[str]:
-    """Return a command line without the options `names` (with hyphens and without dashes), each of
-    which has a value."""
+    """Return a command line without the options `names` (with hyphens, without dashes) and their
+    values."""
     kept, rest = [], deque(arguments)
     while rest:
         argument = rest.popleft()

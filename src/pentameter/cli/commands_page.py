@@ -1,4 +1,4 @@
-"""The reference page for the command line, docs/commands.md, made from the help of every verb."""
+"""The reference page docs/commands.md, made from each verb's help."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ checkpoint folder or a Hugging Face folder. Where a verb takes a preset or a fil
 
 
 def commands_page() -> str:
-    """Return docs/commands.md: the general help, the help of each verb, the exit codes."""
+    """Return docs/commands.md: the general help, each verb's help, the exit codes."""
     parts = [HEAD, f"```\n{_help([])}\n```\n"]
     parts += [f"## {verb}\n\n```\n{_help([verb])}\n```\n" for verb in VERBS]
     parts.append("## Exit codes\n\n| code | means |\n| --- | --- |\n| 0 | Done. |")
@@ -33,9 +33,9 @@ def commands_page() -> str:
 
 
 def _help(verb: list[str]) -> str:
-    """Return what `pentameter VERB --help` prints; its lines are as long as COLUMNS lets them be.
+    """Return the text that `pentameter VERB --help` prints, COLUMNS wide.
 
-    Frames and rulers are left out, as they differ by terminal and release of tyro.
+    Frames and rulers are left out: they differ between terminals, and between tyro's releases.
     """
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):

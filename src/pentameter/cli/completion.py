@@ -84,8 +84,8 @@ def run(arguments: list[str]) -> int:
 
 
 def candidates(words: Sequence[str]) -> list[str]:
-    """Return what the last of `words`, those behind `pentameter`, may become; nothing where it is
-    the name of a file."""
+    """Return completions for the last word, given all `words` typed after `pentameter`; an empty
+    list if a file name belongs there."""
     from pentameter.cli.main import VERBS
 
     *before, typed = words or [""]
@@ -110,7 +110,7 @@ def _beginning(typed: str, words: Iterable[str]) -> list[str]:
 
 
 def _arguments_of(verb: str) -> type[Any] | None:
-    """Return the dataclass of a verb's options, the one that its module defines."""
+    """Return the options dataclass that a verb's module defines."""
     name = f"pentameter.cli.{verb}_" if keyword.iskeyword(verb) else f"pentameter.cli.{verb}"
     module = importlib.import_module(name)
     kinds = [each for each in vars(module).values() if isinstance(each, type)]
@@ -120,7 +120,7 @@ def _arguments_of(verb: str) -> type[Any] | None:
 
 
 def _options(verb: str, typed: str) -> list[str]:
-    """Return a verb's options; of the configuration, only the sections until one is typed."""
+    """Return a verb's options. Configuration keys are given by section until one is typed."""
     kind = _arguments_of(verb)
     found = [f"--{name}" for name in (options_of(kind) if kind is not None else ["help"])]
     if verb in OVERRIDING:
@@ -157,7 +157,7 @@ def _values(verb: str, option: str) -> list[str]:
 
 
 def _positionals(verb: str) -> list[str]:
-    """Return what a verb's first argument may be beside a file: a preset, a run, a shell."""
+    """Return completions for a verb's first argument, files aside: presets, runs or shells."""
     if verb in NAMING_PRESETS:
         from pentameter.config.load import preset_names
 

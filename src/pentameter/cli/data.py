@@ -1,4 +1,4 @@
-"""`pentameter data`: what a step of a run reads, without a model."""
+"""`pentameter data`: show the batch that a run's step reads, without a model."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _chosen_rows(asked: DataArguments, n_rows: int) -> range:
-    """Return the numbers of the rows to show. Raises ConfigError for rows outside the batch."""
+    """Return the batch row numbers to show. Raises ConfigError for rows outside the batch."""
     if asked.rows is None:
         return range(n_rows if asked.json else min(SHOWN_ROWS, n_rows))
     form = re.fullmatch(r"([0-9]{0,9})(:?)([0-9]{0,9})", asked.rows)
@@ -126,7 +126,7 @@ def _print(asked: DataArguments, data: RunData, batch: Batch, rows: list[RowRead
 
 
 def _heading(row: RowRead, data: RunData) -> str:
-    """Return the row's first line, and a line for each span of tokens in it."""
+    """Return the row's first line, and a line for each span in it."""
     source = printable(data.source_names[row.source])
     n_targets = len(row.tokens) - 1 + row.n_padded
     padded = f" · {row.n_padded:,} padded" if row.n_padded else ""
@@ -145,7 +145,7 @@ def _heading(row: RowRead, data: RunData) -> str:
 
 
 def _styled(stretches: tuple[Stretch, ...], *, plain: bool) -> Iterator[tuple[str, str]]:
-    """Yield pieces of a row's text, each with its style; if `plain`, marks stand for styles."""
+    """Yield (text, style) for each stretch; if `plain`, marks in the text replace styles."""
     is_open = False
     for each in stretches:
         text = f"‹{each.text}›" if each.is_special else each.text

@@ -104,7 +104,7 @@ def _split(parsed: EvalArguments, overrides: list[str]) -> tuple[dict[str, Any],
 def _multiple_choice(
     parsed: EvalArguments, file: Path, overrides: list[str]
 ) -> tuple[dict[str, Any], str]:
-    """Return the `--json` object for a file of questions, and the line for people."""
+    """Return the `--json` object for a questions file, and the line for people."""
     from pentameter.evaluate.multiple_choice import evaluate_multiple_choice, read_questions
 
     if parsed.stride is not None or overrides:

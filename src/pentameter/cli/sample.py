@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from pentameter.cli.arguments import load_for_verb, parse
-from pentameter.errors import ConfigError, StorageError, terminal_message
+from pentameter.cli.arguments import load_for_verb, parse, print_warnings
+from pentameter.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -107,9 +107,9 @@ def _sampled(
     *,
     continues: bool,
 ) -> tuple[Iterator[np.ndarray], list[Detokenizer]]:
-    """Return an iterator over each step's tokens (B,), which ends with the last sample, and what
-    decodes each sample; with `continues`, behind the prompt's last word. An answer (`asked.chat`)
-    ends at the first special token."""
+    """Start sampling. Return an iterator over each step's tokens (B,), which ends with the last
+    sample, and a detokenizer for each sample. With `continues`, texts follow the prompt's last
+    word. An answer (`asked.chat`) ends at the first special token."""
     from pentameter.generation.loop import Detokenizer, stream_tokens
 
     tokenizer = loaded.tokenizer
@@ -129,8 +129,8 @@ def _sampled(
 
 
 def _ask_for_prompts(loaded: LoadedModel, sampling: Sampling, asked: SampleArguments) -> None:
-    """Ask for prompts and print what the model makes of each, until the input ends. Each has a seed
-    of its own, the first `asked.seed`; with `asked.chat` an answer sees all messages before it."""
+    """Read prompts until the input ends, and print the model's continuation or answer to each.
+    Seeds count up from `asked.seed`; with `asked.chat`, the model sees all earlier messages."""
     from pentameter.data.tokenizers.rendering import render
     from pentameter.generation.loop import encode_messages, encode_prompt, template_of
 
@@ -156,7 +156,7 @@ def _ask_for_prompts(loaded: LoadedModel, sampling: Sampling, asked: SampleArgum
             else:
                 ids = encode_messages(loaded.tokenizer, turn, partial(render, template))
         except ConfigError as error:  # such as a character that the model does not know
-            print(f"pentameter: {terminal_message(str(error))}", file=sys.stderr)
+            print_warnings([str(error)])
             continue
         one = dataclasses.replace(asked, seed=seed)
         text = _print_until_stopped(*_sampled(loaded, ids, sampling, one, continues=bool(line)))

@@ -114,7 +114,7 @@ def run(arguments: list[str]) -> int:
 def _sweep(
     parsed: TrainArguments, arguments: list[str], overrides: list[str], place: Place | None
 ) -> None:
-    """Train the runs of a sweep, and compare them."""
+    """Train a sweep's runs, and compare them."""
     from pentameter.cli.compare import run as compare
     from pentameter.cli.sweep_option import sweep_runs, train_sweep
 
@@ -147,8 +147,8 @@ def _sweep(
 
 
 def serve_sweep() -> Callable[[list[str]], int]:
-    """Return the function that trains runs of a sweep in a worker process, given a `train`
-    command's arguments."""
+    """Return the function that trains a run in a sweep's worker process, given `train`
+    arguments."""
     return run
 
 

@@ -1,4 +1,4 @@
-"""The runs in a folder, followed while they train, as the rows of a table that grows."""
+"""The runs in a folder, followed while they train: rows for a growing table, and live pages."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pentameter import formatting
+from pentameter.disk.atomic import storage_errors
 from pentameter.disk.lock import owner_of
-from pentameter.errors import ConfigError, PentameterError, StorageError, printable
+from pentameter.errors import ConfigError, PentameterError, printable
 from pentameter.report.comparison import compare_records, differing_settings, render_comparison
 from pentameter.report.curves import Series, envelope
 from pentameter.report.event_reader import EventReader
@@ -43,7 +44,7 @@ LEFTOVERS = ("run.lock", "plan.json", "environment.json", "log.txt", "checkpoint
 
 @dataclass
 class _Followed:
-    """A run folder, what is known of it, and the version of the board at which that changed."""
+    """A run folder, its row and sparkline, and the board version at which they last changed."""
 
     folder: Path
     events: EventReader
@@ -72,9 +73,9 @@ class _Drawn:
 
 
 class Board:
-    """The runs in `folder`, one a sub-folder, read again where something changed.
+    """The runs in `folder`, one per sub-folder, each read again when its files change.
 
-    Safe to be called from several threads. Links are not followed out of the folder.
+    Thread-safe. Links are not followed out of the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -90,8 +91,8 @@ class Board:
         self._drawing = threading.Lock()
 
     def news(self, session: str, after: int) -> dict[str, Any]:
-        """Return what changed after a version: rows, each with the points that are new in its
-        sparkline. Everything, if `session` is another one's. Raises StorageError."""
+        """Return all rows that changed since version `after`, each with its new sparkline points;
+        all rows if `session` belongs to another Board. Raises StorageError."""
         with self._lock:
             self._refresh()
             if session != self._session:
@@ -121,8 +122,8 @@ class Board:
         return drawn.version if drawn is not None and drawn.is_fresh() else newest
 
     def page(self, names: Sequence[str], live: str) -> str:
-        """Return the report of one run, or the comparison of several, that asks `live` for its
-        version. Raises ConfigError for a name that is no run's, or of a broken one."""
+        """Return one run's report, or several runs' comparison; its script polls `live` for the
+        version. Raises ConfigError for an unknown name or a broken run."""
         asked = tuple(names)
         with self._drawing:  # one at a time: drawing takes a core that the run may want
             version, old = self.version(names), self._pages.get(asked)
@@ -154,7 +155,7 @@ class Board:
             return followed.run.record
 
     def _refresh(self) -> None:
-        """Read what changed, at most once in `FRESH_SECONDS`."""
+        """Read changed runs again, at most once in `FRESH_SECONDS`."""
         if time.monotonic() - self._read_at < FRESH_SECONDS:
             return
         names = _run_names(self.folder)
@@ -182,22 +183,18 @@ def check_runs_folder(folder: Path) -> None:
     cannot be read."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder; watch takes one with runs in it")
-    try:
+    with storage_errors(folder, "read"):
         if holds_run(folder):
             raise ConfigError(
                 f"{folder} is itself a run; watch the folder it is in: watch {folder.parent}"
             )
-    except OSError as error:
-        raise StorageError(f"{folder} cannot be read: {error.strerror or error}") from error
     _run_names(folder)
 
 
 def _run_names(folder: Path) -> list[str]:
-    """Return the names of run folders, also of broken ones, in order. Raises StorageError."""
-    try:
+    """Return the names of run folders, broken ones included, sorted. Raises StorageError."""
+    with storage_errors(folder, "read"):
         names = [name for name in os.listdir(folder) if name[0] != "."]
-    except OSError as error:
-        raise StorageError(f"{folder} cannot be read: {error.strerror or error}") from error
     return sorted(name for name in names if _looks_like_run(folder / name))[:MOST_RUNS]
 
 
@@ -229,7 +226,8 @@ def _update(each: _Followed, version: int) -> bool:
         if has_news:
             _extend_spark(each, each.run.record.train["loss"], version)
     except (PentameterError, OSError) as error:
-        each.run, each.error = None, _reason(error)
+        said = error.strerror if isinstance(error, OSError) else str(error)
+        each.run, each.error = None, printable(said or type(error).__name__)
         each.row = {"state": "broken", "kind": "bad", "why": each.error}
     # Samples and checkpoints are on the run's page, not in its row.
     is_new = each.row != before or signature != each.signature or each.events.has_more
@@ -239,13 +237,8 @@ def _update(each: _Followed, version: int) -> bool:
     return is_new
 
 
-def _reason(error: PentameterError | OSError) -> str:
-    said = error.strerror if isinstance(error, OSError) else str(error)
-    return printable(said or type(error).__name__)
-
-
 def _signature(folder: Path) -> tuple[object, ...]:
-    """Return what changes with the files of a run folder."""
+    """Return a value that changes whenever a watched file in the run folder does."""
     found: list[object] = []
     for name in WATCHED:
         try:
@@ -309,8 +302,8 @@ def _extend_spark(each: _Followed, loss: Series, version: int) -> None:
 
 
 def _news_of(name: str, each: _Followed, after: int, columns: Sequence[str]) -> dict[str, Any]:
-    """Return a run's row, with the settings that are columns, and the points of its sparkline that
-    came after a version."""
+    """Return a run's row with its settings for `columns`, and the sparkline points added since
+    version `after`."""
     found = each.run.settings if each.run is not None else {}
     shown = {path: formatting.scalar(found[path]) for path in columns if path in found}
     anew = each.spark_began_at > after

@@ -1,4 +1,4 @@
-"""Comparison of several runs, as data and as a page: one ranked row a run."""
+"""Several runs compared, as data and as a page: one ranked row per run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pentameter.train.log_files import strict
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: a cell for each run, and what the rows are sorted by."""
+    """A table column: for each run a cell, and the key by which rows are sorted."""
 
     title: str
     cells: tuple[str, ...]
@@ -126,7 +126,10 @@ def compare_records(records: Sequence[RecordedRun]) -> Comparison:
         figure for figure in figures if figure.title in OFTEN_ALIKE and len(set(figure.cells)) == 1
     ]
     shown = [figure for figure in figures if figure not in alike]
-    found = [_setting(path, values) for path, values in differing.items()]
+    found = [
+        Column(path, tuple(map(formatting.scalar, values)), tuple(map(_key, values)), path)
+        for path, values in differing.items()
+    ]
     return Comparison(
         ranking,
         (*shown[:2], *found, *shown[2:]),
@@ -187,14 +190,8 @@ def _figures(ranking: Ranking) -> Iterator[Column]:
             yield Column(title, cells, tuple(keys))
 
 
-def _setting(path: str, values: Sequence[Any]) -> Column:
-    return Column(
-        path, tuple(map(formatting.scalar, values)), tuple(_key(value) for value in values), path
-    )
-
-
 def _key(value: Any) -> float | str:
-    """Return what a cell is sorted by."""
+    """Return a cell's sort key: a number, NaN if unknown, else text."""
     if value is None or value == "":
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -58,7 +58,7 @@ def smoothed(series: Series, n_points: int = 400) -> Curve:
     x, y = _to_arrays(series)
     n = len(x)
     widest = max(1, n // 40)
-    kept = _evenly(n, n_points)
+    kept = evenly(n, n_points)
     means = np.empty(len(kept))
     for position, index in enumerate(kept):
         half = min(int(index), widest)
@@ -71,11 +71,11 @@ def smoothed(series: Series, n_points: int = 400) -> Curve:
 def thinned(series: Series, n_points: int = 800) -> Curve:
     """Return at most `n_points` evenly spaced points, including the first and the last."""
     x, y = _to_arrays(series)
-    kept = _evenly(len(x), n_points)
+    kept = evenly(len(x), n_points)
     return x[kept], y[kept]
 
 
-def _evenly(n: int, n_points: int) -> np.ndarray:
+def evenly(n: int, n_points: int) -> np.ndarray:
     """Return at most `n_points` evenly spaced indices below n, including the first and the last."""
     return np.unique(np.linspace(0, max(n - 1, 0), min(n, n_points)).round().astype(int))
 

@@ -38,8 +38,8 @@ def render(
     """Render a file in `templates/`; every text among `values` is escaped.
 
     scripts: files in `templates/` that become the page's one script. live: address that the page
-    asks for what is new; "" for a page in a file, which may connect to nothing. live_version: what
-    that address would say now.
+    polls for its version; "" for a page in a file, which may connect to nothing. live_version: the
+    version that is rendered now.
     """
     script = "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in scripts)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -94,7 +94,7 @@ def _visible(value: Any) -> Any:
 
 
 def _sort_key(value: float | str) -> str:
-    """Return what a cell's row is sorted by; "" if unknown."""
+    """Return a cell's key as an attribute for sorting; "" if unknown."""
     return value if isinstance(value, str) else f"{value:.9g}" if math.isfinite(value) else ""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pentameter import formatting
 from pentameter.config.urls import last_part
-from pentameter.report.curves import spikes
+from pentameter.report.curves import evenly, spikes
 from pentameter.report.event_reader import NAN, as_table
 from pentameter.report.markup import render, write_page
 from pentameter.report.plots import (
@@ -21,7 +21,7 @@ from pentameter.report.plots import (
     page_svg,
     small_figures,
 )
-from pentameter.report.reading import RecordedRun, Sample, check_run_folder, read_run
+from pentameter.report.reading import RecordedRun, check_run_folder, read_run
 from pentameter.report.results import outcome, results
 from pentameter.report.settings import choices, flatten, settings
 
@@ -66,7 +66,7 @@ def render_page(record: RecordedRun, live: str = "", version: str = "") -> str:
             for key, title, figure in small_figures(record, PAGE)
         ],
         flops_note=f"Utilisation counts {flops}." if record.train["mfu"] and flops else "",
-        samples=_spread(record.samples, MAX_SAMPLES),
+        samples=[record.samples[at] for at in evenly(len(record.samples), MAX_SAMPLES)],
         losses_by_step=dict(zip(validation.steps, validation.values, strict=True)),
         settings=found,
         chosen=choices(found, rows_per_epoch if isinstance(rows_per_epoch, int) else None),
@@ -151,18 +151,11 @@ def _loss_note(record: RecordedRun) -> str:
 
 
 def _data_command(record: RecordedRun, step: int) -> str:
-    """Return the command that shows what a step read; "" if the batches are from a function of the
-    user, which only the user can call."""
+    """Return the command that shows the batch a step read; "" for batches from a user's function,
+    which only the user can call."""
     if as_table(record.plan.get("data")).get("batches") is not None:
         return ""
     return f"pentameter data {shlex.quote(str(record.folder))} --step {step}"
-
-
-def _spread(samples: tuple[Sample, ...], limit: int) -> list[Sample]:
-    """Return at most `limit` samples, evenly spaced, including the first and the last."""
-    if len(samples) <= limit:
-        return list(samples)
-    return [samples[round(i * (len(samples) - 1) / (limit - 1))] for i in range(limit)]
 
 
 def _groups(values: Mapping[str, Any], general: str) -> Iterable[tuple[str, list[tuple[str, str]]]]:

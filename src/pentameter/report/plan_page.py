@@ -1,4 +1,4 @@
-"""A plan's page: verdict, memory, time, schedule and mesh; and a picture of its scaling."""
+"""A plan's page (verdict, memory, time, schedule, mesh), and a picture of its scaling."""
 
 from __future__ import annotations
 
@@ -74,8 +74,7 @@ def memory_components(estimate: Estimate) -> list[tuple[str, float, str]]:
 
 
 def time_components(estimate: Estimate) -> list[tuple[str, float, float, str]]:
-    """Return (name, seconds, fraction of the step, remark) for each visible part of a step's
-    time."""
+    """Return (name, seconds, fraction, remark) for each visible part of a step's time."""
     time, links = estimate.time, estimate.links()
     parts = [("compute", time.compute, "")]
     if estimate.plan.layout.pipeline > 1:

@@ -172,7 +172,7 @@ def _mfu_per_token(record: RecordedRun) -> float | None:
 def _add_mfu_axis(
     axes: Axes, per_token: float, percent: PercentFormatter, palette: Palette
 ) -> None:
-    """Add the axis of MFU at the right, for a curve of tokens per second."""
+    """Add an MFU axis at the right, for a curve in tokens per second."""
 
     def to_mfu(speed: Any) -> Any:  # numbers or arrays of them
         return speed * per_token
@@ -190,8 +190,8 @@ def _add_mfu_axis(
 def overlay_figure(
     loss: str, runs: Sequence[tuple[str, RecordedRun]], *, axis: str = "step", settled: bool = True
 ) -> Figure | None:
-    """Draw one loss (a key in LOSSES) for all runs over an axis (a key in AXES), each in its entry
-    of RUN_STYLES; None if no run has values. The page has the legend, beside the curves.
+    """Draw one loss (a key in LOSSES) for all runs over an axis (a key in AXES), styled by
+    RUN_STYLES; None if no run has values. The page has the legend.
 
     `settled` hides a fall at the start above the axis, and says so.
     """

@@ -1,4 +1,4 @@
-"""Runs ranked by their loss, and what the seed alone moves: nobody is named within that noise."""
+"""Runs ranked by their loss. No run is called best if its lead is within seed noise."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class Repeats:
 
     @property
     def label(self) -> str:
-        """Name of the best run, and the number of its other seeds."""
+        """The best run's name, and the number of seeds."""
         first = self.runs[0].label
         return first if len(self.runs) == 1 else f"{first} ({len(self.runs)} seeds)"
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Compared runs, the best first, and what may be said about the best."""
+    """Compared runs, the best first, and the verdict about the best."""
 
     runs: tuple[Run, ...]
     """Ranked by `key`, those without a value last; in the order given if losses do not compare."""
@@ -80,9 +80,9 @@ class Ranking:
 
 
 def rank(runs: Sequence[Run], differing: Sequence[str]) -> Ranking:
-    """Rank runs, given the paths of the settings that differ.
+    """Rank runs, given the paths of differing settings.
 
-    Losses per token compare for equal tokens, bits per byte for equal text.
+    Losses per token are compared if tokens are equal, bits per byte if only the text is.
     """
     texts = [path for path in differing if path.startswith("data.") and path not in SAME_TEXT]
     measure, key, why = "validation loss", "best_loss", ""
@@ -153,17 +153,14 @@ class _Noise:
         self.deviation = math.sqrt(squares / self.freedom) if self.freedom else math.nan
 
     def bound(self, n: int, m: int, loss: float) -> float:
-        """Return the largest difference between means of n and of m runs that may be chance."""
+        """Return the largest difference between the means of n and of m runs that may be chance."""
         if not self.freedom:
             return UNKNOWN_NOISE * abs(loss)
-        return self._t * self.deviation * math.sqrt(1 / n + 1 / m)
-
-    @property
-    def _t(self) -> float:
-        return STUDENT_T[min(self.freedom, len(STUDENT_T)) - 1]
+        t = STUDENT_T[min(self.freedom, len(STUDENT_T)) - 1]
+        return t * self.deviation * math.sqrt(1 / n + 1 / m)
 
     def sentence(self, measure: str) -> str:
-        """Say what is known about it."""
+        """Describe the noise in a sentence or two."""
         if not self.freedom:
             return (
                 "Noise is unknown: no two finished runs differ in their seed alone. "

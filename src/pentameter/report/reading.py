@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pentameter.config.load import LARGEST_FILE_BYTES, parse_toml
-from pentameter.disk.atomic import MissingFileError, open_regular, read_regular
+from pentameter.disk.atomic import MissingFileError, open_regular, read_regular, storage_errors
 from pentameter.disk.lock import is_held
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.report.curves import Series
@@ -98,7 +98,7 @@ class RecordedRun:
 
     @property
     def validations(self) -> list[Evaluation]:
-        """Evaluations of the validation split, in order."""
+        """Evaluations on the validation split, in order."""
         return [each for each in self.evaluations if each.split == "val"]
 
     def validation_losses(self) -> Series:
@@ -127,7 +127,7 @@ def read_run(folder: Path, events: EventReader | None = None) -> RecordedRun:
 
 
 def _recorded(files: _RunFiles, events: list[dict[str, Any]], unreadable: int) -> RecordedRun:
-    """Return the record of a run's files and events."""
+    """Assemble a RecordedRun from a run's files and events."""
     folder, train = files.folder, _latest(events, "train")
     sessions = [e for e in events if e["event"] in SESSIONS]
     starts = [e for e in sessions if e["event"] != "end"]
@@ -193,14 +193,12 @@ def holds_run(folder: Path) -> bool:
 def check_run_folder(folder: Path) -> None:
     """Raise ConfigError, naming runs inside if there are any, unless the folder holds a run;
     StorageError if it cannot be read."""
-    try:
+    with storage_errors(folder, "read"):
         if holds_run(folder):
             return
         if not folder.is_dir():
             raise ConfigError(f"{folder}: there is no such folder; a run is a folder runs/NAME")
         inside = sorted(str(child) for child in folder.iterdir() if holds_run(child))
-    except OSError as error:
-        raise StorageError(f"{folder} cannot be read: {error.strerror or error}") from error
     hint = f"; the runs in it: {', '.join(inside[:10])}" if inside else ""
     raise ConfigError(f"{folder} holds no run: it has neither {' nor '.join(RUN_FILES)}{hint}")
 

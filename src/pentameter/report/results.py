@@ -83,13 +83,13 @@ def _history(record: RecordedRun, key: str) -> str:
 
 
 def planned_steps(record: RecordedRun) -> int | None:
-    """Return the planned number of steps, None if unknown."""
+    """Return the planned step count, None if unknown."""
     planned = record.start.get("steps") or record.plan.get("steps")
     return planned if isinstance(planned, int) else None
 
 
 def progress(record: RecordedRun) -> str:
-    """Return the steps made, with the planned number if known: "200 of 400"."""
+    """Return the steps made and, if known, the planned count: "200 of 400"."""
     planned = planned_steps(record)
     return f"{record.last_step:,}" + (f" of {planned:,}" if planned else "")
 

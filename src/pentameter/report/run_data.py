@@ -1,10 +1,9 @@
-"""The training data of a run folder, opened as the run reads it, without a model."""
+"""A run folder's training data, opened as the run reads it, without a model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
@@ -37,10 +36,10 @@ class RunData:
         return [each.corpus or shown_path(each.path or "") for each in data.sources or (data,)]
 
     def batch_index(self, step: int) -> int:
-        """Return the index of the batch that a step of metrics.jsonl reads, `step` - 1.
+        """Return the batch index for a step in metrics.jsonl: `step` - 1.
 
-        metrics.jsonl numbers a step by how many are complete with it; batches count from 0. Raises
-        ConfigError for a step that the run does not make.
+        metrics.jsonl numbers steps from 1, batches count from 0. Raises ConfigError for a step that
+        this run does not make.
         """
         n_steps = self.config.train.steps
         assert n_steps is not None  # a run's config.toml has it
@@ -58,10 +57,10 @@ class RunData:
 
 
 def open_run_data(folder: Path) -> RunData:
-    """Open the data of the run in `folder` from the shards that it trains on; nothing is prepared.
+    """Open a run's data from the shards that it trains on; nothing is prepared.
 
     Raises ConfigError if the folder holds no run, or one with batches from the user's code;
-    CorruptError if the shards are gone, or are others than the run's.
+    CorruptError if the shards are missing or changed.
     """
     check_run_folder(folder)
     config, plan_file = load_config(folder / "config.toml"), folder / "plan.json"
@@ -89,11 +88,13 @@ def open_run_data(folder: Path) -> RunData:
             f"(sha256 {dataset.hash[:16]}…, expected {str(data.get('hash'))[:16]}…); restore them"
         )
     batches = training_batches(config, dataset.split("train"))
-    return RunData(config, dataset, batches, 1 + _branched_after(record))
+    branched_after = as_table(record.get("parent")).get("step")
+    first_step = 1 + branched_after if isinstance(branched_after, int) else 1
+    return RunData(config, dataset, batches, first_step)
 
 
 def _opened(recorded: Path, run_folder: Path) -> Dataset:
-    """Open shards where they were, else where this machine's cache would have them."""
+    """Open shards at their recorded path, else under the same name in this machine's cache."""
     for folder in (recorded, cache_folder() / "prepared" / recorded.name):
         if (header := find_header(folder)) is not None:
             return open_shards(header, verify=False)  # whoever trains verifies
@@ -102,9 +103,3 @@ def _opened(recorded: Path, run_folder: Path) -> Dataset:
         "that trained the run prepares them again from the same text; shards that were prepared "
         "by hand have to be put back"
     )
-
-
-def _branched_after(record: dict[str, Any]) -> int:
-    """Return the step of the other run's checkpoint with which the run began; 0 without one."""
-    step = as_table(record.get("parent")).get("step")
-    return step if isinstance(step, int) else 0
