@@ -26,11 +26,11 @@ from tiny import TOKENIZER, make_model
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.generation.loop import generate
+from pentameter.machine.address import LOOPBACK
 from pentameter.serve.app import create_app
 from pentameter.serve.continuation import Asked, Continuation
 from pentameter.serve.passes import Slots
 from pentameter.serve.requests import Limits
-from pentameter.serve.server import LOOPBACK
 from pentameter.serve.worker import ServedModel, ServerBusyError, Worker
 
 V = TOKENIZER.vocab_size

@@ -13,7 +13,7 @@ from pentameter.errors import ConfigError
 from pentameter.estimating.cluster import CONTEXT_BYTES
 from pentameter.estimating.plan_estimates import plan_memory
 from pentameter.planning.plan import Plan, make_plan
-from pentameter.train import device_memory, start
+from pentameter.train import compute, start
 from pentameter.train.loop import Trainer
 
 
@@ -80,7 +80,7 @@ def test_what_is_left_out_of_the_text_is_said(tmp_path):
 
 
 def test_a_model_beyond_the_memory_is_refused_with_both_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(device_memory, "memory_bytes", lambda device: 1000)
+    monkeypatch.setattr(compute, "memory_bytes", lambda device: 1000)
     (tmp_path / "text.txt").write_text("some text " * 20)
     with pytest.raises(ConfigError, match=r"take 0\.0 GB, cpu has 0\.0 GB.*--dry-run"):
         fit(tmp_path, {"path": str(tmp_path / "text.txt")})
@@ -98,15 +98,13 @@ def test_what_is_offloaded_must_fit_the_machine_and_not_the_gpu(monkeypatch, dev
     plan = make_plan(config, world_size=2)
 
     def check():
-        device_memory.check_device_memory(plan, compute_on("cuda"), local_size=2)
+        compute.check_device_memory(plan, compute_on("cuda"), local_size=2)
 
     memory = plan_memory(plan)
     state = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
     on_gpu = CONTEXT_BYTES + max(0, memory.total_bytes - state) + 1
     small = {device: on_gpu if device == "cuda" else 1000}
-    monkeypatch.setattr(
-        device_memory, "memory_bytes", lambda device: small.get(device.type, 10**12)
-    )
+    monkeypatch.setattr(compute, "memory_bytes", lambda device: small.get(device.type, 10**12))
     if device == "cuda":
         check()
         plan = make_plan(load_config(config, {"train.offload": False}), world_size=2)
@@ -119,15 +117,15 @@ def test_a_step_beyond_the_memory_names_settings_that_fit(tmp_path, monkeypatch)
     config = load_config("gpt2-124m", {"train.tokens_per_step": 65536, "train.precision": "bf16"})
     plan = make_plan(config)
     assert plan_memory(plan).total_bytes > 8e9
-    monkeypatch.setattr(device_memory, "memory_bytes", lambda device: 8_000_000_000)
+    monkeypatch.setattr(compute, "memory_bytes", lambda device: 8_000_000_000)
     said = (
         r"is planned to take .* GB, cpu has 8\.0 GB; --train\.micro-batch-size \d+ fits\. --force"
     )
     with pytest.raises(ConfigError, match=said):
-        device_memory.check_device_memory(plan, compute_on("cpu"), local_size=1)
+        compute.check_device_memory(plan, compute_on("cpu"), local_size=1)
     small = make_plan(load_config(config, {"train.micro_batch_size": 1}))
-    device_memory.check_device_memory(small, compute_on("cpu"), local_size=1)
-    monkeypatch.setattr(device_memory, "memory_bytes", lambda device: 1000)
+    compute.check_device_memory(small, compute_on("cpu"), local_size=1)
+    monkeypatch.setattr(compute, "memory_bytes", lambda device: 1000)
     (tmp_path / "text.txt").write_text("some text " * 20)
     tiny = {"path": str(tmp_path / "text.txt")}
     fit(tmp_path, tiny, force=True)

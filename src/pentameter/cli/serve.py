@@ -57,9 +57,9 @@ def run(arguments: list[str]) -> int:
                 f"two models are called {name!r}, by which requests name them: rename a folder"
             )
     from pentameter.machine.choices import choose_device
+    from pentameter.serve.app import serve
     from pentameter.serve.requests import Limits
-    from pentameter.serve.server import serve, served_model
-    from pentameter.serve.worker import Worker
+    from pentameter.serve.worker import Worker, served_model
 
     limits = Limits(asked.max_tokens, asked.max_seconds, asked.max_bytes)
     device = choose_device(asked.device)

@@ -1,4 +1,5 @@
-"""The HTTP application: OpenAI's routes, event streams, and a guard against other sites' pages.
+"""The HTTP application: OpenAI's routes, event streams, a guard against other sites' pages, and a
+server whose stop loses nothing.
 
 Nothing from a prompt or an answer is ever logged.
 """
@@ -7,25 +8,37 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Sequence,
+)
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pentameter.errors import did_you_mean, printable
-from pentameter.machine.address import host_name
+from pentameter.machine.address import LOOPBACK, host_name, url_of
 from pentameter.serve.continuation import Piece, TokenChance
 from pentameter.serve.requests import (
     ChatRequest,
@@ -402,3 +415,50 @@ def _bounded(receive: Receive, most: int) -> Callable[[], Awaitable[Message]]:
 
 def _too_large(most: int) -> RequestError:
     return RequestError(f"the body has more than {most:,} bytes, which is the most it may", 413)
+
+
+def serve(worker: Worker, bound: socket.socket, limits: Limits, *, grace_seconds: float) -> int:
+    """Serve a worker's models at a bound socket until a signal asks to stop; running requests then
+    have `grace_seconds` to end. Return the exit code: 0 if every request was answered or told."""
+    is_local = bound.getsockname()[0] in LOOPBACK
+    app = create_app(worker, limits, LOOPBACK if is_local else None)
+    bound.listen()  # whoever reads the line may connect
+    print(f"serving {', '.join(worker.models)} on {url_of(bound)}v1", flush=True)
+    server = _Server(app, worker, grace_seconds)
+    server.run(sockets=[bound])
+    return 1 if server.force_exit else 0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with our stop: new requests are refused, running ones end or are told."""
+
+    def __init__(self, app: FastAPI, worker: Worker, grace_seconds: float) -> None:
+        seconds = int(grace_seconds) + 5  # what hangs after it was told is cut off
+        super().__init__(
+            uvicorn.Config(
+                app, log_config=None, access_log=False, timeout_graceful_shutdown=seconds
+            )
+        )
+        self._worker, self._grace_seconds = worker, grace_seconds
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Stop on SIGINT and SIGTERM; unlike uvicorn's, the signal does not kill afterwards."""
+        loop = asyncio.get_running_loop()
+        stops = (signal.SIGINT, signal.SIGTERM)
+        for number in stops:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in stops:
+                loop.remove_signal_handler(number)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop with grace at the first signal, at once at the second SIGINT."""
+        if not self._worker.is_stopping:
+            self._worker.is_stopping = True
+            why = "the server stops, and the time to end this request is up"
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._grace_seconds, self._worker.fail_all, why)
+        super().handle_exit(sig, frame)

@@ -19,11 +19,13 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
+from pentameter.checkpoint.load_model import LoadedModel
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.chat import TemplateBoundsError
 from pentameter.data.tokenizers.rendering import Asked as AskedText
 from pentameter.data.tokenizers.rendering import Rendering
 from pentameter.formatting import size
+from pentameter.model.gpt import GPT
 from pentameter.serve.batching import Batcher
 from pentameter.serve.continuation import Asked, CachedDecoder, Continuation, Piece
 from pentameter.serve.passes import Slots
@@ -281,3 +283,13 @@ class Worker:
         if by_job:
             with suppress(RuntimeError):  # the event loop has ended
                 self._loop.call_soon_threadsafe(tell)
+
+
+def served_model(name: str, loaded: LoadedModel, n_slots: int) -> ServedModel:
+    """Make a loaded model ready to serve, and find its passes' shapes by trial. The module is taken
+    over, and must compute nothing else from now on."""
+    model, tokenizer = loaded.model, loaded.tokenizer
+    assert isinstance(model, GPT)  # no other is loaded without its function
+    slots = Slots(model, tokenizer.vocab_size, n_slots)
+    slots.find_shapes()
+    return ServedModel(name, tokenizer, slots)

@@ -1,19 +1,24 @@
-"""A run's choices for this machine: device, precision, compilation, each with its reason."""
+"""A run's choices for this machine (device, precision, compilation), each with its reason, and the
+check that the run fits the memory there."""
 
 from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from pentameter.errors import ConfigError
+from pentameter.estimating.cluster import CONTEXT_BYTES
+from pentameter.estimating.plan_estimates import plan_memory, plan_state_bytes
+from pentameter.estimating.search import settings_that_fit
 from pentameter.fused_cpu import native
 from pentameter.fused_cpu.amx_attention import attention_obstacle
-from pentameter.machine.capabilities import Capabilities, machine_capabilities
+from pentameter.machine.capabilities import Capabilities, machine_capabilities, memory_bytes
 from pentameter.machine.ceilings import Ceiling, ceiling
 from pentameter.machine.choices import (
     choose_compile,
@@ -208,3 +213,59 @@ def _dropout_obstacle(
         set_matmul_precision(plan.config.train.matmul_precision, precision)
         obstacle = kernel_obstacle(model, arithmetic(precision).products, device)
     return next((each for each in world.all_gather(obstacle) if each is not None), None)
+
+
+def check_device_memory(plan: Plan, compute: Compute, local_size: int) -> None:
+    """Raise ConfigError, with the nearest settings that fit, if the Plan's peak exceeds the
+    device's memory, or its offloaded tensors exceed the machine's memory."""
+    is_gpt, offload, device = plan.built_by is None, plan.config.train.offload, compute.device
+    precision, fused_dropout = compute.precision, compute.fused_dropout
+    state = plan_state_bytes(plan).state_bytes
+    # Only the state of a custom model is known.
+    total = state
+    if is_gpt:
+        total = plan_memory(plan, precision, fused_dropout=fused_dropout).total_bytes
+    needs = [(device, total)]
+    if offload:
+        needs = [(torch.device("cpu"), state), (device, max(0, total - state))]
+    for where, needed in needs:
+        there = memory_bytes(where)
+        if there is None:
+            continue
+        n_sharing = 1 if where.type == "cuda" else local_size
+        if where.type == "cuda":
+            there -= int(CONTEXT_BYTES)
+        if needed * n_sharing > there:
+            fitting = []
+            if is_gpt and not offload:
+                usable = there / n_sharing
+                fitting = settings_that_fit(plan, usable, precision, fused_dropout=fused_dropout)
+            raise ConfigError(_too_large(plan, where, needed, there, n_sharing, fitting))
+
+
+def _too_large(
+    plan: Plan,
+    where: torch.device,
+    needed: int,
+    there: int,
+    n_sharing: int,
+    fitting: Sequence[str],
+) -> str:
+    """Return the error message for a run that needs more memory than there is, with remedies."""
+    whose = f"{needed / 1e9:,.1f} GB in the fullest process, and {n_sharing} share the "
+    if n_sharing == 1:
+        whose = f"{needed / 1e9:,.1f} GB, "
+    remedy = f"{fitting[0] if fitting else ''} fits"
+    if where.type == "cuda":
+        remedy += ", and train.offload with parallel.zero takes less"
+    if not fitting:
+        offload = "train.offload with parallel.zero, " if where.type == "cuda" else ""
+        remedy = (
+            "choose a smaller model (--model.n-layers, --model.d-model), more processes with "
+            f"parallel.zero, tensor or pipeline, {offload}or look at it with --dry-run"
+        )
+    return (
+        f"a step of {plan.n_parameters:,} parameters, {plan.micro_batch_size} sequences at a time, "
+        f"is planned to take {whose}{where.type} {'with' if n_sharing > 1 else 'has'} "
+        f"{max(0, there) / 1e9:,.1f} GB; {remedy}. --force tries it all the same"
+    )

@@ -23,9 +23,8 @@ from pentameter.optim.build import AnyOptimizer
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.engine import Engine
 from pentameter.planning.plan import Plan, make_plan
-from pentameter.train.compute import Compute, choose_compute
+from pentameter.train.compute import Compute, check_device_memory, choose_compute
 from pentameter.train.console import Console
-from pentameter.train.device_memory import check_device_memory
 from pentameter.train.evaluations import splits_to_evaluate
 from pentameter.train.event_log import EventLog
 from pentameter.train.hooks import TrainingRun
