@@ -4,11 +4,10 @@ substitute."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from pentameter.checkpoint.manifest import MANIFEST_NAME, Manifest
+from pentameter.checkpoint.manifest import MANIFEST_NAME
 from pentameter.checkpoint.opening import (
     Checkpoint,
     find_checkpoint,
@@ -62,16 +61,12 @@ def best_checkpoint(
     With `run_id`, checkpoints from other runs are ignored. Each damaged checkpoint adds a line to
     `warnings`. Raises CorruptError if all are damaged.
     """
-
-    def is_of(run: str | None, step: int | None) -> Callable[[Path, Manifest], bool]:
-        return lambda _, manifest: run in (None, manifest.run_id) and step in (None, manifest.step)
-
     for run, step in _recorded(folder, run_id):
         with suppress(CorruptError):
-            checkpoint = find_checkpoint(folder, is_of(run, step), warnings)
+            checkpoint = find_checkpoint(folder, warnings, run_id=run, step=step)
             if checkpoint is not None:
                 return checkpoint
-    return find_checkpoint(folder, is_of(run_id, None), warnings)
+    return find_checkpoint(folder, warnings, run_id=run_id)
 
 
 def _recorded(folder: Path, run_id: str | None) -> list[tuple[str, int]]:

@@ -37,8 +37,7 @@ from pentameter.config.schema import Config, ModelConfig
 from pentameter.data.corpora.registry import UNKNOWN_CORPUS
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.setting import is_gpt2
-from pentameter.disk.atomic import refuse_existing, write_hashed
-from pentameter.disk.foreign import read_json
+from pentameter.disk.atomic import read_json, refuse_existing, write_hashed
 from pentameter.disk.lock import building
 from pentameter.errors import ConfigError, CorruptError
 

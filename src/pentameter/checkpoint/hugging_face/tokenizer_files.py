@@ -14,7 +14,7 @@ from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.chat import TEMPLATE_FILE, ChatTemplate, read_chat_template
 from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.data.tokenizers.setting import GPT2, is_gpt2, load_tokenizer
-from pentameter.disk.foreign import read_json, read_text
+from pentameter.disk.atomic import read_json, read_text
 from pentameter.errors import ConfigError, CorruptError, PentameterError, printable
 
 VOCABULARY, MERGES, WHOLE = "vocab.json", "merges.txt", "tokenizer.json"
