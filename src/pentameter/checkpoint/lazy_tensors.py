@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
+Region = tuple[slice, ...]
+"""Start and stop for each dimension of a tensor."""
+
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is computed at each access, whole or one region; its shape and dtype are known
-    beforehand."""
+    """A tensor that is computed at each access; its shape and dtype are known beforehand.
+
+    It is indexed as a torch.Tensor is: `tensor[...]` is the whole, `tensor[0:2, 4:8]` one region,
+    of which nothing else is computed.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    compute: Callable[[tuple[slice, ...]], torch.Tensor]
-    """Computes exactly the region given by the start and stop for each dimension."""
+    fill: Callable[[torch.Tensor, Region], None]
+    """Fills a tensor with the region of its shape, converted to its dtype."""
+
+    def __getitem__(self, region: Region | EllipsisType) -> torch.Tensor:
+        import torch
+
+        if region is ...:
+            region = whole(self.shape)
+        tensor = torch.empty([each.stop - each.start for each in region], dtype=self.dtype)
+        self.fill(tensor, region)
+        return tensor
 
 
-def materialize(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
-    """Return the whole tensor, computed now if it is lazy."""
-    return read_region(tensor, tuple(slice(0, size) for size in tensor.shape))
+def whole(shape: Sequence[int]) -> Region:
+    """Return the region that is all of a tensor."""
+    return tuple(slice(0, size) for size in shape)
 
 
-def read_region(tensor: torch.Tensor | LazyTensor, region: tuple[slice, ...]) -> torch.Tensor:
-    """Return the region of a tensor given by the start and stop for each dimension; from a lazy
-    tensor, only this region is computed."""
-    return tensor.compute(region) if isinstance(tensor, LazyTensor) else tensor[region]
+def copy_region(target: torch.Tensor, source: torch.Tensor | LazyTensor, region: Region) -> None:
+    """Fill `target` with the region of its shape in `source`; a lazy one is computed in place."""
+    if isinstance(source, LazyTensor):
+        source.fill(target, region)
+    else:
+        target.copy_(source[region])

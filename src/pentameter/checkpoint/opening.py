@@ -123,7 +123,8 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest in `folder`, whatever the folder's name; raises as `parse_manifest` does.
     The files that it names are not opened."""
     path = folder / MANIFEST_NAME
-    return parse_manifest(read_regular(path, max_bytes=MAX_JSON_BYTES), path)
+    data = read_regular(path, max_bytes=MAX_JSON_BYTES)
+    return parse_manifest(data, path)
 
 
 def check_files(folder: Path, manifest: Manifest, *, hash_content: bool = True) -> None:
