@@ -24,8 +24,8 @@ def find_model(path: Path, warnings: list[str] | None = None) -> Checkpoint | No
     in a run folder; None for a Hugging Face folder, which has none.
 
     `best_checkpoint` defines the best and its substitutes; each damaged checkpoint adds a line to
-    `warnings`. Raises ConfigError, describing the folder's content, if `path` is no kind of model
-    folder; CorruptError if no checkpoint is intact.
+    `warnings`. Raises ConfigError, describing the folder's content, if `path` is no model folder;
+    CorruptError if no checkpoint is intact.
     """
     path = Path(path)
     warnings = [] if warnings is None else warnings
@@ -47,7 +47,7 @@ def find_model(path: Path, warnings: list[str] | None = None) -> Checkpoint | No
             f"has no {MANIFEST_NAME}) nor a Hugging Face folder (it has no config.json); found "
             f"there: {found}"
         )
-    checkpoint = open_checkpoint(path) if is_checkpoint else best_checkpoint(folder, warnings)
+    checkpoint = best_checkpoint(folder, warnings) if not is_checkpoint else open_checkpoint(path)
     if checkpoint is None:
         raise ConfigError(
             f"{path} is a run without a checkpoint yet; wait for its first, or train further"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import TYPE_CHECKING
@@ -10,41 +10,42 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-Region = tuple[slice, ...]
-"""Start and stop for each dimension of a tensor."""
-
 
 @dataclass(frozen=True)
 class LazyTensor:
     """A tensor that is computed at each access; its shape and dtype are known beforehand.
 
     It is indexed as a torch.Tensor is: `tensor[...]` is the whole, `tensor[0:2, 4:8]` one region,
-    of which nothing else is computed.
+    for which nothing else is computed.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    fill: Callable[[torch.Tensor, Region], None]
-    """Fills a tensor with the region of its shape, converted to its dtype."""
+    fill: Callable[[torch.Tensor, tuple[slice, ...]], None]
+    """Fills a tensor with one region, given by the start and stop for each dimension; shapes are
+    equal, and values are converted to the tensor's dtype."""
 
-    def __getitem__(self, region: Region | EllipsisType) -> torch.Tensor:
+    def __getitem__(self, region: tuple[slice, ...] | EllipsisType) -> torch.Tensor:
         import torch
 
-        if region is ...:
-            region = whole(self.shape)
-        tensor = torch.empty([each.stop - each.start for each in region], dtype=self.dtype)
-        self.fill(tensor, region)
+        bounds = _bounds(self, region)
+        tensor = torch.empty([each.stop - each.start for each in bounds], dtype=self.dtype)
+        self.fill(tensor, bounds)
         return tensor
 
 
-def whole(shape: Sequence[int]) -> Region:
-    """Return the region that is all of a tensor."""
-    return tuple(slice(0, size) for size in shape)
-
-
-def copy_region(target: torch.Tensor, source: torch.Tensor | LazyTensor, region: Region) -> None:
-    """Fill `target` with the region of its shape in `source`; a lazy one is computed in place."""
+def copy_region(
+    target: torch.Tensor,
+    source: torch.Tensor | LazyTensor,
+    region: tuple[slice, ...] | EllipsisType = ...,
+) -> None:
+    """Fill `target` with one region from `source`, or with the whole; a lazy one is computed in
+    place."""
     if isinstance(source, LazyTensor):
-        source.fill(target, region)
+        source.fill(target, _bounds(source, region))
     else:
         target.copy_(source[region])
+
+
+def _bounds(tensor: LazyTensor, region: tuple[slice, ...] | EllipsisType) -> tuple[slice, ...]:
+    return tuple(slice(0, size) for size in tensor.shape) if region is ... else region

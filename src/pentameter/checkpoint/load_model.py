@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pentameter.checkpoint.best import find_model
-from pentameter.checkpoint.lazy_tensors import LazyTensor, Region, copy_region, whole
+from pentameter.checkpoint.lazy_tensors import LazyTensor, copy_region
 from pentameter.checkpoint.opening import Checkpoint
 from pentameter.checkpoint.state_dicts import check_weights
 from pentameter.config.schema import Config, LoraConfig
@@ -81,7 +81,7 @@ def load_model(
         fits = {name: (target.shape, target.dtype) for name, target in targets.items()}
         check_weights(weights, fits, stored.path)
     for name, target in targets.items():
-        copy_region(target, weights[name], whole(target.shape))
+        copy_region(target, weights[name])
     return LoadedModel(module.eval(), stored.tokenizer, stored.config, stored.checkpoint)
 
 
@@ -128,8 +128,8 @@ def _stored_model(
     that they adapt, and its configuration has none.
 
     Raises ConfigError if a custom model is opened as the built-in one, or vice versa; CorruptError
-    unless a built-in model's tensors have exactly the names and shapes of its configuration's
-    parameters, adapters included.
+    unless a built-in model's tensors have exactly its configuration's names and shapes, adapters
+    included.
     """
     from pentameter.checkpoint.model_folder import StoredModel
 
@@ -182,9 +182,9 @@ def _add(
     b: torch.Tensor | LazyTensor,
     factor: float,
     target: torch.Tensor,
-    region: Region,
+    region: tuple[slice, ...],
 ) -> None:
-    """Fill `target` with one region of W + factor · B A, of W (m, n), A (rank, n) and B (m, rank),
+    """Fill `target` with one region: W + factor · B A, with W (m, n), A (rank, n) and B (m, rank),
     computed in fp32 or higher and rounded to W's dtype."""
     import torch
 

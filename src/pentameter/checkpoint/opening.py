@@ -70,7 +70,7 @@ class Checkpoint:
     def read(self, name: str) -> bytes:
         """Return the content of a small file (`config.toml`), verified again; CorruptError if there
         is none."""
-        return _read_verified(self.path, self.manifest, name)
+        return read_checked(self.path, self.manifest.files, name, max_bytes=MAX_JSON_BYTES)
 
 
 def step_folder_name(step: int) -> str:
@@ -102,7 +102,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def read_state(path: Path, manifest: Manifest) -> Mapping[str, Any]:
     """Read state.json, verified against the manifest. Raises CorruptError if it is not a JSON
     object."""
-    return decode_json(_read_verified(path, manifest, STATE_NAME), path / STATE_NAME)
+    data = read_checked(path, manifest.files, STATE_NAME, max_bytes=MAX_JSON_BYTES)
+    return decode_json(data, path / STATE_NAME)
 
 
 def read_own_manifest(path: Path) -> Manifest:
@@ -120,11 +121,16 @@ def read_own_manifest(path: Path) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest in `folder`, whatever the folder's name; raises as `parse_manifest` does.
-    The files that it names are not opened."""
+    """Read and verify the manifest in `folder`, whatever the folder's name; the files that it names
+    are not opened. Raises CorruptError if it is damaged, and as `parse_manifest` does."""
     path = folder / MANIFEST_NAME
     data = read_regular(path, max_bytes=MAX_JSON_BYTES)
-    return parse_manifest(data, path)
+    content = decode_json(data, path)
+    manifest = parse_manifest(content, path)
+    # One spelling per content: equal bytes mean a true checksum and not one changed character.
+    if manifest.to_bytes() != data:
+        raise CorruptError(f"{path} is damaged: its content does not match its own checksum")
+    return manifest
 
 
 def check_files(folder: Path, manifest: Manifest, *, hash_content: bool = True) -> None:
@@ -141,13 +147,6 @@ def check_files(folder: Path, manifest: Manifest, *, hash_content: bool = True) 
             list(pool.map(partial(check_file, folder, hash_content=True), manifest.files))
 
 
-def _read_verified(path: Path, manifest: Manifest, name: str) -> bytes:
-    record = manifest.record(name)
-    if record is None:
-        raise CorruptError(f"{path} has no file {name!r}")
-    return read_checked(path, record, max_bytes=MAX_JSON_BYTES)
-
-
 @dataclass(frozen=True)
 class Candidate:
     """A folder named like a checkpoint; its content has not been read."""
@@ -161,8 +160,8 @@ class Candidate:
 def find_checkpoint(
     folder: Path, warnings: list[str], *, run_id: str | None = None, step: int | None = None
 ) -> Checkpoint | None:
-    """Find the verified checkpoint with the highest step in `folder`, if given that of a run and of
-    a step; None if there is none.
+    """Find the verified checkpoint with the highest step in `folder`, among those from `run_id` and
+    at `step` if these are given; None if there is none.
 
     Only names and contents count, never times. Each damaged folder that is passed over adds a line
     to `warnings`; if all are damaged, CorruptError names the newest one's file. A folder that

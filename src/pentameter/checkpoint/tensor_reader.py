@@ -72,7 +72,7 @@ class StoredTensors(Mapping[str, "torch.Tensor | LazyTensor"]):
         return tensor
 
     def _fill(self, stored: StoredTensor, target: torch.Tensor, region: tuple[slice, ...]) -> None:
-        """Fill `target` with the region of its shape, from every stored region that overlaps it."""
+        """Fill `target` with one region, from every stored region that overlaps it."""
         offset = [each.start for each in region]
         for each in stored.regions:
             starts = list(map(max, offset, each.offset))

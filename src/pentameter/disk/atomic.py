@@ -31,7 +31,7 @@ _INLINE_BYTES = 2**20  # below this a thread costs more than it saves
 _MAX_UNHASHED = 64  # pieces the hashing may lag behind: what a save keeps in memory
 
 LIMIT_BYTES = 1 << 28
-"""Largest file of another program that is read whole, in bytes."""
+"""Maximum bytes when another program's file is read whole."""
 
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}$")
 
@@ -239,8 +239,8 @@ def read_regular(path: Path, *, max_bytes: int, follow_links: bool = False) -> b
 
 
 def read_text(path: Path, limit_bytes: int = LIMIT_BYTES) -> str:
-    """Return the UTF-8 text of another program's file; links are followed, since Hugging Face's
-    cache consists of them.
+    """Return the UTF-8 text in another program's file; links are followed, since Hugging Face's
+    cache is made from them.
 
     Raises ConfigError if it is absent, CorruptError if it is no text, no regular file or too large,
     StorageError if it cannot be read.
@@ -292,9 +292,15 @@ def check_file(folder: Path, record: FileRecord, *, hash_content: bool) -> None:
             _check_hash(path, record, hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def read_checked(folder: Path, record: FileRecord, *, max_bytes: int) -> bytes:
-    """Return the content of a small file, verified; raises like `check_file`."""
-    path = folder / record.name
+def read_checked(
+    folder: Path, records: Iterable[FileRecord], name: str, *, max_bytes: int
+) -> bytes:
+    """Return the content of a small file, verified against its record; raises like `check_file`,
+    and CorruptError if no record has this name."""
+    path = folder / name
+    record = next((each for each in records if each.name == name), None)
+    if record is None:
+        raise CorruptError(f"{folder} has no file {name!r}")
     data = read_regular(path, max_bytes=min(record.n_bytes, max_bytes))
     _check_hash(path, record, hashlib.sha256(data).hexdigest())
     return data

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pentameter.checkpoint.hugging_face.families import Family
-from pentameter.checkpoint.lazy_tensors import LazyTensor, Region, copy_region
+from pentameter.checkpoint.lazy_tensors import LazyTensor, copy_region
 from pentameter.config.schema import ModelConfig
 from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.gpt import parameter_table
@@ -42,7 +42,7 @@ class Strip:
 
 @dataclass(frozen=True)
 class RowSource:
-    """Rows to copy: from `source_row` of `tensor` to `row` of the result."""
+    """Rows to copy from `tensor`, beginning at `source_row`, into the result, at `row`."""
 
     row: int
     tensor: torch.Tensor | LazyTensor
@@ -117,10 +117,14 @@ class TensorMap:
 
 
 def _fill(
-    sources: Sequence[RowSource], target: torch.Tensor, region: Region, *, is_transposed: bool
+    sources: Sequence[RowSource],
+    target: torch.Tensor,
+    region: tuple[slice, ...],
+    *,
+    is_transposed: bool,
 ) -> None:
-    """Fill `target` with a region of the rows in `sources`, zero in rows without a source, or of
-    their transpose."""
+    """Fill `target` with one region, assembled from the rows in `sources`, which are transposed if
+    `is_transposed`. Rows without a source are zero."""
     if is_transposed:
         target, region = target.t(), region[::-1]
     rows, *others = region

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,40 +105,38 @@ def read_tokenizer(folder: Path, warnings: list[str]) -> Tokenizer | None:
     other tokenizer.json is used unchanged. Raises ConfigError for old files that are not GPT-2's
     kind, CorruptError for a malformed file.
     """
-    settings, config, added = (
-        read_json(folder / name) if (folder / name).is_file() else {}
-        for name in (SETTINGS, "config.json", "added_tokens.json")
-    )
-    tokenizer: Tokenizer
-    said: list[str] = []
-    if (path := folder / WHOLE).is_file():
+    settings, config = _read_if_there(folder / SETTINGS), _read_if_there(folder / "config.json")
+    merges: list[str] = []
+    added: dict[str, Any] = {}
+    if is_whole := (path := folder / WHOLE).is_file():
         content = read_json(path)
-        with _naming(path):
-            tokenizer = _from_whole(content, settings, config, said)
     elif (path := folder / VOCABULARY).is_file() and (folder / MERGES).is_file():
         if settings.get("add_prefix_space"):
             raise ConfigError(
                 f"{folder / SETTINGS}: add_prefix_space=true is not GPT-2's; give another "
                 "tokenizer: `import … --tokenizer gpt2`, or a file"
             )
-        vocabulary, lines = read_json(path), read_text(folder / MERGES).split("\n")
+        content, lines = read_json(path), read_text(folder / MERGES).split("\n")
         merges = [line for line in lines[lines[0].startswith("#version") :] if line]
-        with _naming(path):
-            tokenizer = _bpe(vocabulary, added, merges, said)
+        added = _read_if_there(folder / "added_tokens.json")
     else:
         return None
+    said: list[str] = []
+    tokenizer: Tokenizer
+    try:
+        if is_whole:
+            tokenizer = _from_whole(content, settings, config, said)
+        else:
+            tokenizer = _bpe(content, added, merges, said)
+    except (ConfigError, CorruptError) as error:
+        raise CorruptError(f"{path}: {error}") from error
     warnings += [f"{path}: {sentence}" for sentence in said]
     tokenizer.chat = read_chat_template(folder)
     return tokenizer
 
 
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Raise the body's error about a file's content as a CorruptError that names the file."""
-    try:
-        yield
-    except (ConfigError, CorruptError) as error:
-        raise CorruptError(f"{path}: {error}") from error
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
 
 
 def _from_whole(
@@ -207,9 +205,9 @@ def _bpe(
     merges: Sequence[Any],
     warnings: list[str],
 ) -> BpeTokenizer:
-    """Build GPT-2's kind of tokenizer from its vocabulary, with those of the added tokens whose ids
-    follow without a gap, and its merges: "left right" in old files, ["left", "right"] in new ones.
-    """
+    """Build a tokenizer like GPT-2's from its vocabulary and its merges ("left right" in old files,
+    ["left", "right"] in new ones). Added tokens whose ids follow without a gap join the vocabulary;
+    a line in `warnings` names the others."""
     for text, number in added.items():
         if not isinstance(text, str) or type(number) is not int:
             raise CorruptError(
