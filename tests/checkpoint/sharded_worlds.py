@@ -148,7 +148,7 @@ def count_reads(world: World, folder: Path) -> dict[str, Any]:
 
     class Spied:
         def __init__(self, tensor: torch.Tensor) -> None:
-            self.tensor = tensor
+            self.tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
 
         def __getitem__(self, region: Any) -> torch.Tensor:
             nonlocal n_read

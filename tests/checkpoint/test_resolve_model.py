@@ -62,7 +62,6 @@ def test_anything_else_says_what_was_found(tmp_path, store, save, run):
         (tmp_path / "file", "is a file"),
         (tmp_path / "empty", "found there: nothing"),
         (tmp_path / "other", r"found there: notes\.txt"),
-        (tmp_path / "gpt2", "a Hugging Face folder, in which there is no checkpoint"),
         (tmp_path / "new", "without a checkpoint yet"),
     ]:
         if path.name not in ("absent", "file"):
@@ -70,14 +69,16 @@ def test_anything_else_says_what_was_found(tmp_path, store, save, run):
         (tmp_path / "file").write_text("")
         if path.name == "other":
             (path / "notes.txt").write_text("")
-        if path.name == "gpt2":
-            (path / "config.json").write_text("{}")
-            (path / "model.safetensors").write_text("")
         if path.name == "new":
             (path / "checkpoints").mkdir()
         with pytest.raises(ConfigError, match=message) as caught:
             find_model(path)
         assert str(path) in str(caught.value)
+
+
+def test_a_hugging_face_folder_has_no_checkpoint(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert find_model(tmp_path) is None
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_corrupt(store, save, run):

@@ -11,10 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from pentameter.checkpoint.lazy_tensors import materialize
 from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.checkpoint.safetensors_format import METADATA_KEY, Piece, piece_key, plan_file
+from pentameter.checkpoint.state_dicts import load_model_state
 from pentameter.checkpoint.tensor_reader import StoredRegion, StoredTensors, check_cover
 from pentameter.disk.atomic import FileRecord, write_hashed
 from pentameter.errors import CorruptError
@@ -53,16 +54,27 @@ def files(tmp_path):
 def test_pieces_of_any_cut_make_up_the_tensor(files):
     stored = files()
     assert set(stored) == {"w", "b"}
-    assert torch.equal(materialize(stored["w"]), WHOLE)
+    assert torch.equal(stored["w"][...], WHOLE)
     assert stored["w"].shape == (10, 6)
-    target = torch.zeros(10, 6)
-    stored.load_into({"w": target})
-    assert torch.equal(target, WHOLE)
+
+    def load(w: torch.Tensor, name: str = "w") -> torch.Tensor:
+        target = nn.ParameterDict({name: w, "b": torch.zeros(3)})
+        load_model_state(target, stored)
+        return target[name]
+
+    assert torch.equal(load(torch.zeros(10, 6)), WHOLE)
     for wrong in (torch.zeros(6, 10), torch.zeros(10, 6, dtype=torch.float64)):
         with pytest.raises(CorruptError, match=r"checkpoint's w is \(10, 6\) of torch.float32"):
-            stored.load_into({"w": wrong})
-    with pytest.raises(CorruptError, match="no tensor 'x'"):
-        stored.load_into({"x": target})
+            load(wrong)
+    with pytest.raises(CorruptError, match="missing: x; unexpected: w"):
+        load(torch.zeros(10, 6), "x")
+
+
+@pytest.mark.parametrize("rows", [(0, 10), (0, 4), (4, 10), (2, 3), (3, 7), (5, 5)])
+@pytest.mark.parametrize("columns", [(0, 6), (1, 4)])
+def test_any_region_is_the_same_region_of_the_whole(files, rows, columns):
+    region = (slice(*rows), slice(*columns))
+    assert torch.equal(files()["w"][region], WHOLE[region])
 
 
 @pytest.mark.parametrize(

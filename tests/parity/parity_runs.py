@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from pentameter.checkpoint.lazy_tensors import materialize
 from pentameter.checkpoint.opening import open_checkpoint
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config
@@ -96,7 +95,7 @@ class Run:
         """Weights and optimizer state of a checkpoint, whole."""
         checkpoint = open_checkpoint(self.folder / "checkpoints" / f"step-{step:08d}")
         return {
-            f"{group}/{name}": materialize(tensor)
+            f"{group}/{name}": tensor[...]
             for group in ("model", "optimizer")
             for name, tensor in checkpoint.tensors(group).items()
         }

@@ -11,7 +11,7 @@ import signal
 import pytest
 from tiny_runs import config, events, fit
 
-from pentameter.checkpoint.manifest import read_manifest
+from pentameter.checkpoint.opening import read_manifest
 from pentameter.config.load import load_config
 from pentameter.disk.atomic import FileRecord
 from pentameter.errors import ConfigError, CorruptError, InterruptedRunError, StorageError

@@ -4,11 +4,10 @@ substitute."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from pentameter.checkpoint.manifest import MANIFEST_NAME, Manifest
+from pentameter.checkpoint.manifest import MANIFEST_NAME
 from pentameter.checkpoint.opening import (
     Checkpoint,
     find_checkpoint,
@@ -20,13 +19,13 @@ from pentameter.checkpoint.opening import (
 from pentameter.errors import ConfigError, CorruptError
 
 
-def find_model(path: Path, warnings: list[str] | None = None) -> Checkpoint:
+def find_model(path: Path, warnings: list[str] | None = None) -> Checkpoint | None:
     """Find the verified checkpoint that `path` denotes: a checkpoint folder itself, or the best one
-    in a run folder.
+    in a run folder; None for a Hugging Face folder, which has none.
 
     `best_checkpoint` defines the best and its substitutes; each damaged checkpoint adds a line to
-    `warnings`. Raises ConfigError, describing the folder's content, if `path` is neither kind of
-    folder; CorruptError if no checkpoint is intact.
+    `warnings`. Raises ConfigError, describing the folder's content, if `path` is no model folder;
+    CorruptError if no checkpoint is intact.
     """
     path = Path(path)
     warnings = [] if warnings is None else warnings
@@ -36,12 +35,19 @@ def find_model(path: Path, warnings: list[str] | None = None) -> Checkpoint:
             f"{path} {found}; give a run folder (runs/NAME), a checkpoint folder or a Hugging Face "
             "folder"
         )
-    if (path / MANIFEST_NAME).exists() or (path / MANIFEST_NAME).is_symlink():
-        return open_checkpoint(path)
+    if is_hugging_face(path):
+        return None
     folder = path / "checkpoints"
-    if not folder.is_dir():
-        raise ConfigError(_describe(path))
-    checkpoint = best_checkpoint(folder, warnings)
+    is_checkpoint = os.path.lexists(path / MANIFEST_NAME)
+    if not is_checkpoint and not folder.is_dir():
+        names = sorted(entry.name for entry in path.iterdir())
+        found = ", ".join(names[:5]) + (" …" if len(names) > 5 else "") if names else "nothing"
+        raise ConfigError(
+            f"{path} is neither a run folder (it has no checkpoints/) nor a checkpoint folder (it "
+            f"has no {MANIFEST_NAME}) nor a Hugging Face folder (it has no config.json); found "
+            f"there: {found}"
+        )
+    checkpoint = best_checkpoint(folder, warnings) if not is_checkpoint else open_checkpoint(path)
     if checkpoint is None:
         raise ConfigError(
             f"{path} is a run without a checkpoint yet; wait for its first, or train further"
@@ -62,16 +68,12 @@ def best_checkpoint(
     With `run_id`, checkpoints from other runs are ignored. Each damaged checkpoint adds a line to
     `warnings`. Raises CorruptError if all are damaged.
     """
-
-    def is_of(run: str | None, step: int | None) -> Callable[[Path, Manifest], bool]:
-        return lambda _, manifest: run in (None, manifest.run_id) and step in (None, manifest.step)
-
     for run, step in _recorded(folder, run_id):
         with suppress(CorruptError):
-            checkpoint = find_checkpoint(folder, is_of(run, step), warnings)
+            checkpoint = find_checkpoint(folder, warnings, run_id=run, step=step)
             if checkpoint is not None:
                 return checkpoint
-    return find_checkpoint(folder, is_of(run_id, None), warnings)
+    return find_checkpoint(folder, warnings, run_id=run_id)
 
 
 def _recorded(folder: Path, run_id: str | None) -> list[tuple[str, int]]:
@@ -91,19 +93,6 @@ def _recorded(folder: Path, run_id: str | None) -> list[tuple[str, int]]:
             if found:
                 return found
     return []
-
-
-def _describe(path: Path) -> str:
-    """Say, for an error message, what a folder is that holds no checkpoint."""
-    if is_hugging_face(path):
-        return f"{path} is a Hugging Face folder, in which there is no checkpoint; use load_model"
-    names = sorted(entry.name for entry in path.iterdir())
-    found = ", ".join(names[:5]) + (" …" if len(names) > 5 else "") if names else "nothing"
-    return (
-        f"{path} is neither a run folder (it has no checkpoints/) nor a checkpoint folder (it has "
-        f"no {MANIFEST_NAME}) nor a Hugging Face folder (it has no config.json); found there: "
-        f"{found}"
-    )
 
 
 def is_hugging_face(path: Path) -> bool:

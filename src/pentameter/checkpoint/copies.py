@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pentameter import keyed
-from pentameter.checkpoint.lazy_tensors import LazyTensor, materialize
+from pentameter.checkpoint.lazy_tensors import LazyTensor
 from pentameter.checkpoint.owners import Groups, Ranks, Region, holdings, views_agree
 from pentameter.processes.failure import spelled
 from pentameter.processes.world import World
@@ -146,7 +146,7 @@ def _hashes(tensors: Sequence[torch.Tensor | LazyTensor]) -> list[int]:
 
     by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for number, tensor in enumerate(tensors):
-        computed = materialize(tensor)
+        computed = tensor[...]
         by_device.setdefault(computed.device, []).append((number, computed))
     hashes = [0] * len(tensors)
     for numbered in by_device.values():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pentameter.checkpoint.lazy_tensors import read_region
+from pentameter.checkpoint.lazy_tensors import copy_region
 from pentameter.checkpoint.load_model import open_model
 from pentameter.checkpoint.state_dicts import model_state
 from pentameter.config.messages import shown
@@ -72,7 +72,7 @@ class InitialWeights:
             shape = tuple(theirs.shape) if n_rows is None else (n_rows, *theirs.shape[1:])
             local, region = common_region(own, shape)
             if local.numel():
-                local.copy_(read_region(theirs, region))
+                copy_region(local, theirs, region)
 
 
 def initial_weights(path: Path | str, config: Config, tokenizer: Tokenizer) -> InitialWeights:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,21 +13,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is computed at each access, whole or one region; its shape and dtype are known
-    beforehand."""
+    """A tensor that is computed at each access; its shape and dtype are known beforehand.
+
+    It is indexed as a torch.Tensor is: `tensor[...]` is the whole, `tensor[0:2, 4:8]` one region,
+    for which nothing else is computed.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    compute: Callable[[tuple[slice, ...]], torch.Tensor]
-    """Computes exactly the region given by the start and stop for each dimension."""
+    fill: Callable[[torch.Tensor, tuple[slice, ...]], None]
+    """Fills a tensor with one region, given by the start and stop for each dimension; shapes are
+    equal, and values are converted to the tensor's dtype."""
+
+    def __getitem__(self, region: tuple[slice, ...] | EllipsisType) -> torch.Tensor:
+        import torch
+
+        bounds = _bounds(self, region)
+        tensor = torch.empty([each.stop - each.start for each in bounds], dtype=self.dtype)
+        self.fill(tensor, bounds)
+        return tensor
 
 
-def materialize(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
-    """Return the whole tensor, computed now if it is lazy."""
-    return read_region(tensor, tuple(slice(0, size) for size in tensor.shape))
+def copy_region(
+    target: torch.Tensor,
+    source: torch.Tensor | LazyTensor,
+    region: tuple[slice, ...] | EllipsisType = ...,
+) -> None:
+    """Fill `target` with one region from `source`, or with the whole; a lazy one is computed in
+    place."""
+    if isinstance(source, LazyTensor):
+        source.fill(target, _bounds(source, region))
+    else:
+        target.copy_(source[region])
 
 
-def read_region(tensor: torch.Tensor | LazyTensor, region: tuple[slice, ...]) -> torch.Tensor:
-    """Return the region of a tensor given by the start and stop for each dimension; from a lazy
-    tensor, only this region is computed."""
-    return tensor.compute(region) if isinstance(tensor, LazyTensor) else tensor[region]
+def _bounds(tensor: LazyTensor, region: tuple[slice, ...] | EllipsisType) -> tuple[slice, ...]:
+    return tuple(slice(0, size) for size in tensor.shape) if region is ... else region

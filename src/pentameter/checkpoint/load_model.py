@@ -7,20 +7,24 @@ folder.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pentameter.checkpoint.best import find_model, is_hugging_face
+from pentameter.checkpoint.best import find_model
+from pentameter.checkpoint.lazy_tensors import LazyTensor, copy_region
 from pentameter.checkpoint.opening import Checkpoint
-from pentameter.checkpoint.state_dicts import load_model_state
+from pentameter.checkpoint.state_dicts import check_weights
+from pentameter.config.schema import Config, LoraConfig
 from pentameter.errors import ConfigError, PentameterError
+from pentameter.planning.adapters import A, B, paths_of_adapters, training_table
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from pentameter.checkpoint.model_folder import StoredModel
-    from pentameter.config.schema import Config
+    from pentameter.checkpoint.model_folder import Adapters, StoredModel, Weights
+    from pentameter.checkpoint.tensor_reader import StoredTensors
     from pentameter.data.tokenizers.base import Tokenizer
     from pentameter.parallel.sources.custom_model import Build
     from pentameter.parallel.sources.model_source import ModelSource
@@ -62,24 +66,23 @@ def load_model(
     """
     import torch
 
-    from pentameter.model.gpt import GPT
-    from pentameter.parallel.sources.custom_model import OwnModel, model_source
+    from pentameter.parallel.sources.custom_model import model_source
+    from pentameter.parallel.sources.gpt_source import GPTSource
 
     source = model_source(model)
-    stored = open_model(path, warnings=warnings, is_own=isinstance(source, OwnModel))
-    dtypes = {tensor.dtype for tensor in stored.weights.values() if tensor.dtype.is_floating_point}
-    built: nn.Module
-    if isinstance(source, OwnModel):
-        built = source.built(stored.config)
-        built = (built.double() if torch.float64 in dtypes else built.float()).to(device)
-    else:
-        with torch.device("meta"):  # no memory, no random numbers for weights soon to be replaced
-            built = GPT(stored.config.model)
-        if len(dtypes) == 1:
-            built.to(dtypes.pop())
-        built.to_empty(device=device)
-    load_model_state(built, stored.weights)
-    return LoadedModel(built.eval(), stored.tokenizer, stored.config, stored.checkpoint)
+    is_custom = not isinstance(source, GPTSource)
+    stored = open_model(path, warnings=warnings, is_own=is_custom)
+    weights = stored.weights
+    dtypes = {tensor.dtype for tensor in weights.values() if tensor.dtype.is_floating_point}
+    dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+    module = source.build_whole(stored.config, dtype, torch.device(device))
+    targets = module.state_dict()
+    if is_custom:  # only now are its names and shapes known
+        fits = {name: (target.shape, target.dtype) for name, target in targets.items()}
+        check_weights(weights, fits, stored.path)
+    for name, target in targets.items():
+        copy_region(target, weights[name])
+    return LoadedModel(module.eval(), stored.tokenizer, stored.config, stored.checkpoint)
 
 
 def open_model(
@@ -91,18 +94,11 @@ def open_model(
     If training removes a checkpoint after it was found, the next one is taken. Raises ConfigError
     unless `is_own` is true for a custom model and false for a built-in one.
     """
-    from pentameter.checkpoint.hugging_face.folder import read_hf
-    from pentameter.checkpoint.model_folder import StoredModel, check_weights, with_adapters_added
     from pentameter.config.load import load_config
     from pentameter.data.tokenizers.setting import load_tokenizer
 
     path = Path(path)
-    if is_hugging_face(path):
-        if is_own:
-            raise ConfigError(f"{path} is a Hugging Face folder; load it without `model`")
-        return read_hf(path, warnings=warnings)
-    while True:
-        checkpoint = find_model(path, warnings)
+    while (checkpoint := find_model(path, warnings)) is not None:
         folder = checkpoint.path
         try:
             config = load_config(folder / "config.toml")
@@ -112,23 +108,88 @@ def open_model(
             if folder.is_dir():
                 raise
             continue
-        _check_kind(folder, checkpoint.state.get("built_by"), is_own=is_own)
-        if not is_own:
-            check_weights(config, weights, folder)
-        files = tuple(folder / name for name in checkpoint.manifest.groups["model"])
-        base = checkpoint.state.get("base_model")
-        base = base if isinstance(base, str) else None
-        stored = StoredModel(folder, config, tokenizer, weights, files, checkpoint, base_model=base)
-        return with_adapters_added(stored)
+        return _stored_model(checkpoint, config, tokenizer, weights, is_custom=is_own)
+    if is_own:
+        raise ConfigError(f"{path} is a Hugging Face folder; load it without `model`")
+    from pentameter.checkpoint.hugging_face.folder import read_hf
+
+    return read_hf(path, warnings=warnings)
 
 
-def _check_kind(path: Path, built_by: Any, *, is_own: bool) -> None:
-    """Raise ConfigError if a custom model is loaded as the built-in one, or vice versa; `built_by`
-    is the entry in the checkpoint's state."""
-    if is_own and built_by is None:
+def _stored_model(
+    checkpoint: Checkpoint,
+    config: Config,
+    tokenizer: Tokenizer,
+    weights: StoredTensors,
+    *,
+    is_custom: bool,
+) -> StoredModel:
+    """Return what a checkpoint holds as a model like any other: adapters are added to the weights
+    that they adapt, and its configuration has none.
+
+    Raises ConfigError if a custom model is opened as the built-in one, or vice versa; CorruptError
+    unless a built-in model's tensors have exactly its configuration's names and shapes, adapters
+    included.
+    """
+    from pentameter.checkpoint.model_folder import StoredModel
+
+    path, state = checkpoint.path, checkpoint.state
+    built_by = state.get("built_by")
+    if is_custom and built_by is None:
         raise ConfigError(f"{path} holds the built-in model; load it without `model`")
-    if not is_own and built_by is not None:
+    if not is_custom and built_by is not None:
         raise ConfigError(
             f"{path} holds the weights of a module that {built_by} built, which is no part of "
             "pentameter: pm.load_model(path, model=…) loads it in Python, with that function"
         )
+    if not is_custom:
+        fits = {spec.name: (spec.shape, None) for spec in training_table(config)}
+        check_weights(weights, fits, path)
+    base = state.get("base_model")
+    merged, adapters = _with_adapters_added(weights, config.lora)
+    return StoredModel(
+        path,
+        config if adapters is None else config.model_copy(update={"lora": LoraConfig()}),
+        tokenizer,
+        merged,
+        tuple(path / name for name in checkpoint.manifest.groups["model"]),
+        checkpoint,
+        adapters,
+        base if isinstance(base, str) else None,
+    )
+
+
+def _with_adapters_added(weights: Weights, lora: LoraConfig) -> tuple[Weights, Adapters | None]:
+    """Return the weights with a run's adapters merged into them, each sum W + factor · B A computed
+    at access, and the adapters by themselves. Without adapters the weights are returned."""
+    from pentameter.checkpoint.model_folder import Adapters
+
+    if lora.rank is None:
+        return weights, None
+    merged, tensors = dict(weights), {}
+    # For a custom model, only the names tell which layers are adapted.
+    for path in paths_of_adapters(weights):
+        name, a, b = f"{path}.weight", f"{path}.{A}", f"{path}.{B}"
+        weight, tensors[a], tensors[b] = merged[name], merged.pop(a), merged.pop(b)
+        add = partial(_add, weight, tensors[a], tensors[b], lora.factor)
+        merged[name] = LazyTensor(tuple(weight.shape), weight.dtype, add)
+    return merged, Adapters(lora, tensors)
+
+
+def _add(
+    weight: torch.Tensor | LazyTensor,
+    a: torch.Tensor | LazyTensor,
+    b: torch.Tensor | LazyTensor,
+    factor: float,
+    target: torch.Tensor,
+    region: tuple[slice, ...],
+) -> None:
+    """Fill `target` with one region: W + factor · B A, with W (m, n), A (rank, n) and B (m, rank),
+    computed in fp32 or higher and rounded to W's dtype."""
+    import torch
+
+    rows, columns = region
+    every = slice(0, a.shape[0])
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    product = b[rows, every].to(dtype) @ a[every, columns].to(dtype)
+    target.copy_((weight[region].to(dtype) + factor * product).to(weight.dtype))

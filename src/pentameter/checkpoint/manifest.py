@@ -7,20 +7,12 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentameter.disk.atomic import (
-    FileRecord,
-    check_file,
-    read_regular,
-    sync,
-    write_hashed,
-)
+from pentameter.disk.atomic import FileRecord, sync, write_hashed
 from pentameter.errors import CorruptError
-from pentameter.machine.cores import usable_cores
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
@@ -80,14 +72,6 @@ def encode_json(content: Any) -> bytes:
     return json.dumps(content, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
 
 
-def decode_json(data: bytes, path: Path) -> Any:
-    """Parse `data` as JSON; CorruptError naming `path` if it is not JSON."""
-    try:
-        return json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{path} is damaged: it is not JSON ({error})") from error
-
-
 def is_plain_name(name: object) -> bool:
     """Return True if `name` is a file name that cannot lead out of its folder."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
@@ -117,31 +101,24 @@ def seal(
     return manifest
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read and verify the manifest in `folder`; the files it names are not opened. Raises
-    CorruptError if it is damaged, malformed or written by a newer version."""
-    path = folder / MANIFEST_NAME
-    data = read_regular(path, max_bytes=MAX_JSON_BYTES)
-    content = decode_json(data, path)
-    version = content.get("format_version") if isinstance(content, dict) else None
+def parse_manifest(content: Mapping[str, Any], path: Path) -> Manifest:
+    """Build the manifest from the JSON object in the file `path`. Raises CorruptError, naming
+    `path`, if it is malformed or written by a newer version."""
+    version = content.get("format_version")
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise CorruptError(
             f"{path} has format_version={version}; this version of pentameter reads up to "
             f"{FORMAT_VERSION}, so use a newer one"
         )
     try:
-        manifest = _parse(content)
+        return _parse(content)
     except (
         LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError
     ) as error:  # fmt: skip
         raise CorruptError(f"{path} is malformed: {error!r}") from error
-    # One spelling per content: equal bytes mean a true checksum and not one changed character.
-    if manifest.to_bytes() != data:
-        raise CorruptError(f"{path} is damaged: its content does not match its own checksum")
-    return manifest
 
 
-def _parse(content: Any) -> Manifest:
+def _parse(content: Mapping[str, Any]) -> Manifest:
     files = []
     for name, entry in content["files"].items():
         n_bytes, sha256 = entry["n_bytes"], entry["sha256"]
@@ -166,34 +143,3 @@ def _parse(content: Any) -> Manifest:
         groups=groups,
         files=tuple(files),
     )
-
-
-def check_files(folder: Path, manifest: Manifest, *, hash_content: bool = True) -> None:
-    """Raise CorruptError naming the first file that does not match its record in the manifest.
-
-    Sizes are compared first: they reveal most damage without reading gigabytes. With
-    `hash_content`, sha256 hashes follow, in up to 8 threads.
-    """
-    for record in manifest.files:
-        check_file(folder, record, hash_content=False)
-    if not hash_content:
-        return
-    n_threads = max(1, min(len(manifest.files), len(usable_cores()), 8))
-    with ThreadPoolExecutor(n_threads) as pool:
-        checks = [
-            pool.submit(check_file, folder, record, hash_content=True) for record in manifest.files
-        ]
-        for check in checks:
-            check.result()
-
-
-def read_checked(folder: Path, manifest: Manifest, name: str) -> bytes:
-    """Return the content of a small file, verified. Raises CorruptError if it is damaged, or none
-    of the manifest's."""
-    record = manifest.record(name)
-    if record is None:
-        raise CorruptError(f"{folder} has no file {name!r}")
-    data = read_regular(folder / name, max_bytes=min(record.n_bytes, MAX_JSON_BYTES))
-    if hashlib.sha256(data).hexdigest() != record.sha256:
-        raise CorruptError(f"{folder / name} is damaged: its sha256 is not the one in its manifest")
-    return data

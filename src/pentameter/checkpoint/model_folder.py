@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pentameter.checkpoint.lazy_tensors import LazyTensor, read_region
+from pentameter.checkpoint.lazy_tensors import LazyTensor
 from pentameter.checkpoint.manifest import encode_json, seal
 from pentameter.checkpoint.opening import STATE_NAME, Checkpoint
 from pentameter.checkpoint.safetensors_format import plan_file
-from pentameter.checkpoint.state_dicts import name_differences
 from pentameter.config.fingerprint import config_hash
 from pentameter.config.schema import Config, LoraConfig
 from pentameter.config.write import to_toml
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.disk.atomic import refuse_existing, storage_errors, write_hashed
 from pentameter.disk.lock import building
-from pentameter.errors import CorruptError
-from pentameter.planning.adapters import A, B, paths_of_adapters, training_table
 
 if TYPE_CHECKING:
     import torch
@@ -77,69 +73,6 @@ class StoredModel:
             with storage_errors(path, "read"), path.open("rb") as file:
                 total.update(hashlib.file_digest(file, "sha256").hexdigest().encode())
         return total.hexdigest()
-
-
-def check_weights(config: Config, weights: Weights, where: Path) -> None:
-    """Raise CorruptError, naming the folder `where`, unless `weights` have exactly the names and
-    shapes that the configuration's parameters have, adapters included."""
-    expected = {spec.name: spec.shape for spec in training_table(config)}
-    if differences := name_differences(expected, weights):
-        raise CorruptError(f"{where}: its tensors are not its configuration's; {differences}")
-    for name, shape in expected.items():
-        if tuple(weights[name].shape) != shape:
-            raise CorruptError(
-                f"{where}: {name} is {tuple(weights[name].shape)}, its configuration says {shape}"
-            )
-
-
-def with_adapters_added(stored: StoredModel) -> StoredModel:
-    """Return the model with its adapters merged into the weights, each sum computed at access: a
-    model like any other, whose configuration has no adapters. Sums are computed in fp32 or
-    higher."""
-    lora = stored.config.lora
-    if lora.rank is None:
-        return stored
-    # For a custom model, only the names tell which layers are adapted.
-    paths = paths_of_adapters(stored.weights)
-    tensors = {
-        f"{path}.{name}": stored.weights[f"{path}.{name}"] for path in paths for name in (A, B)
-    }
-    weights = {name: value for name, value in stored.weights.items() if name not in tensors}
-    for path in paths:
-        weight = weights[f"{path}.weight"]
-        weights[f"{path}.weight"] = LazyTensor(
-            tuple(weight.shape),
-            weight.dtype,
-            partial(_merge, weight, tensors[f"{path}.{A}"], tensors[f"{path}.{B}"], lora.factor),
-        )
-    return replace(
-        stored,
-        config=stored.config.model_copy(update={"lora": LoraConfig()}),
-        weights=weights,
-        adapters=Adapters(lora, tensors),
-    )
-
-
-def _merge(
-    weight: torch.Tensor | LazyTensor,
-    a: torch.Tensor | LazyTensor,
-    b: torch.Tensor | LazyTensor,
-    factor: float,
-    region: tuple[slice, ...],
-) -> torch.Tensor:
-    """Compute one region of W + factor · B A, with W (m, n), A (rank, n) and B (m, rank), in W's
-    dtype."""
-    import torch
-
-    rows, columns = region
-    every = slice(0, a.shape[0])
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    base = read_region(weight, region).to(dtype)
-    left, right = (
-        read_region(b, (rows, every)).to(dtype),
-        read_region(a, (every, columns)).to(dtype),
-    )
-    return (base + factor * (left @ right)).to(weight.dtype)
 
 
 def save_model(stored: StoredModel, out: Path, config: Config | None = None) -> Path:

@@ -5,23 +5,31 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pentameter.checkpoint.manifest import (
     MANIFEST_NAME,
+    MAX_JSON_BYTES,
     Manifest,
-    check_files,
-    decode_json,
-    read_checked,
-    read_manifest,
+    parse_manifest,
 )
 from pentameter.checkpoint.tensor_reader import StoredTensors
-from pentameter.disk.atomic import is_temporary, storage_errors
+from pentameter.disk.atomic import (
+    check_file,
+    decode_json,
+    is_temporary,
+    read_checked,
+    read_regular,
+    storage_errors,
+)
 from pentameter.errors import ConfigError, CorruptError, StorageError
+from pentameter.machine.cores import usable_cores
 
 STATE_NAME = "state.json"
 REPLACED = ".replaced"
@@ -62,7 +70,7 @@ class Checkpoint:
     def read(self, name: str) -> bytes:
         """Return the content of a small file (`config.toml`), verified again; CorruptError if there
         is none."""
-        return read_checked(self.path, self.manifest, name)
+        return read_checked(self.path, self.manifest.files, name, max_bytes=MAX_JSON_BYTES)
 
 
 def step_folder_name(step: int) -> str:
@@ -94,10 +102,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def read_state(path: Path, manifest: Manifest) -> Mapping[str, Any]:
     """Read state.json, verified against the manifest. Raises CorruptError if it is not a JSON
     object."""
-    state = decode_json(read_checked(path, manifest, STATE_NAME), path / STATE_NAME)
-    if not isinstance(state, dict):
-        raise CorruptError(f"{path / STATE_NAME} is malformed: it is not an object")
-    return state
+    data = read_checked(path, manifest.files, STATE_NAME, max_bytes=MAX_JSON_BYTES)
+    return decode_json(data, path / STATE_NAME)
 
 
 def read_own_manifest(path: Path) -> Manifest:
@@ -114,6 +120,33 @@ def read_own_manifest(path: Path) -> Manifest:
     return manifest
 
 
+def read_manifest(folder: Path) -> Manifest:
+    """Read and verify the manifest in `folder`, whatever the folder's name; the files that it names
+    are not opened. Raises CorruptError if it is damaged, and as `parse_manifest` does."""
+    path = folder / MANIFEST_NAME
+    data = read_regular(path, max_bytes=MAX_JSON_BYTES)
+    content = decode_json(data, path)
+    manifest = parse_manifest(content, path)
+    # One spelling per content: equal bytes mean a true checksum and not one changed character.
+    if manifest.to_bytes() != data:
+        raise CorruptError(f"{path} is damaged: its content does not match its own checksum")
+    return manifest
+
+
+def check_files(folder: Path, manifest: Manifest, *, hash_content: bool = True) -> None:
+    """Raise CorruptError naming the first file that does not match its record in the manifest.
+
+    Sizes are compared first: they reveal most damage without reading gigabytes. With
+    `hash_content`, sha256 hashes follow, in up to 8 threads.
+    """
+    for record in manifest.files:
+        check_file(folder, record, hash_content=False)
+    if hash_content:
+        n_threads = max(1, min(len(manifest.files), len(usable_cores()), 8))
+        with ThreadPoolExecutor(n_threads) as pool:
+            list(pool.map(partial(check_file, folder, hash_content=True), manifest.files))
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A folder named like a checkpoint; its content has not been read."""
@@ -125,12 +158,10 @@ class Candidate:
 
 
 def find_checkpoint(
-    folder: Path,
-    accepts: Callable[[Path, Manifest], bool],
-    warnings: list[str],
+    folder: Path, warnings: list[str], *, run_id: str | None = None, step: int | None = None
 ) -> Checkpoint | None:
-    """Find the verified checkpoint with the highest step in `folder` that `accepts`; None if there
-    is none.
+    """Find the verified checkpoint with the highest step in `folder`, among those from `run_id` and
+    at `step` if these are given; None if there is none.
 
     Only names and contents count, never times. Each damaged folder that is passed over adds a line
     to `warnings`; if all are damaged, CorruptError names the newest one's file. A folder that
@@ -142,7 +173,8 @@ def find_checkpoint(
         damage: list[CorruptError] = []
         for candidate in list_checkpoints(folder):
             try:
-                if accepts(candidate.path, read_own_manifest(candidate.path)):
+                manifest = read_own_manifest(candidate.path)
+                if run_id in (None, manifest.run_id) and step in (None, manifest.step):
                     checkpoint = open_checkpoint(candidate.path)
                     warnings += [f"passed over a checkpoint: {error}" for error in damage]
                     return checkpoint

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import NonNegativeInt
 
-from pentameter.checkpoint.lazy_tensors import LazyTensor, materialize
+from pentameter.checkpoint.lazy_tensors import LazyTensor
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ class TensorFile:
         host. If the buffer is pinned, copies from a GPU are only started."""
         start = 0
         for tensor in self.tensors:
-            source = materialize(tensor).detach()
+            source = tensor[...].detach()
             end = start + source.numel() * source.element_size()
             target = buffer[start:end].view(source.dtype).view(source.shape)
             target.copy_(source, non_blocking=buffer.is_pinned())
@@ -87,7 +87,7 @@ class TensorFile:
         yield self.header
         for tensor in self.tensors:
             if math.prod(tensor.shape):
-                yield _host_bytes(materialize(tensor))
+                yield _host_bytes(tensor[...])
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ can be read without knowing the order or the groups in which an optimizer held i
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pentameter.checkpoint.lazy_tensors import LazyTensor, read_region
-from pentameter.checkpoint.tensor_reader import StoredTensors, check_fits
+from pentameter.checkpoint.lazy_tensors import LazyTensor, copy_region
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.parallel.local_shards import common_region, is_distributed
 from pentameter.processes.world import World
@@ -51,10 +51,8 @@ def load_model_state(
     each rank fills its own shards. Raises CorruptError, before anything is changed, saying which
     tensors are missing or do not fit; an error on one rank is raised on all.
     """
-    world = World() if world is None else world
     targets = model_state(model)
-    _check_names("model", targets.keys(), tensors.keys(), world)
-    _fill(targets, tensors, world)
+    _fill("model", targets, targets, tensors, World() if world is None else world)
 
 
 def optimizer_state(
@@ -124,14 +122,14 @@ def load_optimizer_state(
         for name, parameter in held
         for slot in slots[name]
     }
-    _check_names("optimizer", parameter_of, tensors.keys(), world)
     new = world.agreed(
         lambda: {
             name: _empty_slot(name, parameter, tensors[name], any_shape=any_shape)
             for name, (parameter, any_shape) in parameter_of.items()
+            if name in tensors
         }
     )
-    _fill(new, tensors, world)
+    _fill("optimizer", parameter_of, new, tensors, world)
     for (part, held), slots in zip(parts, slots_of, strict=True):
         numbers = _numbers(part)
         state = {
@@ -153,21 +151,40 @@ def _empty_slot(
     # Step counts stay on the host until the optimizer moves them.
     if is_other or name.endswith(".step"):
         return torch.empty(tuple(stored.shape), dtype=stored.dtype)
-    check_fits(name, stored, parameter.shape, None)
+    check_fits(name, stored, parameter.shape)
     return torch.empty_like(parameter.detach(), dtype=stored.dtype)
 
 
-def _fill(targets: Mapping[str, torch.Tensor], tensors: Tensors, world: World) -> None:
-    """Copy this rank's shards from `tensors` into the targets. Raises CorruptError, before anything
-    is changed, if one does not fit."""
-    if isinstance(tensors, StoredTensors):
-        tensors.load_into(targets, world)
-        return
-    for name, target in targets.items():
-        check_fits(name, tensors[name], target.shape, target.dtype)
-    for name, target in targets.items():
-        local, region = common_region(target, tuple(tensors[name].shape))
-        local.copy_(read_region(tensors[name], region))
+def _fill(
+    kind: str,
+    names: Iterable[str],
+    targets: Mapping[str, torch.Tensor],
+    tensors: Tensors,
+    world: World,
+) -> None:
+    """Copy this rank's shards from `tensors` into the targets that bear their names.
+
+    Collective. Raises CorruptError, before anything is changed, unless the `names` that all ranks
+    expect are, together, those in `tensors`, and each fits its target.
+    """
+
+    def check() -> list[str]:
+        for name, target in targets.items():
+            if name in tensors:
+                check_fits(name, tensors[name], target.shape, target.dtype)
+        return sorted(names)
+
+    def copy() -> None:
+        for name, target in targets.items():
+            local, region = common_region(target, tuple(target.shape))
+            copy_region(local, tensors[name], region)
+
+    wanted = set().union(*world.gathered(check))
+    if differences := name_differences(wanted, tensors):
+        raise CorruptError(
+            f"the checkpoint's {kind} tensors do not belong to this {kind}; {differences}"
+        )
+    world.agreed(copy)
 
 
 def _slots_to_load(
@@ -237,14 +254,29 @@ def _slots(optimizer: torch.optim.Optimizer) -> set[str] | None:
     return None
 
 
-def _check_names(kind: str, expected: Iterable[str], found: Collection[str], world: World) -> None:
-    """Raise CorruptError unless the names that all ranks expect, together, are those that were
-    found."""
-    wanted = set().union(*world.all_gather(sorted(expected)))
-    if differences := name_differences(wanted, found):
+def check_fits(
+    name: str,
+    found: torch.Tensor | LazyTensor,
+    shape: Sequence[int],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Raise CorruptError unless a stored tensor has this shape and, if given, dtype."""
+    if tuple(found.shape) != tuple(shape) or dtype not in (None, found.dtype):
         raise CorruptError(
-            f"the checkpoint's {kind} tensors do not belong to this {kind}; {differences}"
+            f"the checkpoint's {name} is {tuple(found.shape)} of {found.dtype}, "
+            f"the configuration asks for {tuple(shape)} of {dtype or 'any dtype'}"
         )
+
+
+def check_weights(
+    weights: Tensors, expected: Mapping[str, tuple[Sequence[int], torch.dtype | None]], where: Path
+) -> None:
+    """Raise CorruptError, naming the folder `where`, unless the weights have exactly the expected
+    names, each with its shape and, if given, its dtype."""
+    if differences := name_differences(expected, weights):
+        raise CorruptError(f"{where}: its tensors are not its configuration's; {differences}")
+    for name, (shape, dtype) in expected.items():
+        check_fits(name, weights[name], shape, dtype)
 
 
 def name_differences(expected: Iterable[str], found: Iterable[str]) -> str:

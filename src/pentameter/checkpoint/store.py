@@ -17,19 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pentameter.checkpoint.manifest import (
-    Manifest,
-    check_files,
-    read_manifest,
-    seal,
-)
+from pentameter.checkpoint.manifest import Manifest, seal
 from pentameter.checkpoint.opening import (
     REPLACED,
     Candidate,
     Checkpoint,
+    check_files,
     find_checkpoint,
     is_step_folder,
     list_checkpoints,
+    read_manifest,
     read_own_manifest,
     step_folder_name,
 )
@@ -265,9 +262,7 @@ class CheckpointStore:
 
         A damaged one is passed over with a line in `warnings`; CorruptError if all are damaged.
         """
-        checkpoint = find_checkpoint(
-            self.folder, lambda _, manifest: manifest.run_id == self.run_id, self.warnings
-        )
+        checkpoint = find_checkpoint(self.folder, self.warnings, run_id=self.run_id)
         if checkpoint is not None:
             self._folders.trust(self.folder / checkpoint.path.name, checkpoint.manifest)
         return checkpoint

@@ -15,8 +15,6 @@ from pydantic import TypeAdapter, ValidationError
 from pentameter.checkpoint.lazy_tensors import LazyTensor
 from pentameter.checkpoint.safetensors_format import DTYPE_CODES, METADATA_KEY, Piece
 from pentameter.errors import CorruptError, StorageError
-from pentameter.parallel.local_shards import local_shard
-from pentameter.processes.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +57,7 @@ class StoredTensors(Mapping[str, "torch.Tensor | LazyTensor"]):
         stored = self.stored[name]
         if len(stored.regions) == 1:
             return self.read(stored.regions[0])
-        return LazyTensor(stored.shape, stored.dtype, partial(self._assemble, stored))
+        return LazyTensor(stored.shape, stored.dtype, partial(self._fill, stored))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)
@@ -73,50 +71,18 @@ class StoredTensors(Mapping[str, "torch.Tensor | LazyTensor"]):
             tensor: torch.Tensor = self._files[region.path].get_tensor(region.key)
         return tensor
 
-    def load_into(self, targets: Mapping[str, torch.Tensor], world: World | None = None) -> None:
-        """Fill the targets in place: each rank reads only the regions that overlap its shards.
-
-        Targets are plain tensors or DTensors on any mesh; ranks may pass different names.
-        Collective if `world` has several ranks: an error on one is raised on all. Raises
-        CorruptError, before anything is changed, for a missing name and for a different shape or
-        dtype.
-        """
-        world = World() if world is None else world
-
-        def check() -> None:
-            for name, target in targets.items():
-                if name not in self.stored:
-                    raise CorruptError(f"the checkpoint has no tensor {name!r}")
-                check_fits(name, self.stored[name], target.shape, target.dtype)
-
-        def fill() -> None:
-            for name, target in targets.items():
-                self._fill(*local_shard(target), self.stored[name])
-
-        world.agreed(check)
-        world.agreed(fill)
-
-    def _fill(self, local: torch.Tensor, offset: tuple[int, ...], stored: StoredTensor) -> None:
-        """Fill `local`, this rank's block of a tensor starting at `offset`, from every stored
-        region that overlaps it."""
-        for region in stored.regions:
-            starts = list(map(max, offset, region.offset))
+    def _fill(self, stored: StoredTensor, target: torch.Tensor, region: tuple[slice, ...]) -> None:
+        """Fill `target` with one region, from every stored region that overlaps it."""
+        offset = [each.start for each in region]
+        for each in stored.regions:
+            starts = list(map(max, offset, each.offset))
             ends = [
-                min(local_start + n_local, region_start + n_region)
-                for local_start, n_local, region_start, n_region in zip(
-                    offset, local.shape, region.offset, region.sizes, strict=True
-                )
+                min(asked.stop, start + size)
+                for asked, start, size in zip(region, each.offset, each.sizes, strict=True)
             ]
             if all(start < end for start, end in zip(starts, ends, strict=True)):
-                source = self.read(region)[_slices(starts, ends, region.offset)]
-                local[_slices(starts, ends, offset)].copy_(source)
-
-    def _assemble(self, stored: StoredTensor, region: tuple[slice, ...]) -> torch.Tensor:
-        import torch
-
-        tensor = torch.empty([each.stop - each.start for each in region], dtype=stored.dtype)
-        self._fill(tensor, tuple(each.start for each in region), stored)
-        return tensor
+                source = self.read(each)[_slices(starts, ends, each.offset)]
+                target[_slices(starts, ends, offset)].copy_(source)
 
     def _index(self, paths: Sequence[Path]) -> dict[str, StoredTensor]:
         found: dict[str, StoredTensor] = {}
@@ -188,20 +154,6 @@ def _reading(path: Path) -> Iterator[None]:
         raise CorruptError(f"{path} is malformed: {error}") from error
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error}") from error
-
-
-def check_fits(
-    name: str,
-    found: torch.Tensor | LazyTensor | StoredTensor,
-    shape: tuple[int, ...],
-    dtype: torch.dtype | None,
-) -> None:
-    """Raise CorruptError unless a stored tensor has this shape and, if given, dtype."""
-    if tuple(found.shape) != tuple(shape) or (dtype is not None and found.dtype != dtype):
-        raise CorruptError(
-            f"the checkpoint's {name} is {tuple(found.shape)} of {found.dtype}, "
-            f"the configuration asks for {tuple(shape)} of {dtype or 'any dtype'}"
-        )
 
 
 def check_cover(name: str, shape: tuple[int, ...], regions: Sequence[StoredRegion]) -> None:

@@ -1,4 +1,5 @@
-"""Crash-safe files and folders: written under a temporary name, synced, then renamed.
+"""Crash-safe files and folders: written under a temporary name, synced, then renamed. And files
+that others may have placed: opened so that none hangs the reader, read up to a bound, checked.
 
 Everything goes through `os` functions, one system call each, so that a test can stop a save before
 any single one.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -20,12 +22,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 _BLOCK_BYTES = 4 * 2**20  # handed to the hashing thread at once
 _INLINE_BYTES = 2**20  # below this a thread costs more than it saves
 _MAX_UNHASHED = 64  # pieces the hashing may lag behind: what a save keeps in memory
+
+LIMIT_BYTES = 1 << 28
+"""Maximum bytes when another program's file is read whole."""
 
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}$")
 
@@ -232,6 +238,47 @@ def read_regular(path: Path, *, max_bytes: int, follow_links: bool = False) -> b
     return data
 
 
+def read_text(path: Path, limit_bytes: int = LIMIT_BYTES) -> str:
+    """Return the UTF-8 text in another program's file; links are followed, since Hugging Face's
+    cache is made from them.
+
+    Raises ConfigError if it is absent, CorruptError if it is no text, no regular file or too large,
+    StorageError if it cannot be read.
+    """
+    return _utf8(_read_foreign(path, limit_bytes), path)
+
+
+def read_json(path: Path, limit_bytes: int = LIMIT_BYTES) -> dict[str, Any]:
+    """Return the JSON object in another program's file; raises like `read_text` and
+    `decode_json`."""
+    return decode_json(_read_foreign(path, limit_bytes), path)
+
+
+def decode_json(data: bytes, path: Path) -> dict[str, Any]:
+    """Parse the JSON object that `path` holds; CorruptError, naming it, for anything else."""
+    try:
+        content = json.loads(_utf8(data, path))
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{path} is damaged: it is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise CorruptError(f"{path} is malformed: it is not a JSON object")
+    return content
+
+
+def _read_foreign(path: Path, limit_bytes: int) -> bytes:
+    try:
+        return read_regular(path, max_bytes=limit_bytes, follow_links=True)
+    except MissingFileError as error:
+        raise ConfigError(f"{path} does not exist") from error
+
+
+def _utf8(data: bytes, path: Path) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CorruptError(f"{path} is damaged: not UTF-8 at byte {error.start}") from error
+
+
 def check_file(folder: Path, record: FileRecord, *, hash_content: bool) -> None:
     """Raise CorruptError, naming the file, unless it exists with its recorded size (and hash)."""
     path = folder / record.name
@@ -241,10 +288,26 @@ def check_file(folder: Path, record: FileRecord, *, hash_content: bool) -> None:
             raise CorruptError(
                 f"{path} is damaged: it has {n_bytes:,} bytes, its manifest says {record.n_bytes:,}"
             )
-        if not hash_content:
-            return
-        digest = hashlib.file_digest(file, "sha256")
-    if digest.hexdigest() != record.sha256:
+        if hash_content:
+            _check_hash(path, record, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def read_checked(
+    folder: Path, records: Iterable[FileRecord], name: str, *, max_bytes: int
+) -> bytes:
+    """Return the content of a small file, verified against its record; raises like `check_file`,
+    and CorruptError if no record has this name."""
+    path = folder / name
+    record = next((each for each in records if each.name == name), None)
+    if record is None:
+        raise CorruptError(f"{folder} has no file {name!r}")
+    data = read_regular(path, max_bytes=min(record.n_bytes, max_bytes))
+    _check_hash(path, record, hashlib.sha256(data).hexdigest())
+    return data
+
+
+def _check_hash(path: Path, record: FileRecord, sha256: str) -> None:
+    if sha256 != record.sha256:
         raise CorruptError(f"{path} is damaged: its sha256 is not the one in its manifest")
 
 

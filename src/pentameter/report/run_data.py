@@ -12,8 +12,8 @@ from pentameter.data.batches.step import TrainingBatches, training_batches
 from pentameter.data.open_dataset import joined_sources
 from pentameter.data.shards.dataset import Dataset, open_shards
 from pentameter.data.shards.format import find_header
+from pentameter.disk.atomic import read_json
 from pentameter.disk.cache import cache_folder
-from pentameter.disk.foreign import read_json
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.report.event_reader import as_table
 from pentameter.report.reading import check_run_folder

@@ -112,13 +112,9 @@ def _evaluate(
 
 def _last(run: TrainingRun) -> Checkpoint | None:
     """Return the checkpoint from the run's last step; None if it is not complete."""
-    store, here = run.folder.store, (run.folder.run_id, run.state.step)
+    store, run_id = run.folder.store, run.folder.run_id
     with suppress(CorruptError):
-        return find_checkpoint(
-            store.folder,
-            lambda _, manifest: (manifest.run_id, manifest.step) == here,
-            store.warnings,
-        )
+        return find_checkpoint(store.folder, store.warnings, run_id=run_id, step=run.state.step)
     return None
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pentameter.checkpoint.manifest import MAX_JSON_BYTES, decode_json
+from pentameter.checkpoint.manifest import MAX_JSON_BYTES
 from pentameter.checkpoint.opening import (
     Checkpoint,
     find_checkpoint,
@@ -24,7 +24,7 @@ from pentameter.checkpoint.opening import (
 from pentameter.config.fingerprint import config_hash, diff_configs
 from pentameter.config.load import load_config
 from pentameter.config.schema import Config, ScheduleConfig
-from pentameter.disk.atomic import read_regular
+from pentameter.disk.atomic import decode_json, read_regular
 from pentameter.errors import ConfigError, CorruptError, StorageError
 from pentameter.optim.schedule import learning_rate
 from pentameter.planning.layout import Layout
@@ -297,10 +297,7 @@ def plan_run(request: RunRequest, plan_of: Callable[[Config], Plan]) -> Plan:
 def _last_step(path: Path) -> int | None:
     identity = read_identity(path)
     assert identity is not None  # config.toml exists
-    run_id = identity["run_id"]
-    checkpoint = find_checkpoint(
-        path / "checkpoints", lambda _, manifest: manifest.run_id == run_id, []
-    )
+    checkpoint = find_checkpoint(path / "checkpoints", [], run_id=identity["run_id"])
     return None if checkpoint is None else checkpoint.step
 
 

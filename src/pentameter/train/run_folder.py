@@ -16,13 +16,14 @@ from shutil import rmtree
 from typing import Any
 
 from pentameter.checkpoint.initial_weights import InitialWeights, check_origin, initial_weights
-from pentameter.checkpoint.manifest import MAX_JSON_BYTES, decode_json
+from pentameter.checkpoint.manifest import MAX_JSON_BYTES
 from pentameter.checkpoint.opening import Checkpoint, open_checkpoint, step_folder_name
 from pentameter.checkpoint.store import CheckpointStore
 from pentameter.config.fingerprint import config_hash
 from pentameter.config.write import to_toml
 from pentameter.data.shards.dataset import Dataset
 from pentameter.disk.atomic import (
+    decode_json,
     is_temporary,
     make_folder,
     read_regular,
@@ -119,10 +120,9 @@ def _earlier_starts(path: Path) -> list[Any]:
     people read it."""
     with suppress(CorruptError, StorageError, RecursionError):
         before = decode_json(read_regular(path, max_bytes=MAX_JSON_BYTES), path)
-        if isinstance(before, dict):
-            starts = before.pop("earlier_starts", [])
-            json.dumps([starts, before], indent=2)  # too deep to be written again?
-            return [*(starts if isinstance(starts, list) else []), before]
+        starts = before.pop("earlier_starts", [])
+        json.dumps([starts, before], indent=2)  # too deep to be written again?
+        return [*(starts if isinstance(starts, list) else []), before]
     return []
 
 

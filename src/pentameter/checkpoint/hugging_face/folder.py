@@ -26,7 +26,7 @@ from pentameter.checkpoint.hugging_face.families import FAMILIES, Family
 from pentameter.checkpoint.hugging_face.model_card import CARD, model_card
 from pentameter.checkpoint.hugging_face.tensor_map import TensorMap
 from pentameter.checkpoint.hugging_face.tokenizer_files import read_tokenizer, tokenizer_files
-from pentameter.checkpoint.lazy_tensors import LazyTensor, materialize
+from pentameter.checkpoint.lazy_tensors import LazyTensor
 from pentameter.checkpoint.manifest import is_plain_name
 from pentameter.checkpoint.model_folder import StoredModel
 from pentameter.checkpoint.safetensors_format import plan_file
@@ -37,8 +37,7 @@ from pentameter.config.schema import Config, ModelConfig
 from pentameter.data.corpora.registry import UNKNOWN_CORPUS
 from pentameter.data.tokenizers.base import Tokenizer
 from pentameter.data.tokenizers.setting import is_gpt2
-from pentameter.disk.atomic import refuse_existing, write_hashed
-from pentameter.disk.foreign import read_json
+from pentameter.disk.atomic import read_json, refuse_existing, write_hashed
 from pentameter.disk.lock import building
 from pentameter.errors import ConfigError, CorruptError
 
@@ -91,9 +90,8 @@ def read_hf(
             f"`pentameter import {path} --out DIR --tokenizer gpt2` adds GPT-2's own, and then "
             "DIR can be used"
         )
-    config = _config(path, section, tokenizer)
+    config, base = _config(path, section, tokenizer), hub_name(path)
     weights = _weights(files, FAMILIES[content["model_type"]], config.model)
-    base = hub_name(path)
     return StoredModel(path, config, tokenizer, weights, files, checkpoint=None, base_model=base)
 
 
@@ -138,20 +136,20 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
     """List the folder's safetensors files, chosen as `transformers` chooses them."""
     if (path / WEIGHTS).is_file():
         return (path / WEIGHTS,)
-    if (path / INDEX).is_file():
-        index = read_json(path / INDEX).get("weight_map")
-        if not (isinstance(index, dict) and index and all(map(is_plain_name, index.values()))):
-            raise CorruptError(f"{path / INDEX} is malformed: its weight_map is not names → files")
-        files = tuple(path / name for name in sorted(set(index.values())))
-        for file in files:
-            if not file.is_file():
-                raise CorruptError(f"{file} is missing; {path / INDEX} names it")
-        return files
-    if next(path.glob("pytorch_model*.bin"), None) is not None:
-        raise ConfigError(_pickle(path))
-    raise ConfigError(
-        f"{path} has a {CONFIG} but no weights; {WEIGHTS} is expected, or {INDEX} and its files"
-    )
+    if not (path / INDEX).is_file():
+        if next(path.glob("pytorch_model*.bin"), None) is not None:
+            raise ConfigError(_pickle(path))
+        raise ConfigError(
+            f"{path} has a {CONFIG} but no weights; {WEIGHTS} is expected, or {INDEX} and its files"
+        )
+    index = read_json(path / INDEX).get("weight_map")
+    if not (isinstance(index, dict) and index and all(map(is_plain_name, index.values()))):
+        raise CorruptError(f"{path / INDEX} is malformed: its weight_map is not names → files")
+    files = tuple(path / name for name in sorted(set(index.values())))
+    for file in files:
+        if not file.is_file():
+            raise CorruptError(f"{file} is missing; {path / INDEX} names it")
+    return files
 
 
 def _pickle(path: Path) -> str:
@@ -177,16 +175,15 @@ def _weights(files: tuple[Path, ...], family: Family, model: ModelConfig) -> dic
     import torch
 
     body, head = family.body, family.head
-    tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        for name, tensor in StoredTensors([file]).items():
-            full = name if name == head or name.startswith(body) else body + name
-            if re.fullmatch(family.passed_over, full.removeprefix(body)):
-                continue
-            if full in tensors:
-                raise CorruptError(f"{file} holds {name!r} a second time")
-            tensors[full] = materialize(tensor)  # mapped: untouched pages are never read
     where = files[0] if len(files) == 1 else files[0].parent
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in StoredTensors(files).items():
+        full = name if name == head or name.startswith(body) else body + name
+        if re.fullmatch(family.passed_over, full.removeprefix(body)):
+            continue
+        if full in tensors:
+            raise CorruptError(f"{where} holds {name!r} a second time")
+        tensors[full] = tensor[...]  # mapped: untouched pages are never read
     embedding_name = f"{body}{family.names['token_embedding']}.weight"
     embedding = tensors.get(embedding_name)
     # Some programs save a copy of the embedding as the head's weight.

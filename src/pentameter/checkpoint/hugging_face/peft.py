@@ -16,7 +16,6 @@ from pentameter.checkpoint.hugging_face.families import FAMILIES, Family
 from pentameter.checkpoint.hugging_face.folder import Exported
 from pentameter.checkpoint.hugging_face.model_card import CARD, model_card
 from pentameter.checkpoint.hugging_face.tensor_map import Strip, TensorMap
-from pentameter.checkpoint.lazy_tensors import materialize
 from pentameter.checkpoint.model_folder import Adapters, StoredModel
 from pentameter.checkpoint.safetensors_format import plan_file
 from pentameter.disk.atomic import refuse_existing, write_hashed
@@ -79,7 +78,7 @@ def _tensors(
     matrix."""
     for theirs, strips in modules.items():
         path = strips[0].ours.removesuffix(".weight")
-        a, b = (materialize(adapters.tensors[f"{path}.{name}"]) for name in (A, B))
+        a, b = (adapters.tensors[f"{path}.{name}"][...] for name in (A, B))
         n_rows = max(strip.their_row + strip.n_rows for strip in strips)
         b_rows = b.new_empty(n_rows, b.shape[1])
         for strip in strips:

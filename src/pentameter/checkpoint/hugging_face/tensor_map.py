@@ -10,13 +10,13 @@ Shapes: D d_model, H heads, G KV heads, K head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from pentameter.checkpoint.hugging_face.families import Family
-from pentameter.checkpoint.lazy_tensors import LazyTensor, read_region
+from pentameter.checkpoint.lazy_tensors import LazyTensor, copy_region
 from pentameter.config.schema import ModelConfig
 from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.gpt import parameter_table
@@ -42,10 +42,10 @@ class Strip:
 
 @dataclass(frozen=True)
 class RowSource:
-    """Rows to copy: from `source_row` of the tensor `name` to `row` of the result."""
+    """Rows to copy from `tensor`, beginning at `source_row`, into the result, at `row`."""
 
     row: int
-    name: str
+    tensor: torch.Tensor | LazyTensor
     source_row: int
     n_rows: int
 
@@ -90,14 +90,12 @@ class TensorMap:
         sources: dict[str, list[RowSource]] = {name: [] for name in self.their_shapes}
         for strip in self.strips:
             if strip.ours in weights:
-                source = RowSource(strip.their_row, strip.ours, strip.row, strip.n_rows)
+                source = RowSource(strip.their_row, weights[strip.ours], strip.row, strip.n_rows)
                 sources[strip.theirs].append(source)
-
-        def read(name: str, region: tuple[slice, ...]) -> torch.Tensor:
-            return read_region(weights[name], region)
-
         return {
-            name: _lazy(shape, dtype, sources[name], read, transposed=name in self.transposed)
+            name: LazyTensor(
+                shape, dtype, partial(_fill, sources[name], is_transposed=name in self.transposed)
+            )
             for name, shape in self.their_shapes.items()
         }
 
@@ -108,55 +106,36 @@ class TensorMap:
         complete and have the right shapes; each region is converted at access."""
         sources: dict[str, list[RowSource]] = {name: [] for name in self.our_shapes}
         for strip in self.strips:
-            source = RowSource(strip.row, strip.theirs, strip.their_row, strip.n_rows)
+            there = tensors[strip.theirs]
+            there = there.t() if strip.theirs in self.transposed else there
+            source = RowSource(strip.row, there, strip.their_row, strip.n_rows)
             sources[strip.ours].append(source)
-
-        def read(name: str, region: tuple[slice, ...]) -> torch.Tensor:
-            there = tensors[name]
-            return (there.t() if name in self.transposed else there)[region]
-
         return {
-            name: _lazy(shape, dtype, sources[name], read, transposed=False)
+            name: LazyTensor(shape, dtype, partial(_fill, sources[name], is_transposed=False))
             for name, shape in self.our_shapes.items()
         }
 
 
-def _lazy(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    sources: list[RowSource],
-    read: Callable[[str, tuple[slice, ...]], torch.Tensor],
-    *,
-    transposed: bool,
-) -> LazyTensor:
-    return LazyTensor(
-        shape,
-        dtype,
-        partial(_compute, dtype=dtype, sources=sources, read=read, transpose=transposed),
-    )
-
-
-def _compute(
+def _fill(
+    sources: Sequence[RowSource],
+    target: torch.Tensor,
     region: tuple[slice, ...],
     *,
-    dtype: torch.dtype,
-    sources: list[RowSource],
-    read: Callable[[str, tuple[slice, ...]], torch.Tensor],
-    transpose: bool,
-) -> torch.Tensor:
-    """Assemble `region` from rows in source tensors, zero in rows without a source; with
-    `transpose`, the result is transposed."""
-    import torch
-
-    rows, *others = region[::-1] if transpose else region
-    result = torch.zeros([each.stop - each.start for each in (rows, *others)], dtype=dtype)
+    is_transposed: bool,
+) -> None:
+    """Fill `target` with one region, assembled from the rows in `sources`, which are transposed if
+    `is_transposed`. Rows without a source are zero."""
+    if is_transposed:
+        target, region = target.t(), region[::-1]
+    rows, *others = region
+    target.zero_()
     for source in sources:
         start, stop = max(rows.start, source.row), min(rows.stop, source.row + source.n_rows)
         if start < stop:
             shift = source.source_row - source.row
-            found = read(source.name, (slice(start + shift, stop + shift), *others))
-            result[start - rows.start : stop - rows.start] = found.to(dtype)
-    return result.t().contiguous() if transpose else result
+            found = slice(start + shift, stop + shift)
+            part = target.narrow(0, start - rows.start, stop - start)
+            copy_region(part, source.tensor, (found, *others))
 
 
 def _strips(family: Family, model: ModelConfig, spec: ParameterSpec) -> Iterator[Strip]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.chat import TEMPLATE_FILE, ChatTemplate, read_chat_template
 from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.data.tokenizers.setting import GPT2, is_gpt2, load_tokenizer
-from pentameter.disk.foreign import read_json, read_text
+from pentameter.disk.atomic import read_json, read_text
 from pentameter.errors import ConfigError, CorruptError, PentameterError, printable
 
 VOCABULARY, MERGES, WHOLE = "vocab.json", "merges.txt", "tokenizer.json"
@@ -105,63 +105,54 @@ def read_tokenizer(folder: Path, warnings: list[str]) -> Tokenizer | None:
     other tokenizer.json is used unchanged. Raises ConfigError for old files that are not GPT-2's
     kind, CorruptError for a malformed file.
     """
-    tokenizer = _read_files(folder, warnings)
-    if tokenizer is not None:
-        tokenizer.chat = read_chat_template(folder)
-    return tokenizer
-
-
-def _read_files(folder: Path, warnings: list[str]) -> Tokenizer | None:
-    settings = _read_if_there(folder / SETTINGS)
-    if (path := folder / WHOLE).is_file():
+    settings, config = _read_if_there(folder / SETTINGS), _read_if_there(folder / "config.json")
+    merges: list[str] = []
+    added: dict[str, Any] = {}
+    if is_whole := (path := folder / WHOLE).is_file():
         content = read_json(path)
-        return _read_whole(content, path, warnings) or _as_it_is(content, settings, folder)
-    path = folder / VOCABULARY
-    if not (path.is_file() and (folder / MERGES).is_file()):
+    elif (path := folder / VOCABULARY).is_file() and (folder / MERGES).is_file():
+        if settings.get("add_prefix_space"):
+            raise ConfigError(
+                f"{folder / SETTINGS}: add_prefix_space=true is not GPT-2's; give another "
+                "tokenizer: `import … --tokenizer gpt2`, or a file"
+            )
+        content, lines = read_json(path), read_text(folder / MERGES).split("\n")
+        merges = [line for line in lines[lines[0].startswith("#version") :] if line]
+        added = _read_if_there(folder / "added_tokens.json")
+    else:
         return None
-    if settings.get("add_prefix_space"):
-        raise ConfigError(f"{folder / SETTINGS}: add_prefix_space=true {_NOT_GPT2}")
-    vocabulary = dict(read_json(path))
-    lines = read_text(folder / MERGES).split("\n")
-    lines = [line for line in lines[lines[0].startswith("#version") :] if line]
-    _add(vocabulary, _read_if_there(folder / "added_tokens.json"), path, warnings)
-    return _bpe(vocabulary, lines, path)
-
-
-_NOT_GPT2 = "is not GPT-2's; give another tokenizer: `import … --tokenizer gpt2`, or a file"
+    said: list[str] = []
+    tokenizer: Tokenizer
+    try:
+        if is_whole:
+            tokenizer = _from_whole(content, settings, config, said)
+        else:
+            tokenizer = _bpe(content, added, merges, said)
+    except (ConfigError, CorruptError) as error:
+        raise CorruptError(f"{path}: {error}") from error
+    warnings += [f"{path}: {sentence}" for sentence in said]
+    tokenizer.chat = read_chat_template(folder)
+    return tokenizer
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _as_it_is(
-    content: dict[str, Any], settings: Mapping[str, Any], folder: Path
-) -> LibraryTokenizer:
-    """Take a tokenizer.json unchanged. A document ends with `eos_token` in tokenizer_config.json,
-    else with `eos_token_id` in config.json, the first if there are several."""
-    try:
-        tokenizer = LibraryTokenizer(content, None)
-    except ConfigError as error:
-        raise CorruptError(f"{folder / WHOLE}: {error}") from error
-    token = settings.get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    end = tokenizer.token_id(token) if isinstance(token, str) else None
-    if end is None:
-        found = _read_if_there(folder / "config.json").get("eos_token_id")
-        found = found[0] if isinstance(found, list) and found else found
-        end = found if type(found) is int and 0 <= found < tokenizer.vocab_size else None
-    tokenizer.end_of_text = end
-    return tokenizer
-
-
-def _read_whole(content: Mapping[str, Any], path: Path, warnings: list[str]) -> Tokenizer | None:
-    """Read GPT-2's kind of tokenizer, or characters; None for another kind."""
+def _from_whole(
+    content: dict[str, Any],
+    settings: Mapping[str, Any],
+    config: Mapping[str, Any],
+    warnings: list[str],
+) -> Tokenizer:
+    """Build a tokenizer from tokenizer.json: GPT-2's kind and characters as pentameter's classes,
+    any other unchanged. Then a document ends with `eos_token` in tokenizer_config.json, else with
+    `eos_token_id` in config.json, the first if there are several."""
     model = content.get("model")
     model = model if isinstance(model, dict) else {}
     vocabulary = model.get("vocab")
     if not isinstance(vocabulary, dict):
-        raise CorruptError(f"{path} is malformed: it has no model.vocab")
+        raise CorruptError("it has no model.vocab")
     pre_tokenizer = content.get("pre_tokenizer")
     of_each_character = {
         "type": "Split",
@@ -170,7 +161,10 @@ def _read_whole(content: Mapping[str, Any], path: Path, warnings: list[str]) -> 
         "invert": False,
     }
     if model.get("type") == "WordLevel" and pre_tokenizer == of_each_character:
-        return _characters(vocabulary, path)
+        characters = CharTokenizer(list(vocabulary))
+        if {character: n for n, character in enumerate(characters.characters)} != vocabulary:
+            raise CorruptError("the ids of its characters are not their ranks")
+        return characters
     is_bytes = (
         isinstance(pre_tokenizer, dict)
         and pre_tokenizer.get("type") == "ByteLevel"
@@ -184,71 +178,60 @@ def _read_whole(content: Mapping[str, Any], path: Path, warnings: list[str]) -> 
         and not content.get("normalizer")
         and not any(model.get(key) for key in plain)
     )
-    if not is_as_gpt2s:
-        return None
-    merges = model.get("merges")
-    if not isinstance(merges, list):
-        raise CorruptError(f"{path} is malformed: it has no model.merges")
-    added = content.get("added_tokens") or []
-    try:
-        named = {token["content"]: token["id"] for token in added}
-    except (TypeError, LookupError) as error:
-        raise CorruptError(f"{path} is malformed: added_tokens: {error!r}") from error
-    vocabulary = dict(vocabulary)
-    _add(vocabulary, named, path, warnings)
-    return _bpe(vocabulary, merges, path)
+    if is_as_gpt2s:
+        merges = model.get("merges")
+        if not isinstance(merges, list):
+            raise CorruptError("it has no model.merges")
+        try:
+            added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+        except (TypeError, LookupError) as error:
+            raise CorruptError(f"added_tokens: {error!r}") from error
+        return _bpe(vocabulary, added, merges, warnings)
+    tokenizer = LibraryTokenizer(content, None)
+    token = settings.get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    end = tokenizer.token_id(token) if isinstance(token, str) else None
+    if end is None:
+        found = config.get("eos_token_id")
+        found = found[0] if isinstance(found, list) and found else found
+        end = found if type(found) is int and 0 <= found < tokenizer.vocab_size else None
+    tokenizer.end_of_text = end
+    return tokenizer
 
 
-def _add(
-    vocabulary: dict[str, Any], added: Mapping[str, Any], path: Path, warnings: list[str]
-) -> None:
-    """Append to the vocabulary those added tokens whose ids follow it without a gap.
-
-    Raises CorruptError for one that is not text with a whole number.
-    """
+def _bpe(
+    vocabulary: Mapping[str, Any],
+    added: Mapping[str, Any],
+    merges: Sequence[Any],
+    warnings: list[str],
+) -> BpeTokenizer:
+    """Build a tokenizer like GPT-2's from its vocabulary and its merges ("left right" in old files,
+    ["left", "right"] in new ones). Added tokens whose ids follow without a gap join the vocabulary;
+    a line in `warnings` names the others."""
     for text, number in added.items():
         if not isinstance(text, str) or type(number) is not int:
             raise CorruptError(
-                f"{path}: the added token {text!r:.80} has the id {number!r:.80}; "
+                f"the added token {text!r:.80} has the id {number!r:.80}; "
                 "it must be text, and its id a whole number"
             )
-    unknown = [token for token, number in added.items() if vocabulary.get(token) != number]
+    whole = dict(vocabulary)
+    unknown = [token for token, number in added.items() if whole.get(token) != number]
     by_id = {added[token]: token for token in unknown if BYTE_CHARACTERS.keys() >= set(token)}
-    while (token := by_id.get(len(vocabulary))) is not None and token not in vocabulary:
-        vocabulary[token] = len(vocabulary)
-    others = [token for token in unknown if token != END_OF_TEXT]
-    if others:
+    while (token := by_id.get(len(whole))) is not None and token not in whole:
+        whole[token] = len(whole)
+    if others := [token for token in unknown if token != END_OF_TEXT]:
         named = ", ".join(map(printable, others[:5])) + (" …" if len(others) > 5 else "")
-        warnings.append(f"{path}: text never becomes one of the added tokens {named}")
-
-
-def _bpe(vocabulary: Mapping[str, Any], merges: list[Any], path: Path) -> BpeTokenizer:
-    try:
-        pairs = [_merge(number, merge) for number, merge in enumerate(merges)]
-        return BpeTokenizer.from_vocabulary(vocabulary, pairs)
-    except (ConfigError, CorruptError) as error:
-        raise CorruptError(f"{path}: {error}") from error
-
-
-def _merge(number: int, merge: Any) -> tuple[str, str]:
-    """Parse a merge into its two tokens: "left right" in old files, ["left", "right"] in new
-    ones."""
-    match merge:
-        case str():
-            return parse_merge(merge)
-        case [str(left), str(right)]:
-            return left, right
-    raise CorruptError(f"merge {number} is {merge!r:.80}, not two tokens")
-
-
-def _characters(vocabulary: Mapping[str, Any], path: Path) -> CharTokenizer:
-    try:
-        tokenizer = CharTokenizer(list(vocabulary))
-    except ConfigError as error:
-        raise CorruptError(f"{path}: {error}") from error
-    if {character: n for n, character in enumerate(tokenizer.characters)} != vocabulary:
-        raise CorruptError(f"{path}: the ids of its characters are not their ranks")
-    return tokenizer
+        warnings.append(f"text never becomes one of the added tokens {named}")
+    pairs = []
+    for number, merge in enumerate(merges):
+        match merge:
+            case str():
+                pairs.append(parse_merge(merge))
+            case [str(left), str(right)]:
+                pairs.append((left, right))
+            case _:
+                raise CorruptError(f"merge {number} is {merge!r:.80}, not two tokens")
+    return BpeTokenizer.from_vocabulary(whole, pairs)
 
 
 def gpt2_beside(setting: str, *models: Path | None) -> Tokenizer | None:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from pentameter.data.tokenizers.base import FORMAT as TOKENIZER_FORMAT
-from pentameter.disk.foreign import read_json
+from pentameter.disk.atomic import read_json
 from pentameter.errors import ConfigError, CorruptError
 
 FORMAT = "pentameter-shards"

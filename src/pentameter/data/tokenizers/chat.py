@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-from pentameter.disk.foreign import read_json, read_text
+from pentameter.disk.atomic import read_json, read_text
 from pentameter.errors import ConfigError, CorruptError
 
 TEMPLATE_FILE, SETTINGS_FILE = "chat_template.jinja", "tokenizer_config.json"

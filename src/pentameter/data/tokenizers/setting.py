@@ -19,8 +19,8 @@ from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.data.tokenizers.chat import ChatTemplate
 from pentameter.data.tokenizers.library import LibraryTokenizer
 from pentameter.data.tokenizers.word import WordTokenizer
+from pentameter.disk.atomic import read_json
 from pentameter.disk.cache import PublicFile, local_file, public_file
-from pentameter.disk.foreign import read_json
 from pentameter.errors import ConfigError, CorruptError
 
 GPT2_VOCABULARY = PublicFile(

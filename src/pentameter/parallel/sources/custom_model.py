@@ -159,9 +159,12 @@ class OwnModel(ModelSource):
 
     def build_slice(self, config: Config, layers: range, dtype: torch.dtype) -> nn.Module:
         """Build the slice with the user's functions; floating-point tensors become fp64 or fp32."""
-        module = self._shaped(config, layers)
-        # `to(dtype)` would drop the imaginary part of complex buffers.
-        return module.double() if dtype == torch.float64 else module.float()
+        return _with_dtype(self._shaped(config, layers), dtype)
+
+    def build_whole(self, config: Config, dtype: torch.dtype, device: torch.device) -> nn.Module:
+        """Build the module with the user's function, with its constructor's values; floating-point
+        tensors become fp64 or fp32."""
+        return _with_dtype(self.built(config), dtype).to(device)
 
     def call(self, model: nn.Module, config: Config, layers: range) -> Call:
         """Return a Call whose losses and streams have the parameters' dtype; see `custom_call`."""
@@ -246,6 +249,11 @@ class OwnModel(ModelSource):
         """Return a seed for PyTorch's generator for each row, int64 (B,)."""
         key = make_key(plan.config.seed, "generator", step)
         return torch.from_numpy(bits(key, rows.astype(np.int32)).astype(np.int64))
+
+
+def _with_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    # `to(dtype)` would drop the imaginary part of complex buffers.
+    return module.double() if dtype == torch.float64 else module.float()
 
 
 def model_source(model: Build | ModelSource | None) -> ModelSource:

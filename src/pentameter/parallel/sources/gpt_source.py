@@ -39,6 +39,11 @@ class GPTSource(ModelSource):
             model = GPT(config.model, first_layer=layers.start, last_layer=layers.stop)
             return model.to(dtype)
 
+    def build_whole(self, config: Config, dtype: torch.dtype, device: torch.device) -> nn.Module:
+        """Build all GPT layers, without initial values."""
+        layers = range(config.model.n_layers)
+        return self.build_slice(config, layers, dtype).to_empty(device=device)
+
     def call(self, model: nn.Module, config: Config, layers: range) -> Call:
         """Return `call_gpt`, which runs `GPT.forward`."""
         return call_gpt

@@ -59,6 +59,11 @@ class ModelSource(ABC):
         """Build a range of layers without memory (on `meta`), with parameters in `dtype`."""
 
     @abstractmethod
+    def build_whole(self, config: Config, dtype: torch.dtype, device: torch.device) -> nn.Module:
+        """Build the full module on `device`, with parameters in `dtype`. What a state_dict holds
+        need not have been initialized, the rest has."""
+
+    @abstractmethod
     def call(self, model: nn.Module, config: Config, layers: range) -> Call:
         """Return a Python function that runs such a slice."""
 
