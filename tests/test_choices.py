@@ -48,7 +48,7 @@ from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.pipeline.pipeline import SCHEDULES
 from pentameter.parallel.precision import MATMULS, arithmetic
-from pentameter.parallel.sources.gpt_source import call_gpt
+from pentameter.parallel.sources.gpt_source import gpt_slice
 from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.fused_step import architecture_obstacle
 from pentameter.planning.layout import Layout, make_layout
@@ -206,7 +206,7 @@ def test_compiled_code_computes_first_and_last_values(place):
                 config = changed(config, {"model": {key: CHOICES[path][place]}})
             case ["model", section, key]:
                 config = changed(config, {"model": {section: {key: CHOICES[path][place]}}})
-    part = StageModule(built(config), call_gpt, CPU, arithmetic("fp64")).train()
+    part = StageModule(gpt_slice(built(config)), CPU, arithmetic("fp64")).train()
     part.run_compiled()
     assert_equal(step_of(part.model, part), plainly(config))
 

@@ -174,8 +174,8 @@ def test_groups_of_one_process_count_nothing_and_the_unknown_is_refused(processe
 
 
 def count_alone(world):
-    layout = Layout()
-    ledger = Ledger(layout, build_mesh(layout, "cpu", world))
+    layout = Layout(zero=1)
+    ledger = Ledger(layout, build_mesh(layout, "cpu", world).parameters)
     with ledger:
         dist.all_reduce(torch.ones(3))
     error = ""
@@ -197,7 +197,7 @@ def test_numbers_are_told_from_tensors_of_the_same_group(processes):
 
 def count_both(world):
     layout = Layout(data=2)
-    with Ledger(layout, build_mesh(layout, "cpu", world)) as ledger:
+    with Ledger(layout, build_mesh(layout, "cpu", world).parameters) as ledger:
         dist.all_reduce(torch.ones(3))
         dist.all_reduce(torch.tensor(1.0, dtype=torch.float64))
     return dict(ledger.traffic)

@@ -19,16 +19,16 @@ from pentameter.parallel.tensor.tensor_products import gathered
 
 
 class MessageShards(NamedTuple):
-    """The shards of a message: this rank's index among the `n` ranks in a group, and the group's
+    """The shards of a message: this rank among the `n` ranks in a group, and the group's
     name."""
 
-    place: int
+    rank: int
     n: int
     group_name: str
 
     def own(self, whole: Tensor) -> Tensor:
         """Copy this rank's shard (B, t, D) out of a replicated tensor (B, T, D)."""
-        return whole.chunk(self.n, 1)[self.place].clone(memory_format=torch.contiguous_format)
+        return whole.chunk(self.n, 1)[self.rank].clone(memory_format=torch.contiguous_format)
 
     def gather(self, own: Tensor) -> Tensor:
         """All-gather the shards (B, t, D) along the sequence into (B, T, D). Collective."""
