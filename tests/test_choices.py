@@ -30,7 +30,7 @@ from pentameter.data.prepare.splits import Splitting
 from pentameter.data.shards.dataset import TokenSequence, TokenSplit
 from pentameter.errors import ConfigError
 from pentameter.estimating.cluster import multiplied_in
-from pentameter.estimating.costs import step_sizes
+from pentameter.estimating.costs import Step
 from pentameter.estimating.plan_estimates import plan_memory, plan_record
 from pentameter.estimating.timeline import pass_order
 from pentameter.evaluate import split as evaluation
@@ -243,9 +243,9 @@ def test_the_planner_knows_every_value(path, value):
 def test_precisions_are_as_wide_as_the_planner_says():
     assert {"auto", *PRECISIONS} == {"auto", *MATMULS} == set(CHOICES["train.precision"])
     for name in PRECISIONS:
-        found, sizes = arithmetic(name), step_sizes(make_plan(BASE).config, Layout(), name)
-        assert found.weights.itemsize == sizes.element_bytes
-        assert found.products.itemsize == sizes.product_bytes
+        found, step = arithmetic(name), Step(make_plan(BASE).config, Layout(), asked_precision=name)
+        assert found.weights.itemsize == step.element_bytes
+        assert found.products.itemsize == step.product_bytes
 
 
 def test_learning_rates_differ_by_schedule():

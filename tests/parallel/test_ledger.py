@@ -11,6 +11,7 @@ from ledger import Ledger
 from measured import configuration, constants, sent
 
 from pentameter.estimating.communication import Communication, step_communication
+from pentameter.estimating.plan_estimates import step_of
 from pentameter.parallel.mesh import build_mesh
 from pentameter.planning.layout import Layout, parse_layout
 from pentameter.planning.plan import make_plan
@@ -160,10 +161,7 @@ def compare(processes, config, changed):
     counted = processes.run(size, sent, config, changed)
     plan = make_plan(config, world_size=size)
     with constants(changed):
-        planned = [
-            dict(step_communication(plan.config, plan.layout, plan.stages, rank))
-            for rank in range(size)
-        ]
+        planned = [dict(step_communication(step_of(plan), rank)) for rank in range(size)]
     assert counted == planned
 
 

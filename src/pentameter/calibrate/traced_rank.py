@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # documented by this
 
 from pentameter.data.batches.tree import leaves
 from pentameter.errors import ConfigError
-from pentameter.estimating.costs import ActivationBytes, step_sizes
+from pentameter.estimating.costs import ActivationBytes, Step
 from pentameter.estimating.shares import shard_elements, stage_tables
 from pentameter.parallel.data_parallel import micro_batch, shard_state
 from pentameter.parallel.local_shards import local_shard
@@ -100,7 +100,7 @@ def trace_rank(plan: Plan, rank: int, precision: str) -> TracedRank:
 
 def _trace(plan: Plan, precision: str, mesh: Mesh) -> TracedRank:
     layout, rank = plan.layout, mesh.world.rank
-    costs = ActivationBytes(plan.config, layout, step_sizes(plan.config, layout, precision))
+    costs = ActivationBytes(Step(plan.config, layout, plan.stages, precision))
     parameters: dict[str, int] = {}
     gradients: dict[str, int] = {}
     activations = planned = 0
