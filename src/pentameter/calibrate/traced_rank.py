@@ -106,11 +106,11 @@ def _trace(plan: Plan, precision: str, mesh: Mesh) -> TracedRank:
     activations = planned = 0
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     for number in layout.stages_of(mesh.coordinates["pipeline"]):
-        part = GPTSource().stage(plan, number, mesh, arithmetic(precision))
+        model_slice = GPTSource().stage(plan, number, mesh, arithmetic(precision))
         with fake:
-            _replace_meta_parameters(part.model)
+            _replace_meta_parameters(model_slice.model)
         # As `assemble` does, outside fake mode: the meshes' tensors are real.
-        module = StageModule(part, torch.device("cpu"), arithmetic(precision))
+        module = StageModule(model_slice, torch.device("cpu"), arithmetic(precision))
         if mesh.parameters is not None:
             shard_state(module, mesh.parameters, plan, offload=False)
         _count(parameters, module.model.named_parameters())

@@ -123,15 +123,14 @@ def state_bytes(step: Step, tables: Sequence[Sequence[ParameterSpec]]) -> StateB
         return StateBytes(e * weights, e * gradients, e * optimizer)
 
     ranks = map(on_rank, range(layout.pipeline))
-    return max(ranks, key=lambda b: b.weights_bytes + b.gradients_bytes + b.optimizer_bytes)
+    return max(ranks, key=lambda held: held.state_bytes)
 
 
 def device_bytes(memory: Memory, *, offload: bool) -> int:
     """Return the bytes in a rank's Memory that are on its device."""
     if not offload:
         return memory.total_bytes
-    state = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
-    return max(0, memory.total_bytes - state)
+    return max(0, memory.total_bytes - memory.state_bytes)
 
 
 def optimizer_slots(optimizer: OptimizerConfig, spec: ParameterSpec) -> int:

@@ -51,11 +51,11 @@ def assemble(
     modules: dict[int, StageModule] = {}
     wrapped: dict[int, nn.Module] = {}
     for number in plan.layout.stages_of(mesh.coordinates["pipeline"]):
-        part = source.stage(plan, number, mesh, computes_in)
+        model_slice = source.stage(plan, number, mesh, computes_in)
         if fused_dropout:
-            drop_in_kernel(part.model)
+            drop_in_kernel(model_slice.model)
         offset = number if source.draws_from_generator else None
-        module = StageModule(part, device, computes_in, generator_offset=offset)
+        module = StageModule(model_slice, device, computes_in, generator_offset=offset)
         if shards_messages:
             module.shard_messages(mesh, receives=number > 0, sends=number < n_stages - 1)
         if compiled:

@@ -40,20 +40,20 @@ class StageModule(nn.Module):
 
     def __init__(
         self,
-        part: ModelSlice,
+        model_slice: ModelSlice,
         device: torch.device,
         arithmetic: Arithmetic,
         *,
         generator_offset: int | None = None,
     ) -> None:
         super().__init__()
-        self.model = part.model
-        self.units = part.units
+        self.model = model_slice.model
+        self.units = model_slice.units
         self.device = device
         self.arithmetic = arithmetic
-        self._call = part.call
+        self._call = model_slice.call
         self._generator_offset = generator_offset
-        self.reads_inputs = part.reads_inputs
+        self.reads_inputs = model_slice.reads_inputs
         self._train: Callable[..., Tensor] = self._plain
         self._evaluate: Callable[..., Tensor] = self._plain
         self._received: MessageShards | None = None

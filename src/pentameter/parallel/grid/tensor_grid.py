@@ -57,7 +57,7 @@ def _column_parallel(grid: Grid, linear: nn.Linear, op: Operation) -> Forward:
 def _row_parallel(grid: Grid, linear: nn.Linear, op: Operation) -> Forward:
     """Row-parallel linear: local inner channels (B, T, …) → local residual channels of x · Wᵀ + b,
     W (D, K)."""
-    matmul = grid.adding(linear.weight)
+    matmul = grid.stream_matmul(linear.weight)
 
     def forward(x: Tensor) -> Tensor:
         bias = None if linear.bias is None else local(linear.bias)
@@ -95,7 +95,7 @@ def _token_embedding(grid: Grid, table: nn.Embedding, op: Operation) -> Forward:
     def forward(tokens: Tensor) -> Tensor:
         weight, B = local(table.weight), len(tokens)
         if grid.layout.is_3d:
-            weight = all_gather_shards(weight, grid.part(V), grid.width(V), grid.row)
+            weight = all_gather_shards(weight, grid.row_shard(V), grid.width(V), grid.row)
         rows = all_gather_shards(tokens, B, B * size, group_name) - first
         return reduce_scatter_shards(looked_up(weight, rows), B, group_name)
 
@@ -135,7 +135,7 @@ class Grid(TensorContext):
         """Return the size of this rank's shard of n channels or vocabulary rows along `columns`."""
         return self.sharding.local_shape((n,), ("vocab",), self.coordinates)[0]
 
-    def part(self, n: int) -> int:
+    def row_shard(self, n: int) -> int:
         """Return the largest shard size for a parameter axis of length n that `row` shards."""
         return shard_size(n, self.layout.parameter_sizes["row"], 0)
 
@@ -146,16 +146,16 @@ class Grid(TensorContext):
         if not self.layout.is_3d:
             return Summa(n_out, self.row, self.tensor, precision)
         groups = (self.depth, self.row, self.tensor)
-        return Product3d(self.width(n_out), self.part(n_out), 0, *groups, precision)
+        return Product3d(self.width(n_out), self.row_shard(n_out), 0, *groups, precision)
 
-    def adding(self, weight: Tensor) -> Summa | Product3d:
+    def stream_matmul(self, weight: Tensor) -> Summa | Product3d:
         """Return the distributed matmul x (…, K) → x · Wᵀ (…, D) for a row-parallel weight (D, K):
         SUMMA in 2-D and 2.5-D, the 3-D algorithm otherwise."""
         (n_out, n_in), precision = weight.shape, self.arithmetic.precision
         if not self.layout.is_3d:
             return Summa(n_out, self.row, self.tensor, precision)
         groups = (self.tensor, self.row, self.depth)
-        return Product3d(self.width(n_in), self.part(n_in), 1, *groups, precision)
+        return Product3d(self.width(n_in), self.row_shard(n_in), 1, *groups, precision)
 
     def vector(self, vector: Tensor | None) -> Tensor | None:
         """Return the local elements of a vector (N,) that belongs to column-parallel outputs, such
@@ -164,7 +164,7 @@ class Grid(TensorContext):
             return None
         shard, n = local(vector), len(vector)
         return (
-            all_gather_shards(shard, self.part(n), self.width(n), self.row)
+            all_gather_shards(shard, self.row_shard(n), self.width(n), self.row)
             if self.layout.is_3d
             else shard
         )
