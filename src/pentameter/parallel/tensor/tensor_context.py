@@ -1,5 +1,5 @@
-"""What the tensor modes have in common: a rank's context, and the modules that sum over the shards
-of heads or vocabulary in the same way in one dimension and in a grid.
+"""The tensor modes' common base: a rank's context, and the modules that sum over sharded heads or
+vocabulary in the same way in one dimension and in a grid.
 
 Shapes: B batch rows, T tokens, D residual channels, V padded vocabulary; "local" is this rank's.
 """
@@ -34,8 +34,8 @@ Style = Callable[[Any, Any, Operation], Forward]
 
 
 class TensorContext(ABC):
-    """What the modules of a rank compute by in a tensor mode: the model's sharding, the rank's
-    coordinates and groups, and the arithmetic."""
+    """A rank in a tensor mode, as its modules see it: the model's sharding, the rank's coordinates
+    and groups, and the arithmetic."""
 
     styles: Mapping[Role, Style]
     """Role → style; the modules of other roles stay as they are."""
@@ -52,8 +52,8 @@ class TensorContext(ABC):
         self.coordinates = mesh.coordinates
 
     def forwards(self, model: GPT) -> dict[nn.Module, Forward]:
-        """Return what the modules of a slice compute on their local shards, and tell the others, in
-        place, what they must know of the shards."""
+        """Return the forwards on local shards for a slice's modules that have a style, and
+        `prepare` the slice, in place."""
         run = operations(model.config, range(*model.layers))
         self.prepare(model, run)
         found: dict[nn.Module, Forward] = {}
@@ -67,7 +67,8 @@ class TensorContext(ABC):
 
     @abstractmethod
     def prepare(self, model: GPT, run: Sequence[Operation]) -> None:
-        """Set, in place, what a slice with the operations `run` must know of the shards besides."""
+        """Set, in place, the slice's attributes that depend on the shards; `run` are its
+        operations."""
 
     def widest(self, n: int) -> int:
         """Return the size of the largest shard of n vocabulary rows or channels along `columns`."""
@@ -84,8 +85,8 @@ class TensorContext(ABC):
 
     @abstractmethod
     def head_input(self, x: Tensor) -> Tensor:
-        """Return what the head multiplies, in the matmul dtype and in sequence order, given the
-        local residual stream x (B, T, D)."""
+        """Return the head's input, in the matmul dtype and in sequence order, given the local
+        residual stream x (B, T, D)."""
 
     @abstractmethod
     def loss_inputs(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
