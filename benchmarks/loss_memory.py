@@ -66,14 +66,16 @@ def activations_pass(variant: str, device: Any, dtype: Any) -> Pass:
     from pentameter.config.schema import ModelConfig
     from pentameter.model.gpt import build_model
     from pentameter.model.loss import loss_sum
-    from pentameter.parallel.memory.recomputation import recompute_activations
+    from pentameter.model.matmul import PLAIN
+    from pentameter.parallel.linear import install_forwards
+    from pentameter.parallel.memory.recomputation import recomputed
 
     config = ModelConfig(
         vocab_size=64, context_length=CONTEXT, n_layers=LAYERS, n_heads=12, d_model=WIDTH
     )
     model = build_model(config, 0, device=device).train()
     if variant != "kept":
-        recompute_activations(model.blocks.values(), variant)  # type: ignore[arg-type]
+        install_forwards(model, PLAIN, recomputed(model.blocks.values(), variant))  # type: ignore[arg-type]
     torch.manual_seed(0)
     tokens = torch.randint(64, (ROWS, CONTEXT), device=device)
 

@@ -33,6 +33,7 @@ from pentameter.errors import ConfigError
 from pentameter.estimating.candidates import LayoutCandidate
 from pentameter.estimating.cluster import Cluster, parse_cluster
 from pentameter.estimating.estimate import Estimate, make_estimate
+from pentameter.estimating.plan_estimates import step_of
 from pentameter.estimating.search import Allowed, search
 from pentameter.estimating.step_time import step_time
 from pentameter.planning.layout import Layout
@@ -303,9 +304,8 @@ def fit(rows: list[Row], family: str) -> dict[str, float]:
             calibration = old.cluster.device.calibration.model_copy(update=shares)
             device = old.cluster.device.model_copy(update={"calibration": calibration})
             cluster = old.cluster.model_copy(update={"device": device})
-            plan = old.plan
-            parts = (plan.config, plan.layout, plan.stages, cluster, old.precision)
-            seconds = step_time(*parts, old.communication).seconds
+            step = step_of(old.plan, old.precision)
+            seconds = step_time(step, cluster, old.communication).seconds
             errors.append(min(0.5, abs(math.log(seconds / row.step_seconds))))
         return statistics.fmean(errors)
 
@@ -431,7 +431,7 @@ def print_study() -> None:
 
 def _could_be_run(row: Row, published: Layout, candidate: LayoutCandidate) -> bool:
     """Whether a row's program had what a candidate needs."""
-    layout, train = candidate.layout, candidate.config.train
+    layout, train = candidate.step.layout, candidate.step.config.train
     zero = 1 if "nanotron" in row.source else published.zero
     return (
         layout.schedule in ("1f1b", "interleaved")
@@ -444,7 +444,7 @@ def _could_be_run(row: Row, published: Layout, candidate: LayoutCandidate) -> bo
 def _runs_alike(row: Row, published: Layout, candidate: LayoutCandidate) -> bool:
     """Whether a candidate differs from a published layout in its degrees alone: it has its
     micro-batch, and its stages a process where these are published."""
-    layout, micro_batch = candidate.layout, candidate.config.train.micro_batch_size
+    layout, micro_batch = candidate.step.layout, candidate.step.config.train.micro_batch_size
     stages_are_known = row.source.startswith("Megatron-LM") and layout.pipeline > 1
     return (
         _could_be_run(row, published, candidate)

@@ -30,7 +30,7 @@ from pentameter.data.prepare.splits import Splitting
 from pentameter.data.shards.dataset import TokenSequence, TokenSplit
 from pentameter.errors import ConfigError
 from pentameter.estimating.cluster import multiplied_in
-from pentameter.estimating.costs import step_sizes
+from pentameter.estimating.costs import Step
 from pentameter.estimating.plan_estimates import plan_memory, plan_record
 from pentameter.estimating.timeline import pass_order
 from pentameter.evaluate import split as evaluation
@@ -48,7 +48,7 @@ from pentameter.optim.schedule import learning_rate
 from pentameter.parallel.assemble import assemble
 from pentameter.parallel.pipeline.pipeline import SCHEDULES
 from pentameter.parallel.precision import MATMULS, arithmetic
-from pentameter.parallel.sources.gpt_source import call_gpt
+from pentameter.parallel.sources.gpt_source import gpt_slice
 from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.fused_step import architecture_obstacle
 from pentameter.planning.layout import Layout, make_layout
@@ -206,7 +206,7 @@ def test_compiled_code_computes_first_and_last_values(place):
                 config = changed(config, {"model": {key: CHOICES[path][place]}})
             case ["model", section, key]:
                 config = changed(config, {"model": {section: {key: CHOICES[path][place]}}})
-    part = StageModule(built(config), call_gpt, CPU, arithmetic("fp64")).train()
+    part = StageModule(gpt_slice(built(config)), CPU, arithmetic("fp64")).train()
     part.run_compiled()
     assert_equal(step_of(part.model, part), plainly(config))
 
@@ -243,9 +243,9 @@ def test_the_planner_knows_every_value(path, value):
 def test_precisions_are_as_wide_as_the_planner_says():
     assert {"auto", *PRECISIONS} == {"auto", *MATMULS} == set(CHOICES["train.precision"])
     for name in PRECISIONS:
-        found, sizes = arithmetic(name), step_sizes(make_plan(BASE).config, Layout(), name)
-        assert found.weights.itemsize == sizes.element_bytes
-        assert found.products.itemsize == sizes.product_bytes
+        found, step = arithmetic(name), Step(make_plan(BASE).config, Layout(), asked_precision=name)
+        assert found.weights.itemsize == step.element_bytes
+        assert found.products.itemsize == step.product_bytes
 
 
 def test_learning_rates_differ_by_schedule():

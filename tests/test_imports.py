@@ -48,10 +48,9 @@ ROOMS = {
     "parallel": {
         "__init__": 0, "gradients": 0, "local_shards": 0, "mesh": 0, "precision": 0,
         "context": 1, "linear": 1,
-        "tensor": 2,
-        "grid": 3, "stage_messages": 3,
+        "memory": 2, "tensor": 2,
+        "grid": 3,
         "sources": 4,
-        "memory": 5,
         "stage_module": 6,
         "data_parallel": 7, "pipeline": 7,
         "engine": 8,

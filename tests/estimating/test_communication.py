@@ -14,7 +14,7 @@ from pentameter.estimating.communication import (
     by_dimension,
     matrix_communication,
 )
-from pentameter.estimating.plan_estimates import plan_communication, plan_record
+from pentameter.estimating.plan_estimates import plan_communication, plan_record, step_of
 from pentameter.planning.buckets import SUM_BUCKET_BYTES, filled_buckets
 from pentameter.planning.layout import MESH_DIMENSIONS
 from pentameter.planning.plan import make_plan
@@ -106,7 +106,7 @@ def test_what_backward_sends_beside_products_is_told_apart():
     """Of a layer's two sub-layers: forward a gather and a sum each, backward a gather of the
     result's gradient, and beside the products the gather and the sum of what was read."""
     plan = plan_of({"tensor": 2, "sequence": True})
-    sent = matrix_communication(plan.config, plan.layout, plan.stages, 0, "fp32")
+    sent = matrix_communication(step_of(plan), 0)
     M = B // MICRO
     counts = {(when, key[1]): each.calls for when in sent for key, each in sent[when].items()}
     assert counts == {
@@ -118,7 +118,7 @@ def test_what_backward_sends_beside_products_is_told_apart():
         ("beside", "all_to_all"): M * 2 * L,
     }
     split = plan_of({"tensor": 2, "pipeline": 2, "schedule": "zero-bubble"})
-    assert "beside" not in matrix_communication(split.config, split.layout, split.stages, 0, "fp32")
+    assert "beside" not in matrix_communication(step_of(split), 0)
 
 
 @pytest.mark.parametrize(("virtual_stages", "schedule"), [(1, "1f1b"), (2, "interleaved")])
@@ -192,7 +192,7 @@ def test_messages_hold_what_fits_in_order():
 
 def test_the_plan_prints_the_process_that_sends_most():
     plan = plan_of({"pipeline": 4, "schedule": "gpipe"}, tied_head=False)
-    traffic = busiest(plan.config, plan.layout, plan.stages)
+    traffic = busiest(step_of(plan))
     assert (
         traffic
         == plan_communication(plan, 1)

@@ -53,9 +53,8 @@ def test_no_step_is_faster_than_its_bound(small):
     every = list(candidates(config, cluster))
     assert len(every) > 100
     for each in every[::17]:
-        parts = (each.config, each.layout, each.stages)
-        took = step_time(*parts, cluster, "bf16").seconds
-        assert each.bound <= took * (1 + 1e-9), each.layout
+        took = step_time(each.step, cluster).seconds
+        assert each.bound <= took * (1 + 1e-9), each.step.layout
 
 
 def test_it_finds_the_fastest_that_fits(small):
@@ -66,11 +65,9 @@ def test_it_finds_the_fastest_that_fits(small):
     times = [each.time.seconds for each in found.estimates]
     assert times == sorted(times)
     fastest = min(
-        step_time(each.config, each.layout, each.stages, cluster, "bf16").seconds
+        step_time(each.step, cluster).seconds
         for each in candidates(config, cluster)
-        if each.bound < 2 * times[0]
-        and step_memory(each.config, each.layout, each.stages, "bf16").total_bytes
-        <= cluster.usable_bytes
+        if each.bound < 2 * times[0] and step_memory(each.step).total_bytes <= cluster.usable_bytes
     )
     assert times[0] == pytest.approx(fastest)
     assert len({str(each.plan.layout) for each in found.estimates}) == 3
@@ -79,7 +76,7 @@ def test_it_finds_the_fastest_that_fits(small):
 
 def test_what_may_not_be_is_left_out(small):
     config, cluster = small
-    found = search(config, cluster, n_best=2, allowed=lambda each: each.layout.pipeline == 4)
+    found = search(config, cluster, n_best=2, allowed=lambda each: each.step.layout.pipeline == 4)
     assert {each.plan.layout.pipeline for each in found.estimates} == {4}
     nothing = search(config, cluster, allowed=lambda each: False)
     assert nothing.estimates == ()

@@ -11,6 +11,7 @@ from pentameter.estimating.cluster import parse_cluster
 from pentameter.estimating.communication import Communication
 from pentameter.estimating.estimate import make_estimate
 from pentameter.estimating.links import Links
+from pentameter.estimating.plan_estimates import step_of
 from pentameter.estimating.step_time import step_time
 from pentameter.estimating.timeline import SIMULATED_ROUNDS, timeline
 
@@ -122,8 +123,7 @@ def test_many_rounds_of_a_pipeline_take_what_a_whole_simulation_says(schedule):
     whole = pytest.MonkeyPatch()
     whole.setattr(module, "SIMULATED_ROUNDS", 80)
     try:
-        parts = (plan.config, plan.layout, plan.stages, found.cluster, found.precision)
-        long = step_time(*parts)
+        long = step_time(step_of(plan, found.precision), found.cluster)
     finally:
         whole.undo()
     assert max(span.done.micro_batch for span in long.spans[0]) == 79

@@ -21,7 +21,9 @@ from pentameter.model.attention import attend, attend_explicitly
 from pentameter.model.dropout import AttentionDropout, dropout_keys, keep_mask, weight_index
 from pentameter.model.fused_dropout import drop_in_kernel, row_error
 from pentameter.model.gpt import build_model
-from pentameter.parallel.memory.recomputation import recompute_activations
+from pentameter.model.matmul import PLAIN
+from pentameter.parallel.linear import install_forwards
+from pentameter.parallel.memory.recomputation import recomputed
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FP32 = 5e-6
@@ -195,7 +197,7 @@ def test_a_model_learns_the_same_and_computes_again_what_it_should(
     )
     drop_in_kernel(model)
     if how is not None:
-        recompute_activations(model.blocks.values(), how)
+        install_forwards(model, PLAIN, recomputed(model.blocks.values(), how))
     found = gradients(model, loss)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

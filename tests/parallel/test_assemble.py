@@ -164,6 +164,7 @@ def test_gradients_of_a_replayed_graph_stay_where_they_are():
     engine = assemble(plan_for(4), CPU, "fp64", compiled=False)
     assert not engine.adds_up_in_place
     engine.stage_modules[0].run_compiled(replays=True)
+    engine.stage_modules[0].allocate(CPU)
     held = [p.grad for p in engine.parameters()]
     held[0].fill_(1.0)
     engine.zero_gradients()

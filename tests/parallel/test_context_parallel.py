@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from pentameter.config.schema import ModelConfig
 from pentameter.model.attention import attend
 from pentameter.model.dropout import AttentionDropout, dropout_keys
 from pentameter.model.gpt import GPT
 from pentameter.parallel.context.context_parallel import own_positions, parallelize_context
+from pentameter.parallel.mesh import build_mesh
 from pentameter.planning.layout import Layout
 from pentameter.planning.sharding import sharding_of
 
@@ -60,7 +60,9 @@ def part(world, asked: Asked) -> list[torch.Tensor]:
     model = GPT(config)
     attention = model.blocks["0"].attention
     attention.weights_dropout = weights_dropout(asked.dropout)
-    parallelize_context(model, dist.group.WORLD, sharding_of(asked.layout, model.config))
+    parallelize_context(
+        model, build_mesh(asked.layout, "cpu", world), sharding_of(asked.layout, model.config)
+    )
     own = own_positions(asked.layout, world.rank, torch.arange(T))
     *qkv, grad = (each[:, :, own].contiguous() for each in tensors(asked.dtype))
     qkv = [each.requires_grad_() for each in qkv]

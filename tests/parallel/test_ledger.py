@@ -11,6 +11,7 @@ from ledger import Ledger
 from measured import configuration, constants, sent
 
 from pentameter.estimating.communication import Communication, step_communication
+from pentameter.estimating.plan_estimates import step_of
 from pentameter.parallel.mesh import build_mesh
 from pentameter.planning.layout import Layout, parse_layout
 from pentameter.planning.plan import make_plan
@@ -160,10 +161,7 @@ def compare(processes, config, changed):
     counted = processes.run(size, sent, config, changed)
     plan = make_plan(config, world_size=size)
     with constants(changed):
-        planned = [
-            dict(step_communication(plan.config, plan.layout, plan.stages, rank))
-            for rank in range(size)
-        ]
+        planned = [dict(step_communication(step_of(plan), rank)) for rank in range(size)]
     assert counted == planned
 
 
@@ -174,8 +172,8 @@ def test_groups_of_one_process_count_nothing_and_the_unknown_is_refused(processe
 
 
 def count_alone(world):
-    layout = Layout()
-    ledger = Ledger(layout, build_mesh(layout, "cpu", world))
+    layout = Layout(zero=1)
+    ledger = Ledger(layout, build_mesh(layout, "cpu", world).parameters)
     with ledger:
         dist.all_reduce(torch.ones(3))
     error = ""
@@ -197,7 +195,7 @@ def test_numbers_are_told_from_tensors_of_the_same_group(processes):
 
 def count_both(world):
     layout = Layout(data=2)
-    with Ledger(layout, build_mesh(layout, "cpu", world)) as ledger:
+    with Ledger(layout, build_mesh(layout, "cpu", world).parameters) as ledger:
         dist.all_reduce(torch.ones(3))
         dist.all_reduce(torch.tensor(1.0, dtype=torch.float64))
     return dict(ledger.traffic)

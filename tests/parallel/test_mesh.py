@@ -30,7 +30,7 @@ def test_ranks_of_the_groups_lie_along_their_dimension(processes, layout):
 
 
 def places_and_groups(world, layout):
-    mesh = build_mesh(layout, "cpu", world)
+    mesh = build_mesh(layout, "cpu", world).parameters
     return (
         {name: mesh.get_local_rank(name) for name in PARAMETER_DIMENSIONS},
         {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in PARAMETER_DIMENSIONS},
@@ -53,7 +53,7 @@ def test_no_dimension_waits_longer_than_the_world(processes):
 
 def wait_for_a_late_one(world):
     layout = Layout(data=2, tensor=2)
-    mesh = build_mesh(layout, "cpu", replace(world, timeout_seconds=1))
+    mesh = build_mesh(layout, "cpu", replace(world, timeout_seconds=1)).parameters
     start = time.perf_counter()
     if world.rank == 1:
         world.broadcast(None)  # until the others have given up

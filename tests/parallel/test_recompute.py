@@ -8,8 +8,10 @@ from pentameter.model.cache import KVCache
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import GPT, build_model
 from pentameter.model.loss import loss_sum
+from pentameter.model.matmul import PLAIN
+from pentameter.parallel.linear import install_forwards
 from pentameter.parallel.memory import recomputation
-from pentameter.parallel.memory.recomputation import recompute_activations
+from pentameter.parallel.memory.recomputation import recomputed
 
 WAYS = ("selective", "full")
 
@@ -32,7 +34,7 @@ def config(**changes):
 def model(how, settings):
     built = build_model(settings, 3, dtype=torch.float64).train()
     if how is not None:
-        recompute_activations(built.blocks.values(), how)
+        install_forwards(built, PLAIN, recomputed(built.blocks.values(), how))
     return built
 
 

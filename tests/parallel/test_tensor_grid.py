@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from pentameter.config.schema import ModelConfig
 from pentameter.model.gpt import GPT
-from pentameter.parallel.grid.tensor_grid import STYLES, Grid
+from pentameter.parallel.grid.tensor_grid import Grid
+from pentameter.parallel.mesh import build_mesh
 from pentameter.parallel.precision import arithmetic
 from pentameter.parallel.tensor.sharded_norm import sharded_norm
 from pentameter.planning.gpt import operations
@@ -57,13 +58,15 @@ def regions(layout: Layout, rank: int) -> tuple[tuple[slice, slice], ...]:
 def products(world, text: str, dtype: torch.dtype) -> list[torch.Tensor]:
     """This process's parts of the product and of the gradients of inputs and weight."""
     layout = parse_layout(text)
-    grid = Grid.of(Sharding(layout, n_kv_heads=4), arithmetic("fp64"), world)
+    grid = Grid(
+        Sharding(layout, n_kv_heads=4), arithmetic("fp64"), build_mesh(layout, "cpu", world)
+    )
     x, weight, g = (
         tensor[region].contiguous()
         for tensor, region in zip(whole(dtype), regions(layout, world.rank), strict=True)
     )
     x, weight = x.requires_grad_(), weight.requires_grad_()
-    y = grid.reading(torch.empty(V, D)).linear(x, weight)
+    y = grid.columns_matmul(torch.empty(V, D)).linear(x, weight)
     return [y.detach(), *torch.autograd.grad(y, (x, weight), g)]
 
 
@@ -84,8 +87,10 @@ def test_a_product_and_its_gradients_are_those_of_one_process(processes, layout,
 def norms(world, centred: bool, shift: float) -> list[torch.Tensor]:
     """This process's channels of a norm, and the gradients of all that it reads."""
     layout = parse_layout(TWO)
-    grid = Grid.of(Sharding(layout, n_kv_heads=4), arithmetic("fp64"), world)
-    place = grid.places["tensor"]
+    grid = Grid(
+        Sharding(layout, n_kv_heads=4), arithmetic("fp64"), build_mesh(layout, "cpu", world)
+    )
+    place = grid.coordinates["tensor"]
     generator = torch.Generator().manual_seed(1)
     x, g = torch.randn(2, 2, 3, D, generator=generator, dtype=torch.float64) + shift
     weight, bias = torch.randn(2, D, generator=generator, dtype=torch.float64)
@@ -124,5 +129,5 @@ def test_every_module_with_parameters_has_a_style(changed):
         vocab_size=19, context_length=8, n_layers=2, n_heads=2, d_model=8, **changed
     )
     with_parameters = {op.name: op.role for op in operations(config) if op.parameters}
-    assert set(with_parameters.values()) <= STYLES.keys()
+    assert set(with_parameters.values()) <= Grid.styles.keys()
     assert with_parameters.keys() <= {path for path, _ in GPT(config).named_modules()}

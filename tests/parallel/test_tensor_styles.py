@@ -6,8 +6,8 @@ import pytest
 
 from pentameter.config.schema import ModelConfig
 from pentameter.model.gpt import GPT
-from pentameter.parallel.grid import tensor_grid
-from pentameter.parallel.tensor import tensor_parallel
+from pentameter.parallel.grid.tensor_grid import Grid
+from pentameter.parallel.tensor.tensor_parallel import TensorParallelContext
 from pentameter.planning.architecture import Role
 from pentameter.planning.gpt import operations
 from pentameter.planning.layout import Layout
@@ -38,12 +38,13 @@ def test_each_sharded_parameter_is_of_a_module_with_a_style(changed):
         assert op.name in modules
         is_sharded = any(not sharding.placement(spec).is_whole for spec in op.parameters)
         if is_sharded:
-            assert op.role in tensor_parallel.STYLES, op.name
-        if op.role in tensor_parallel.STYLES:
+            assert op.role in TensorParallelContext.styles, op.name
+        if op.role in TensorParallelContext.styles:
             styled.add(op.role)
     assert styled >= {"token_embedding", "column_parallel", "row_parallel", "head"}
 
 
 def test_a_grid_has_a_style_for_every_role():
-    assert set(tensor_grid.STYLES) == set(get_args(Role))
-    assert set(tensor_parallel.STYLES) == set(get_args(Role)) - {"norm", "position_embedding"}
+    roles = set(get_args(Role))
+    assert set(Grid.styles) == roles
+    assert set(TensorParallelContext.styles) == roles - {"norm", "position_embedding"}

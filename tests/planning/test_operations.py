@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pentameter.config.schema import Config, ModelConfig
 from pentameter.estimating.communication import step_communication
-from pentameter.estimating.costs import ActivationBytes, step_sizes
+from pentameter.estimating.costs import ActivationBytes, Step
 from pentameter.estimating.memory import step_memory
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import GPT, TiedHead, build_model
@@ -150,7 +150,7 @@ def saved_by_a_block(config: ModelConfig) -> int:
 def test_a_block_saves_what_the_list_says(name: str) -> None:
     model = variant(name)
     config = resolved(model)
-    costs = ActivationBytes(config, Layout(), step_sizes(config, Layout()))
+    costs = ActivationBytes(Step(config, Layout()))
     block = [op for op in operations(model) if op.layer == 1]
     planned = costs.of(tensor for op in block for tensor in op.saves)
     statistics = 2 * 2 * 4 * B * T  # mean and deviation of both norms, which are not counted
@@ -180,13 +180,13 @@ def test_a_second_dimension_divides_a_second_axis(divided_twice: Config) -> None
     table = parameter_table(divided_twice.model)
     sharding = shardings.sharding_of(layout, divided_twice.model)
     assert all(sharding.parameter_shape(spec) == halved(spec) for spec in table)
-    memory = step_memory(divided_twice, layout, [range(L)])
+    memory = step_memory(Step(divided_twice, layout, [range(L)]))
     here = sum(math.prod(halved(spec)) for spec in table)
     assert memory.weights_bytes == memory.gradients_bytes == 4 * here
     assert memory.optimizer_bytes == 2 * memory.weights_bytes
-    half = step_memory(divided_twice, TwoTensorDimensions(tensor=2), [range(L)])
+    half = step_memory(Step(divided_twice, TwoTensorDimensions(tensor=2), [range(L)]))
     assert memory.activations_bytes < half.activations_bytes
-    sent = step_communication(divided_twice, layout, [range(L)])
+    sent = step_communication(Step(divided_twice, layout, [range(L)]))
     # Forward: the two products of a layer that sum over `embed`, and the head; backward: the
     # gradients of what the other two read.
     assert sent["tensor_rows", "all_reduce"].calls == 4 * L + 1
@@ -194,7 +194,7 @@ def test_a_second_dimension_divides_a_second_axis(divided_twice: Config) -> None
 
 def test_shards_divide_what_two_dimensions_have_divided(divided_twice: Config) -> None:
     layout = TwoTensorDimensions(data=2, zero=3, tensor=2, tensor_rows=2)
-    memory = step_memory(divided_twice, layout, [range(L)])
+    memory = step_memory(Step(divided_twice, layout, [range(L)]))
     parts = [halved(spec) for spec in parameter_table(divided_twice.model)]
     here = sum(math.ceil(part[0] / 2) * math.prod(part[1:]) for part in parts)
     assert memory.weights_bytes == 4 * here

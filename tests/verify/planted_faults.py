@@ -60,18 +60,18 @@ def averaged_shards() -> None:
 
 def row_bias_of_each_process() -> None:
     """A row-parallel layer adds its bias in each process, and then adds up the processes."""
-    parallelize_tensor = gpt_source.parallelize_tensor
+    install_forwards = gpt_source.install_forwards
 
     def add_again(module, arguments, output):
         bias = module.bias.to_local() if isinstance(module.bias, DTensor) else module.bias
         return output + bias * (dist.get_world_size() - 1)
 
     def share(model, *arguments):
-        parallelize_tensor(model, *arguments)
+        install_forwards(model, *arguments)
         for block in model.blocks.values():
             block.attention.out.register_forward_hook(add_again)
 
-    plant(gpt_source, "parallelize_tensor", share)
+    plant(gpt_source, "install_forwards", share)
 
 
 def norm_of_every_copy() -> None:
@@ -261,13 +261,13 @@ def smallest_not_summed() -> None:
 
 def faint_not_summed() -> None:
     """DDP does not know of the parameter `faint` of somebody's own module."""
-    with_copies = data_parallel.with_copies
+    parallelize_data = data_parallel.parallelize_data
 
     def without_it(module, *arguments):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["model.faint"])
-        return with_copies(module, *arguments)
+        return parallelize_data(module, *arguments)
 
-    plant(assemble, "with_copies", without_it)
+    plant(assemble, "parallelize_data", without_it)
 
 
 # -- grids of processes -------------------------------------------------------------------------
@@ -320,7 +320,7 @@ def no_sum_over_rows() -> None:
 
 def channels_from_zero() -> None:
     """Every process draws the dropout of the first channels."""
-    share = gpt_source.parallelize_grid
+    share = gpt_source.install_forwards
 
     def from_zero(model, *arguments):
         share(model, *arguments)
@@ -328,7 +328,7 @@ def channels_from_zero() -> None:
             if isinstance(module, StreamDropout):
                 module.first_channel = 0
 
-    plant(gpt_source, "parallelize_grid", from_zero)
+    plant(gpt_source, "install_forwards", from_zero)
 
 
 def heads_of_the_stream_rows() -> None:

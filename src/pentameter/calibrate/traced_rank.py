@@ -17,24 +17,22 @@ from torch import Tensor, UntypedStorage, nn
 # that stands in for missing ranks. Its own sharding tests, and torchtitan's memory estimates, use
 # these.
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode  # documented by this path
 
 from pentameter.data.batches.tree import leaves
 from pentameter.errors import ConfigError
-from pentameter.estimating.costs import ActivationBytes, step_sizes
+from pentameter.estimating.costs import ActivationBytes, Step
 from pentameter.estimating.shares import shard_elements, stage_tables
 from pentameter.parallel.data_parallel import micro_batch, shard_state
 from pentameter.parallel.local_shards import local_shard
-from pentameter.parallel.memory.recomputation import recompute_activations
-from pentameter.parallel.memory.rounded_weights import rounded_weights
-from pentameter.parallel.mesh import build_mesh
+from pentameter.parallel.memory.rounded_weights import RoundedWeights
+from pentameter.parallel.mesh import Mesh, build_mesh
 from pentameter.parallel.precision import arithmetic
 from pentameter.parallel.sources.gpt_source import GPTSource
 from pentameter.parallel.sources.tied_parameters import tie_again, tied_names
-from pentameter.parallel.stage_module import StageModule, slice_module
+from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.adapters import run_operations
 from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
@@ -95,24 +93,26 @@ def trace_rank(plan: Plan, rank: int, precision: str) -> TracedRank:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
         world = World(rank, layout.world_size, timeout_seconds=600.0)
-        mesh = build_mesh(layout, "cpu", world)
-        return _trace(plan, rank, precision, mesh, world)
+        return _trace(plan, precision, build_mesh(layout, "cpu", world))
     finally:
         dist.destroy_process_group()
 
 
-def _trace(plan: Plan, rank: int, precision: str, mesh: DeviceMesh, world: World) -> TracedRank:
-    layout = plan.layout
-    costs = ActivationBytes(plan.config, layout, step_sizes(plan.config, layout, precision))
+def _trace(plan: Plan, precision: str, mesh: Mesh) -> TracedRank:
+    layout, rank = plan.layout, mesh.world.rank
+    costs = ActivationBytes(Step(plan.config, layout, plan.stages, precision))
     parameters: dict[str, int] = {}
     gradients: dict[str, int] = {}
     activations = planned = 0
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    for number in layout.stages_of(layout.coordinates(rank)["pipeline"]):
-        module = slice_module(GPTSource(), plan, number, torch.device("cpu"), arithmetic(precision))
+    for number in layout.stages_of(mesh.coordinates["pipeline"]):
+        model_slice = GPTSource().stage(plan, number, mesh, arithmetic(precision))
         with fake:
-            _replace_meta_parameters(module)
-        _shard_stage(module, plan, mesh, world)  # outside fake mode: the meshes' tensors are real
+            _replace_meta_parameters(model_slice.model)
+        # As `assemble` does, outside fake mode: the meshes' tensors are real.
+        module = StageModule(model_slice, torch.device("cpu"), arithmetic(precision))
+        if mesh.parameters is not None:
+            shard_state(module, mesh.parameters, plan, offload=False)
         _count(parameters, module.model.named_parameters())
         with fake:
             activations += _step(module, plan, number)
@@ -124,16 +124,6 @@ def _trace(plan: Plan, rank: int, precision: str, mesh: DeviceMesh, world: World
     return TracedRank(
         rank, parameters, gradients, _planned(plan, rank, precision), activations, planned
     )
-
-
-def _shard_stage(module: StageModule, plan: Plan, mesh: DeviceMesh, world: World) -> None:
-    """Shard a stage as `assemble` does, without the gradient sums over its replicas."""
-    source = GPTSource()
-    source.divide([module.model], plan, module.arithmetic, mesh, world)
-    how = plan.config.train.activation_checkpoint
-    if how is not None:
-        recompute_activations(source.recomputed_blocks(module.model), how)
-    shard_state(module, source, mesh, plan, offload=False)
 
 
 def _replace_meta_parameters(module: nn.Module) -> None:
@@ -155,7 +145,10 @@ def _step(module: StageModule, plan: Plan, number: int) -> int:
     rows = np.arange(plan.micro_batch_size)
     keys = GPTSource().row_keys(plan, 0, rows, rows)
     kept = 0
-    rounded = rounded_weights(GPTSource(), [module.model], plan, module.arithmetic)
+    dtype = module.arithmetic.autocast_dtype
+    rounded = RoundedWeights()
+    if plan.rounds_once and dtype is not None:
+        rounded = RoundedWeights(module.units, dtype)
     with rounded, _NewStorages() as new:
 
         def note(*_: object) -> None:

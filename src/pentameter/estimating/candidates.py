@@ -14,12 +14,12 @@ from functools import cached_property
 from typing import Any
 
 from pentameter.config.choices import TAKES_SEVERAL_STAGES
-from pentameter.config.schema import Config, ParallelConfig
+from pentameter.config.schema import ParallelConfig
 from pentameter.errors import ConfigError
 from pentameter.estimating.cluster import Cluster
 from pentameter.estimating.communication import Communication
 from pentameter.estimating.compute_time import ComputeTime, fuses_dropout
-from pentameter.estimating.costs import ActivationBytes, StepSizes, step_sizes
+from pentameter.estimating.costs import ActivationBytes, Step
 from pentameter.estimating.links import Links
 from pentameter.estimating.memory import device_bytes, optimizer_slots, step_memory
 from pentameter.estimating.shares import stage_tables
@@ -34,7 +34,6 @@ from pentameter.planning.layout_checks import (
 )
 from pentameter.planning.plan import Plan
 from pentameter.planning.rules import LayoutRules
-from pentameter.planning.sharding import sharding_of
 
 LARGEST_MICRO_BATCH = 64
 """Maximum sequences per micro-batch; larger ones use no device better."""
@@ -50,15 +49,13 @@ CHECKPOINTS = (None, "selective", "full")
 class LayoutCandidate:
     """A layout with a micro-batch size and a recomputation mode, and a lower bound on its time."""
 
-    config: Config
-    layout: Layout
-    stages: tuple[range, ...]
+    step: Step
     bound: float
 
     @property
     def degrees(self) -> tuple[int, int, int, int]:
         """The mesh sizes; among candidates with equal sizes the best is kept."""
-        layout = self.layout
+        layout = self.step.layout
         return layout.data, layout.tensor, layout.pipeline, layout.context
 
 
@@ -105,14 +102,7 @@ class Candidates:
             if kept + gradients > cluster.usable_bytes:
                 continue
             stages = stage_layers(config.model.n_layers, layout.n_stages, *ends)
-            bound = _Bound(
-                layout,
-                stages,
-                cluster,
-                self.precision,
-                self._known,
-                self._n_trained(layout, stages),
-            )
+            bound = _Bound(layout, stages, cluster, self._known, self._n_trained(layout, stages))
             for micro, how in itertools.product(_micro_batches(rows), CHECKPOINTS):
                 if (micro, how) not in trains:
                     update = {"micro_batch_size": micro, "activation_checkpoint": how}
@@ -127,26 +117,17 @@ class Candidates:
                     continue  # 1F1B saves fewer activations in the same time
                 changed = config.model_copy(update={"parallel": parallel, "train": train})
                 fused = self._fuses_dropout(layout)
-                sizes = step_sizes(changed, layout, self.precision, fused_dropout=fused)
-                held = _least_activation_bytes(changed, layout, stages, sizes)
-                if kept + held <= cluster.usable_bytes:
-                    seconds = bound.seconds(changed, sizes)
-                    yield LayoutCandidate(changed, layout, stages, seconds)
+                step = Step(changed, layout, stages, self.precision, fused)
+                if kept + _least_activation_bytes(step) <= cluster.usable_bytes:
+                    yield LayoutCandidate(step, bound.seconds(step))
 
     def device_bytes(self, candidate: LayoutCandidate) -> int:
         """Return the bytes that a candidate's fullest rank holds on its device."""
         known = id(candidate)  # from `by_bound`, which keeps it alive
         if known not in self._bytes:
-            config, layout, stages = candidate.config, candidate.layout, candidate.stages
-            memory = step_memory(
-                config,
-                layout,
-                stages,
-                self.precision,
-                fused_dropout=self._fuses_dropout(layout),
-                known=self._memories,
-            )
-            self._bytes[known] = device_bytes(memory, offload=config.train.offload)
+            memory = step_memory(candidate.step, known=self._memories)
+            offload = candidate.step.config.train.offload
+            self._bytes[known] = device_bytes(memory, offload=offload)
         return self._bytes[known]
 
     def _fuses_dropout(self, layout: Layout) -> bool:
@@ -216,7 +197,7 @@ class Candidates:
             return 0.0, 0.0
         weights, trained, slots = self._numbers
         n_ranks = layout.tensor * layout.pipeline
-        e = step_sizes(self.plan.config, Layout(), self.precision).element_bytes
+        e = Step(self.plan.config, layout, (), self.precision).element_bytes
         shard = layout.shard if layout.zero else 1
         whole = LayoutRules(layout).keeps_whole_gradients(1)
         kept = e * (weights + slots) / (n_ranks * shard)
@@ -258,16 +239,15 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _least_activation_bytes(
-    config: Config, layout: Layout, stages: Sequence[range], sizes: StepSizes
-) -> float:
+def _least_activation_bytes(step: Step) -> float:
     """Return the minimum activation bytes on the first pipeline rank: its blocks', for as many
     micro-batches as are in flight, half as many in a V schedule."""
+    config, layout, stages = step.config, step.layout, step.stages
     run = run_operations(config.model, config.lora, range(1))
     block = [op for op in run if op.layer is not None]
-    each = ActivationBytes(config, layout, sizes).stage(block)
+    each = ActivationBytes(step).stage(block)
     n_layers = layout.virtual_stages * min(len(stages[number]) for number in layout.stages_of(0))
-    under_way = min(layout.pipeline, sizes.n_micro_batches) / (2 if layout.turns_back else 1)
+    under_way = min(layout.pipeline, step.n_micro_batches) / (2 if layout.turns_back else 1)
     return each * n_layers * under_way
 
 
@@ -279,7 +259,6 @@ class _Bound:
         layout: Layout,
         stages: Sequence[range],
         cluster: Cluster,
-        precision: str,
         known: dict[object, ComputeTime],
         n_trained: int,
     ) -> None:
@@ -288,7 +267,6 @@ class _Bound:
         self.layout = layout
         self.stages = stages
         self.cluster = cluster
-        self.precision = precision
         self.known = known
         self.n_trained = n_trained
         self.rules = LayoutRules(layout)
@@ -298,14 +276,14 @@ class _Bound:
             for numbers in map(layout.stages_of, range(layout.pipeline))
         ]
 
-    def seconds(self, config: Config, sizes: StepSizes) -> float:
+    def seconds(self, step: Step) -> float:
         """Return the bound for a step with a micro-batch size and a recomputation mode."""
-        layout, M = self.layout, sizes.n_micro_batches
-        compute = ComputeTime(config, layout, sizes, self.cluster, self.precision)
+        layout, M = self.layout, step.n_micro_batches
+        compute = ComputeTime(step, self.cluster)
         compute = self.known.setdefault(compute.key, compute)
         seconds = [compute.stage(layers) for layers in self.stages]
         whole = [sum(each) for each in seconds]
-        sums = self.sums_of_layer(config, sizes)
+        sums = self.sums_of_layer(step)
         slowest = filling = draining = 0.0
         for numbers, n_layers in self.ranks:
             busy = M * (sum(whole[number] for number in numbers) + n_layers * sums)
@@ -316,21 +294,21 @@ class _Bound:
             slowest = max(slowest, filling + busy, filling + busy - late + draining)
             filling += seconds[numbers[0]].forward
             draining += seconds[numbers[0]].backward_input
-        sent = self.gradients_and_weights(config, sizes)
+        sent = self.gradients_and_weights(step)
         if layout.pipeline > 1:  # not overlapped: before the first pass and after the last
             return slowest + sent
         hidden = self.cluster.device.calibration.interference_share * min(slowest, sent)
         return max(slowest, sent) + hidden
 
-    def sums_of_layer(self, config: Config, sizes: StepSizes) -> float:
+    def sums_of_layer(self, step: Step) -> float:
         """Return the minimum time that a layer's passes wait for tensor-parallel sums in its two
         sub-layers. Each takes as long as an all-reduce, or, with sequence parallelism, as two
         collectives half as long."""
-        layout = self.layout
+        layout, config = self.layout, step.config
         if layout.tensor == 1:
             return 0.0
-        n_tokens = sizes.micro_batch_size * config.model.context_length // layout.context
-        n_bytes = n_tokens * config.model.d_model * sizes.product_bytes
+        n_tokens = step.micro_batch_size * config.model.context_length // layout.context
+        n_bytes = n_tokens * config.model.d_model * step.product_bytes
         one = self.links.seconds("tensor", "all_reduce", Communication(1, n_bytes))
         if config.lora.rank is not None:  # the first layer's inputs need no gradient
             return 2 * one
@@ -339,22 +317,22 @@ class _Bound:
         gathers = 1 if layout.sequence else 0  # for the results' gradients
         return (2 + gathers + 2 * self.cluster.device.calibration.interference_share) * one
 
-    def gradients_and_weights(self, config: Config, sizes: StepSizes) -> float:
+    def gradients_and_weights(self, step: Step) -> float:
         """Return the minimum time for gradient sums and weight gathers in a step: one message, or
         one per ZeRO unit. Of parameters that tensor-parallel ranks replicate, only each rank's
         fraction is counted."""
-        rules, M, links = self.rules, sizes.n_micro_batches, self.links
-        data_sum = sharding_of(self.layout, config.model).data_sum
+        rules, M, links = self.rules, step.n_micro_batches, self.links
+        data_sum = step.sharding.data_sum
         if data_sum == "none":
             return 0.0
         n = self.n_trained // self.layout.tensor
-        whole = n * sizes.element_bytes
+        whole = n * step.element_bytes
         if data_sum != "fsdp":
             return links.seconds("data", "all_reduce", Communication(1, whole))
         n_gathers = 1 if rules.weights_stay_gathered else 2 * M
         n_sums = M if rules.reduces_each_micro_batch else 1
         n_units = 1 + 2 * self.ranks[0][1]
-        gathered = Communication(n_units, n * sizes.product_bytes)
+        gathered = Communication(n_units, n * step.product_bytes)
         gathers = links.seconds("shard", "all_gather", gathered)
         sums = links.seconds("shard", "reduce_scatter", Communication(n_units, whole))
         return n_gathers * gathers + n_sums * sums

@@ -12,8 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pentameter.config.schema import Config
-from pentameter.estimating.costs import ActivationBytes, step_sizes
+from pentameter.estimating.costs import ActivationBytes, Step
 from pentameter.estimating.grid_communication import GridCommunication
 from pentameter.estimating.operation_communication import (
     OF_MATRICES,
@@ -23,6 +22,7 @@ from pentameter.estimating.operation_communication import (
     When,
 )
 from pentameter.estimating.shares import (
+    alike_stages,
     gathered_elements,
     is_rounded,
     shard_elements,
@@ -34,9 +34,8 @@ from pentameter.planning.architecture import (
     ParameterSpec,
 )
 from pentameter.planning.buckets import COPIES_BUCKET_BYTES, filled_buckets
-from pentameter.planning.layout import PARAMETER_DIMENSIONS, Layout
-from pentameter.planning.rules import LayoutRules
-from pentameter.planning.sharding import Shape, sharding_of
+from pentameter.planning.layout import PARAMETER_DIMENSIONS
+from pentameter.planning.sharding import Shape
 
 WORLD = "world"
 """The dimension for scalar reductions (target count, loss, gradient norm), whichever group of ranks
@@ -76,50 +75,46 @@ class CommunicationCounter:
         self.add(sent.dimension, sent.kind, sent.n_bytes, sent.calls * n_micro_batches)
 
 
-def step_communication(
-    config: Config,
-    layout: Layout,
-    stages: Sequence[range],
-    rank: int = 0,
-    precision: str | None = None,
-) -> StepCommunication:
-    """Return the communication by `rank` in a step with a resolved configuration, including the
-    gradient norm.
+def step_communication(step: Step, rank: int = 0) -> StepCommunication:
+    """Return the communication by `rank` in a step, including the gradient norm.
 
-    `precision` is the run's if the configuration leaves it open; without it, matmuls are assumed to
-    be in full precision. An optimizer sends nothing (except Muon, if ZeRO or tensor parallelism
-    shards its matrices). DDP's first two steps differ, while it learns the order in which gradients
-    arrive. So does a rank with more than three stages under ZeRO, because the schedule gathers them
-    again.
+    An optimizer sends nothing (except Muon, if ZeRO or tensor parallelism shards its matrices).
+    DDP's first two steps differ, while it learns the order in which gradients arrive. So does a
+    rank with more than three stages under ZeRO, because the schedule gathers them again.
     """
-    step = _RankCommunication(config, layout, stages, rank, precision)
-    if layout.world_size > 1:
-        step.count_numbers()
-        step.count_messages()
-        step.count_operations()
-        step.count_sums_after_backward()
-        step.count_ddp()
-        step.count_shards()
-        step.count_tied()
-    return dict(step.counter.counted)
+    on_rank = _RankCommunication(step, rank)
+    if step.layout.world_size > 1:
+        on_rank.count_numbers()
+        on_rank.count_messages()
+        on_rank.count_operations()
+        on_rank.count_sums_after_backward()
+        on_rank.count_ddp()
+        on_rank.count_shards()
+        on_rank.count_tied()
+    return dict(on_rank.counter.counted)
 
 
-def matrix_communication(
-    config: Config, layout: Layout, stages: Sequence[range], rank: int, precision: str
-) -> dict[When, StepCommunication]:
-    """Return a rank's communication per step for tensor-parallel matrices, by when it is sent; the
-    arguments are `step_communication`'s."""
+def matrix_communication(step: Step, rank: int) -> dict[When, StepCommunication]:
+    """Return a rank's communication per step for tensor-parallel matrices, by when it is sent."""
     counters: dict[When, CommunicationCounter] = defaultdict(CommunicationCounter)
-    step = _RankCommunication(config, layout, stages, rank, precision)
-    for sent in step.operations.sent(OF_MATRICES):
+    for sent in _RankCommunication(step, rank).operations.sent(OF_MATRICES):
         counters[sent.when].add_sent(sent, step.n_micro_batches)
     return {when: dict(counter.counted) for when, counter in counters.items()}
 
 
-def busiest(config: Config, layout: Layout, stages: Sequence[range]) -> StepCommunication:
+def communication_of_stages(step: Step) -> list[StepCommunication]:
+    """Return the communication in a step by the first rank at each `pipeline` coordinate; equal
+    coordinates are counted once."""
+    found: dict[int, StepCommunication] = {}
+    for coordinates in alike_stages(step.layout, step.stages):
+        rank = step.layout.rank_of(pipeline=coordinates[0])
+        found |= dict.fromkeys(coordinates, step_communication(step, rank))
+    return [found[coordinate] for coordinate in range(step.layout.pipeline)]
+
+
+def busiest(step: Step) -> StepCommunication:
     """Return the communication for the rank that has the most."""
-    first = (layout.rank_of(pipeline=coordinate) for coordinate in range(layout.pipeline))
-    each = (step_communication(config, layout, stages, rank) for rank in first)
+    each = communication_of_stages(step)
     return max(each, key=lambda sent: sum(traffic.n_bytes for traffic in sent.values()))
 
 
@@ -137,29 +132,20 @@ def by_dimension(traffic: StepCommunication) -> dict[str, dict[str, dict[str, in
 class _RankCommunication:
     """One rank's step, with counts for everything that it sends."""
 
-    def __init__(
-        self,
-        config: Config,
-        layout: Layout,
-        stages: Sequence[range],
-        rank: int,
-        precision: str | None,
-    ) -> None:
-        self.config = config
-        self.layout = layout
-        self.sharding = sharding_of(layout, config.model)
-        self.rules = LayoutRules(layout)
+    def __init__(self, step: Step, rank: int) -> None:
+        self.step = step
+        self.config, self.layout, self.sharding = step.config, step.layout, step.sharding
         self.counter = CommunicationCounter()
-        self.coordinates = layout.coordinates(rank)
-        self.parameter_coordinates = layout.parameter_coordinates(rank)
-        self.sizes = step_sizes(config, layout, precision)
-        self.n_micro_batches = self.sizes.n_micro_batches
-        self.element_bytes = self.sizes.element_bytes
-        self.stages = dict(stage_tables(config, layout, stages, self.coordinates["pipeline"]))
-        runs = [run_operations(config.model, config.lora, stages[number]) for number in self.stages]
-        in_1d = not layout.is_grid
-        count = OperationCommunication if in_1d else GridCommunication
-        self.operations = count(config, layout, self.sizes, self.coordinates, runs)
+        self.coordinates = self.layout.coordinates(rank)
+        self.parameter_coordinates = self.layout.parameter_coordinates(rank)
+        tables = stage_tables(self.config, self.layout, step.stages, self.coordinates["pipeline"])
+        self.stages = dict(tables)
+        runs = [
+            run_operations(self.config.model, self.config.lora, step.stages[number])
+            for number in self.stages
+        ]
+        count = GridCommunication if self.layout.is_grid else OperationCommunication
+        self.operations = count(step, self.coordinates, runs)
 
     def local_shape(self, spec: ParameterSpec) -> Shape:
         """Return a parameter's local shape on this rank, before ZeRO shards it."""
@@ -169,7 +155,7 @@ class _RankCommunication:
         """Return the bytes for the gradients that this rank has after the backward pass."""
         shard, coordinate = self.layout.shard, self.parameter_coordinates["shard"]
         return [
-            self.element_bytes * shard_elements(self.local_shape(spec), shard, coordinate)
+            self.step.element_bytes * shard_elements(self.local_shape(spec), shard, coordinate)
             for spec in specs
         ]
 
@@ -184,7 +170,7 @@ class _RankCommunication:
         they receive if each holds the whole stream."""
         if self.layout.pipeline == 1:
             return
-        M, costs = self.n_micro_batches, ActivationBytes(self.config, self.layout, self.sizes)
+        M, costs = self.step.n_micro_batches, ActivationBytes(self.step)
         gathers = self.sharding.shards_messages(self.config.model.context_length)
         for number in self.stages:
             place_of = self.layout.pipeline_rank_of_stage
@@ -197,7 +183,7 @@ class _RankCommunication:
     def count_operations(self) -> None:
         """Count the collectives that operations cause in each micro-batch."""
         for sent in self.operations.sent():
-            self.counter.add_sent(sent, self.n_micro_batches)
+            self.counter.add_sent(sent, self.step.n_micro_batches)
 
     def count_sums_after_backward(self) -> None:
         """Count the gradient sums after the backward pass, for parameters that ranks replicate but
@@ -229,25 +215,27 @@ class _RankCommunication:
         """Count ZeRO's collectives, as the rules prescribe. Weights are gathered once, or for each
         pass; gradients are reduce-scattered in the last micro-batch, or in each; the shards'
         replicas all-reduce theirs in the last."""
-        rules, shard = self.rules, self.layout.shard
+        rules, shard = self.step.rules, self.layout.shard
         if self.sharding.data_sum != "fsdp":
             return
-        n_gathers = 1 if rules.weights_stay_gathered else 2 * self.n_micro_batches
-        n_reductions = self.n_micro_batches if rules.reduces_each_micro_batch else 1
+        n_gathers = 1 if rules.weights_stay_gathered else 2 * self.step.n_micro_batches
+        n_reductions = self.step.n_micro_batches if rules.reduces_each_micro_batch else 1
         for specs in self.stages.values():
             for name, unit in units(specs).items():
                 gathered, reduced = (
                     sum(gathered_elements(self.local_shape(spec), shard) for spec in specs)
                     for specs in (unit, [spec for spec in unit if spec.is_trained])
                 )
-                low = self.sizes.product_bytes if is_rounded(name) else self.element_bytes
+                low = self.step.product_bytes if is_rounded(name) else self.step.element_bytes
                 if shard > 1:
                     self.counter.add("shard", "all_gather", gathered * low, n_gathers)
                 if shard > 1 and reduced:
-                    whole = reduced * self.element_bytes
+                    whole = reduced * self.step.element_bytes
                     self.counter.add("shard", "reduce_scatter", whole, n_reductions)
                 if reduced and self.layout.parameter_sizes["data"] > 1:
-                    self.counter.add("data", "all_reduce", reduced // shard * self.element_bytes)
+                    self.counter.add(
+                        "data", "all_reduce", reduced // shard * self.step.element_bytes
+                    )
 
     def count_tied(self) -> None:
         """Count the all-reduce between the embedding's gradient and that of its copy in the last

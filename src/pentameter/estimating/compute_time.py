@@ -15,16 +15,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pentameter.config.choices import look_up
-from pentameter.config.schema import Config, LoraConfig, ModelConfig
+from pentameter.config.schema import LoraConfig, ModelConfig
 from pentameter.estimating.cluster import Cluster, Device, ProductShares
-from pentameter.estimating.costs import RECOMPUTES_PRODUCTS, ActivationBytes, PassSeconds, StepSizes
+from pentameter.estimating.costs import RECOMPUTES_PRODUCTS, ActivationBytes, PassSeconds, Step
 from pentameter.planning.adapters import run_operations
 from pentameter.planning.architecture import ActivationTensor, Operation, ParameterSpec
 from pentameter.planning.fused_step import dropout_kernel_obstacle, fused_obstacle
 from pentameter.planning.layout import Layout
 from pentameter.planning.layout_checks import may_compile
-from pentameter.planning.rules import LayoutRules
-from pentameter.planning.sharding import sharding_of
 
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.95), (64, 128, 0.8), (64, 64, 0.6))
 """A matmul tile's rows and columns, and the speed at each size relative to the largest, which reads
@@ -111,41 +109,35 @@ def _waves(m: int, n: int, rows: int, columns: int, units: int) -> float:
 class _ElementwiseTime:
     """The time of operations that move bytes: everything but matmuls and attention."""
 
-    def __init__(
-        self, config: Config, layout: Layout, sizes: StepSizes, cluster: Cluster, precision: str
-    ) -> None:
-        self.config = config
-        self.layout = layout
-        self.sharding = sharding_of(layout, config.model)
-        self.sizes = sizes
+    def __init__(self, step: Step, cluster: Cluster) -> None:
+        self.step = step
+        config, layout, rules = step.config, step.layout, step.rules
         self.cluster = cluster
-        self.precision = precision
-        fused = fuses_dropout(config.model, layout, precision, cluster.device)
-        self.bytes = ActivationBytes(config, layout, replace(sizes, fused_dropout=fused))
-        rules = LayoutRules(layout)
-        self.adds_whole = sizes.n_micro_batches > 1 and not rules.reduces_each_micro_batch
-        self.weights_come_rounded = rules.weights_come_rounded(sizes.n_micro_batches)
+        fused = fuses_dropout(config.model, layout, step.precision, cluster.device)
+        self.bytes = ActivationBytes(replace(step, fused_dropout=fused))
+        self.adds_whole = step.n_micro_batches > 1 and not rules.reduces_each_micro_batch
+        self.weights_come_rounded = rules.weights_come_rounded(step.n_micro_batches)
         self.joins = may_compile(layout, config.train)
         """Whether consecutive element-wise operations are fused into one, as compilation does;
         otherwise each reads the previous one's output."""
         calibration = cluster.device.calibration
         is_fused = self.joins and fused_obstacle(config, layout) is None
-        self.joins_activations = is_fused and precision in calibration.fused
+        self.joins_activations = is_fused and step.precision in calibration.fused
         """Whether activation functions are computed within the adjacent matmuls, and attention
         dropout within attention."""
-        self.shares = calibration.products(precision, fused=is_fused)
-        self.peak = cluster.peak_flops(precision, config.train.matmul_precision)
+        self.shares = calibration.products(step.precision, fused=is_fused)
+        self.peak = cluster.peak_flops(step.precision, config.train.matmul_precision)
 
     def _look_up(self, op: Operation) -> PassSeconds:
         """Return the time for an embedding: rows are read and written. The backward pass zeroes a
         gradient for the whole table and adds to it."""
         moved = self.bytes.of([op.result])
         (table,) = (spec for spec in op.parameters if len(spec.shape) == 2)
-        n_table = math.prod(self.sharding.parameter_shape(table))
+        n_table = math.prod(self.step.sharding.parameter_shape(table))
         return PassSeconds(
             self._moving(2 * moved),
             0.0,
-            self._moving(3 * moved + self.sizes.element_bytes * n_table) if op.is_trained else 0.0,
+            self._moving(3 * moved + self.step.element_bytes * n_table) if op.is_trained else 0.0,
         )
 
     def _norm(self, op: Operation) -> PassSeconds:
@@ -165,14 +157,14 @@ class _ElementwiseTime:
 
     def _by_steps(self, op: Operation) -> bool:
         """Whether PyTorch computes a norm in several operations: an RMS norm on a CPU."""
-        return self.config.model.norm == "rmsnorm" and self.cluster.device.units == 1
+        return self.step.config.model.norm == "rmsnorm" and self.cluster.device.units == 1
 
     def _activation(self, op: Operation) -> PassSeconds:
         """Return the time for an activation function and its derivative."""
         if self.joins_activations:
             return PassSeconds(0.0, 0.0, 0.0)
         moving, n = self._element_wise(op), self.bytes.of([op.result])
-        least = n // self.sizes.bytes_of(op.result) * self._per_exponential
+        least = n // self.step.bytes_of(op.result) * self._per_exponential
         return PassSeconds(max(moving.forward, least), max(moving.backward_input, 2 * least), 0.0)
 
     @property
@@ -238,10 +230,10 @@ class _OperationTime(_ElementwiseTime):
         """Return the time to allocate results and gradients if freed memory goes back to the
         system: on a CPU with ZeRO, whose gathered weights would leave holes in a heap."""
         rate = self.cluster.device.calibration.fresh_bytes_per_second
-        if rate is None or not self.layout.zero:
+        if rate is None or not self.step.layout.zero:
             return PassSeconds(0.0, 0.0, 0.0)
-        n = sum(math.prod(self.sharding.parameter_shape(s)) for s in op.parameters)
-        made = (self._bytes([op.result]), self._bytes(op.reads), self.sizes.element_bytes * n)
+        n = sum(math.prod(self.step.sharding.parameter_shape(s)) for s in op.parameters)
+        made = (self._bytes([op.result]), self._bytes(op.reads), self.step.element_bytes * n)
         return PassSeconds(*(each * self.cluster.sharing / rate for each in made))
 
     def _times(self, op: Operation) -> PassSeconds:
@@ -259,20 +251,20 @@ class _OperationTime(_ElementwiseTime):
 
     def _matmul(self, op: Operation) -> PassSeconds:
         """Return the time for a matmul; its two gradients are matmuls with the same three sides."""
-        n_tokens, n_out = self.sharding.local_shape(op.result.shape, op.result.axes)
+        n_tokens, n_out = self.step.sharding.local_shape(op.result.shape, op.result.axes)
         (x,) = op.reads
-        _, n_in = self.sharding.local_shape(x.shape, ("context", x.axes[1]))
-        m = self.sizes.micro_batch_size * n_tokens
+        _, n_in = self.step.sharding.local_shape(x.shape, ("context", x.axes[1]))
+        m = self.step.micro_batch_size * n_tokens
         # A grid multiplies block by block, or with rows gathered from other ranks.
-        n_blocks = self.layout.sizes["tensor"] if self.layout.is_grid else 1
-        p = self.sizes.product_bytes
+        n_blocks = self.step.layout.sizes["tensor"] if self.step.layout.is_grid else 1
+        p = self.step.product_bytes
         forward, to_input, to_weight = (
             n_blocks * product_seconds(self.cluster, self.shares, self.peak, *sides, p)
             for sides in ((m, n_out, n_in), (m, n_in, n_out), (n_out, n_in, m))
         )
         rounding, adding = self._weight_bytes(op.parameters)
-        if not self.joins and self.bytes.rounds_weights:  # inputs and gradients, each separately
-            both = 1 + self.sizes.element_bytes / self.sizes.product_bytes
+        if not self.joins and self.step.rounds_weights:  # inputs and gradients, each separately
+            both = 1 + self.step.element_bytes / self.step.product_bytes
             if x.dtype == "weights":
                 one = both * self.bytes.of([replace(x, dtype="products")])
                 forward += self._moving(one)
@@ -289,9 +281,9 @@ class _OperationTime(_ElementwiseTime):
         """Return the bytes moved to round weights for matmuls, and to widen and accumulate their
         gradients. If weights arrive already rounded, one operation adds gradients to the unsharded
         ones."""
-        e, p = self.sizes.element_bytes, self.sizes.product_bytes
-        n = sum(math.prod(self.sharding.parameter_shape(spec)) for spec in parameters)
-        if not self.bytes.rounds_weights:
+        e, p = self.step.element_bytes, self.step.product_bytes
+        n = sum(math.prod(self.step.sharding.parameter_shape(spec)) for spec in parameters)
+        if not self.step.rounds_weights:
             return 0, 3 * e * n if self.adds_whole else 0
         if self.weights_come_rounded:
             return 0, (2 * e + p if self.adds_whole else e + p) * n
@@ -302,8 +294,8 @@ class _OperationTime(_ElementwiseTime):
         in each pass; if operations are not fused, they are also rounded, and zeros are written for
         the gradient."""
         matmul = self._matmul(op)
-        p, width = self.sizes.product_bytes, max(4, self.sizes.element_bytes)
-        n = self.bytes.of([op.result]) // self.sizes.bytes_of(op.result)
+        p, width = self.step.product_bytes, self.step.summed_bytes
+        n = self.bytes.of([op.result]) // self.step.bytes_of(op.result)
         forward = backward = 2 * width * n
         if not self.joins:
             forward, backward = forward + (p + width) * n, backward + (p + 3 * width) * n
@@ -316,15 +308,15 @@ class _OperationTime(_ElementwiseTime):
         """Return the time for attention. Fused attention skips masked blocks; kernels may include
         dropout. Otherwise it is two full matmuls with the weights written out."""
         whole = math.prod(op.result.shape)
-        local = math.prod(self.sharding.local_shape(op.result.shape, op.result.axes))
-        n_tokens = self.sizes.micro_batch_size * op.result.shape[0]
+        local = math.prod(self.step.sharding.local_shape(op.result.shape, op.result.axes))
+        n_tokens = self.step.micro_batch_size * op.result.shape[0]
         flops = 2 * op.token_products * n_tokens * local / whole
         n_context, n_channels = op.result.shape
         n_attended = op.token_products / (2 * n_channels)
-        channels = n_channels / self.config.model.n_heads
+        channels = n_channels / self.step.config.model.n_heads
         shares, peak = self.shares, self.peak
         moved = self.bytes.of((*op.reads, op.result))
-        drops, fused = op.result not in op.saves, self.bytes.sizes.fused_dropout
+        drops, fused = op.result not in op.saves, self.bytes.step.fused_dropout
         if drops and not fused and not self.joins_activations:
             return self._written_attention(op, flops / (peak * shares.product_share), moved)
         fraction = shares.attention_share * channels / (channels + SOFTMAX_CHANNELS)
@@ -357,16 +349,10 @@ class _OperationTime(_ElementwiseTime):
 class ComputeTime:
     """Pass times in seconds for one micro-batch through a rank's stages."""
 
-    def __init__(
-        self, config: Config, layout: Layout, sizes: StepSizes, cluster: Cluster, precision: str
-    ) -> None:
-        self.config = config
-        self.layout = layout
-        self.sizes = sizes
-        self.cluster = cluster
-        self.precision = precision
-        self._operations = _OperationTime(config, layout, sizes, cluster, precision)
-        how = config.train.activation_checkpoint
+    def __init__(self, step: Step, cluster: Cluster) -> None:
+        self.step = step
+        self._operations = _OperationTime(step, cluster)
+        how = step.config.train.activation_checkpoint
         self.checkpoint = how
         self.recomputes_products = look_up(
             RECOMPUTES_PRODUCTS, how, "train.activation_checkpoint", "the planner's times"
@@ -380,11 +366,11 @@ class ComputeTime:
     def key(self) -> object:
         """A key that is equal if equal layers take equal time, for the same model, cluster and
         precision."""
-        layout, train, each = self.layout, self.config.train, self._operations
+        layout, train, each = self.step.layout, self.step.config.train, self._operations
         return (
             layout.tensor, layout.sequence, layout.context, layout.zero > 0, each.joins,
             train.micro_batch_size, train.activation_checkpoint, each.adds_whole,
-            each.weights_come_rounded, each.joins_activations, each.bytes.sizes.fused_dropout,
+            each.weights_come_rounded, each.joins_activations, each.bytes.step.fused_dropout,
         )  # fmt: skip
 
     def stage(self, layers: range) -> PassSeconds:
@@ -394,7 +380,7 @@ class ComputeTime:
         return self._slices[layers]
 
     def _slice(self, layers: range) -> PassSeconds:
-        kinds = kinds_of_operations(self.config.model, self.config.lora, layers)
+        kinds = kinds_of_operations(self.step.config.model, self.step.config.lora, layers)
         same = tuple((kind.key, kind.n) for kind in kinds)
         if same not in self._stages:
             self._stages[same] = self._stage(kinds)
@@ -416,7 +402,7 @@ class ComputeTime:
         overlap."""
         return sum(
             kind.n * sum(self.operation(kind))
-            for kind in kinds_of_operations(self.config.model, self.config.lora, layers)
+            for kind in kinds_of_operations(self.step.config.model, self.step.config.lora, layers)
             if kind.op.kind == "attention"
         )
 
@@ -426,7 +412,9 @@ class ComputeTime:
         if layers not in self._reading:
             one_by_one = [
                 (kind.n, self.operation(kind))
-                for kind in kinds_of_operations(self.config.model, self.config.lora, layers)
+                for kind in kinds_of_operations(
+                    self.step.config.model, self.step.config.lora, layers
+                )
                 if kind.op.kind == "product" and kind.op.reads[0].axes[0] == "time"
             ]
             sums = (sum(n * each[i] for n, each in one_by_one) for i in range(3))

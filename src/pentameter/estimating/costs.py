@@ -14,7 +14,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from pentameter.config.choices import DTYPE_BYTES, PRECISIONS, look_up, refuse_unknown
+from pentameter.config.choices import (
+    DTYPE_BYTES,
+    PRECISIONS,
+    NumberFormats,
+    look_up,
+    refuse_unknown,
+)
 from pentameter.config.schema import Config
 from pentameter.planning.adapters import Run, run_operations
 from pentameter.planning.architecture import (
@@ -32,24 +38,75 @@ RECOMPUTES_PRODUCTS = {None: False, "selective": False, "full": True}
 
 
 @dataclass(frozen=True)
-class StepSizes:
-    """The split of a data-parallel rank's step into micro-batches, and the bytes per number."""
+class Step:
+    """One step of a resolved configuration in a layout: what all of its estimates count by."""
 
-    n_rows: int
-    """Sequences per step."""
-    micro_batch_size: int
-    """Sequences per micro-batch, a divisor of `n_rows`."""
-    element_bytes: int
-    """Bytes per element in weights and in the residual stream."""
-    product_bytes: int
-    """Bytes per element that enters a matmul."""
+    config: Config
+    layout: Layout
+    stages: Sequence[range] = ()
+    """Each pipeline stage's layers."""
+    asked_precision: str | None = None
+    """The run's, if the configuration leaves it open; without it, matmuls are assumed to be in full
+    precision."""
     fused_dropout: bool = False
     """Whether GPU kernels apply dropout to attention weights without writing them out."""
 
-    @property
+    @cached_property
+    def sharding(self) -> Sharding:
+        """The model's sharding under the layout."""
+        return sharding_of(self.layout, self.config.model)
+
+    @cached_property
+    def rules(self) -> LayoutRules:
+        """The layout's rules for gradients and gathered weights."""
+        return LayoutRules(self.layout)
+
+    @cached_property
+    def n_rows(self) -> int:
+        """Sequences per data-parallel rank."""
+        assert self.config.train.batch_size is not None  # resolved
+        return self.config.train.batch_size // self.layout.n_batch_shards
+
+    @cached_property
+    def micro_batch_size(self) -> int:
+        """Sequences per micro-batch, a divisor of `n_rows`."""
+        assert self.config.train.micro_batch_size is not None  # resolved
+        return self.config.train.micro_batch_size
+
+    @cached_property
     def n_micro_batches(self) -> int:
         """Micro-batches per step."""
         return self.n_rows // self.micro_batch_size
+
+    @property
+    def precision(self) -> str:
+        """The precision that matmuls are counted in."""
+        precision = self.asked_precision or self.config.train.precision
+        return "fp32" if precision == "auto" else precision
+
+    @cached_property
+    def _numbers(self) -> NumberFormats:
+        return look_up(PRECISIONS, self.precision, "train.precision", "the planner")
+
+    @cached_property
+    def element_bytes(self) -> int:
+        """Bytes per element in weights and in the residual stream."""
+        return DTYPE_BYTES[self._numbers.weights]
+
+    @cached_property
+    def product_bytes(self) -> int:
+        """Bytes per element that enters a matmul."""
+        return DTYPE_BYTES[self._numbers.products]
+
+    @property
+    def summed_bytes(self) -> int:
+        """Bytes per element of a softmax or of a sum over blocks: float32 at least."""
+        return max(4, self.element_bytes)
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Whether matmuls read weights in a narrower dtype than they are stored in."""
+        return self.product_bytes < self.element_bytes
 
     def bytes_of(self, tensor: ActivationTensor) -> int:
         """Return the bytes per element in an activation."""
@@ -59,31 +116,11 @@ class StepSizes:
             case "products":
                 return self.product_bytes
             case "softmax":
-                return max(4, self.element_bytes)
+                return self.summed_bytes
             case "float32":
                 return 4
             case "bool":
                 return 1
-
-
-def step_sizes(
-    config: Config, layout: Layout, precision: str | None = None, *, fused_dropout: bool = False
-) -> StepSizes:
-    """Return the sizes in a step with a resolved configuration. `precision` is the run's if the
-    configuration leaves it open; without it, matmuls are assumed to be in full precision."""
-    train = config.train
-    assert train.batch_size is not None  # resolved
-    assert train.micro_batch_size is not None
-    precision = precision or train.precision
-    known = {"auto": PRECISIONS["fp32"], **PRECISIONS}
-    numbers = look_up(known, precision, "train.precision", "the planner")
-    return StepSizes(
-        n_rows=train.batch_size // layout.n_batch_shards,
-        micro_batch_size=train.micro_batch_size,
-        element_bytes=DTYPE_BYTES[numbers.weights],
-        product_bytes=DTYPE_BYTES[numbers.products],
-        fused_dropout=fused_dropout,
-    )
 
 
 # -- arithmetic -------------------------------------------------------------------------------
@@ -97,13 +134,14 @@ class PassSeconds(NamedTuple):
     backward_weight: float
 
 
-def pass_seconds(config: Config, stages: Sequence[range]) -> list[PassSeconds]:
+def pass_seconds(step: Step) -> list[PassSeconds]:
     """Return each stage's pass times, in multiplications per token, with attention counted in
     full."""
+    config = step.config
     how, key = config.train.activation_checkpoint, "train.activation_checkpoint"
     recomputed = look_up(RECOMPUTES_PRODUCTS, how, key, "the timeline")
     seconds = []
-    for layers in stages:
+    for layers in step.stages:
         run = run_operations(config.model, config.lora, layers)
         weights = sum(op.weight_products for op in run)
         trained = sum(op.weight_products for op in run if op.is_trained)
@@ -123,33 +161,26 @@ def pass_seconds(config: Config, stages: Sequence[range]) -> list[PassSeconds]:
 class ActivationBytes:
     """Activation bytes for one micro-batch, on the rank with the largest shard of each tensor."""
 
-    config: Config
-    layout: Layout
-    sizes: StepSizes
-
-    @cached_property
-    def sharding(self) -> Sharding:
-        """The model's sharding under the layout."""
-        return sharding_of(self.layout, self.config.model)
+    step: Step
 
     def of(self, tensors: Iterable[ActivationTensor]) -> int:
         """Return the bytes for some activations, each counted once."""
         return sum(self._one(tensor) for tensor in set(tensors))
 
     def _one(self, tensor: ActivationTensor) -> int:
-        n_rows = self.sizes.micro_batch_size
-        n_elements = math.prod(self.sharding.local_shape(tensor.shape, tensor.axes))
-        return n_rows * n_elements * self.sizes.bytes_of(tensor)
+        n_rows = self.step.micro_batch_size
+        n_elements = math.prod(self.step.sharding.local_shape(tensor.shape, tensor.axes))
+        return n_rows * n_elements * self.step.bytes_of(tensor)
 
     @property
     def stream(self) -> int:
         """Bytes in the residual stream between blocks."""
-        return self._one(residual_stream(self.config.model, "stream"))
+        return self._one(residual_stream(self.step.config.model, "stream"))
 
     @property
     def message(self) -> int:
         """Bytes that a rank sends to the next stage from the residual stream."""
-        stream = residual_stream(self.config.model, "message")
+        stream = residual_stream(self.step.config.model, "message")
         return self._one(replace(stream, axes=("message", "embed")))
 
     def stage(self, run: Sequence[Operation]) -> int:
@@ -163,11 +194,11 @@ class ActivationBytes:
         """Return the bytes that one block saves for the backward pass without checkpointing: its
         operations' saved tensors, and its matrices if it rounds them for matmuls."""
         kept = self.of(tensor for op in block for tensor in self.saves(op))
-        if self.layout.exchanges_heads:  # its result; attention saves it exchanged
+        if self.step.layout.exchanges_heads:  # its result; attention saves it exchanged
             kept += self.of(op.result for op in block if op.kind == "attention")
-        in_1d = not self.layout.is_grid  # else each pass rounds them again
-        come_rounded = LayoutRules(self.layout).weights_come_rounded(self.sizes.n_micro_batches)
-        if self.rounds_weights and in_1d and not come_rounded:
+        in_1d = not self.step.layout.is_grid  # else each pass rounds them again
+        come_rounded = self.step.rules.weights_come_rounded(self.step.n_micro_batches)
+        if self.step.rounds_weights and in_1d and not come_rounded:
             products = [op for op in block if op.kind == "product" and op.gives_gradient]
             kept += sum(self.rounded_weight(op) for op in products)
         return kept
@@ -176,7 +207,7 @@ class ActivationBytes:
         """Return the tensors that an operation's backward pass reads. A ring's attention works by
         blocks, and so do kernels with dropout. Column-parallel matrices that run as one operation
         save only this rank's input shard, and gather it again."""
-        if op.kind == "attention" and (self._has_ring or self.sizes.fused_dropout):
+        if op.kind == "attention" and (self._has_ring or self.step.fused_dropout):
             return op.saves_by_blocks
         if self._gathers_again(op):
             return tuple(replace(kept, axes=op.reads[0].axes) for kept in op.saves)
@@ -192,12 +223,12 @@ class ActivationBytes:
         """Whether a matmul's backward pass gathers its input again, because only a shard was
         saved."""
         reads_stream = op.kind == "product" and op.reads[0].axes[0] == "time"
-        at_once = LayoutRules(self.layout).reads_at_once(self.config.lora)
-        return reads_stream and at_once and self.layout.sequence
+        at_once = self.step.rules.reads_at_once(self.step.config.lora)
+        return reads_stream and at_once and self.step.layout.sequence
 
     @property
     def _has_ring(self) -> bool:
-        return self.layout.context > 1 and not self.layout.exchanges_heads
+        return self.step.layout.context > 1 and not self.step.layout.exchanges_heads
 
     def attending(self, run: Sequence[Operation]) -> int:
         """Return the extra bytes during the backward pass of a ring's attention, when the block's
@@ -208,7 +239,7 @@ class ActivationBytes:
         most = 0
         for block, _ in _alike_blocks(run):
             kept = self._kept_of_block(block)
-            if self.config.train.activation_checkpoint is not None:
+            if self.step.config.train.activation_checkpoint is not None:
                 kept -= self.stream
             for index, op in enumerate(block):
                 if op.kind == "attention":
@@ -220,15 +251,15 @@ class ActivationBytes:
         """Return the bytes for the backward pass of a ring's attention: keys and values in use and
         in flight, in the matmul dtype; their gradients, likewise plus this rank's own, and the
         queries' gradient, in the accumulation dtype."""
-        n_q, n_kv = attention_elements(op, self.sharding)
-        summed = max(4, self.sizes.element_bytes)
-        each_row = 2 * n_kv * self.sizes.product_bytes + (3 * n_kv + n_q) * summed
-        return self.sizes.micro_batch_size * each_row
+        n_q, n_kv = attention_elements(op, self.step.sharding)
+        summed = self.step.summed_bytes
+        each_row = 2 * n_kv * self.step.product_bytes + (3 * n_kv + n_q) * summed
+        return self.step.micro_batch_size * each_row
 
     def _kept_of_block(self, block: Sequence[Operation]) -> int:
         """Return the bytes that one block saves for the backward pass, with activation
         checkpointing if enabled."""
-        match self.config.train.activation_checkpoint:
+        match self.step.config.train.activation_checkpoint:
             case None:
                 return self._block(block)
             case "full":
@@ -251,7 +282,7 @@ class ActivationBytes:
     def recomputing(self, run: Sequence[Operation]) -> int:
         """Return the extra bytes while a block is recomputed: its tensors that were not saved, and
         the gradients for the activation function's input and output and for the stream."""
-        if self.config.train.activation_checkpoint is None:
+        if self.step.config.train.activation_checkpoint is None:
             return 0
         return max(
             self._block(block)
@@ -273,13 +304,13 @@ class ActivationBytes:
         return max((self._loss(op) for op in run if op.kind == "head"), default=0)
 
     def _loss(self, head: Operation) -> int:
-        e, p = self.sizes.element_bytes, self.sizes.product_bytes
-        rounded = 2 * self.rounded_weight(head) if self.rounds_weights else 0
+        e, p = self.step.element_bytes, self.step.product_bytes
+        rounded = 2 * self.rounded_weight(head) if self.step.rounds_weights else 0
         whole_width = head.result.shape[1]
-        T, width = self.sharding.local_shape(head.result.shape, head.result.axes)
-        n_tokens = self.sizes.micro_batch_size * T
+        T, width = self.step.sharding.local_shape(head.result.shape, head.result.axes)
+        n_tokens = self.step.micro_batch_size * T
         if width == whole_width and n_tokens * width <= MAX_LOGITS:
-            return rounded + 3 * max(4, e) * n_tokens * width
+            return rounded + 3 * self.step.summed_bytes * n_tokens * width
         n_rows = row_chunks(n_tokens, width, MAX_LOGITS)[0].stop
         logits = n_rows * width * (p if p == e else p + 4)
         return rounded + logits + self.of(head.saves) + self._matmul_blocks(head, n_rows)
@@ -287,8 +318,8 @@ class ActivationBytes:
     def multiplying(self, run: Sequence[Operation]) -> int:
         """Return the extra bytes during a matmul's backward pass in a block, if ranks shard the
         matmul."""
-        n_tokens = self.sizes.micro_batch_size * self.config.model.context_length
-        n_tokens = self.sharding.local_shape((n_tokens,), ("context",))[0]
+        n_tokens = self.step.micro_batch_size * self.step.config.model.context_length
+        n_tokens = self.step.sharding.local_shape((n_tokens,), ("context",))[0]
         products = (op for op in run if op.kind == "product")
         return max((self._matmul_blocks(op, n_tokens) for op in products), default=0)
 
@@ -297,30 +328,25 @@ class ActivationBytes:
         tokens. With sequence parallelism: the input gathered again, its gradient, and other ranks'
         partial results for it. SUMMA: two blocks each from the weight and from the result's
         gradient, and a sum for another rank. Mode 3d: gathered inputs, weight and gradients."""
-        layout, weight = self.layout, op.parameters[0]
-        p, summed = self.sizes.product_bytes, max(4, self.sizes.product_bytes)
+        layout, weight = self.step.layout, op.parameters[0]
+        p, summed = self.step.product_bytes, max(4, self.step.product_bytes)
         if not layout.is_grid:
             return 3 * p * n_tokens * op.reads[0].shape[1] if self._gathers_again(op) else 0
         n_in, n_out = (
-            self.sharding.local_shape(tensor.shape, tensor.axes)[1]
+            self.step.sharding.local_shape(tensor.shape, tensor.axes)[1]
             for tensor in (*op.reads, op.result)
         )
         if layout.is_3d:
             rows = layout.sizes["row"] * n_tokens
             return p * rows * (n_in + n_out) + (p + summed) * n_in * n_out
-        n_block = math.prod(self.sharding.parameter_shape(weight))
+        n_block = math.prod(self.step.sharding.parameter_shape(weight))
         return (2 * p + summed) * n_block + 2 * p * n_tokens * n_out
-
-    @property
-    def rounds_weights(self) -> bool:
-        """Whether matmuls read weights in a narrower dtype than they are stored in."""
-        return self.sizes.product_bytes < self.sizes.element_bytes
 
     def rounded_weight(self, op: Operation) -> int:
         """Return the bytes in an operation's matrix, as matmuls read it."""
         weight = op.parameters[0]
-        n_elements = math.prod(self.sharding.parameter_shape(weight))
-        return self.sizes.product_bytes * n_elements
+        n_elements = math.prod(self.step.sharding.parameter_shape(weight))
+        return self.step.product_bytes * n_elements
 
 
 def attention_elements(

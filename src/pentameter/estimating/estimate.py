@@ -10,12 +10,12 @@ from typing import Any
 from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
 from pentameter.estimating.cluster import Cluster, parse_cluster
-from pentameter.estimating.communication import WORLD, StepCommunication
+from pentameter.estimating.communication import WORLD, StepCommunication, communication_of_stages
 from pentameter.estimating.compute_time import fuses_dropout
 from pentameter.estimating.links import Links
 from pentameter.estimating.memory import Memory, device_bytes
-from pentameter.estimating.plan_estimates import plan_memory, plan_record
-from pentameter.estimating.step_time import StepTime, communication_of_stages, step_time
+from pentameter.estimating.plan_estimates import plan_memory, plan_record, step_of
+from pentameter.estimating.step_time import StepTime, step_time
 from pentameter.planning.auto_precision import auto_precision
 from pentameter.planning.layout import parse_parallel
 from pentameter.planning.mfu import model_flops
@@ -51,15 +51,12 @@ class Estimate:
     @cached_property
     def time(self) -> StepTime:
         """A step's time by component."""
-        plan = self.plan
-        inputs = (plan.config, plan.layout, plan.stages, self.cluster, self.precision)
-        return step_time(*inputs, self.communication)
+        return step_time(step_of(self.plan, self.precision), self.cluster, self.communication)
 
     @cached_property
     def communication(self) -> list[StepCommunication]:
         """The communication in a step by the first rank at each `pipeline` coordinate."""
-        plan = self.plan
-        return communication_of_stages(plan.config, plan.layout, plan.stages, self.precision)
+        return communication_of_stages(step_of(self.plan, self.precision))
 
     @property
     def device_bytes(self) -> int:

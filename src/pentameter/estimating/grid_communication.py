@@ -33,7 +33,7 @@ class GridCommunication(OperationCommunication):
         self, operations: Sequence[Operation], kinds: Collection[CollectiveKind] | None
     ) -> Iterator[Sent]:
         """Yield what every operation sends, and what its collectives of these kinds do."""
-        how = self.config.train.activation_checkpoint
+        how = self.step.config.train.activation_checkpoint
         # The tensors that we save are saved by an operation that has run.
         repeated = recomputed_results(operations, with_last=True) if how else set()
         for op in operations:
@@ -51,37 +51,37 @@ class GridCommunication(OperationCommunication):
                 yield from self._norm_of_heads(op, n_forward)
             case "column_parallel" | "row_parallel":
                 yield from self._bias(op, n_forward)
-                if self.config.train.activation_checkpoint == "selective":
+                if self.step.config.train.activation_checkpoint == "selective":
                     n_forward = 1  # the result is kept
                 yield from self._matmul(op, self.n_tokens, n_forward)
             case "head":
                 yield from self._bias(op, 1)
-                if self.layout.is_3d:  # the targets for the rows whose logits this rank has
+                if self.step.layout.is_3d:  # the targets for the rows whose logits this rank has
                     n_bytes = self.edge * self.n_tokens * TOKEN_BYTES
                     yield Sent("depth", "all_gather", n_bytes)
-                _, width = self.sharding.local_shape(op.result.shape, op.result.axes)
+                _, width = self.step.sharding.local_shape(op.result.shape, op.result.axes)
                 for rows in row_chunks(self.n_tokens, width, MAX_LOGITS):
                     yield from self._matmul(op, rows.stop - rows.start, 1)
 
     @property
     def edge(self) -> int:
         """Ranks along `row`, and along `tensor`."""
-        return self.layout.sizes["tensor"]
+        return self.step.layout.sizes["tensor"]
 
     @property
     def n_tokens(self) -> int:
         """A micro-batch's tokens on this rank."""
-        shape = (self.config.model.context_length,)
-        return self.sizes.micro_batch_size * self.sharding.local_shape(shape, ("context",))[0]
+        shape = (self.step.config.model.context_length,)
+        return self.step.micro_batch_size * self.step.sharding.local_shape(shape, ("context",))[0]
 
     @property
     def summed_bytes(self) -> int:
         """Bytes per element while a weight's gradient is summed."""
-        return max(4, self.sizes.product_bytes)
+        return max(4, self.step.product_bytes)
 
     def _matmul(self, op: Operation, n_tokens: int, n_forward: int) -> Iterator[Sent]:
         n_out, n_in = op.parameters[0].shape
-        if self.layout.is_3d:
+        if self.step.layout.is_3d:
             return self._matmul_3d(op, n_tokens, n_forward)
         return self._summa(n_out, n_in // self.edge, n_tokens, n_forward)
 
@@ -89,7 +89,7 @@ class GridCommunication(OperationCommunication):
         """Yield SUMMA's collectives for a weight with shape (n_out, n_in) per column: in each pass
         the weight's blocks are broadcast, as are those from the result's gradient, and each sum is
         reduced to one rank."""
-        p = self.sizes.product_bytes
+        p = self.step.product_bytes
         for coordinate in range(self.edge):
             n = shard_size(n_out, self.edge, coordinate)
             yield Sent("row", "broadcast", p * n * n_in, n_forward + 1)
@@ -105,12 +105,12 @@ class GridCommunication(OperationCommunication):
         inputs, results = ("depth", "tensor") if reads_stream else ("tensor", "depth")
         split, whole = (n_out, n_in) if reads_stream else (n_in, n_out)
         block = self._gathered(split) * (whole // self.edge)
-        rows = self.edge * n_tokens * self.sizes.product_bytes
+        rows = self.edge * n_tokens * self.step.product_bytes
         axis = op.result.axes[1]
-        (width,) = self.sharding.local_shape((n_out,), (axis,), self.coordinates)
+        (width,) = self.step.sharding.local_shape((n_out,), (axis,), self.coordinates)
         x, y = rows * (n_in // self.edge), rows * width
         yield Sent(inputs, "all_gather", x, n_forward + 1)
-        yield Sent("row", "all_gather", self.sizes.product_bytes * block, n_forward + 1)
+        yield Sent("row", "all_gather", self.step.product_bytes * block, n_forward + 1)
         yield Sent(results, "reduce_scatter", y, n_forward)
         yield Sent(results, "all_gather", y)
         yield Sent(inputs, "reduce_scatter", x)
@@ -119,23 +119,26 @@ class GridCommunication(OperationCommunication):
     def _gathered(self, n: int) -> int:
         """Return how many elements are gathered along `row` for a rank to have its n, padded to the
         largest shard."""
-        return shard_size(n, self.layout.parameter_sizes["row"], 0) * self.layout.sizes["row"]
+        return (
+            shard_size(n, self.step.layout.parameter_sizes["row"], 0)
+            * self.step.layout.sizes["row"]
+        )
 
     def _bias(self, op: Operation, n_forward: int) -> Iterator[Sent]:
         """Yield the collectives for a bias. In mode 3d, a bias on an inner width is sharded as its
         weight is."""
         biases = [spec for spec in op.parameters if len(spec.shape) == 1]
-        if self.layout.is_3d and biases and op.contracts == "embed":
+        if self.step.layout.is_3d and biases and op.contracts == "embed":
             yield from self._gathered_vector(biases[0], n_forward)
 
     def _gathered_vector(self, spec: ParameterSpec, n_forward: int) -> Iterator[Sent]:
-        n_bytes = self.sizes.element_bytes * self._gathered(*spec.shape)
+        n_bytes = self.step.element_bytes * self._gathered(*spec.shape)
         yield Sent("row", "all_gather", n_bytes, n_forward)
         yield Sent("row", "reduce_scatter", n_bytes)
 
     def _norm(self, n_forward: int) -> Iterator[Sent]:
-        n = look_up(NUMBERS_OF_A_NORM, self.config.model.norm, "model.norm", "the traffic")
-        n_bytes = n * self.n_tokens * max(4, self.sizes.element_bytes)
+        n = look_up(NUMBERS_OF_A_NORM, self.step.config.model.norm, "model.norm", "the traffic")
+        n_bytes = n * self.n_tokens * self.step.summed_bytes
         if n == 1:
             yield Sent("tensor", "all_reduce", n_bytes, n_forward)
         else:
@@ -148,22 +151,22 @@ class GridCommunication(OperationCommunication):
         (weight,) = op.parameters
         if weight.axes[0] == "head":
             return
-        n_bytes = self.n_tokens * max(4, self.sizes.element_bytes)
-        yield Sent(self.layout.grid_width, "all_reduce", n_bytes, n_forward + 1)
-        if self.layout.is_3d:
+        n_bytes = self.n_tokens * self.step.summed_bytes
+        yield Sent(self.step.layout.grid_width, "all_reduce", n_bytes, n_forward + 1)
+        if self.step.layout.is_3d:
             yield from self._gathered_vector(weight, n_forward)
 
     def _look_up(self, op: Operation) -> Iterator[Sent]:
         """Yield the embedding's collectives: all tokens in a group to each rank, and each rank's
         shard of the sums back."""
-        dimension = "depth" if self.layout.is_3d else "row"
-        n_tokens, e = self.edge * self.n_tokens, self.sizes.element_bytes
+        dimension = "depth" if self.step.layout.is_3d else "row"
+        n_tokens, e = self.edge * self.n_tokens, self.step.element_bytes
         V, D = op.parameters[0].shape
         sums = e * n_tokens * (D // self.edge)
         yield Sent(dimension, "all_gather", n_tokens * TOKEN_BYTES)
         yield Sent(dimension, "reduce_scatter", sums)
         yield Sent(dimension, "all_gather", sums)
-        if self.layout.is_3d:
+        if self.step.layout.is_3d:
             table = e * self._gathered(V) * (D // self.edge)
             yield Sent("row", "all_gather", table)
             yield Sent("row", "reduce_scatter", table)

@@ -9,8 +9,8 @@ from dataclasses import astuple, dataclass
 from functools import cached_property
 
 from pentameter.config.choices import MOMENTS, look_up
-from pentameter.config.schema import Config, OptimizerConfig
-from pentameter.estimating.costs import ActivationBytes, StepSizes, step_sizes
+from pentameter.config.schema import OptimizerConfig
+from pentameter.estimating.costs import ActivationBytes, Step
 from pentameter.estimating.shares import (
     ROOT,
     alike_stages,
@@ -24,9 +24,6 @@ from pentameter.estimating.timeline import UnderWay, passes_under_way, waiting_m
 from pentameter.planning.adapters import Run, run_operations
 from pentameter.planning.architecture import ParameterSpec
 from pentameter.planning.buckets import SUM_BUCKET_BYTES
-from pentameter.planning.layout import Layout
-from pentameter.planning.rules import LayoutRules
-from pentameter.planning.sharding import sharding_of
 
 
 @dataclass(frozen=True)
@@ -70,34 +67,24 @@ class Memory(StateBytes):
     """The peak: less than the sum if gradients reuse the memory freed by activations."""
 
 
-def step_memory(
-    config: Config,
-    layout: Layout,
-    stages: Sequence[range],
-    precision: str | None = None,
-    *,
-    fused_dropout: bool = False,
-    known: dict[object, _RankMemory] | None = None,
-) -> Memory:
-    """Return the fullest rank's Memory in a step with a resolved configuration.
+def step_memory(step: Step, *, known: dict[object, _RankMemory] | None = None) -> Memory:
+    """Return the fullest rank's Memory in a step.
 
-    `precision` is the run's if the configuration leaves it open; without it, matmuls are assumed to
-    be in full precision. Attention weights with dropout are assumed to be written out, unless
-    kernels apply the dropout (`fused_dropout`). Among ranks that shard the same tensors, the first
-    holds the largest shards. Muon's workspace for a matrix is left out. `known` caches the results
-    that depend on parameters alone, for other calls with the same model, optimizer and precision.
+    Attention weights with dropout are assumed to be written out, unless kernels apply the dropout.
+    Among ranks that shard the same tensors, the first holds the largest shards. Muon's workspace
+    for a matrix is left out. `known` caches the results that depend on parameters alone, for other
+    calls with the same model, optimizer and precision.
     """
-    sizes = step_sizes(config, layout, precision, fused_dropout=fused_dropout)
-    n_micro_batches = sizes.n_micro_batches
+    layout, n_micro_batches = step.layout, step.n_micro_batches
     under_way = passes_under_way(layout, n_micro_batches)
     waiting = waiting_messages(layout, n_micro_batches)
     known = {} if known is None else known
     found = []
-    for coordinates in alike_stages(layout, stages):
+    for coordinates in alike_stages(layout, step.stages):
         key = layout, coordinates[0], n_micro_batches > 1
         if key not in known:
-            known[key] = _RankMemory(config, layout, stages, coordinates[0], sizes)
-        held = _RankActivations(config, layout, stages, coordinates[0], sizes)
+            known[key] = _RankMemory(step, coordinates[0])
+        held = _RankActivations(step, coordinates[0])
         peaks = {
             (*held.peaks(under_way[each]), held.received(waiting[each])) for each in coordinates
         }
@@ -115,15 +102,12 @@ def _largest(peaks: set[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     ]
 
 
-def state_bytes(
-    config: Config, layout: Layout, tables: Sequence[Sequence[ParameterSpec]]
-) -> StateBytes:
-    """Return the fullest rank's bytes that follow from parameters alone, for a resolved
-    configuration. `tables` lists the parameters per pipeline stage. The optimizer is the
-    configuration's, and a matrix is sharded along the axes that its table names."""
-    sizes, rules = step_sizes(config, layout), LayoutRules(layout)
-    sharding = sharding_of(layout, config.model)
-    whole_gradients = rules.keeps_whole_gradients(sizes.n_micro_batches)
+def state_bytes(step: Step, tables: Sequence[Sequence[ParameterSpec]]) -> StateBytes:
+    """Return the fullest rank's bytes that follow from parameters alone. `tables` lists the
+    parameters per pipeline stage. The optimizer is the configuration's, and a matrix is sharded
+    along the axes that its table names."""
+    layout, sharding, optimizers = step.layout, step.sharding, step.config.optimizer
+    whole_gradients = step.rules.keeps_whole_gradients(step.n_micro_batches)
 
     def on_rank(coordinate: int) -> StateBytes:
         weights = gradients = optimizer = 0
@@ -134,20 +118,19 @@ def state_bytes(
             n_local = shard_elements(local, layout.shard, 0) if local else 1
             weights += n_local
             gradients += math.prod(local) if whole_gradients else n_local
-            optimizer += n_local * optimizer_slots(config.optimizer, spec)
-        e = sizes.element_bytes
+            optimizer += n_local * optimizer_slots(optimizers, spec)
+        e = step.element_bytes
         return StateBytes(e * weights, e * gradients, e * optimizer)
 
     ranks = map(on_rank, range(layout.pipeline))
-    return max(ranks, key=lambda b: b.weights_bytes + b.gradients_bytes + b.optimizer_bytes)
+    return max(ranks, key=lambda held: held.state_bytes)
 
 
 def device_bytes(memory: Memory, *, offload: bool) -> int:
     """Return the bytes in a rank's Memory that are on its device."""
     if not offload:
         return memory.total_bytes
-    state = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
-    return max(0, memory.total_bytes - state)
+    return max(0, memory.total_bytes - memory.state_bytes)
 
 
 def optimizer_slots(optimizer: OptimizerConfig, spec: ParameterSpec) -> int:
@@ -189,15 +172,9 @@ class _RankActivations:
     """Activations on the rank at one `pipeline` coordinate, with coordinate 0 along every other
     dimension."""
 
-    def __init__(
-        self,
-        config: Config,
-        layout: Layout,
-        stages: Sequence[range],
-        coordinate: int,
-        sizes: StepSizes,
-    ) -> None:
-        self.costs = ActivationBytes(config, layout, sizes)
+    def __init__(self, step: Step, coordinate: int) -> None:
+        self.costs = ActivationBytes(step)
+        config, layout, stages = step.config, step.layout, step.stages
         self.numbers = layout.stages_of(coordinate)
         last = layout.n_stages - 1
         known: dict[object, tuple[int, int, int]] = {}
@@ -218,13 +195,13 @@ class _RankActivations:
     def _of_stage(self, run: Run, receives: bool, sends: bool) -> tuple[int, int, int]:
         """Return the bytes that a stage's forward pass saves, the bytes held between the two halves
         of a backward pass, and the temporary bytes on top."""
-        costs, layout = self.costs, self.costs.layout
-        in_shards = receives and costs.sharding.shards_messages(costs.config.model.context_length)
+        costs, step = self.costs, self.costs.step
+        in_shards = receives and step.sharding.shards_messages(step.config.model.context_length)
         # The stage keeps sent activations and received shards; the gathered input counts with the
         # first block.
         kept = costs.stage(run) + costs.message * (sends + in_shards)
         split = 0
-        if layout.splits_backward:
+        if step.layout.splits_backward:
             split = costs.between_backward_halves(run) + costs.message * (receives + sends)
         extra = costs.recomputing(run), costs.attending(run), costs.loss(run)
         return kept, split, max(*extra, costs.multiplying(run))
@@ -246,25 +223,16 @@ class _RankActivations:
 class _RankMemory:
     """One such rank's memory, including everything that follows from its parameters alone."""
 
-    def __init__(
-        self,
-        config: Config,
-        layout: Layout,
-        stages: Sequence[range],
-        coordinate: int,
-        sizes: StepSizes,
-    ) -> None:
-        """From `sizes`, only bytes per number matter, and whether a step has several
-        micro-batches."""
-        self.layout = layout
-        self.sharding = sharding_of(layout, config.model)
-        self.rules = LayoutRules(layout)
-        self.sizes = sizes
+    def __init__(self, step: Step, coordinate: int) -> None:
+        """From `step`, only what does not depend on its micro-batches matters, except whether there
+        are several."""
+        self.step = step
+        config, layout = step.config, step.layout
         self.has_tied_head = config.model.tied_head
-        self.element_bytes = sizes.element_bytes
-        self.product_bytes = sizes.product_bytes
-        self.accumulates = sizes.n_micro_batches > 1
-        numbered = dict(stage_tables(config, layout, stages, coordinate))
+        self.element_bytes = step.element_bytes
+        self.product_bytes = step.product_bytes
+        self.accumulates = step.n_micro_batches > 1
+        numbered = dict(stage_tables(config, layout, step.stages, coordinate))
         self.tables = list(numbered.values())
         self.has_first, self.has_last = 0 in numbered, layout.n_stages - 1 in numbered
         self.specs = [spec for table in self.tables for spec in table]
@@ -281,7 +249,7 @@ class _RankMemory:
         flight."""
         self.activations_bytes, self.later_activations_bytes = activations, later_activations
         points = list(
-            self.fsdp.snapshots() if self.sharding.data_sum == "fsdp" else self.without_zero()
+            self.fsdp.snapshots() if self.step.sharding.data_sum == "fsdp" else self.without_zero()
         )
         gradients = self.gradients_bytes
         peak = max(point.state_bytes + received + point.activations_bytes for point in points)
@@ -297,24 +265,24 @@ class _RankMemory:
 
     def elements(self, spec: ParameterSpec) -> int:
         """Return how many of a parameter's elements stay on this rank."""
-        local = self.sharding.parameter_shape(spec)
-        return shard_elements(local, self.layout.shard, 0)
+        local = self.step.sharding.parameter_shape(spec)
+        return shard_elements(local, self.step.layout.shard, 0)
 
     def whole_elements(self, spec: ParameterSpec) -> int:
         """Return how many of a parameter's elements are on this rank while it is gathered from its
         shards."""
-        return math.prod(self.sharding.parameter_shape(spec))
+        return math.prod(self.step.sharding.parameter_shape(spec))
 
     def padded_elements(self, specs: Sequence[ParameterSpec]) -> int:
         """Return the element count for parameters as they are gathered, shards padded to the
         largest."""
-        shapes = [self.sharding.parameter_shape(spec) for spec in specs]
-        return sum(gathered_elements(shape, self.layout.shard) for shape in shapes)
+        shapes = [self.step.sharding.parameter_shape(spec) for spec in specs]
+        return sum(gathered_elements(shape, self.step.layout.shard) for shape in shapes)
 
     @cached_property
     def gradients_bytes(self) -> int:
         """Gradient bytes held from one micro-batch to the next, or to the optimizer's step."""
-        whole = self.rules.keeps_whole_gradients(self.sizes.n_micro_batches)
+        whole = self.step.rules.keeps_whole_gradients(self.step.n_micro_batches)
         elements = self.whole_elements if whole else self.elements
         return self.element_bytes * sum(map(elements, self.trained))
 
@@ -345,7 +313,7 @@ class _RankMemory:
     def without_zero(self) -> Iterator[_Snapshot]:
         """Yield snapshots of a step without ZeRO. If micro-batches accumulate gradients, DDP holds
         buckets for all gradients from the start."""
-        data_sum, whole = self.sharding.data_sum, self.gradients_bytes
+        data_sum, whole = self.step.sharding.data_sum, self.gradients_bytes
         rounded = self.rounded_bytes
         split = self.split_gradient_bytes
         in_buckets = whole if data_sum == "ddp" else 0
@@ -370,13 +338,13 @@ class _RankMemory:
     def split_gradient_bytes(self) -> int:
         """Bytes for a stage's rounded gradients: the second half of a split backward pass computes
         them all before it accumulates them."""
-        if not self.layout.splits_backward:
+        if not self.step.layout.splits_backward:
             return 0
         return max(map(self.rounded_bytes_of, self.tables))
 
     def rounded_bytes_of(self, table: Sequence[ParameterSpec]) -> int:
         """Return the bytes for one stage's rounded weights."""
-        rounds_once = self.rules.rounds_once(self.sizes.n_micro_batches)
+        rounds_once = self.step.rules.rounds_once(self.step.n_micro_batches)
         if not rounds_once or self.product_bytes == self.element_bytes:
             return 0
         return self.product_bytes * sum(
@@ -396,7 +364,7 @@ class _FsdpSnapshots:
     @property
     def adds_whole(self) -> bool:
         """Whether micro-batches accumulate unsharded gradients."""
-        return self.rank.accumulates and not self.rank.rules.reduces_each_micro_batch
+        return self.rank.accumulates and not self.rank.step.rules.reduces_each_micro_batch
 
     @cached_property
     def units(self) -> tuple[list[_FsdpUnit], _FsdpUnit]:
@@ -416,7 +384,7 @@ class _FsdpSnapshots:
                     largest=p * max(whole, default=0),
                     whole=e * sum(whole),
                     padded=e * padded,
-                    shard=e * padded // self.rank.layout.shard,
+                    shard=e * padded // self.rank.step.layout.shard,
                 )
                 (roots if name == ROOT else blocks).append(unit)
         return blocks, _FsdpUnit(
@@ -426,7 +394,7 @@ class _FsdpSnapshots:
     def snapshots(self) -> Iterator[_Snapshot]:
         """Yield snapshots of a step with ZeRO: gathered units, and gradients being reduced to
         shards, in the step's last micro-batch."""
-        if self.rank.layout.pipeline > 1:
+        if self.rank.step.layout.pipeline > 1:
             yield from self.in_pipeline()
             return
         blocks, root = self.units
@@ -449,12 +417,12 @@ class _FsdpSnapshots:
         each = self.rank.activations_bytes / len(blocks)
         gathered = root.gathered
         for index, unit in enumerate(blocks):
-            ahead = blocks[index + 1 : index + 2] if self.rank.rules.prefetches_weights else []
+            ahead = blocks[index + 1 : index + 2] if self.rank.step.rules.prefetches_weights else []
             arriving = unit.gathered + sum(later.gathered for later in ahead)
             yield _Snapshot(accumulated + gathered + unit.gathered + arriving, (index + 1) * each)
-            if self.rank.rules.weights_stay_gathered:
+            if self.rank.step.rules.weights_stay_gathered:
                 gathered += unit.gathered
-        if not self.rank.rules.weights_stay_gathered:  # for the backward pass
+        if not self.rank.step.rules.weights_stay_gathered:  # for the backward pass
             yield _Snapshot(accumulated + 2 * root.gathered, self.rank.activations_bytes)
 
     def reducing(
@@ -467,11 +435,11 @@ class _FsdpSnapshots:
         each = self.rank.activations_bytes / len(blocks)
         head = self.rank.head_gradient_bytes()
         gathered = root.gathered
-        if self.rank.rules.weights_stay_gathered:
+        if self.rank.step.rules.weights_stay_gathered:
             gathered += sum(unit.gathered for unit in blocks)
         for index, unit in reversed(list(enumerate(blocks))):
             ahead = 0
-            if not self.rank.rules.weights_stay_gathered:
+            if not self.rank.step.rules.weights_stay_gathered:
                 gathered += unit.gathered
                 ahead = blocks[index - 1].gathered if index else 0
             held = accumulated + gathered + ahead + head

@@ -13,8 +13,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from pentameter.config.choices import refuse_unknown
-from pentameter.config.schema import Config
-from pentameter.estimating.costs import StepSizes, attention_elements
+from pentameter.estimating.costs import Step, attention_elements
 from pentameter.planning.adapters import Run
 from pentameter.planning.architecture import (
     ActivationTensor,
@@ -24,9 +23,6 @@ from pentameter.planning.architecture import (
     Operation,
 )
 from pentameter.planning.buckets import MAX_LOGITS, row_chunks
-from pentameter.planning.layout import Layout
-from pentameter.planning.rules import LayoutRules
-from pentameter.planning.sharding import Sharding, sharding_of
 
 Kind = Literal[
     "all_reduce",
@@ -61,21 +57,14 @@ class OperationCommunication:
     """The communication of the rank at mesh `coordinates` in one micro-batch, for the operations in
     `runs`, one for each of its pipeline stages."""
 
-    config: Config
-    layout: Layout
-    sizes: StepSizes
+    step: Step
     coordinates: Mapping[str, int]
     runs: Sequence[Run]
 
     @cached_property
-    def sharding(self) -> Sharding:
-        """The model's sharding under the layout."""
-        return sharding_of(self.layout, self.config.model)
-
-    @cached_property
     def repeated(self) -> set[str]:
         """Operations whose results the backward pass recomputes."""
-        if self.config.train.activation_checkpoint is None:
+        if self.step.config.train.activation_checkpoint is None:
             return set()
         groups = (operations for run in self.runs for operations, _ in run.groups)
         return set().union(*map(recomputed_results, groups))
@@ -97,7 +86,7 @@ class OperationCommunication:
             for each in op.collectives:
                 if kinds is not None and each.kind not in kinds:
                     continue
-                for dimension in self.sharding.sharded_axes.get(each.axis, ()):
+                for dimension in self.step.sharding.sharded_axes.get(each.axis, ()):
                     if each.kind == "gather":  # once, however many matrices have this input
                         if (dimension, each.tensor) in gathered:
                             continue
@@ -122,7 +111,7 @@ class OperationCommunication:
     def _gather(self, op: Operation, x: ActivationTensor, dimension: str) -> Iterator[Sent]:
         """Yield what an input needs that column-parallel matrices read: all-gathers of the
         sequence's shards, and the sum of its gradient."""
-        at_once = op.kind == "product" and LayoutRules(self.layout).reads_at_once(self.config.lora)
+        at_once = op.kind == "product" and self.step.rules.reads_at_once(self.step.config.lora)
         yield self._gather_of("forward", dimension, x)
         if op.layer is not None and self._gathers_again(at_once):
             yield self._gather_of("backward", dimension, x)
@@ -142,28 +131,28 @@ class OperationCommunication:
     def _gathers_again(self, at_once: bool) -> bool:
         """Whether recomputing a block all-gathers its matrices' inputs again: selective
         checkpointing keeps the result of an operation that communicates."""
-        how = self.config.train.activation_checkpoint
+        how = self.step.config.train.activation_checkpoint
         return how == "full" or (how == "selective" and not at_once)
 
     def _sum_of(self, when: When, dimension: str, tensor: ActivationTensor) -> Sent:
         """Return the sum over an activation's or its gradient's partial results. If the dimension
         shards the sequence, each rank sums its own shard, which the others send."""
-        shards_sequence = dimension in self.sharding.sharded_axes.get("time", ())
+        shards_sequence = dimension in self.step.sharding.sharded_axes.get("time", ())
         kind: Kind = "all_to_all" if shards_sequence else "all_reduce"
         return Sent(dimension, kind, self._bytes_of_all_tokens(tensor), 1, when)
 
     def _gather_of(self, when: When, dimension: str, tensor: ActivationTensor) -> Sent:
         """Return the all-gather for an activation or its gradient; it has no calls unless the
         dimension shards the sequence."""
-        shards_sequence = dimension in self.sharding.sharded_axes.get("time", ())
+        shards_sequence = dimension in self.step.sharding.sharded_axes.get("time", ())
         n_bytes = self._bytes_of_all_tokens(tensor)
         return Sent(dimension, "all_gather", n_bytes, int(shards_sequence), when)
 
     def _bytes_of_all_tokens(self, tensor: ActivationTensor) -> int:
         """Return an activation's bytes for all tokens in a micro-batch."""
         axes: tuple[Axis, ...] = ("context", tensor.axes[1])
-        n_elements = math.prod(self.sharding.local_shape(tensor.shape, axes, self.coordinates))
-        return self.sizes.micro_batch_size * n_elements * self.sizes.bytes_of(tensor)
+        n_elements = math.prod(self.step.sharding.local_shape(tensor.shape, axes, self.coordinates))
+        return self.step.micro_batch_size * n_elements * self.step.bytes_of(tensor)
 
     def _mean_squares(
         self, op: Operation, squares: ActivationTensor, dimension: str
@@ -175,10 +164,10 @@ class OperationCommunication:
     def _softmax(self, logits: ActivationTensor, dimension: str) -> Iterator[Sent]:
         """Yield the loss's all-reduces over the vocabulary's shards: per token its largest logit,
         then its sum of exponentials together with its target's logit."""
-        T, width = self.sharding.local_shape(logits.shape, logits.axes)
-        for rows in row_chunks(self.sizes.micro_batch_size * T, width, MAX_LOGITS):
+        T, width = self.step.sharding.local_shape(logits.shape, logits.axes)
+        for rows in row_chunks(self.step.micro_batch_size * T, width, MAX_LOGITS):
             for n_columns in (1, 2):
-                n_bytes = n_columns * (rows.stop - rows.start) * self.sizes.element_bytes
+                n_bytes = n_columns * (rows.stop - rows.start) * self.step.element_bytes
                 yield Sent(dimension, "all_reduce", n_bytes)
 
     def _attend(self, op: Operation, dimension: str) -> Iterator[Sent]:
@@ -186,25 +175,25 @@ class OperationCommunication:
         all ranks in each pass, and their gradients once, accumulated in at least float32. In
         all-to-all mode, two exchanges give each rank the whole sequence for some heads, and return
         the result."""
-        n, p = self.layout.sizes[dimension], self.sizes.product_bytes
+        n, p = self.step.layout.sizes[dimension], self.step.product_bytes
         n_q, n_kv = (
-            self.sizes.micro_batch_size * n
-            for n in attention_elements(op, self.sharding, self.coordinates)
+            self.step.micro_batch_size * n
+            for n in attention_elements(op, self.step.sharding, self.coordinates)
         )
         # Selective checkpointing keeps a ring's result.
-        in_ring = self.layout.context_mode == "ring"
-        is_kept = in_ring and self.config.train.activation_checkpoint == "selective"
+        in_ring = self.step.layout.context_mode == "ring"
+        is_kept = in_ring and self.step.config.train.activation_checkpoint == "selective"
         n_backward = int(op.gives_gradient)
         n_passes = (2 if op.name in self.repeated and not is_kept else 1) + n_backward
-        match self.layout.context_mode:
+        match self.step.layout.context_mode:
             case "ring":
                 kinds: tuple[Kind, ...] = ("send", "receive")
                 for kind in kinds:
                     yield Sent(dimension, kind, n_kv * p, (n - 1) * n_passes)
-                    summed = n_kv * max(4, self.sizes.element_bytes)
+                    summed = n_kv * self.step.summed_bytes
                     yield Sent(dimension, kind, summed, (n - 1) * n_backward)
             case "all-to-all":
-                groups_heads = self.config.model.shares_kv_heads
+                groups_heads = self.step.config.model.shares_kv_heads
                 for n_elements in (n_q, n_kv, n_q) if groups_heads else (n_q + n_kv, n_q):
                     yield Sent(dimension, "all_to_all", n_elements * p, n_passes)
             case unknown:

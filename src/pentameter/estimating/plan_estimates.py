@@ -16,10 +16,18 @@ from pentameter.estimating.communication import (
     by_dimension,
     step_communication,
 )
+from pentameter.estimating.costs import Step
 from pentameter.estimating.memory import Memory, StateBytes, state_bytes, step_memory
 from pentameter.estimating.timeline import planned_bubble
 from pentameter.formatting import size, whole
 from pentameter.planning.plan import Plan
+
+
+def step_of(plan: Plan, precision: str | None = None, *, fused_dropout: bool = False) -> Step:
+    """Return a Plan's Step. `precision` is the run's, if the configuration leaves it open. With
+    `fused_dropout` a GPU's kernels apply dropout to the attention weights, which are otherwise
+    written out."""
+    return Step(plan.config, plan.layout, plan.stages, precision, fused_dropout)
 
 
 def plan_state_bytes(plan: Plan) -> StateBytes:
@@ -27,22 +35,17 @@ def plan_state_bytes(plan: Plan) -> StateBytes:
     GPT this is a `Memory`, in the configuration's precision, with dropped attention weights written
     out."""
     if plan.built_by is None:
-        return step_memory(plan.config, plan.layout, plan.stages)
+        return step_memory(step_of(plan))
     tables = [[spec for spec in plan.table if spec.name in names] for names in plan.stage_names]
-    return state_bytes(plan.config, plan.layout, tables)
+    return state_bytes(step_of(plan), tables)
 
 
 def plan_memory(plan: Plan, precision: str | None = None, *, fused_dropout: bool = False) -> Memory:
-    """Return the bytes that the fullest rank holds in a step.
-
-    `precision` is the run's, if the configuration leaves it open. With `fused_dropout` a GPU's
-    kernels apply dropout to the attention weights, which are otherwise written out. Raises
-    ConfigError for a custom model.
-    """
+    """Return the bytes that the fullest rank holds in a step; the arguments are `step_of`'s. Raises
+    ConfigError for a custom model."""
     if plan.built_by is not None:
         raise ConfigError(f"the activations of the module of {plan.built_by} are not known")
-    inputs = (plan.config, plan.layout, plan.stages, precision)
-    return step_memory(*inputs, fused_dropout=fused_dropout)
+    return step_memory(step_of(plan, precision, fused_dropout=fused_dropout))
 
 
 def plan_communication(
@@ -52,7 +55,7 @@ def plan_communication(
     Raises ConfigError for a custom model."""
     if plan.built_by is not None:
         raise ConfigError(f"the messages of the module of {plan.built_by} are not known")
-    return step_communication(plan.config, plan.layout, plan.stages, rank, precision)
+    return step_communication(step_of(plan, precision), rank)
 
 
 def plan_bubble(plan: Plan) -> float | None:
@@ -62,7 +65,7 @@ def plan_bubble(plan: Plan) -> float | None:
         return 0.0
     if plan.built_by is not None:
         return None
-    return planned_bubble(plan.config, plan.layout, plan.stages, plan.n_micro_batches)
+    return planned_bubble(step_of(plan))
 
 
 def describe_plan(plan: Plan) -> str:
@@ -82,7 +85,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     for a custom model's unknown figures."""
     sent, held = None, plan_state_bytes(plan)
     if plan.built_by is None:
-        sent = by_dimension(busiest(plan.config, plan.layout, plan.stages))
+        sent = by_dimension(busiest(step_of(plan)))
     return {
         **plan.to_json(),
         "memory": {**asdict(held), "snapshot_bytes": held.snapshot_bytes},

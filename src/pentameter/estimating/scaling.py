@@ -107,9 +107,9 @@ def _is_any(candidate: LayoutCandidate) -> bool:
 
 
 def _is_flat(candidate: LayoutCandidate) -> bool:
-    return candidate.layout.pipeline == 1
+    return candidate.step.layout.pipeline == 1
 
 
 def _is_data_alone(candidate: LayoutCandidate) -> bool:
-    layout = candidate.layout
+    layout = candidate.step.layout
     return layout.pipeline == layout.tensor == layout.context == 1

@@ -98,15 +98,14 @@ def search(
             is_complete = False
             break
         n_timed += 1
-        inputs = (candidate.config, candidate.layout, candidate.stages)
-        took = step_time(*inputs, cluster, precision).seconds
+        took = step_time(candidate.step, cluster).seconds
         if took < min(best_of_mesh, limit):
             best[candidate.degrees] = took, candidate
     ranked = sorted(best.values(), key=lambda each: each[0])[:n_best]
 
     def estimate(candidate: LayoutCandidate) -> Estimate:
-        n = candidate.layout.world_size
-        chosen = make_plan(candidate.config, vocab_size, rows_per_epoch, world_size=n)
+        n = candidate.step.layout.world_size
+        chosen = make_plan(candidate.step.config, vocab_size, rows_per_epoch, world_size=n)
         return Estimate(chosen, cluster, precision)
 
     return Found(

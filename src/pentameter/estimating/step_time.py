@@ -12,24 +12,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pentameter.config.schema import Config
 from pentameter.estimating.cluster import Cluster
 from pentameter.estimating.communication import (
     WORLD,
     StepCommunication,
+    communication_of_stages,
     matrix_communication,
-    step_communication,
 )
 from pentameter.estimating.compute_time import ComputeTime
-from pentameter.estimating.costs import ActivationBytes, PassSeconds, StepSizes, step_sizes
+from pentameter.estimating.costs import ActivationBytes, PassSeconds, Step
 from pentameter.estimating.links import Links
 from pentameter.estimating.memory import optimizer_slots
 from pentameter.estimating.operation_communication import Kind, When
-from pentameter.estimating.shares import alike_stages, shard_elements, stage_tables
+from pentameter.estimating.shares import shard_elements, stage_tables
 from pentameter.estimating.timeline import PipelineTime, Span, idle_fraction, pipeline_time
-from pentameter.planning.layout import Layout
-from pentameter.planning.rules import LayoutRules
-from pentameter.planning.sharding import sharding_of
 
 FORWARD_SHARE = 1 / 3
 """The forward pass's fraction of a layer's communication, for grid matmuls and sequence shards:
@@ -73,31 +69,11 @@ class StepTime:
 
 
 def step_time(
-    config: Config,
-    layout: Layout,
-    stages: Sequence[range],
-    cluster: Cluster,
-    precision: str,
-    traffic: Sequence[StepCommunication] | None = None,
+    step: Step, cluster: Cluster, traffic: Sequence[StepCommunication] | None = None
 ) -> StepTime:
-    """Return the StepTime for a resolved configuration, in a matmul precision that the cluster's
-    devices support; `traffic` is the result from `communication_of_stages`, if already known."""
-    traffic = traffic or communication_of_stages(config, layout, stages, precision)
-    return _Step(config, layout, stages, cluster, precision, traffic).time()
-
-
-def communication_of_stages(
-    config: Config, layout: Layout, stages: Sequence[range], precision: str
-) -> list[StepCommunication]:
-    """Return the communication in a step by the first rank at each `pipeline` coordinate; equal
-    coordinates are counted once."""
-    found: dict[int, StepCommunication] = {}
-    for coordinates in alike_stages(layout, stages):
-        rank = layout.rank_of(pipeline=coordinates[0])
-        found |= dict.fromkeys(
-            coordinates, step_communication(config, layout, stages, rank, precision)
-        )
-    return [found[coordinate] for coordinate in range(layout.pipeline)]
+    """Return a step's StepTime, in a matmul precision that the cluster's devices support; `traffic`
+    is the result from `communication_of_stages`, if already known."""
+    return _StepOnCluster(step, cluster, traffic or communication_of_stages(step)).time()
 
 
 class _Waiting(NamedTuple):
@@ -115,13 +91,9 @@ class _Waits:
     """How long the passes of stages wait for other ranks."""
 
     def __init__(
-        self,
-        stages: Sequence[range],
-        compute: ComputeTime,
-        links: Links,
-        communication: Sequence[StepCommunication],
+        self, compute: ComputeTime, links: Links, communication: Sequence[StepCommunication]
     ) -> None:
-        self.stages = stages
+        self.step = compute.step
         self.compute = compute
         self.links = links
         self.communication = communication
@@ -130,13 +102,14 @@ class _Waits:
 
     def of_stage(self, number: int) -> _Waiting:
         """Return how long a stage's passes wait; equal stages wait equally."""
-        coordinate, layers = self.compute.layout.pipeline_rank_of_stage[number], self.stages[number]
+        coordinate = self.step.layout.pipeline_rank_of_stage[number]
+        layers = self.step.stages[number]
         key = id(self.communication[coordinate]), len(layers), self.compute.stage(layers)
         if key not in self._waits:
             n_local_layers = sum(
-                len(self.stages[other]) for other in self.compute.layout.stages_of(coordinate)
+                len(self.step.stages[other]) for other in self.step.layout.stages_of(coordinate)
             )
-            fraction = len(layers) / n_local_layers / self.compute.sizes.n_micro_batches
+            fraction = len(layers) / n_local_layers / self.step.n_micro_batches
             self._waits[key] = self._waiting_of(layers, coordinate, fraction)
         return self._waits[key]
 
@@ -145,10 +118,10 @@ class _Waits:
         communication in a step."""
         forward, backward, hidden = self._tensor(layers, coordinate, fraction)
         waiting = _Waiting({"tensor": hidden}, {"tensor": forward + backward})
-        if self.compute.layout.context > 1:
+        if self.step.layout.context > 1:
             context = fraction * self.links.total(self.communication[coordinate], "context")
             exposed = context
-            if not self.compute.layout.exchanges_heads:  # a ring's messages overlap with attention
+            if not self.step.layout.exchanges_heads:  # a ring's messages overlap with attention
                 exposed = max(0.0, context - self.compute.attention(layers))
             waiting.hidden["context"] = context - exposed
             waiting.exposed["context"] = exposed
@@ -163,7 +136,7 @@ class _Waits:
         backward, and the overlapped seconds. The layers account for `fraction` of a rank's
         communication."""
         in_layers = fraction * self.links.total(self.communication[coordinate], *IN_LAYERS)
-        if self.compute.layout.is_grid or not in_layers:
+        if self.step.layout.is_grid or not in_layers:
             return FORWARD_SHARE * in_layers, (1 - FORWARD_SHARE) * in_layers, 0.0
         sent = self._matrix_communication(coordinate)
         seconds = {when: fraction * self.links.total(sent[when], "tensor") for when in sent}
@@ -191,47 +164,34 @@ class _Waits:
         arrive by rank but are needed by sequence position, and sums the shards that the others
         sent."""
         moved = sum(MOVES.get(kind, 0) * each.n_bytes for (_, kind), each in traffic.items())
-        return moved / self.compute.cluster.memory_bandwidth
+        return moved / self.links.cluster.memory_bandwidth
 
     def _matrix_communication(self, coordinate: int) -> Mapping[When, StepCommunication]:
         """Return the communication for sharded matrices in a step, by when it is sent; equal
         coordinates share one result."""
         traffic = id(self.communication[coordinate])
         if traffic not in self._known:
-            rank = self.compute.layout.rank_of(pipeline=coordinate)
-            self._known[traffic] = matrix_communication(
-                self.compute.config, self.compute.layout, self.stages, rank, self.compute.precision
-            )
+            rank = self.step.layout.rank_of(pipeline=coordinate)
+            self._known[traffic] = matrix_communication(self.step, rank)
         return self._known[traffic]
 
 
-class _Step:
+class _StepOnCluster:
     """One step's times, on the ranks with coordinate 0 along every dimension except pipeline."""
 
     def __init__(
-        self,
-        config: Config,
-        layout: Layout,
-        stages: Sequence[range],
-        cluster: Cluster,
-        precision: str,
-        traffic: Sequence[StepCommunication],
+        self, step: Step, cluster: Cluster, communication: Sequence[StepCommunication]
     ) -> None:
-        self.config = config
-        self.layout = layout
-        self.sharding = sharding_of(layout, config.model)
-        self.stages = stages
+        self.step = step
+        self.layout, self.stages, self.rules = step.layout, step.stages, step.rules
         self.cluster = cluster
-        self.rules = LayoutRules(layout)
-        self.sizes: StepSizes = step_sizes(config, layout, precision)
-        self.n_micro_batches = self.sizes.n_micro_batches
-        self.precision = precision
-        self.links = Links(layout, cluster)
-        self.compute = ComputeTime(config, layout, self.sizes, cluster, precision)
+        self.n_micro_batches = step.n_micro_batches
+        self.links = Links(step.layout, cluster)
+        self.compute = ComputeTime(step, cluster)
         self.hidden: dict[str, float] = {}
         self.exposed: dict[str, float] = {}
-        self.communication = traffic
-        self.waits = _Waits(stages, self.compute, self.links, traffic)
+        self.communication = communication
+        self.waits = _Waits(self.compute, self.links, communication)
 
     def time(self) -> StepTime:
         """Return the whole step's time."""
@@ -243,7 +203,7 @@ class _Step:
         else:
             pipeline, length, busy, bubble = self._pipeline(computed, waiting)
         numbers = self.links.total(self.communication[0], WORLD)
-        optimizer = _update_seconds(self.config, self.layout, self.stages, self.sizes, self.cluster)
+        optimizer = _update_seconds(self.step, self.cluster)
         self.exposed[WORLD] = numbers
         exposed = {name: seconds for name, seconds in self.exposed.items() if seconds}
         return StepTime(
@@ -285,7 +245,7 @@ class _Step:
         traffic, M = self.communication[0], self.n_micro_batches
         forward = computed.forward + waiting.forward
         backward = sum(computed[1:]) + sum(waiting[1:])
-        match self.sharding.data_sum:
+        match self.step.sharding.data_sum:
             case "none":
                 return M * (forward + backward)
             case "after_backward":
@@ -370,7 +330,7 @@ class _Step:
             for pair in zip(computed, waiting, strict=True)
         ]
         p, M = self.layout.pipeline, self.n_micro_batches
-        sent = ActivationBytes(self.config, self.layout, self.sizes).message
+        sent = ActivationBytes(self.step).message
         message = self.links.message_seconds(sent)
         time = pipeline_time(self.layout, M, both, message)
         compute = M * sum(map(sum, computed)) / p
@@ -391,18 +351,16 @@ def _after_passes(links: Links, traffic: StepCommunication) -> dict[str, float]:
     }
 
 
-def _update_seconds(
-    config: Config, layout: Layout, stages: Sequence[range], sizes: StepSizes, cluster: Cluster
-) -> float:
+def _update_seconds(step: Step, cluster: Cluster) -> float:
     """Return the update time on the fullest rank: weight and state are read and written; gradients
     are read for the update, for their norm and to be scaled and zeroed."""
-    most, sharding = 0.0, sharding_of(layout, config.model)
+    most, config, layout = 0.0, step.config, step.layout
     for coordinate in {0, layout.pipeline - 1}:
-        tables = stage_tables(config, layout, stages, coordinate)
+        tables = stage_tables(config, layout, step.stages, coordinate)
         n_bytes = sum(
-            sizes.element_bytes
+            step.element_bytes
             * (2 + 2 * optimizer_slots(config.optimizer, spec) + 4)
-            * shard_elements(sharding.parameter_shape(spec), layout.shard, 0)
+            * shard_elements(step.sharding.parameter_shape(spec), layout.shard, 0)
             for _, table in tables
             for spec in table
         )

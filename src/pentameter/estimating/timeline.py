@@ -19,8 +19,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from pentameter.config.choices import refuse_unknown
-from pentameter.config.schema import Config
-from pentameter.estimating.costs import PassSeconds, pass_seconds
+from pentameter.estimating.costs import PassSeconds, Step, pass_seconds
 from pentameter.planning.layout import Layout
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
@@ -479,14 +478,13 @@ def bubble_fraction(spans: Sequence[Sequence[Span]]) -> float:
     return idle_fraction(length, busy / len(spans))
 
 
-def planned_bubble(
-    config: Config, layout: Layout, stages: Sequence[range], n_micro_batches: int
-) -> float:
-    """Return the bubble fraction for a step with a resolved `config`, whose passes take as long as
-    their matmuls count; 0 without a pipeline."""
+def planned_bubble(step: Step) -> float:
+    """Return the bubble fraction for a step whose passes take as long as their matmuls count; 0
+    without a pipeline."""
+    layout, n_micro_batches = step.layout, step.n_micro_batches
     if layout.pipeline == 1:
         return 0.0
-    seconds = pass_seconds(config, stages)
+    seconds = pass_seconds(step)
     busy = n_micro_batches * sum(map(sum, seconds))
     length = pipeline_time(layout, n_micro_batches, seconds).length
     return idle_fraction(length, busy / layout.pipeline)

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from pentameter.parallel.mesh import Mesh
 from pentameter.parallel.sources.model_source import ModelSource
 from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.buckets import COPIES_BUCKET_BYTES
@@ -45,24 +46,29 @@ _NO_BROADCASTS: dict[str, Any] = {
 }
 
 
-def with_copies(
-    module: StageModule, source: ModelSource, mesh: DeviceMesh, plan: Plan
-) -> nn.Module:
-    """Wrap `module` in DDP if its parameters' placements say so; return it unchanged otherwise. DDP
-    all-reduces gradients during the backward pass of a step's last micro-batch. If a pass may leave
-    some parameters unused, their DDP hooks still fire: DDP waits for every one."""
-    (over,) = set(_dimensions(module, plan, attrgetter("ddp_over")).values())
-    if not over:
+def parallelize_data(module: StageModule, source: ModelSource, mesh: Mesh, plan: Plan) -> nn.Module:
+    """Give a slice memory, uninitialized: for its shards alone, if FSDP shards its parameters, on
+    the host if they are offloaded. Return the module that runs it: itself, or DDP around it, which
+    all-reduces gradients during the backward pass of a step's last micro-batch, if the parameters'
+    placements say so. If a pass may leave some parameters unused, their DDP hooks still fire: DDP
+    waits for every one."""
+    offload = plan.config.train.offload
+    over: tuple[str, ...] = ()
+    if mesh.parameters is not None:
+        (over,) = set(_dimensions(module, plan, attrgetter("ddp_over")).values())
+        shard_state(module, mesh.parameters, plan, offload=offload)
+    module.allocate(torch.device("cpu") if offload else module.device)
+    if mesh.parameters is None or not over:
         return module
     parameters = [each for each in module.parameters() if each.requires_grad]
     if source.may_leave_unused:
         # The alternative, `find_unused_parameters`, walks the graph in each pass, and warns.
         module.register_forward_hook(partial(_touched, parameters))
-    group = mesh[over].get_group()
+    group = mesh.parameters[over].get_group()
     ddp = DistributedDataParallel(
         module,
         process_group=group,
-        init_sync=False,  # every copy draws the same initial values
+        init_sync=False,  # every copy draws the same initial values, afterwards
         **_NO_BROADCASTS,  # buffers are constants
         bucket_cap_mb=COPIES_BUCKET_BYTES / 2**20,
         gradient_as_bucket_view=True,
@@ -111,13 +117,11 @@ def _all_reduce_bucket(group: Any, bucket: dist.GradBucket) -> torch.futures.Fut
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def shard_state(
-    module: StageModule, source: ModelSource, mesh: DeviceMesh, plan: Plan, *, offload: bool
-) -> None:
+def shard_state(module: StageModule, mesh: DeviceMesh, plan: Plan, *, offload: bool) -> None:
     """Shard the parameters of `module` by FSDP, in place, over the mesh dimensions that their
     placements name; without ZeRO these name none.
 
-    Each of the source's units is all-gathered as a whole: in the matmul dtype if only matmuls read
+    Each of the slice's units is all-gathered as a whole: in the matmul dtype if only matmuls read
     it, since autocast would round these weights anyway, and they are then rounded before they are
     sent. Everything else (embeddings, norms, head) is gathered in its own dtype.
     """
@@ -146,11 +150,10 @@ def shard_state(
     )
     # FSDP warns if a unit returns a view. No code here writes into one: users need no warning.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    units = source.gathered_units(module.model)
-    for unit, feeds_matmuls_only in units:
+    for unit, feeds_matmuls_only in module.units:
         shard(unit, matmul_policy if feeds_matmuls_only else MixedPrecisionPolicy())
     shard(module, MixedPrecisionPolicy())
-    modules = [unit for unit, _ in units]
+    modules = [unit for unit, _ in module.units]
     if rules.prefetches_weights:
         _prefetch(modules)
     for unit in (*modules, module):

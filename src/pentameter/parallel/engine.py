@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from operator import itemgetter
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,7 +22,8 @@ from pentameter.errors import ConfigError
 from pentameter.model.loss import AuxiliaryLoss
 from pentameter.parallel import gradients
 from pentameter.parallel.data_parallel import micro_batch, reshard
-from pentameter.parallel.memory.rounded_weights import rounded_weights
+from pentameter.parallel.memory.rounded_weights import RoundedWeights
+from pentameter.parallel.mesh import Mesh
 from pentameter.parallel.pipeline.pipeline import Pipeline
 from pentameter.parallel.precision import Arithmetic
 from pentameter.parallel.sources.model_source import ModelSource
@@ -32,7 +31,6 @@ from pentameter.parallel.sources.tied_parameters import TiedCopies
 from pentameter.parallel.stage_module import StageModule
 from pentameter.planning.layout import BATCH_DIMENSIONS
 from pentameter.planning.plan import Plan
-from pentameter.processes.world import World
 
 
 @dataclass(frozen=True)
@@ -64,18 +62,18 @@ class Engine:
         self,
         stage_modules: Sequence[StageModule],
         wrapped: Mapping[int, nn.Module],
+        tied: TiedCopies,
         plan: Plan,
         device: torch.device,
-        world: World,
-        mesh: DeviceMesh | None,
+        mesh: Mesh,
         source: ModelSource,
     ) -> None:
         self.source = source
         self.stage_modules = stage_modules
         self.plan = plan
         self.device = device
-        self.world = world
-        self.mesh = mesh
+        self.world = mesh.world
+        self.mesh = mesh.parameters
         """The layout's device mesh; None for a single process that shards nothing."""
         self._wrapped = wrapped
         # Cached: walking the modules takes a GPU's host as long as launching a small step.
@@ -83,16 +81,18 @@ class Engine:
         self._named = list({id(parameter): (name, parameter) for name, parameter in every}.values())
         modules = (module for model in self.models for module in model.modules())
         self._auxiliary_losses = [each for each in modules if isinstance(each, AuxiliaryLoss)]
-        self._rounded = rounded_weights(source, self.models, plan, self.arithmetic)
+        self._rounded = RoundedWeights()
+        if plan.rounds_once and (dtype := self.arithmetic.autocast_dtype) is not None:
+            units = [unit for module in stage_modules for unit in module.units]
+            self._rounded = RoundedWeights(units, dtype)
         self._shard = BatchShard(
-            plan, world, device, self.arithmetic.weights, stays_on_device=self.host_waits
+            plan, mesh, device, self.arithmetic.weights, stays_on_device=self.host_waits
         )
+        self._tied = tied
         self._stages: Pipeline | SingleStage
-        self._tied: TiedCopies | None = None
-        if mesh is not None and plan.layout.pipeline > 1:
-            collect = self._rounded.collect
-            self._stages = Pipeline(wrapped, stage_modules[0], plan, mesh, collect)
-            self._tied = TiedCopies(plan, mesh, world, dict(self._named))
+        if self.mesh is not None and plan.layout.pipeline > 1:
+            group, collect = self.mesh["pipeline"].get_group(), self._rounded.collect
+            self._stages = Pipeline(wrapped, stage_modules[0], plan, group, collect)
         else:
             self._stages = SingleStage(stage_modules[0], wrapped, plan)
         self._summed = gradients.summed_copies(
@@ -147,7 +147,7 @@ class Engine:
     def owned_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield `named_parameters` without copies of parameters that another stage owns."""
         for name, parameter in self.named_parameters():
-            if self._tied is None or name not in self._tied.copies:
+            if name not in self._tied.copies:
                 yield name, parameter
 
     @property
@@ -199,8 +199,7 @@ class Engine:
         gradients.placed_as_parameters(self.parameters())
         for dimension, copies in self._summed.items():
             gradients.add_up_all(copies, self.mesh[dimension].get_group())
-        if self._tied is not None:
-            self._tied.add_up()
+        self._tied.add_up()
 
     def gradient_norm(self) -> Tensor:
         """Compute the gradient's Euclidean norm, 0-dim, the same number on every rank."""
@@ -256,7 +255,7 @@ class Engine:
         layout = self.plan.layout
         context_rank, index = layout.holder(n_seen - 1, T)
         local_logits = None
-        if logits is not None and context_rank == layout.coordinates(self.world.rank)["context"]:
+        if logits is not None and context_rank == self._shard.mesh.coordinates["context"]:
             local_logits = logits[:, index, :vocab_size].to("cpu", torch.float64).numpy()
         pipeline_rank = layout.pipeline_rank_of_stage[layout.n_stages - 1]
         last = layout.rank_of(pipeline=pipeline_rank, context=context_rank)
@@ -319,25 +318,21 @@ class BatchShard:
     """
 
     plan: Plan
-    world: World
+    mesh: Mesh
     device: torch.device
     dtype: torch.dtype
     stays_on_device: bool
 
-    @cached_property
-    def _coordinates(self) -> Mapping[str, int]:
-        return self.plan.layout.coordinates(self.world.rank)
-
     @property
     def rows(self) -> np.ndarray:
         """Row numbers in the global batch that this rank computes, int64 (B,)."""
-        rows = self.plan.layout.rows(self.world.rank, self.plan.batch_size)
+        rows = self.plan.layout.rows(self.mesh.world.rank, self.plan.batch_size)
         return np.arange(rows.start, rows.stop, dtype=np.int64)
 
     @property
     def _attention_rows(self) -> np.ndarray:
         """Row numbers in the global batch whose attention heads this rank computes, int64 (B,)."""
-        rows = self.plan.layout.attention_rows(self.world.rank, self.plan.batch_size)
+        rows = self.plan.layout.attention_rows(self.mesh.world.rank, self.plan.batch_size)
         return np.arange(rows.start, rows.stop, dtype=np.int64)
 
     def tensors(self, batch: Batch) -> tuple[Tree, Tree]:
@@ -353,7 +348,7 @@ class BatchShard:
         layout = self.plan.layout
         if layout.context > 1:
             T = self.plan.config.model.context_length
-            chunks = layout.positions(self._coordinates["context"], T)
+            chunks = layout.positions(self.mesh.coordinates["context"], T)
             array = np.concatenate([array[:, each.start : each.stop] for each in chunks], 1)
         tensor = torch.from_numpy(array)
         return self._copy(tensor.to(self.dtype) if tensor.is_floating_point() else tensor)
@@ -373,10 +368,10 @@ class BatchShard:
 
     def count_targets(self, batch: Batch) -> Tensor | int:
         """Count the targets in all rows of the global batch; `batch` has this rank's."""
-        if self.world.size == 1:
+        if self.mesh.world.size == 1:
             return batch.n_targets
-        others = self._coordinates.keys() - BATCH_DIMENSIONS
-        counts = not any(self._coordinates[name] for name in others)
+        others = self.mesh.coordinates.keys() - BATCH_DIMENSIONS
+        counts = not any(self.mesh.coordinates[name] for name in others)
         own = batch.n_targets if counts else 0
         total = self._sum(torch.full((), own, dtype=torch.float64, device=self.device))
         return total if isinstance(total, Tensor) else round(total)
@@ -384,12 +379,12 @@ class BatchShard:
     def sum_losses(self, own: Tensor) -> Tensor | float:
         """Sum a loss, 0-dim or (1,), over all ranks; vocabulary-parallel ranks, which all have the
         same sum, count once."""
-        counts = not any(self._coordinates[name] for name in self.plan.sharding.loss_copies)
+        counts = not any(self.mesh.coordinates[name] for name in self.plan.sharding.loss_copies)
         return self._sum(own if counts else torch.zeros_like(own))
 
     def _sum(self, own: Tensor) -> Tensor | float:
         """Sum a number, 0-dim or (1,) and this rank's to use up, over all ranks."""
-        if self.world.size > 1:
+        if self.mesh.world.size > 1:
             own = own.to(torch.float64)
             dist.all_reduce(own)
         return own.reshape(()).to(torch.float64) if self.stays_on_device else own.item()

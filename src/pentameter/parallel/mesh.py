@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pentameter.errors import ConfigError
 from pentameter.planning.layout import PARAMETER_DIMENSIONS, Layout
-from pentameter.planning.sharding import Placement
 from pentameter.processes.world import World
 
 
-def build_mesh(layout: Layout, device_type: str, world: World) -> DeviceMesh:
-    """Build the DeviceMesh over PARAMETER_DIMENSIONS; each rank sits at its
-    `layout.parameter_coordinates`.
+@dataclass(frozen=True)
+class Mesh:
+    """A layout's mesh as this rank sees it: its coordinates, and the groups that it is in."""
+
+    layout: Layout
+    world: World
+    parameters: DeviceMesh | None = None
+    """The DeviceMesh over PARAMETER_DIMENSIONS, on which parameters are placed; None for a single
+    process that shards nothing."""
+    groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    """Mesh dimension → the group whose ranks differ only along it, ordered by their coordinate: of
+    the dimensions that shard activations, if they have several ranks. In one dimension that along
+    `tensor` is the DeviceMesh's; any other is separate from all with the same members."""
+
+    @cached_property
+    def coordinates(self) -> dict[str, int]:
+        """This rank's coordinates along MESH_DIMENSIONS."""
+        return self.layout.coordinates(self.world.rank)
+
+    def group_name(self, dimension: str) -> str:
+        """Return the name of a dimension's group, for `group_named`; "" if one rank is all of
+        it."""
+        return self.groups[dimension].group_name if dimension in self.groups else ""
+
+
+def build_mesh(layout: Layout, device_type: str, world: World) -> Mesh:
+    """Build the Mesh, and its DeviceMesh unless a single process shards nothing; each rank sits at
+    its `layout.parameter_coordinates` there.
 
     Collective: every rank in the layout calls it. Dimensions with size 1 are included, so that any
     caller can name them. The groups are created here and not by `init_device_mesh`, which would
@@ -27,6 +51,8 @@ def build_mesh(layout: Layout, device_type: str, world: World) -> DeviceMesh:
     whose threads wake up a hundred times a second with gloo. Raises ConfigError for a device on
     which processes cannot exchange tensors, and if no process group is initialized.
     """
+    if world.size == 1 and not layout.zero:
+        return Mesh(layout, world)
     if device_type not in ("cpu", "cuda"):
         raise ConfigError(
             f"train.device={device_type} has no way to share tensors with other processes, or to "
@@ -39,6 +65,12 @@ def build_mesh(layout: Layout, device_type: str, world: World) -> DeviceMesh:
             "one process"
         )
     coordinates = layout.parameter_coordinates(world.rank)
+    in_grid = ("depth", "row", "tensor") if layout.is_grid else ()
+    activation_members = {
+        dimension: layout.ranks_along(dimension, world.rank)
+        for dimension in ("context", *in_grid)
+        if layout.sizes[dimension] > 1
+    }
     ranks = torch.arange(layout.world_size).reshape(tuple(layout.parameter_sizes.values()))
     groups_of_ranks = []
     for name in PARAMETER_DIMENSIONS:
@@ -55,52 +87,24 @@ def build_mesh(layout: Layout, device_type: str, world: World) -> DeviceMesh:
         if members not in created:
             created[members] = make_group(members, world)
     groups = [created[members] for members in groups_of_ranks]
-    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=PARAMETER_DIMENSIONS)
-
-
-def shard_parameters(
-    model: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]
-) -> None:
-    """Replace, in place, each parameter that a dimension of `mesh` shards by a DTensor, as
-    `placements` say by name. The others stay plain tensors, replicated on every rank.
-
-    Nothing is sent: parameters are on `meta`, to be initialized or loaded afterwards.
-    """
-    assert mesh.mesh_dim_names is not None  # every mesh here has dimension names
-    for path, module in model.named_modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            placement = placements[f"{path}.{name}".removeprefix(".")]
-            sharded = [placement.dimension(each) for each in mesh.mesh_dim_names]
-            if all(dimension is None for dimension in sharded):
-                continue
-            dtensor_placements = [Replicate() if each is None else Shard(each) for each in sharded]
-            shards = distribute_tensor(parameter, mesh, dtensor_placements, src_data_rank=None)
-            sharded_parameter = nn.Parameter(shards, requires_grad=parameter.requires_grad)
-            module.register_parameter(name, sharded_parameter)
+    parameters = DeviceMesh.from_group(
+        groups, device_type, ranks, mesh_dim_names=PARAMETER_DIMENSIONS
+    )
+    found = {
+        dimension: _new_group(members, world) for dimension, members in activation_members.items()
+    }
+    if not layout.is_grid:  # by which DTensor communicates, too
+        found["tensor"] = parameters["tensor"].get_group()
+    _NAMED.update({group.group_name: group for group in found.values()})
+    return Mesh(layout, world, parameters, found)
 
 
 _NAMED: dict[str, dist.ProcessGroup] = {}
 
 
-def name_of(group: dist.ProcessGroup) -> str:
-    """Return the group's name, for `group_named`: custom operations in PyTorch take text, but no
-    group."""
-    _NAMED[group.group_name] = group
-    return group.group_name
-
-
 def group_named(name: str) -> dist.ProcessGroup:
-    """Return the group last passed to `name_of` under this name."""
+    """Return a Mesh's group by its name: custom operations in PyTorch take text, but no group."""
     return _NAMED[name]
-
-
-def group_along(dimension: str, layout: Layout, world: World) -> dist.ProcessGroup:
-    """Create the group whose ranks differ only in one of MESH_DIMENSIONS, ordered by their
-    coordinate along it. It is always a new group, even if another has the same members. Collective
-    over it."""
-    coordinates, size = layout.coordinates(world.rank), layout.sizes[dimension]
-    members = [layout.rank_of(**{**coordinates, dimension: each}) for each in range(size)]
-    return _new_group(members, world)
 
 
 def make_group(ranks: Iterable[int], world: World) -> dist.ProcessGroup:

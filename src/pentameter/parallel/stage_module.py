@@ -6,19 +6,23 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.distributed.fsdp import FSDPModule
 
 from pentameter.data.batches.tree import Tree
 from pentameter.fused_cpu.step import fused_loss_sum
 from pentameter.model.compiled import with_own_code
 from pentameter.model.gpt import GPT
-from pentameter.parallel.linear import use_matmul
+from pentameter.model.loss import HeadLoss, compiled_row_loss
+from pentameter.parallel.mesh import Mesh
 from pentameter.parallel.precision import Arithmetic
-from pentameter.parallel.sources.model_source import Call, ModelSource
-from pentameter.parallel.stage_messages import Message, MessageShards
+from pentameter.parallel.sources.model_source import ModelSlice
+from pentameter.parallel.sources.tied_parameters import give_memory
+from pentameter.parallel.tensor.tensor_products import gathered
 from pentameter.planning.plan import Plan
 
 REPLAYED_FLOPS = 2**43
@@ -31,31 +35,27 @@ class StageModule(nn.Module):
     """Runs one pipeline stage's slice of the model (eager, compiled or fused); DDP and FSDP wrap
     this module.
 
-    `model` is the slice, whose parameters keep the names in the parameter table and whose linear
-    layers multiply by the matmul of `arithmetic`; `call` runs it. In training it runs as
-    `run_compiled` or `run_fused` set it up; evaluation is fused or eager. With a
-    `generator_offset`, PyTorch's generator is seeded for each micro-batch with the key of its first
-    row plus that offset. If the slice `reads_inputs`, it is called with (x, the batch's inputs).
+    In training it runs as `run_compiled` or `run_fused` set it up; evaluation is fused or eager.
+    With a `generator_offset`, PyTorch's generator is seeded for each micro-batch with the key of
+    its first row plus that offset. `units` are those of the ModelSlice.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        call: Call,
+        model_slice: ModelSlice,
         device: torch.device,
         arithmetic: Arithmetic,
         *,
         generator_offset: int | None = None,
-        reads_inputs: bool = False,
     ) -> None:
         super().__init__()
-        use_matmul(model, arithmetic.matmul)
-        self.model = model
+        self.model = model_slice.model
+        self.units = model_slice.units
         self.device = device
         self.arithmetic = arithmetic
-        self._call = call
+        self._call = model_slice.call
         self._generator_offset = generator_offset
-        self.reads_inputs = reads_inputs
+        self.reads_inputs = model_slice.reads_inputs
         self._train: Callable[..., Tensor] = self._plain
         self._evaluate: Callable[..., Tensor] = self._plain
         self._received: MessageShards | None = None
@@ -95,24 +95,40 @@ class StageModule(nn.Module):
         # `stack` and not a view: FSDP's hook on module outputs would be lost on a view.
         return torch.stack((y,)) if y.ndim == 0 else y
 
-    def shard_messages(self, parts: MessageShards, *, receives: bool, sends: bool) -> None:
-        """Exchange sharded messages from now on: take a shard if the slice `receives` the stream
-        from another stage, and return one if it `sends` it."""
-        self._received = parts if receives else None
-        self._sent = parts if sends else None
+    def shard_messages(self, mesh: Mesh, *, receives: bool, sends: bool) -> None:
+        """Exchange messages sharded along `tensor` from now on: take a shard if the slice
+        `receives` the stream from another stage, and return one if it `sends` it."""
+        rank, n = mesh.coordinates["tensor"], mesh.layout.tensor
+        shards = MessageShards(rank, n, mesh.group_name("tensor"))
+        self._received = shards if receives else None
+        self._sent = shards if sends else None
+
+    def speed_up(self, plan: Plan, *, replays: bool) -> None:
+        """Train from now on by fused operations, if this is a CPU and they can run the plan, else
+        by `torch.compile`.
+
+        A GPU that finishes a micro-batch before its host has launched the next kernels replays a
+        CUDA graph, if the module `replays`: without other ranks' all-reduces in hooks, nor control
+        flow that depends on values.
+        """
+        if self.device.type == "cpu" and plan.fused_obstacle is None:
+            self.run_fused()
+            return
+        n_tokens = plan.micro_batch_size * plan.config.model.context_length
+        is_short = n_tokens * plan.least_flops_per_token < REPLAYED_FLOPS
+        self.run_compiled(replays=replays and is_short and self.device.type == "cuda")
 
     def run_compiled(self, *, replays: bool = False) -> None:
         """Train with `torch.compile` from now on. If it `replays`, launches are recorded once as
         CUDA graphs; each `.grad` must then exist before autograd runs, which would otherwise take
-        the graph's own memory for it."""
+        the graph's own memory for it: call `allocate` afterwards."""
         # Imports PyTorch's compiler, which runs that compile nothing need not load.
         from pentameter.parallel.memory.recomputed_attention import WithoutGenerator
 
         self.replays = replays
-        for parameter in self.model.parameters() if replays else ():
-            if not parameter.requires_grad:  # frozen, next to adapters
-                continue
-            parameter.grad = torch.zeros_like(parameter)
+        for module in self.model.modules():
+            if isinstance(module, HeadLoss):
+                module.row_loss = compiled_row_loss  # a kernel that is compiled on its own
         self._train = torch.compile(
             MethodType(with_own_code(self._call), self.model),
             dynamic=False,
@@ -128,40 +144,17 @@ class StageModule(nn.Module):
         assert isinstance(self.model, GPT)
         self._train = self._evaluate = partial(_fused, self.model, self.arithmetic.products)
 
+    def allocate(self, device: torch.device) -> None:
+        """Give parameters and buffers memory on a device, uninitialized; and trained parameters a
+        gradient, if a replayed graph adds to it."""
+        give_memory(self, device)
+        for parameter in self.model.parameters() if self.replays else ():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+
     def _plain(self, x: Tree, targets: Tree | None, dropout_keys: Tensor | None) -> Tensor:
         """Run the slice eagerly, with the shapes that `forward` has."""
         return self._call(self.model, x, targets, dropout_keys)
-
-
-def slice_module(
-    source: ModelSource, plan: Plan, number: int, device: torch.device, arithmetic: Arithmetic
-) -> StageModule:
-    """Build the StageModule for pipeline stage `number`, its parameters without memory yet."""
-    layers = plan.stages[number]
-    model = source.build_slice(plan.config, layers, arithmetic.weights)
-    return StageModule(
-        model,
-        source.call(model, plan.config, layers),
-        device,
-        arithmetic,
-        generator_offset=number if source.draws_from_generator else None,
-        reads_inputs=number > 0 and source.reads_inputs(model),
-    )
-
-
-def compile_module(module: StageModule, source: ModelSource, plan: Plan, *, alone: bool) -> None:
-    """Choose how a slice runs in training: fused operations on a CPU, `torch.compile` otherwise. A
-    GPU that finishes a micro-batch before its host has launched the next kernels replays a CUDA
-    graph. It cannot replay if other ranks' all-reduces run in hooks, so unless it is `alone`, nor
-    if the module's control flow may depend on values."""
-    if module.device.type == "cpu" and plan.fused_obstacle is None:
-        module.run_fused()
-        return
-    n_tokens = plan.micro_batch_size * plan.config.model.context_length
-    is_short = n_tokens * plan.least_flops_per_token < REPLAYED_FLOPS
-    can_replay = alone and not source.may_leave_unused and module.device.type == "cuda"
-    source.prepare_compiled(module.model)
-    module.run_compiled(replays=can_replay and is_short)
 
 
 def _fused(
@@ -171,3 +164,44 @@ def _fused(
     operations."""
     with torch.autocast(tokens.device.type, enabled=False):  # the kernels choose their dtypes
         return fused_loss_sum(model, tokens, targets, dropout_keys, dtype)
+
+
+class MessageShards(NamedTuple):
+    """The shards of a message between stages: this rank among the `n` tensor-parallel ranks of a
+    group, and the group's name.
+
+    After Narayanan et al. 2021, section 4.1. If these ranks hold the residual stream replicated,
+    all would send the same. Instead each sends 1/n of the sequence, t = T / n tokens, and the
+    receivers all-gather it, which takes less within a node than sending the full stream from node
+    to node.
+    """
+
+    rank: int
+    n: int
+    group_name: str
+
+    def own(self, whole: Tensor) -> Tensor:
+        """Copy this rank's shard (B, t, D) out of a replicated tensor (B, T, D)."""
+        return whole.chunk(self.n, 1)[self.rank].clone(memory_format=torch.contiguous_format)
+
+    def gather(self, own: Tensor) -> Tensor:
+        """All-gather the shards (B, t, D) along the sequence into (B, T, D). Collective."""
+        return gathered(own, own.dtype, "by_time", self.group_name)
+
+
+class Message(Function):
+    """The residual stream on its way between stages. If `shards`, take this rank's shard, to be
+    sent; otherwise all-gather received shards. The gradient takes the inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, stream: Tensor, parts: MessageShards, shards: bool) -> Tensor:
+        """Shard the stream, (B, T, D) → (B, t, D), if `shards`; else all-gather it, (B, t, D) →
+        (B, T, D)."""
+        ctx.parts, ctx.shards = parts, shards
+        return parts.own(stream) if shards else parts.gather(stream)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        """All-gather the gradient, (B, t, D) → (B, T, D), if `shards`; else shard it, (B, T, D) →
+        (B, t, D)."""
+        return ctx.parts.gather(g) if ctx.shards else ctx.parts.own(g), None, None

@@ -154,6 +154,12 @@ class Layout:
             rank = rank * size + coordinates.get(name, 0)
         return rank
 
+    def ranks_along(self, dimension: str, rank: int) -> list[int]:
+        """Return the ranks that differ from `rank` only along one of MESH_DIMENSIONS, ordered by
+        their coordinate there."""
+        own = self.coordinates(rank)
+        return [self.rank_of(**{**own, dimension: each}) for each in range(self.sizes[dimension])]
+
     def data_index(self, rank: int) -> int:
         """Return which batch shard a rank computes, in 0 … n_batch_shards - 1."""
         coordinates, index = self.coordinates(rank), 0

@@ -134,6 +134,11 @@ class Plan:
         return LayoutRules(self.layout)
 
     @property
+    def rounds_once(self) -> bool:
+        """Whether weights are rounded for matmuls once per step, as `rules` say."""
+        return self.rules.rounds_once(self.n_micro_batches)
+
+    @property
     def least_flops_per_token(self) -> int:
         """`flops_per_token`, or if it could not be counted the FLOPs for one matmul with each
         parameter. For choices that need a number."""

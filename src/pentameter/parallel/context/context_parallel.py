@@ -22,15 +22,15 @@ from pentameter.model.attention import Attend, Attention, attend
 from pentameter.model.dropout import AttentionDropout
 from pentameter.model.gpt import GPT
 from pentameter.parallel.context.ring_attention import RingAttention
-from pentameter.parallel.mesh import group_named, name_of
+from pentameter.parallel.mesh import Mesh, group_named
 from pentameter.planning.layout import Layout
 from pentameter.planning.sharding import Sharding
 
 
-def parallelize_context(model: GPT, group: dist.ProcessGroup, sharding: Sharding) -> None:
-    """Have a model compute the positions that belong to this rank in `group`, in place. Raises
+def parallelize_context(model: GPT, mesh: Mesh, sharding: Sharding) -> None:
+    """Have a model compute the positions that belong to this rank along `context`, in place. Raises
     ConfigError for an unknown `parallel.context_mode`."""
-    layout, rank = sharding.layout, group.rank()
+    layout, rank, group = sharding.layout, mesh.coordinates["context"], mesh.groups["context"]
     n_heads = sharding.n_heads_here(model.config.n_heads)
     T = model.config.context_length
     model.attention_positions = partial(own_positions, layout, rank)
@@ -45,7 +45,7 @@ def parallelize_context(model: GPT, group: dist.ProcessGroup, sharding: Sharding
                 ]
                 attention.attend = RingAttention(group, starts)
             case "all-to-all":
-                attention.attend = _attention_by_heads(group)
+                attention.attend = _attention_by_heads(group.group_name)
                 attention.weights_dropout.head_offset += rank * (n_heads // layout.context)
             case unknown:
                 refuse_unknown(unknown, "parallel.context_mode", "the engine")
@@ -58,9 +58,8 @@ def own_positions(layout: Layout, rank: int, positions: Tensor) -> Tensor:
     return torch.cat([positions[chunk.start : chunk.stop] for chunk in chunks])
 
 
-def _attention_by_heads(group: dist.ProcessGroup) -> Attend:
-    """Return full-sequence attention on some of the heads, between two all-to-alls over `group`."""
-    group_name = name_of(group)
+def _attention_by_heads(group_name: str) -> Attend:
+    """Return full-sequence attention on some of the heads, between two all-to-alls over a group."""
 
     def attend_by_heads(
         q: Tensor,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pentameter.model.attention import for_each_head
 from pentameter.model.dropout import AttentionDropout, drop, weight_index
-from pentameter.parallel.mesh import group_named, name_of
+from pentameter.parallel.mesh import group_named
 
 TILE = 1024
 """Queries, and keys, per block when attention weights are materialized."""
@@ -39,7 +39,7 @@ class RingAttention:
     """
 
     def __init__(self, group: dist.ProcessGroup, chunk_starts: Sequence[Sequence[int]]) -> None:
-        self._group_name = name_of(group)
+        self._group_name = group.group_name
         self._starts = [start for starts in chunk_starts for start in starts]
 
     def __call__(

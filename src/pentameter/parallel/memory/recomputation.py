@@ -3,7 +3,7 @@ recompute them for the backward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 from pentameter.config.choices import refuse_unknown
-from pentameter.parallel.linear import replace_forward
+from pentameter.parallel.linear import Forward
 
 _SAVED_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _SAVED_NAMES = (
@@ -29,37 +29,36 @@ _SAVED_NAMES = (
 )
 
 
-def recompute_activations(
+def recomputed(
     blocks: Iterable[nn.Module],
-    how: Literal["selective", "full"],
+    how: Literal["selective", "full"] | None,
     *,
     draws_from_generator: bool = False,
-) -> None:
-    """Have every block drop its activations, and recompute them in the backward pass.
+) -> dict[nn.Module, Forward]:
+    """Return the forwards of blocks that drop their activations, and recompute them in the backward
+    pass; nothing if `how` is None.
 
     `full` keeps only a block's input. `selective` also keeps the outputs of matmuls and fused
     attention, and recomputes elementwise operations: norms, activation functions, dropout, and the
     weights in attention that materializes them, which are the largest tensors.
 
-    Only the blocks' `forward` is replaced, so names in `state_dict()` stay. Keyed dropout needs no
-    generator state for the second pass; blocks that draw from PyTorch's generator do. Raises
-    ConfigError for an unknown `how`.
+    Keyed dropout needs no generator state for the second pass; blocks that draw from PyTorch's
+    generator do. Raises ConfigError for an unknown `how`.
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws_from_generator}
     match how:
+        case None:
+            return {}
         case "full":
             pass
         case "selective":
             options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
         case unknown:
             refuse_unknown(unknown, "train.activation_checkpoint", "the engine")
-    for block in blocks:
-        replace_forward(block, partial(_recomputed, block.forward, options))
+    return {block: partial(_recomputed, block.forward, options) for block in blocks}
 
 
-def _recomputed(
-    forward: Callable[..., Tensor], options: dict[str, Any], *arguments: Any, **named: Any
-) -> Tensor:
+def _recomputed(forward: Forward, options: dict[str, Any], *arguments: Any, **named: Any) -> Tensor:
     """Run a block's forward under `checkpoint`, or plainly without gradients. Tensors keep the
     block's own shapes, (B, T, D) for the GPT."""
     if not torch.is_grad_enabled():

@@ -9,7 +9,7 @@ by bit the same sum as when every pass rounds and every gradient is widened firs
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -17,33 +17,20 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from pentameter.parallel.gradients import local
-from pentameter.parallel.precision import Arithmetic
-from pentameter.parallel.sources.model_source import ModelSource
-from pentameter.planning.plan import Plan
-
-
-def rounded_weights(
-    source: ModelSource, models: Iterable[nn.Module], plan: Plan, arithmetic: Arithmetic
-) -> RoundedWeights:
-    """Return the RoundedWeights for these slices, a context for a step's forward and backward
-    passes. It is empty unless the plan's rules round weights once."""
-    dtype = arithmetic.autocast_dtype
-    if dtype is None or not plan.rules.rounds_once(plan.n_micro_batches):
-        return RoundedWeights([], torch.float32)
-    units = [unit for model in models for unit in source.gathered_units(model)]
-    return RoundedWeights(units, dtype)
 
 
 class RoundedWeights(contextlib.AbstractContextManager[None]):
-    """The parameters of `units` that only matmuls read, rounded to `dtype`.
+    """The parameters of `units` that only matmuls read, rounded to `dtype`; a context for a step's
+    forward and backward passes, which does nothing without units.
 
-    `units` are (module, whether only matmuls read its parameters), as `ModelSource.gathered_units`
-    returns them; other units nested within are left as they are. Inside the context the modules
-    compute with the leaves, which are created at the first entry and stay. Hooks on the parameters
-    do not fire there, because autograd reaches the leaves instead.
+    `units` are those of a ModelSlice; other units nested within are left as they are. Inside the
+    context the modules compute with the leaves, which are created at the first entry and stay.
+    Hooks on the parameters do not fire there, because autograd reaches the leaves instead.
     """
 
-    def __init__(self, units: Sequence[tuple[nn.Module, bool]], dtype: torch.dtype) -> None:
+    def __init__(
+        self, units: Sequence[tuple[nn.Module, bool]] = (), dtype: torch.dtype = torch.float32
+    ) -> None:
         self._dtype = dtype
         self._slots: list[tuple[nn.Module, str, Parameter]] = []
         self._leaves: list[Parameter] = []

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
@@ -54,8 +54,8 @@ class Pipeline:
     """Runs this rank's pipeline stages, and exchanges activations and gradients with other ranks.
 
     `modules` maps stage numbers to this rank's stage modules, which FSDP may wrap already; `module`
-    is one of them. Every rank along `pipeline` creates one Pipeline, and all call its methods
-    together. `take_gradients` is passed on to each BoundedStage.
+    is one of them. Every rank in `group`, along `pipeline`, creates one Pipeline, and all call its
+    methods together. `take_gradients` is passed on to each BoundedStage.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class Pipeline:
         modules: Mapping[int, nn.Module],
         module: StageModule,
         plan: Plan,
-        mesh: DeviceMesh,
+        group: dist.ProcessGroup,
         take_gradients: Callable[[], None],
     ) -> None:
         self._take_gradients = take_gradients
         self._modules = modules
         self._plan = plan
-        self._group = mesh["pipeline"].get_group()
+        self._group = group
         self._device = module.device
         self._stream_dtype = next(module.model.parameters()).dtype
         self._logits_dtype = self._stream_dtype  # StageModule does not round them, unless sharded

@@ -1,43 +1,41 @@
-"""Low-rank adapters (LoRA), attached to a plain model's linear layers from outside; the model does
-not know.
+"""The parameters of low-rank adapters (LoRA), attached to a plain model's linear layers from
+outside; the model does not know.
 
-A layer keeps its weight and its name. A and B become its parameters, and it adds (alpha ÷ rank) ·
-B A x to its output. If tensor parallelism shards the weight, it also shards the one that
-has the sharded axis, A or B; the other is replicated.
+A layer keeps its weight and its name. A and B become its parameters, and (alpha ÷ rank) · B A x is
+added to its output (`adapted` in `parallel/linear.py`). If tensor parallelism shards the weight, it
+also shards the one that has the sharded axis, A or B; the other is replicated.
 
 Shapes: r LoRA rank; n inputs and m outputs per layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
-from pentameter.model.matmul import Matmul
-from pentameter.parallel.linear import adapt
+from pentameter.config.schema import LoraConfig
 from pentameter.planning.adapters import A, B
-from pentameter.planning.plan import Plan
 
 
-def add_adapters(model: nn.Module, plan: Plan, matmul: Matmul) -> None:
-    """Freeze a slice and adapt, in place, those of the plan's adapted linear layers that it has.
+def add_adapters(model: nn.Module, paths: Iterable[str], lora: LoraConfig) -> None:
+    """Freeze a slice and adapt, in place, those linear layers at `paths` that it has. Without a
+    rank in `lora`, leave it as it is.
 
     Call it before data parallelism shards the model. A weight that is already a DTensor gets
     DTensor adapters, A (r, n) and B (m, r). Adapters are on the weight's device, uninitialized;
     initialize or load them afterwards.
     """
+    if lora.rank is None:
+        return
     model.requires_grad_(False)
-    lora = plan.config.lora
-    assert lora.rank is not None
-    modules = dict(model.named_modules())
-    for path in plan.adapted_modules:
-        module = modules.get(path)
-        if module is None:
-            continue
+    modules: dict[str, Any] = dict(model.named_modules())
+    for module in (modules[path] for path in paths if path in modules):
         weight = module.weight
-        assert isinstance(weight, Tensor)
         m, n = weight.shape
         a, b = weight.new_empty(lora.rank, n), weight.new_empty(m, lora.rank)
         if isinstance(weight, DTensor):
@@ -51,7 +49,7 @@ def add_adapters(model: nn.Module, plan: Plan, matmul: Matmul) -> None:
             )
         module.register_parameter(A, Parameter(a))
         module.register_parameter(B, Parameter(b))
-        adapt(module, lora.factor, matmul)
+        module.lora_factor = lora.factor
 
 
 def _shard(full: Tensor, weight: DTensor, placement: Placement) -> DTensor:

@@ -26,7 +26,10 @@ from pentameter.config.schema import Config
 from pentameter.data.batches.tree import Tree
 from pentameter.errors import ConfigError
 from pentameter.keyed import bits, make_key
+from pentameter.parallel.linear import install_forwards
 from pentameter.parallel.local_shards import copy_shard
+from pentameter.parallel.memory.recomputation import recomputed
+from pentameter.parallel.mesh import Mesh
 from pentameter.parallel.precision import Arithmetic
 from pentameter.parallel.sources.adapters import add_adapters
 from pentameter.parallel.sources.custom_call import custom_call
@@ -39,12 +42,11 @@ from pentameter.parallel.sources.initial_values import (
     initialize_by_module,
     seeded,
 )
-from pentameter.parallel.sources.model_source import Call, ModelSource
+from pentameter.parallel.sources.model_source import ModelSlice, ModelSource
 from pentameter.parallel.sources.tied_parameters import tie_again, tied_names
 from pentameter.planning.adapters import is_of_adapter
 from pentameter.planning.outline import ModelOutline
 from pentameter.planning.plan import Plan
-from pentameter.processes.world import World
 
 Build = Callable[[Config], nn.Module]
 TensorTable = Callable[[Config, Placement], Mapping[str, ParallelStyle]]
@@ -166,28 +168,30 @@ class OwnModel(ModelSource):
         tensors become fp64 or fp32."""
         return _with_dtype(self.built(config), dtype).to(device)
 
-    def call(self, model: nn.Module, config: Config, layers: range) -> Call:
-        """Return a Call whose losses and streams have the parameters' dtype; see `custom_call`."""
+    def stage(self, plan: Plan, number: int, mesh: Mesh, arithmetic: Arithmetic) -> ModelSlice:
+        """Build the slice with the user's functions, matrices sharded over `tensor` as the table
+        says and linear layers adapted. Its blocks are also the units, gathered in the weights'
+        dtype: their code may read weights outside matmuls. It reads inputs if its `forward` has a
+        parameter called `inputs`. Losses and streams have the parameters' dtype."""
+        config, layers = plan.config, plan.stages[number]
+        model = self.build_slice(config, layers, arithmetic.weights)
+        if mesh.parameters is not None and plan.layout.tensor > 1:
+            self._shard(model, plan, mesh.parameters["tensor"])
+        add_adapters(model, plan.adapted_modules, config.lora)
+        blocks = [each for path in self._patterns for each in modules_at(model, path).values()]
+        how = config.train.activation_checkpoint
+        forwards = recomputed(blocks, how, draws_from_generator=True)
+        install_forwards(model, arithmetic.matmul, forwards)
         is_last = layers.stop >= config.model.n_layers or self.slice is None
-        reads_inputs = layers.start > 0 and self.reads_inputs(model)
-        return custom_call(model, config, self._name, is_last=is_last, reads_inputs=reads_inputs)
+        reads_inputs = number > 0 and "inputs" in inspect.signature(model.forward).parameters
+        return ModelSlice(
+            model,
+            custom_call(model, config, self._name, is_last=is_last, reads_inputs=reads_inputs),
+            [(block, False) for block in blocks],
+            reads_inputs,
+        )
 
-    def divide(
-        self,
-        models: Sequence[nn.Module],
-        plan: Plan,
-        arithmetic: Arithmetic,
-        mesh: DeviceMesh | None,
-        world: World,
-    ) -> None:
-        """Shard matrices over `tensor`, as the table says, and adapt linear layers."""
-        for model in models:
-            if mesh is not None and plan.layout.tensor > 1:
-                self._parallelize(model, plan, mesh)
-            if plan.config.lora.rank is not None:
-                add_adapters(model, plan, arithmetic.matmul)
-
-    def _parallelize(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    def _shard(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         """Apply the tensor table's styles to those modules that this slice has, and tie parameters
         again."""
         assert self.tensor_table is not None  # the Plan has checked it
@@ -195,7 +199,7 @@ class OwnModel(ModelSource):
         stream = Shard(1) if plan.layout.sequence else Replicate()
         table = self.tensor_table(plan.config, stream)
         present = {path: style for path, style in table.items() if modules_at(model, path)}
-        parallelize_module(model, mesh["tensor"], present, src_data_rank=None)
+        parallelize_module(model, mesh, present, src_data_rank=None)
         tie_again(model, tied)
 
     def initialize(self, models: Mapping[int, nn.Module], plan: Plan) -> None:
@@ -225,19 +229,6 @@ class OwnModel(ModelSource):
                         copy_shard(shard, values[name].detach())
                     elif name not in specs and not isinstance(shard, nn.Parameter):
                         raise ConfigError(f"the whole module of {self._name} has no buffer {name}")
-
-    def recomputed_blocks(self, model: nn.Module) -> list[nn.Module]:
-        """Return the sub-modules that `blocks` names."""
-        return [module for path in self._patterns for module in modules_at(model, path).values()]
-
-    def gathered_units(self, model: nn.Module) -> list[tuple[nn.Module, bool]]:
-        """Return the same modules, gathered in the weights' dtype: their code may read weights
-        outside matmuls."""
-        return [(block, False) for block in self.recomputed_blocks(model)]
-
-    def reads_inputs(self, model: nn.Module) -> bool:
-        """Return whether the slice's `forward` has a parameter called `inputs`."""
-        return "inputs" in inspect.signature(model.forward).parameters
 
     def n_targets(self, targets: Tree) -> int | None:
         """Return the count from `count_targets`; None if it is absent."""

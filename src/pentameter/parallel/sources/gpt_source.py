@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pentameter.config.schema import Config
 from pentameter.model.dropout import attention_weights_site, dropout_keys
 from pentameter.model.gpt import GPT, Block
-from pentameter.model.loss import compiled_row_loss
 from pentameter.parallel.context.context_parallel import parallelize_context
-from pentameter.parallel.grid.tensor_grid import Grid, parallelize_grid
-from pentameter.parallel.mesh import group_along, shard_parameters
+from pentameter.parallel.grid.tensor_grid import Grid
+from pentameter.parallel.linear import Forward, install_forwards
+from pentameter.parallel.memory.recomputation import recomputed
+from pentameter.parallel.mesh import Mesh
 from pentameter.parallel.precision import Arithmetic
 from pentameter.parallel.sources.adapters import add_adapters
 from pentameter.parallel.sources.initial_values import fill_shard
-from pentameter.parallel.sources.model_source import Call, ModelSource
-from pentameter.parallel.tensor.tensor_parallel import parallelize_tensor
+from pentameter.parallel.sources.model_source import ModelSlice, ModelSource
+from pentameter.parallel.tensor.tensor_context import TensorContext
+from pentameter.parallel.tensor.tensor_parallel import TensorParallelContext
 from pentameter.planning.outline import ModelOutline, outline_of_gpt
 from pentameter.planning.plan import Plan
-from pentameter.processes.world import World
+from pentameter.planning.sharding import Placement
 
 
 class GPTSource(ModelSource):
@@ -33,46 +36,36 @@ class GPTSource(ModelSource):
         """Return the outline from the parameter table in `planning/gpt.py`."""
         return outline_of_gpt(config)
 
-    def build_slice(self, config: Config, layers: range, dtype: torch.dtype) -> GPT:
-        """Build a range of GPT layers on `meta`."""
+    def stage(self, plan: Plan, number: int, mesh: Mesh, arithmetic: Arithmetic) -> ModelSlice:
+        """Build the stage's layers, their matrices sharded over `tensor`, in one dimension or
+        several, and sequences over `context`. Adapters are sharded with the matrices they adapt."""
+        layers, layout, sharding = plan.stages[number], plan.layout, plan.sharding
         with torch.device("meta"):
-            model = GPT(config.model, first_layer=layers.start, last_layer=layers.stop)
-            return model.to(dtype)
+            model = GPT(plan.config.model, first_layer=layers.start, last_layer=layers.stop)
+            model.to(arithmetic.weights)
+        forwards: dict[nn.Module, Forward] = {}
+        if layout.tensor > 1 and mesh.parameters is not None:
+            over = ("row", "tensor") if layout.is_grid else ("tensor",)
+            _shard_parameters(model, mesh.parameters[over], plan.placements)
+            context: TensorContext
+            if layout.is_grid:
+                context = Grid(sharding, arithmetic, mesh)
+            else:
+                at_once = plan.rules.reads_at_once(plan.config.lora)
+                context = TensorParallelContext(sharding, arithmetic, mesh, reads_at_once=at_once)
+            forwards = context.forwards(model)
+        add_adapters(model, plan.adapted_modules, plan.config.lora)
+        forwards |= recomputed(model.blocks.values(), plan.config.train.activation_checkpoint)
+        install_forwards(model, arithmetic.matmul, forwards)
+        if layout.context > 1:
+            parallelize_context(model, mesh, sharding)
+        return gpt_slice(model)
 
     def build_whole(self, config: Config, dtype: torch.dtype, device: torch.device) -> nn.Module:
         """Build all GPT layers, without initial values."""
-        layers = range(config.model.n_layers)
-        return self.build_slice(config, layers, dtype).to_empty(device=device)
-
-    def call(self, model: nn.Module, config: Config, layers: range) -> Call:
-        """Return `call_gpt`, which runs `GPT.forward`."""
-        return call_gpt
-
-    def divide(
-        self,
-        models: Sequence[nn.Module],
-        plan: Plan,
-        arithmetic: Arithmetic,
-        mesh: DeviceMesh | None,
-        world: World,
-    ) -> None:
-        """Shard matrices over `tensor`, in one dimension or several, and sequences over `context`;
-        adapters are sharded with the matrices they adapt."""
-        layout = plan.layout
-        context_group = group_along("context", layout, world) if layout.context > 1 else None
-        grid = Grid.of(plan.sharding, arithmetic, world) if layout.is_grid else None
-        for model in map(_gpt, models):
-            if plan.config.lora.rank is not None:
-                add_adapters(model, plan, arithmetic.matmul)
-            if mesh is not None and layout.tensor > 1:
-                over = mesh["row", "tensor"] if layout.is_grid else mesh["tensor"]
-                shard_parameters(model, over, plan.placements)
-                if grid is not None:
-                    parallelize_grid(model, grid)
-                else:
-                    parallelize_tensor(model, over, plan, arithmetic)
-            if context_group is not None:
-                parallelize_context(model, context_group, plan.sharding)
+        with torch.device("meta"):
+            model = GPT(config.model).to(dtype)
+        return model.to_empty(device=device)
 
     def initialize(self, models: Mapping[int, nn.Module], plan: Plan) -> None:
         """Draw every parameter from the seed, its name and its element indices. A rank draws the
@@ -81,21 +74,6 @@ class GPTSource(ModelSource):
         for model in models.values():
             for name, parameter in model.named_parameters():
                 fill_shard(specs[name], parameter, plan.config.seed)
-
-    def recomputed_blocks(self, model: nn.Module) -> list[nn.Module]:
-        """Return the transformer blocks."""
-        return list(_gpt(model).blocks.values())
-
-    def gathered_units(self, model: nn.Module) -> list[tuple[nn.Module, bool]]:
-        """Return each block's sub-layers, whose parameters only matmuls read, each preceded by the
-        norms within it."""
-        units: list[tuple[nn.Module, bool]] = []
-        for block in _gpt(model).blocks.values():
-            assert isinstance(block, Block)
-            for _, sub_layer in block.sub_layers():
-                norms = (each for each in sub_layer.modules() if isinstance(each, nn.RMSNorm))
-                units += [*((norm, False) for norm in norms), (sub_layer, True)]
-        return units
 
     def row_keys(
         self, plan: Plan, step: int, rows: np.ndarray, attended: np.ndarray
@@ -110,10 +88,17 @@ class GPTSource(ModelSource):
             keys[:, sites] = dropout_keys(model, seed, step, attended)[:, sites]
         return keys
 
-    def prepare_compiled(self, model: nn.Module) -> None:
-        """Have the loss's chunks computed by a kernel that is compiled on its own."""
-        if _gpt(model).is_last:
-            _gpt(model).head_loss.row_loss = compiled_row_loss
+
+def gpt_slice(model: GPT) -> ModelSlice:
+    """Return the ModelSlice of a GPT, or of a slice of one. Its blocks' sub-layers are units, whose
+    parameters only matmuls read, each preceded by the norms within."""
+    units: list[tuple[nn.Module, bool]] = []
+    for block in model.blocks.values():
+        assert isinstance(block, Block)
+        for _, sub_layer in block.sub_layers():
+            norms = (each for each in sub_layer.modules() if isinstance(each, nn.RMSNorm))
+            units += [*((norm, False) for norm in norms), (sub_layer, True)]
+    return ModelSlice(model, call_gpt, units)
 
 
 def call_gpt(model: nn.Module, x: Tensor, targets: Tensor | None, keys: Tensor | None) -> Tensor:
@@ -124,6 +109,22 @@ def call_gpt(model: nn.Module, x: Tensor, targets: Tensor | None, keys: Tensor |
     return y
 
 
-def _gpt(model: nn.Module) -> GPT:
-    assert isinstance(model, GPT)
-    return model
+def _shard_parameters(
+    model: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]
+) -> None:
+    """Replace, in place, each parameter that a dimension of `mesh` shards by a DTensor, as
+    `placements` say by name. The others stay plain tensors, replicated on every rank.
+
+    Nothing is sent: parameters are on `meta`, to be initialized or loaded afterwards.
+    """
+    assert mesh.mesh_dim_names is not None  # every mesh here has dimension names
+    for path, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            placement = placements[f"{path}.{name}".removeprefix(".")]
+            sharded = [placement.dimension(each) for each in mesh.mesh_dim_names]
+            if all(dimension is None for dimension in sharded):
+                continue
+            dtensor_placements = [Replicate() if each is None else Shard(each) for each in sharded]
+            shards = distribute_tensor(parameter, mesh, dtensor_placements, src_data_rank=None)
+            sharded_parameter = nn.Parameter(shards, requires_grad=parameter.requires_grad)
+            module.register_parameter(name, sharded_parameter)

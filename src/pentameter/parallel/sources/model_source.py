@@ -11,25 +11,39 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from pentameter.config.schema import Config
 from pentameter.data.batches.tree import Tree
+from pentameter.parallel.mesh import Mesh
 from pentameter.parallel.precision import Arithmetic
 from pentameter.planning.outline import ModelOutline
 from pentameter.planning.plan import Plan
-from pentameter.processes.world import World
 
 Call = Callable[[nn.Module, Tree, Tree | None, Tensor | None], Tensor]
 """`call(slice, x, targets, keys)`: runs a slice. The last slice returns the summed loss over
 `targets` (B, T) in nats, 0-dim, or its logits (B, T, V) without targets; other slices return the
 residual stream (B, T, D). x is the batch's inputs (int64 (B, T) for the GPT) in the first slice;
-else the stream, or (stream, inputs) if `ModelSource.reads_inputs`. `keys` come from
+else the stream, or (stream, inputs) if `ModelSlice.reads_inputs`. `keys` come from
 `ModelSource.row_keys`."""
+
+
+@dataclass(frozen=True)
+class ModelSlice:
+    """One pipeline stage's layers, and how to run them."""
+
+    model: nn.Module
+    """Its parameters have the names in the Plan's table."""
+    call: Call
+    units: Sequence[tuple[nn.Module, bool]] = ()
+    """The modules that ZeRO all-gathers as units, in execution order, each with whether only
+    matmuls read its parameters, which can then be rounded before they are sent. Parameters in no
+    unit are gathered with the slice."""
+    reads_inputs: bool = False
+    """Whether it takes the batch's inputs in addition to the stream."""
 
 
 class ModelSource(ABC):
@@ -55,8 +69,11 @@ class ModelSource(ABC):
         """
 
     @abstractmethod
-    def build_slice(self, config: Config, layers: range, dtype: torch.dtype) -> nn.Module:
-        """Build a range of layers without memory (on `meta`), with parameters in `dtype`."""
+    def stage(self, plan: Plan, number: int, mesh: Mesh, arithmetic: Arithmetic) -> ModelSlice:
+        """Build pipeline stage `number` without memory (on `meta`), with parameters and matmuls as
+        in `arithmetic`, parallelized over every mesh dimension except the data-parallel ones, with
+        adapters and with blocks whose activations are recomputed, if the plan has them. Collective
+        over the world."""
 
     @abstractmethod
     def build_whole(self, config: Config, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -64,36 +81,9 @@ class ModelSource(ABC):
         need not have been initialized, the rest has."""
 
     @abstractmethod
-    def call(self, model: nn.Module, config: Config, layers: range) -> Call:
-        """Return a Python function that runs such a slice."""
-
-    @abstractmethod
-    def divide(
-        self,
-        models: Sequence[nn.Module],
-        plan: Plan,
-        arithmetic: Arithmetic,
-        mesh: DeviceMesh | None,
-        world: World,
-    ) -> None:
-        """Parallelize this rank's slices, in place, over every mesh dimension except the
-        data-parallel ones, if there is a mesh; and attach adapters if the plan has them. The slices
-        have no memory yet, and multiply as `arithmetic` does. Collective over the world."""
-
-    @abstractmethod
     def initialize(self, models: Mapping[int, nn.Module], plan: Plan) -> None:
         """Set every parameter and buffer in this rank's slices (stage number → slice), in place, to
         its initial value in the full model: the same under every layout."""
-
-    @abstractmethod
-    def recomputed_blocks(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules in a slice whose activations are recomputed, one after another."""
-
-    @abstractmethod
-    def gathered_units(self, model: nn.Module) -> list[tuple[nn.Module, bool]]:
-        """Return the modules in a slice that ZeRO all-gathers as units, in execution order, each
-        with whether only matmuls read its parameters, which can then be rounded before they are
-        sent. Parameters in no unit are gathered with the slice."""
 
     @abstractmethod
     def row_keys(
@@ -103,16 +93,7 @@ class ModelSource(ABC):
         `rows` (B,) are numbers in the global batch; `attended` (B,) are the rows whose attention
         this rank computes."""
 
-    def reads_inputs(self, model: nn.Module) -> bool:
-        """Return whether a slice other than the first takes the batch's inputs in addition to the
-        stream."""
-        return False
-
     def n_targets(self, targets: Tree) -> int | None:
         """Return the number of targets (arrays) that count in the loss, if the model has its own
         rule; None if they are all except -1."""
         return None
-
-    def prepare_compiled(self, model: nn.Module) -> None:
-        """Adapt a slice for `torch.compile`, before it is compiled."""
-        return

@@ -8,18 +8,16 @@ replace parameters one by one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from pentameter.errors import ConfigError
 from pentameter.parallel import gradients
-from pentameter.parallel.mesh import make_group
-from pentameter.planning.plan import Plan
-from pentameter.processes.world import World
+from pentameter.parallel.mesh import Mesh, make_group
 
 TiedNames = list[list[str]]
 """For each tied parameter, the names it has."""
@@ -59,6 +57,30 @@ def give_memory(module: nn.Module, device: torch.device) -> None:
     tie_again(module, tied)
 
 
+def tie(models: Sequence[nn.Module], tied: Mapping[str, Sequence[int]], mesh: Mesh) -> TiedCopies:
+    """Tie parameters across this rank's slices, and return the TiedCopies in other ranks'. `tied`
+    maps each tied parameter to the `pipeline` coordinates of its holders, of which the first owns
+    it. Every rank in the world calls it at the same time."""
+    tie_within(models, tied)
+    if mesh.parameters is None:
+        return TiedCopies()
+    own_stage = mesh.coordinates["pipeline"]
+    named = {name: each for model in models for name, each in model.named_parameters()}
+    elsewhere = {name: at for name, at in tied.items() if own_stage in at and len(at) > 1}
+    copies = frozenset(name for name, at in elsewhere.items() if at[0] != own_stage)
+    held: list[tuple[dist.ProcessGroup, list[Parameter]]] = []
+    # In the same order on every rank, so that no two wait for each other.
+    for holders in sorted({tuple(sorted(at)) for at in elsewhere.values()}):
+        if len(holders) == mesh.layout.pipeline:
+            group = mesh.parameters["pipeline"].get_group()
+        else:
+            ranks = mesh.layout.ranks_along("pipeline", mesh.world.rank)
+            group = make_group([ranks[each] for each in holders], mesh.world)
+        names = sorted(name for name, at in elsewhere.items() if tuple(sorted(at)) == holders)
+        held.append((group, [named[name] for name in names]))
+    return TiedCopies(copies, held)
+
+
 def tie_within(models: Sequence[nn.Module], names: Iterable[str]) -> None:
     """Tie parameters with these names across several slices on this rank: their gradients then
     accumulate without communication."""
@@ -75,36 +97,18 @@ def tie_within(models: Sequence[nn.Module], names: Iterable[str]) -> None:
                 _set(model, alias, found)
 
 
-class TiedCopies:
+class TiedCopies(NamedTuple):
     """Parameters tied across stages on different ranks: for example an embedding and the tied
-    head's copy.
+    head's copy."""
 
-    Every rank in the world constructs it at the same time. `copies` names those that this rank
-    holds but another stage owns.
-    """
-
-    def __init__(
-        self, plan: Plan, mesh: DeviceMesh, world: World, named: Mapping[str, Parameter]
-    ) -> None:
-        layout = plan.layout
-        coordinates = layout.coordinates(world.rank)
-        own_stage = coordinates["pipeline"]
-        tied = {name: at for name, at in plan.tied.items() if own_stage in at and len(at) > 1}
-        self.copies = frozenset(name for name, at in tied.items() if at[0] != own_stage)
-        self._held: list[tuple[dist.ProcessGroup, list[Parameter]]] = []
-        # In the same order on every rank, so that no two wait for each other.
-        for holders in sorted({tuple(sorted(at)) for at in tied.values()}):
-            if len(holders) == layout.pipeline:
-                group = mesh["pipeline"].get_group()
-            else:
-                ranks = (layout.rank_of(**{**coordinates, "pipeline": each}) for each in holders)
-                group = make_group(ranks, world)
-            names = sorted(name for name, at in tied.items() if tuple(sorted(at)) == holders)
-            self._held.append((group, [named[name] for name in names]))
+    copies: frozenset[str] = frozenset()
+    """Those that this rank holds but another stage owns."""
+    held: Sequence[tuple[dist.ProcessGroup, Sequence[Parameter]]] = ()
+    """Those that this rank holds, owned or not, each with the group of their holders."""
 
     def add_up(self) -> None:
         """All-reduce the gradients of each tied parameter over its copies."""
-        for group, held in self._held:
+        for group, held in self.held:
             gradients.add_up_all(held, group)
 
 

@@ -1,0 +1,163 @@
+"""The tensor modes' common base: a rank's context, and the modules that sum over sharded heads or
+vocabulary in the same way in one dimension and in a grid.
+
+Shapes: B batch rows, T tokens, D residual channels, V padded vocabulary; "local" is this rank's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from pentameter.model.gpt import GPT
+from pentameter.model.loss import HeadLoss, chunked_loss_sum
+from pentameter.model.matmul import Matmul
+from pentameter.parallel.gradients import local
+from pentameter.parallel.linear import Forward
+from pentameter.parallel.mesh import Mesh
+from pentameter.parallel.precision import Arithmetic
+from pentameter.parallel.tensor.collectives import all_reduce_tensor, gathered_columns
+from pentameter.parallel.tensor.sharded_norm import sharded_norm
+from pentameter.planning.architecture import Operation, Role
+from pentameter.planning.gpt import operations
+from pentameter.planning.sharding import Sharding
+
+Style = Callable[[Any, Any, Operation], Forward]
+"""Returns the forward of an operation's module on local shards, given the tensor mode's context."""
+
+
+class TensorContext(ABC):
+    """A rank in a tensor mode, as its modules see it: the model's sharding, the rank's coordinates
+    and groups, and the arithmetic."""
+
+    styles: Mapping[Role, Style]
+    """Role → style; the modules of other roles stay as they are."""
+    columns: str
+    """The mesh dimension that shards heads, feed-forward width and vocabulary between two
+    matmuls."""
+    columns_group: str
+    """The name of its group."""
+
+    def __init__(self, sharding: Sharding, arithmetic: Arithmetic, mesh: Mesh) -> None:
+        self.sharding = sharding
+        self.layout = sharding.layout
+        self.arithmetic = arithmetic
+        self.coordinates = mesh.coordinates
+
+    def forwards(self, model: GPT) -> dict[nn.Module, Forward]:
+        """Return the forwards on local shards for a slice's modules that have a style, and
+        `prepare` the slice, in place."""
+        run = operations(model.config, range(*model.layers))
+        self.prepare(model, run)
+        found: dict[nn.Module, Forward] = {}
+        for op in run:
+            if op.role is not None and op.role in self.styles:
+                module = model.get_submodule(op.name)
+                found[module] = self.styles[op.role](self, module, op)
+        if model.is_last:
+            found[model.head_loss] = head_loss(self, model.head_loss)
+        return found
+
+    @abstractmethod
+    def prepare(self, model: GPT, run: Sequence[Operation]) -> None:
+        """Set, in place, the slice's attributes that depend on the shards; `run` are its
+        operations."""
+
+    def widest(self, n: int) -> int:
+        """Return the size of the largest shard of n vocabulary rows or channels along `columns`."""
+        return self.sharding.local_shape((n,), ("vocab",))[0]
+
+    @abstractmethod
+    def vector(self, vector: Tensor | None) -> Tensor | None:
+        """Return the elements of a vector (N,) that belong to this rank's columns; None for
+        None."""
+
+    @abstractmethod
+    def columns_matmul(self, weight: Tensor) -> Matmul | Any:
+        """Return the matmul from this rank's inputs to its columns, for a weight (N, D)."""
+
+    @abstractmethod
+    def head_input(self, x: Tensor) -> Tensor:
+        """Return the head's input, in the matmul dtype and in sequence order, given the local
+        residual stream x (B, T, D)."""
+
+    @abstractmethod
+    def loss_inputs(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x (…, D) and targets (…,) for the tokens whose logits this rank computes, given
+        the local residual stream x (B, T, D) and targets (B, T)."""
+
+
+def head_norm(context: TensorContext, norm: nn.RMSNorm, op: Operation) -> Forward:
+    """RMSNorm for queries or keys (…, C). A rank has all channels in its heads, so a norm per head
+    is local; a norm over all heads' channels communicates."""
+    eps = norm.eps
+    assert eps is not None
+    over_all_heads = isinstance(norm.weight, DTensor)
+
+    def forward(x: Tensor) -> Tensor:
+        if not over_all_heads:
+            return F.rms_norm(x, x.shape[-1:], norm.weight, eps)
+        weight = context.vector(norm.weight)
+        assert weight is not None
+        y, _ = sharded_norm(x, weight, None, eps, False, context.columns_group)
+        return y
+
+    return forward
+
+
+def looked_up(weight: Tensor, ids: Tensor) -> Tensor:
+    """Return the rows (…, D) of a table (V, D) for `ids` (…,), zeros for ids outside it."""
+    in_range = (ids >= 0) & (ids < len(weight))
+    embedded = F.embedding(torch.where(in_range, ids, 0), weight)
+    return torch.where(in_range[..., None], embedded, 0.0)
+
+
+def head(context: TensorContext, module: Any, op: Operation) -> Forward:
+    """Output head: local residual stream (B, T, D) → full logits (B, T, V), for inspection: no
+    gradient flows through them."""
+
+    def forward(x: Tensor, weight: Tensor | None = None) -> Tensor:
+        weight = module.weight if weight is None else weight
+        assert isinstance(weight, Tensor)
+        inputs, bias = context.head_input(x), context.vector(module.bias)
+        columns = context.columns_matmul(weight).linear(inputs, local(weight), bias)
+        V = len(weight)
+        return gathered_columns(columns, context.widest(V), V, context.columns_group)
+
+    return forward
+
+
+def head_loss(context: TensorContext, loss: HeadLoss) -> Forward:
+    """Vocabulary-parallel loss: each rank computes the full one from its columns of the logits."""
+
+    # Compiled, ranks on one machine would load each other's code from a cache whose key has the
+    # full weight's sizes only.
+    @torch.compiler.disable
+    def shards(
+        x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Return x (…, D) and targets for the tokens whose logits this rank computes, and its
+        shards of the weight (V, D) and the bias (V,)."""
+        inputs, local_targets = context.loss_inputs(x, targets)
+        return inputs, local(weight), context.vector(bias), local_targets
+
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+        widest = context.widest(len(weight))
+        return chunked_loss_sum(
+            *shards(x, weight, bias, targets),
+            loss.vocab_size,
+            softcap=loss.softcap,
+            first_column=context.coordinates[context.columns] * widest,
+            widest=widest,
+            reduce=partial(all_reduce_tensor, context.columns_group),
+            matmul=context.columns_matmul(weight),
+        )
+
+    return forward
