@@ -135,6 +135,7 @@ ROWS_ARE_DOCUMENTS = {
     "random": False,
     "shuffled": False,
     "sequential": False,
+    "streamed": False,
     "columns": False,
     "documents": True,
 }

@@ -17,6 +17,7 @@ from typing import Any
 from pentameter.config.data_schema import FILE_DEFAULTS, DataConfig
 from pentameter.config.urls import shown_path
 from pentameter.data.corpora.text import Text
+from pentameter.data.prepare.ahead import open_text_stream
 from pentameter.data.prepare.preparation import Preparation, preparation_of
 from pentameter.data.prepare.splits import Splitting
 from pentameter.data.progress import Progress, no_progress
@@ -54,7 +55,8 @@ def open_dataset(
     that is made from its text, encodes the others.
 
     `tokenizer` replaces `data.tokenizer`: a trained model's, for other text. `verify`: check the
-    files against their hashes, which one process per machine has to do. `warnings` collects
+    files against their hashes, and have the parts of a stream written, which one process per
+    machine has to do. `warnings` collects
     sentences for the user. Prepared shards, named by `data.path`, are opened with their own splits
     and tokenizer.
 
@@ -95,6 +97,8 @@ def _open_one(
     if header is None:
         preparation = preparation_of(data, wanted, is_shared=is_shared, progress=progress)
         warnings += preparation.corpus.warnings
+        if data.order == "streamed" and isinstance(preparation.corpus, Text):
+            return open_text_stream(preparation.corpus, preparation, data.tokenizer, leads=verify)
         header = _cached_header(preparation, data.tokenizer)
         if not header.exists():
             preparation.write_shards(header.parent, warnings=warnings, keep_existing=True)
@@ -150,7 +154,8 @@ def open_evaluations(
     `open_dataset`."""
     found = {}
     for each in data.evaluations:
-        section = _data_of(data, path=each.path, validation_fraction=0.0, test_fraction=0.0)
+        whole = {"validation_fraction": 0.0, "test_fraction": 0.0, "order": "sequential"}
+        section = _data_of(data, path=each.path, **whole)
         dataset = _open_one(
             section, tokenizer, verify=verify, progress=progress, warnings=[], is_shared=True
         )

@@ -23,6 +23,8 @@ def introduction(run: TrainingRun) -> list[str]:
         for name in ("train", "val", "test")
         if run.dataset.split(name).n_tokens
     )
+    if isinstance(run.batches, TrainingBatches) and run.batches.is_growing:
+        splits += "; more is tokenized meanwhile"
     micro = ""
     if plan.n_micro_batches > 1:
         micro = f" in {plan.n_micro_batches} micro-batches of {plan.micro_batch_size}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import hashlib
 import importlib
 import io
 import itertools
@@ -76,6 +77,9 @@ class InputFile(Protocol):
     def key(self) -> list[str | int | None] | str | None:
         """JSON values by which its content is known without reading; None if nothing tells."""
 
+    def sha256(self) -> str:
+        """Read it for its sha256, in hex."""
+
     def documents(self, contents: FileContents) -> Iterator[Iterator[str]]:
         """Yield its documents; see `read_documents`."""
 
@@ -105,6 +109,10 @@ class LocalFile:
         is_small = bool(_compression(self.name)) or self.name.lower().endswith(".parquet")
         return size * USUAL_COMPRESSION if is_small else size
 
+    def sha256(self) -> str:
+        """Read it for its sha256, in hex."""
+        return sha256_of(self.path)
+
     def documents(self, contents: FileContents) -> Iterator[Iterator[str]]:
         """Yield its documents; see `read_documents`."""
         return read_documents(self.path, contents)
@@ -115,6 +123,15 @@ class LocalFile:
 
     def __str__(self) -> str:
         return str(self.path)
+
+
+def sha256_of(file: Path) -> str:
+    """Read a file for its sha256, in hex; StorageError if it cannot be read."""
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise StorageError(f"cannot read {file}: {error.strerror}") from error
 
 
 def is_jsonl(name: str) -> bool:

@@ -22,6 +22,7 @@ tickets, so the text is the same on every machine and the probabilities are exac
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -137,6 +138,10 @@ class GrammarFile:
     def key(self) -> str:
         """The settings, which decide the text."""
         return f"grammar, version 1, {self.settings.model_dump_json()}"
+
+    def sha256(self) -> str:
+        """Return the sha256, in hex, of its key."""
+        return hashlib.sha256(self.key.encode()).hexdigest()
 
     def documents(self, contents: FileContents) -> Iterator[Iterator[str]]:
         """Yield the text, which is one document."""

@@ -24,7 +24,13 @@ from urllib.parse import urlsplit
 
 from pentameter.config.naming import name_of
 from pentameter.config.urls import is_remote, last_part, shown_url, url_problem
-from pentameter.data.corpora.files import FileContents, Records, read_documents, read_records
+from pentameter.data.corpora.files import (
+    FileContents,
+    Records,
+    read_documents,
+    read_records,
+    sha256_of,
+)
 from pentameter.disk.atomic import FolderExistsError, check_free_space, storage_errors, sync
 from pentameter.disk.cache import cache_folder
 from pentameter.disk.lock import building
@@ -71,6 +77,10 @@ class RemoteFile:
     def address(self) -> list[str | int | None]:
         """JSON values by which its copy is known."""
         return [self.url, self.n_bytes, self.version]
+
+    def sha256(self) -> str:
+        """Read its copy for its sha256, in hex."""
+        return sha256_of(local_copy(self))
 
     def documents(self, contents: FileContents) -> Iterator[Iterator[str]]:
         """Yield the documents of its copy; see `read_documents`."""

@@ -48,7 +48,7 @@ class Text(Corpus):
     def documents(self) -> Documents:
         """Start a new pass over the text. Only a record's chunk may be large."""
         documents = (each for file in self.files for each in file.documents(self.contents))
-        return documents if self.max_bytes is None else _first_bytes(documents, self.max_bytes)
+        return documents if self.max_bytes is None else first_bytes(documents, self.max_bytes)
 
     def chunks(self) -> Iterator[str]:
         """Start a pass over the text without regard to documents."""
@@ -77,7 +77,7 @@ class Text(Corpus):
         return f"remote, version 1, {json.dumps([keys, *how])}"
 
 
-def _first_bytes(documents: Documents, max_bytes: int) -> Documents:
+def first_bytes(documents: Documents, max_bytes: int) -> Documents:
     """Yield the longest start of the documents that fits in `max_bytes` UTF-8 bytes without
     splitting a character."""
     left = max_bytes
