@@ -1,14 +1,39 @@
-"""A text's shards in one call, for tests."""
+"""Corpora and their shards in one call, for tests."""
 
 from contextlib import ExitStack
 from unittest import mock
 
+from pentameter.config.data_schema import DataConfig
+from pentameter.data.corpora.registry import corpus_of
+from pentameter.data.corpora.text import Text
 from pentameter.data.prepare import from_text
 from pentameter.data.prepare.contents import prepare_contents
 from pentameter.data.prepare.splits import Splitting
 from pentameter.data.shards import writer
 from pentameter.data.tokenizers.setting import chosen_tokenizer
 from pentameter.disk.atomic import refuse_existing
+
+
+class MemoryFile:
+    """An `InputFile` whose documents `start()` begins anew."""
+
+    name = "memory"
+    key = None
+
+    def __init__(self, start, n_bytes):
+        self.start, self.n_bytes = start, n_bytes
+
+    def documents(self, contents):
+        return self.start()
+
+
+def text_of_documents(start, *, name="text", n_bytes=1, **settings):
+    """A text; `start` begins a pass over its documents, each an iterator of chunks."""
+    return Text(name, (MemoryFile(start, n_bytes),), **settings)
+
+
+def corpus_at(path, **settings):
+    return corpus_of(DataConfig(path=str(path), **settings))
 
 
 def prepare(

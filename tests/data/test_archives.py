@@ -112,9 +112,10 @@ def test_other_encodings_inside(tmp_path):
 
 def test_no_file_inside_is_an_empty_text(tmp_path):
     assert documents(archive(tmp_path / "a.tar", {})) == []
-    from pentameter.data.corpora.text import text_from_paths
+    from preparing import corpus_at
+
     from pentameter.data.prepare.from_text import read_contents
     from pentameter.data.prepare.splits import Splitting
 
     with pytest.raises(ConfigError, match="is empty"):
-        read_contents(text_from_paths([tmp_path / "a.tar"]), Splitting())
+        read_contents(corpus_at(tmp_path / "a.tar"), Splitting())

@@ -8,7 +8,7 @@ import pytest
 
 from pentameter.config.data_schema import DataConfig
 from pentameter.data.corpora import registry as corpora
-from pentameter.data.corpora.registry import corpus_text
+from pentameter.data.corpora.registry import corpus_of
 from pentameter.data.open_dataset import open_dataset
 from pentameter.disk.cache import PublicFile, cache_folder, public_file
 from pentameter.errors import ConfigError, CorruptError, StorageError
@@ -112,9 +112,9 @@ def test_the_cache_follows_the_xdg_rules(monkeypatch, tmp_path):
 
 def test_stdlib_is_python_source_of_this_machine_and_always_the_same():
     data = DataConfig(corpus="stdlib", max_bytes=300_000)
-    text = corpus_text(data)
+    text = corpus_of(data)
     content = "".join(text.chunks())
-    assert content == "".join(corpus_text(data).chunks())
+    assert content == "".join(corpus_of(data).chunks())
     assert 299_990 <= len(content.encode()) <= 300_000
     assert "def " in content
     # All of it is UTF-8, whatever the size.
@@ -124,12 +124,12 @@ def test_stdlib_is_python_source_of_this_machine_and_always_the_same():
 def test_stdlib_without_source_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr(corpora.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(ConfigError, match="holds no Python source"):
-        corpus_text(DataConfig(corpus="stdlib"))
+        corpus_of(DataConfig(corpus="stdlib"))
 
 
 def test_an_unknown_corpus_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'shakespeare'"):
-        corpus_text(DataConfig(corpus="shakespear"))
+        corpus_of(DataConfig(corpus="shakespear"))
 
 
 def test_wikitext_has_splits_of_its_own(tmp_path, monkeypatch):
@@ -152,7 +152,7 @@ def test_wikitext_without_its_train_split_says_what_to_put_where(tmp_path, monke
     file = replaced(corpora.WIKITEXT_2["train"], url="http://127.0.0.1:1/train.txt")
     monkeypatch.setattr(corpora, "WIKITEXT_2", {**corpora.WIKITEXT_2, "train": file})
     with pytest.raises(StorageError, match=r"git blob id 2d84b35a.* at .*wikitext-2/train\.txt"):
-        corpus_text(DataConfig(corpus="wikitext-2"))
+        corpus_of(DataConfig(corpus="wikitext-2"))
 
 
 @pytest.mark.skipif(

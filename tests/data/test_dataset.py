@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from pentameter.config.data_schema import DataConfig, GrammarConfig
-from pentameter.data import open_dataset as open_dataset_module
 from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.open_dataset import open_dataset
+from pentameter.data.prepare import preparation
 from pentameter.data.tokenizers.char import CharTokenizer
 from pentameter.errors import ConfigError, CorruptError
 from pentameter.evaluate.split import evaluation_batches
@@ -56,7 +56,7 @@ def test_the_second_start_prepares_nothing(text_file, monkeypatch):
     first = open_dataset(data, progress=lambda stage, done, total: stages.add(stage))
     assert stages == {"reading", "encoding", "verifying"}
     monkeypatch.setattr(
-        open_dataset_module, "prepare_contents", lambda *_, **__: pytest.fail("prepared again")
+        preparation, "prepare_contents", lambda *_, **__: pytest.fail("prepared again")
     )
     assert open_dataset(data).hash == first.hash
 
@@ -113,6 +113,7 @@ PREPARE_WHEN_TOLD = """
 import sys
 from pentameter.config.data_schema import DataConfig
 from pentameter.data.open_dataset import open_dataset
+from pentameter.data.prepare import preparation
 print("ready", flush=True)
 sys.stdin.readline()
 print(open_dataset(DataConfig(path=sys.argv[1])).hash)
@@ -248,7 +249,7 @@ def test_the_grammar_is_prepared_without_reading_it_twice(cache):
 
 def test_data_needs_no_torch():
     code = "import sys, pentameter.data, pentameter.cli.prepare; assert 'torch' not in sys.modules"
-    source = Path(open_dataset_module.__file__).parents[2]
+    source = Path(preparation.__file__).parents[3]
     subprocess.run(
         [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(source)}
     )

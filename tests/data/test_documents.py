@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from preparing import prepare
+from preparing import prepare, text_of_documents
 
-from pentameter.data.corpora.text import Text
 from pentameter.data.prepare.splits import Splitting, split_passages
 from pentameter.data.shards.dataset import open_shards
 from pentameter.data.tokenizers import chunking
@@ -35,7 +34,7 @@ hard_text = st.lists(
 def corpus(documents, name="text"):
     pieces = [[text[:7], text[7:]] if len(text) > 7 else [text] for text in documents]
     n_bytes = sum(len(text.encode()) for text in documents)
-    return Text(name, lambda: (iter(parts) for parts in pieces), n_bytes)
+    return text_of_documents(lambda: (iter(parts) for parts in pieces), name=name, n_bytes=n_bytes)
 
 
 def prepared(folder, documents, **settings):

@@ -6,9 +6,8 @@ import sys
 import time
 
 import pytest
-from preparing import prepare
+from preparing import prepare, text_of_documents
 
-from pentameter.data.corpora.text import text_of_chunks
 from pentameter.data.prepare.encoders import batches, encoded, processes_for
 from pentameter.data.prepare.splits import Passage
 from pentameter.data.tokenizers.bpe import train_bpe
@@ -120,7 +119,7 @@ def test_modules_in_the_current_folder_are_not_run(tmp_path, name):
 def test_errors_cross_from_the_process_that_met_them(tmp_path):
     with pytest.raises(ConfigError, match="surrogate"):
         list(encoded([parts_of(["fine", "half \ud83d"])], TOKENIZER, 1))
-    text = text_of_chunks("some", lambda: iter(["abab", "abz"]), 7)
+    text = text_of_documents(lambda: iter([iter(["abab", "abz"])]), name="some")
     with pytest.raises(UnseenCharacterError, match="position 6 of the text 'some'") as error:
         prepare(text, tmp_path / "out", tokenizer=CharTokenizer("ab"), n_processes=1)
     assert (error.value.character, error.value.position) == ("z", 6)

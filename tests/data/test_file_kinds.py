@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from preparing import corpus_at
 
 from pentameter.data.corpora.file_kinds import detect_kind
 from pentameter.data.corpora.files import FileContents, read_documents
-from pentameter.data.corpora.text import text_from_paths
 from pentameter.errors import CorruptError
 
 
@@ -129,8 +129,8 @@ def test_words_that_begin_as_other_files_do_are_text(start):
 def test_a_table_is_read_as_text_with_a_word(tmp_path):
     (tmp_path / "a.csv").write_text("text,label\nhello,1\n")
     (tmp_path / "b.txt").write_text("b")
-    text = text_from_paths([tmp_path])
+    text = corpus_at(tmp_path)
     assert "".join(text.chunks()) == "text,label\nhello,1\nb"
-    assert f"{tmp_path / 'a.csv'} is a table, and is read as plain text" in text.warning
-    assert f"read_csv('{tmp_path / 'a.csv'}')" in text.warning
-    assert text_from_paths([tmp_path / "b.txt"]).warning is None
+    assert f"{tmp_path / 'a.csv'} is a table, and is read as plain text" in text.warnings[0]
+    assert f"read_csv('{tmp_path / 'a.csv'}')" in text.warnings[0]
+    assert corpus_at(tmp_path / "b.txt").warnings == ()

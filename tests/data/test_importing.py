@@ -4,9 +4,9 @@ import struct
 
 import numpy as np
 import pytest
+from preparing import corpus_at
 
 from pentameter.cli.prepare import run
-from pentameter.data.corpora.text import text_from_paths
 from pentameter.data.prepare.from_tokens import (
     files_by_split,
     import_tokens,
@@ -251,4 +251,4 @@ def test_a_folder_of_token_files_is_its_files(tmp_path):
     (folder / "more.txt").write_text("text too")
     assert token_files([folder]) == []
     with pytest.raises(CorruptError, match=r"are these token ids\? `pentameter prepare FILE\.bin"):
-        [*text_from_paths([nanogpt(tmp_path / "raw.bin", [0xFFFD] * 9)]).chunks()]
+        [*corpus_at(nanogpt(tmp_path / "raw.bin", [0xFFFD] * 9)).chunks()]

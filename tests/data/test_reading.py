@@ -8,10 +8,10 @@ from encodings.aliases import aliases
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from preparing import corpus_at
 
 from pentameter.config.data_schema import encoding_problem
 from pentameter.data.corpora.files import UTF8, FileContents, read_documents
-from pentameter.data.corpora.text import text_from_paths
 from pentameter.errors import ConfigError, CorruptError
 
 CHARACTERS = {
@@ -179,7 +179,7 @@ def test_gzip_of_text_and_of_jsonl(tmp_path):
     file = write(tmp_path / "a.txt.gz", gzip.compress(text.encode()) + gzip.compress(b"more"))
     assert documents(file) == [text + "more"]
     assert documents(write(tmp_path / "a.jsonl.gz", gzip.compress(JSONL))) == RECORDS
-    assert len(list(text_from_paths([tmp_path]).documents())) == 5
+    assert len(list(corpus_at(tmp_path).documents())) == 5
 
 
 @pytest.mark.parametrize("damage", [lambda d: d[:-20], lambda d: b"no gzip", lambda d: d[:60] * 2])

@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from preparing import prepare
+from preparing import prepare, text_of_documents
 
-from pentameter.data.corpora.text import text_of_chunks
 from pentameter.data.prepare.splits import Splitting
 from pentameter.data.shards.dataset import open_shards
 from pentameter.data.shards.format import find_header, header_hash
@@ -22,7 +21,7 @@ TEXT = "the quick brown fox jumps over the lazy dog. " * 4
 def text_of(content, *, name="text", pieces=1):
     cut = -(-len(content) // pieces) or 1
     parts = [content[i : i + cut] for i in range(0, len(content), cut)]
-    return text_of_chunks(name, lambda: iter(parts), len(content.encode()))
+    return text_of_documents(lambda: iter([iter(parts)]), name=name, n_bytes=len(content.encode()))
 
 
 @pytest.fixture
@@ -321,7 +320,7 @@ def test_ends_of_splits(n, val, test, ends):
 
 def test_a_text_that_changes_while_it_is_read_is_refused_and_leaves_nothing(tmp_path):
     versions = iter(["abcabc", "abcbca"])
-    text = text_of_chunks("text", lambda: iter([next(versions)]), 6)
+    text = text_of_documents(lambda: iter([iter([next(versions)])]))
     with pytest.raises(StorageError, match="changed while it was read"):
         prepare(text, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

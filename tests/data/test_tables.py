@@ -7,13 +7,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from preparing import corpus_at
 
 from pentameter.config.data_schema import DataConfig
 from pentameter.data.corpora import tables
-from pentameter.data.corpora.conversations import Chat, Exchange, conversations_at
+from pentameter.data.corpora.conversations import Chat, Exchange
 from pentameter.data.corpora.files import FileContents, read_documents
 from pentameter.data.corpora.inputs import inputs_at
-from pentameter.data.corpora.text import text_from_paths
+from pentameter.data.corpora.text import Text
 from pentameter.data.open_dataset import open_dataset
 from pentameter.errors import ConfigError, CorruptError
 
@@ -132,7 +133,7 @@ def parts(path):
     root = Path(path)
 
     def names(files):
-        return [str(file.relative_to(root)) for file in files]
+        return [str(file.path.relative_to(root)) for file in files]
 
     held_out = {split: names(files) for split, files in inputs.held_out.items()}
     return names(inputs.files), held_out, inputs.warnings
@@ -154,7 +155,7 @@ def test_a_data_set_as_it_was_downloaded(tmp_path):
     }
     assert len(warnings) == 1
     assert "its 1 other files are not read" in warnings[0]
-    text = text_from_paths([tmp_path])
+    text = corpus_at(tmp_path)
     assert list(text.chunks()) == ["t0", "t1"]
     assert {split: list(part.chunks()) for split, part in text.held_out.items()} == {
         "val": ["v"],
@@ -194,26 +195,26 @@ def test_a_data_set_that_was_saved(tmp_path):
     folder = saved(tmp_path / "one", 2, text=["a", "b"])
     arrow(folder / "cache-0123456789abcdef.arrow", text=["a map's result"])
     arrow(folder / "data-00000-of-00003.arrow", text=["of an earlier save"])
-    assert "".join(text_from_paths([folder]).chunks()) == "abab"
-    assert text_from_paths([folder]).warning is None
+    assert "".join(corpus_at(folder).chunks()) == "abab"
+    assert corpus_at(folder).warnings == ()
     (folder / "data-00001-of-00002.arrow").unlink()
     with pytest.raises(CorruptError, match=r"lists data-00001-of-00002\.arrow, which is not there"):
-        text_from_paths([folder])
+        corpus_at(folder)
     state = {"_data_files": [], "_indices_data_files": [{"filename": "indices.arrow"}]}
     (folder / "state.json").write_text(json.dumps(state))
     with pytest.raises(ConfigError, match="flatten_indices"):
-        text_from_paths([folder])
+        corpus_at(folder)
     for damage in ("{", "[]", '{"_data_files": 1}'):
         (folder / "state.json").write_text(damage)
         with pytest.raises(CorruptError, match="is no state of a saved data set"):
-            text_from_paths([folder])
+            corpus_at(folder)
 
 
 def test_a_dictionary_of_data_sets_that_was_saved(tmp_path):
     for split in ("train", "validation", "test"):
         saved(tmp_path / split, text=[split])
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "validation", "test"]}')
-    text = text_from_paths([tmp_path])
+    text = corpus_at(tmp_path)
     assert "".join(text.chunks()) == "train"
     assert "".join(text.held_out["val"].chunks()) == "validation"
     assert "".join(text.held_out["test"].chunks()) == "test"
@@ -227,7 +228,7 @@ def test_names_of_splits(tmp_path):
     assert (found, held_out) == (["train-0.parquet"], {})
     assert "is named for the test split, and no file for validation" in warnings[0]
     assert "unsupervised-0.parquet (one of 1) is named for no split" in warnings[1]
-    assert "--data.validation-path" in text_from_paths([tmp_path]).warning
+    assert "--data.validation-path" in corpus_at(tmp_path).warnings[0]
     only = tmp_path / "only"
     parquet(only / "validation-0.parquet", text=["v"])
     parquet(only / "test" / "latest.parquet", text=["v"])
@@ -248,7 +249,7 @@ def test_several_subsets_are_told(tmp_path):
 def test_text_and_jsonl_have_no_splits_by_name(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "validation.jsonl").write_text('{"text": "b"}\n')
-    assert "".join(text_from_paths([tmp_path]).chunks()) == "ab"
+    assert "".join(corpus_at(tmp_path).chunks()) == "ab"
 
 
 # -- conversations ----------------------------------------------------------------------------
@@ -266,7 +267,7 @@ def test_conversations_in_a_table(tmp_path, name):
     ]
     WRITERS[name](tmp_path / name, id=[1, 2], messages=pa.array(chats, ROLES))
     (tmp_path / "README.md").write_text("a card")
-    found = conversations_at(DataConfig(path="x"), [tmp_path])
+    found = corpus_at(tmp_path)
     records = [record for record, _ in found.records()]
     assert records == [Chat(chats[0], [1], None), Chat([{"role": "assistant"}], [0], None)]
     assert [where for _, where in found.records()][1] == f"{tmp_path / name}, row 1"
@@ -275,7 +276,7 @@ def test_conversations_in_a_table(tmp_path, name):
 def test_prompts_in_a_table_with_its_splits(tmp_path):
     for split in ("train", "validation"):
         parquet(tmp_path / f"{split}-0.parquet", prompt=[split], completion=["b"], text_id=[1])
-    found = conversations_at(DataConfig(path="x"), [tmp_path])
+    found = corpus_at(tmp_path)
     assert [record for record, _ in found.records()] == [Exchange("train", "b")]
     assert [record for record, _ in found.held_out["val"].records()] == [
         Exchange("validation", "b")
@@ -284,7 +285,7 @@ def test_prompts_in_a_table_with_its_splits(tmp_path):
 
 def test_a_table_with_text_is_text(tmp_path):
     file = parquet(tmp_path / "a.parquet", text=["a"], prompt=["b"], completion=["c"])
-    assert conversations_at(DataConfig(path="x"), [file]) is None
+    assert isinstance(corpus_at(file), Text)
 
 
 # -- memory -----------------------------------------------------------------------------------

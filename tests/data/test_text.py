@@ -6,14 +6,10 @@ from unittest import mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from preparing import corpus_at, text_of_documents
 
 from pentameter.data.corpora.files import read_documents
 from pentameter.data.corpora.inputs import files_below
-from pentameter.data.corpora.text import (
-    first_bytes,
-    text_from_paths,
-    text_of_chunks,
-)
 from pentameter.errors import ConfigError, CorruptError, StorageError
 
 # What UTF-8 files can hold: any Unicode but surrogates; NUL counts as binary.
@@ -72,7 +68,7 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
     for name in (".git", "__pycache__"):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "file", b"no")
-    assert "".join(text_from_paths([tmp_path]).chunks()) == "<a.txt><b/10><b/2><c>"
+    assert "".join(corpus_at(tmp_path).chunks()) == "<a.txt><b/10><b/2><c>"
 
 
 def test_odd_files_are_left_out_and_never_opened(tmp_path):
@@ -87,33 +83,34 @@ def test_odd_files_are_left_out_and_never_opened(tmp_path):
     server.close()
     assert files_below(tmp_path) == [tmp_path / "a.txt"]
     with pytest.raises(ConfigError, match="neither a regular file nor a folder"):
-        text_from_paths([tmp_path / "pipe"])
+        corpus_at(tmp_path / "pipe")
 
 
 def test_a_link_to_nowhere_and_an_unreadable_file_are_named(tmp_path):
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     with pytest.raises(StorageError, match=r"gone\.txt"):
-        list(text_from_paths([tmp_path]).chunks())
+        list(corpus_at(tmp_path).chunks())
     (tmp_path / "gone.txt").unlink()
     secret = write(tmp_path / "secret.txt", b"text")
     secret.chmod(0)
     if os.access(secret, os.R_OK):
         pytest.skip("this user may read every file")
     with pytest.raises(StorageError, match=r"secret\.txt"):
-        list(text_from_paths([tmp_path]).chunks())
+        list(corpus_at(tmp_path).chunks())
 
 
 def test_missing_and_empty_paths_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
-        text_from_paths([tmp_path / "no.txt"])
+        corpus_at(tmp_path / "no.txt")
     with pytest.raises(ConfigError, match="no text file below"):
-        text_from_paths([tmp_path])
+        corpus_at(tmp_path)
 
 
 @given(file_text, st.integers(1, 40))
 def test_first_bytes_is_the_longest_start_that_fits(text, max_bytes):
-    whole = text_of_chunks("t", lambda: iter([text[:3], text[3:]]), len(text.encode()), "id")
-    start = "".join(first_bytes(whole, max_bytes).chunks())
+    start = "".join(
+        text_of_documents(lambda: iter([iter([text[:3], text[3:]])]), max_bytes=max_bytes).chunks()
+    )
     assert text.startswith(start)
     assert len(start.encode()) <= max_bytes
     assert start == text or len(text[: len(start) + 1].encode()) > max_bytes

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from preparing import prepare
+from preparing import corpus_at, prepare
 
-from pentameter.data.corpora.text import text_from_paths
 from pentameter.data.prepare.splits import Splitting
 from pentameter.data.shards.dataset import open_shards
 from pentameter.disk.lock import building
@@ -27,9 +26,8 @@ SCRIPT = """
 import os, sys
 from pathlib import Path
 sys.path.append(sys.argv[5])
-from preparing import prepare
+from preparing import corpus_at, prepare
 from pentameter.data.prepare.splits import Splitting
-from pentameter.data.corpora.text import text_from_paths
 at, tokenizer = int(sys.argv[3]), sys.argv[4]
 calls = 0
 def kill(stage, done, total):
@@ -38,7 +36,7 @@ def kill(stage, done, total):
     if calls == at:
         os.kill(os.getpid(), 9)
 prepare(
-    text_from_paths([Path(sys.argv[1])]), Path(sys.argv[2]), tokenizer=tokenizer, progress=kill,
+    corpus_at(Path(sys.argv[1])), Path(sys.argv[2]), tokenizer=tokenizer, progress=kill,
     splitting=Splitting(0.2, 0.1, "document"), shard_tokens=150_000, n_processes=0,
 )
 """
@@ -57,7 +55,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def text(folder):
-    return text_from_paths([folder])
+    return corpus_at(folder)
 
 
 def files(folder):
@@ -76,13 +74,13 @@ def killed(folder, out, at, tokenizer):
 @pytest.mark.parametrize("tokenizer", ["char", "word", "bpe:300"])
 def test_a_killed_preparation_begins_again_and_gives_the_same_bytes(folder, tmp_path, tokenizer):
     whole = tmp_path / "whole"
-    prepare(text_from_paths([folder]), whole, tokenizer=tokenizer, n_processes=0, **SETTINGS)
+    prepare(corpus_at(folder), whole, tokenizer=tokenizer, n_processes=0, **SETTINGS)
     out = tmp_path / "out"
     for at in (3, 1):  # twice
         killed(folder, out, at, tokenizer)
         assert not out.exists()
         assert [path.name for path in tmp_path.glob(".out.p*")] == [".out.part"]
-    prepare(text_from_paths([folder]), out, tokenizer=tokenizer, n_processes=0, **SETTINGS)
+    prepare(corpus_at(folder), out, tokenizer=tokenizer, n_processes=0, **SETTINGS)
     assert files(out) == files(whole)
     assert not list(tmp_path.glob(".*"))
 
@@ -92,7 +90,7 @@ def test_after_a_kill_other_text_or_settings_get_nothing_of_the_first(folder, tm
     killed(folder, out, 5, "char")
     (folder / "00.txt").write_text("changed")
     for target in (out, fresh):
-        prepare(text_from_paths([folder]), target, splitting=Splitting(0.0))
+        prepare(corpus_at(folder), target, splitting=Splitting(0.0))
     assert files(out) == files(fresh)
     assert open_shards(out / "text.json").split("val").n_tokens == 0
     assert not list(tmp_path.glob(".*"))

@@ -106,11 +106,12 @@ def _print(asked: DataArguments, data: RunData, batch: Batch, rows: list[RowRead
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     n_rows, index = len(batch.rows), asked.step - 1
-    epoch = index * n_rows // data.batches.rows_per_epoch
+    per_epoch = data.batches.rows_per_epoch
+    epoch = "" if per_epoch is None else f" · epoch {index * n_rows // per_epoch:,}"
     console.print(
         f"{data.config.name}, step {asked.step:,}: batch {index:,} (counted from 0), {n_rows:,} "
-        f"rows × {data.config.model.context_length:,} tokens · {batch.n_targets:,} targets count · "
-        f"epoch {epoch:,} · sha256 {batch.hash()[:16]}"
+        f"rows × {data.config.model.context_length:,} tokens · {batch.n_targets:,} targets count"
+        f"{epoch} · sha256 {batch.hash()[:16]}"
     )
     console.print(LEGEND if not console.is_terminal else TERMINAL_LEGEND)
     for row in rows:

@@ -15,7 +15,6 @@ import tyro
 
 from pentameter.cli.arguments import parse
 from pentameter.config.choices import FILE_DEFAULTS, VALIDATION_FRACTION
-from pentameter.config.urls import is_remote
 from pentameter.errors import ConfigError, terminal_message
 
 if TYPE_CHECKING:
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from pentameter.config.data_schema import DataConfig
-    from pentameter.data.corpora.conversations import Conversations
-    from pentameter.data.corpora.text import Text
     from pentameter.data.progress import Progress
     from pentameter.data.shards.dataset import Dataset
 
@@ -109,7 +106,7 @@ def run(arguments: list[str]) -> int:
     if files := token_files([Path(source) for source in options.source]):
         _import(options, files)
     else:
-        _prepare(options, _conversations(options), warnings)
+        _prepare(options, warnings)
     seconds = time.perf_counter() - started
     header = find_header(options.out)
     assert header is not None
@@ -166,70 +163,38 @@ def _import(options: Options, sources: Sequence[Path]) -> None:
         )
 
 
-def _conversations(options: Options) -> Conversations | None:
-    """Return the conversations that the options name; None if they name a text."""
-    from pentameter.data.corpora.conversations import conversations_at
-
-    if not options.source or not all(map(_is_input, options.source)):
-        return None
-    found = conversations_at(_data_section(options, None), options.source)
-    if found is None and options.chat_template is not None:
-        raise ConfigError("--chat-template is for conversations, and this is text; leave it out")
-    return found
-
-
-def _is_input(source: str) -> bool:
-    """True for a URL, a pattern, or a path that exists."""
-    return is_remote(source) or has_magic(source) or Path(source).exists()
-
-
-def _prepare(options: Options, conversations: Conversations | None, warnings: list[str]) -> None:
-    """Write the shards for conversations, or for the text that the options name."""
-    from pentameter.data.prepare.contents import Contents, prepare_contents
-    from pentameter.data.prepare.from_conversations import chat_template, read_conversations
-    from pentameter.data.prepare.from_text import read_contents
-    from pentameter.data.prepare.splits import Splitting
-    from pentameter.data.tokenizers.setting import chosen_tokenizer
+def _prepare(options: Options, warnings: list[str]) -> None:
+    """Write the shards of the text or the conversations that the options name."""
+    from pentameter.data.corpora.registry import CORPORA
+    from pentameter.data.prepare.preparation import preparation_of
     from pentameter.disk.atomic import refuse_existing
-
-    text = _text(options) if conversations is None else None
-    wanted = chosen_tokenizer(options.tokenizer)
-    splitting = Splitting(options.validation_fraction, options.test_fraction, options.split_by)
-    refuse_existing(options.out)  # before all is read
-    contents: Contents
-    with _progress() as callbacks:
-        progress = callbacks["progress"]
-        if conversations is not None:
-            chat = chat_template(options.chat_template, wanted)
-            contents = read_conversations(conversations, chat, wanted, splitting, progress=progress)
-            warnings += conversations.warnings
-        else:
-            assert text is not None
-            warnings += [] if text.warning is None else [text.warning]
-            contents = read_contents(
-                text, splitting, characters=wanted == "char", progress=progress
-            )
-        prepare_contents(contents, options.out, wanted, warnings=warnings, **callbacks)
-
-
-def _text(options: Options) -> Text:
-    """Return the text that the options name, checked by the `data` section's rules."""
-    from pentameter.data.corpora.registry import CORPORA, corpus_text, text_from_data_paths
-    from pentameter.data.corpora.text import first_bytes
 
     if not options.source:
         raise ConfigError(f"name a corpus ({', '.join(CORPORA)}) or text files and folders")
     corpus = options.source[0] if len(options.source) == 1 else None
-    if corpus is not None and not Path(corpus).exists() and Path(corpus).name == corpus:
-        if corpus not in CORPORA and Path(corpus).suffix:
-            corpus = None  # `notes.txt` is a missing file rather than an unknown corpus
-    elif corpus not in CORPORA:
+    if corpus is not None and corpus not in CORPORA and _names_files(corpus):
         corpus = None
     data = _data_section(options, corpus)
-    if len(options.source) == 1:
-        return corpus_text(data)
-    text = text_from_data_paths(data, options.source)
-    return text if options.max_bytes is None else first_bytes(text, options.max_bytes)
+    with _progress() as callbacks:
+        preparation = preparation_of(
+            data,
+            options.tokenizer,
+            paths=options.source if corpus is None else (),
+            progress=callbacks["progress"],
+        )
+        refuse_existing(options.out)  # before all is read
+        warnings += preparation.corpus.warnings
+        preparation.write_shards(
+            options.out, warnings=warnings, count_tokens=callbacks["count_tokens"]
+        )
+
+
+def _names_files(source: str) -> bool:
+    """True unless a source can only be a corpus: `notes.txt` is a missing file, `nots` an unknown
+    corpus."""
+    path = Path(source)
+    is_word = path.name == source and not path.suffix and not has_magic(source)
+    return not is_word or path.exists()
 
 
 def _data_section(options: Options, corpus: str | None) -> DataConfig:

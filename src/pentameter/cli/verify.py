@@ -117,11 +117,14 @@ def _data(config: Config, parsed: VerifyArguments) -> bool:
         print(_json(found.passed, found.outcomes, **found.facts()))
         return found.passed
     print_tables([data_table(found.outcomes), ""], WIDTH)
+    epoch = ""
+    if found.rows_per_epoch is not None:
+        epoch = f", {found.rows_per_epoch:,} rows an epoch"
     _say(
         summary(
             found.asked,
             f"the {found.batch_size} rows of steps {', '.join(map(str, found.steps))}, in "
-            f"{found.order} order, {found.rows_per_epoch:,} rows an epoch",
+            f"{found.order} order{epoch}",
         )
     )
     if all(outcome.refused for outcome in found.asked):

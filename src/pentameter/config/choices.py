@@ -126,7 +126,7 @@ FILE_DEFAULTS = {"text_field": "text", "encoding": "utf-8"}
 """Keys in `[data]` about files' text → their defaults, in `prepare` too."""
 
 ROWS_ARE_DOCUMENTS = {
-    **dict.fromkeys(("random", "shuffled", "sequential", "columns"), False),
+    **dict.fromkeys(("random", "shuffled", "sequential", "streamed", "columns"), False),
     "documents": True,
 }
 """`data.order` → True if a row is (the beginning of) one document."""

@@ -102,11 +102,15 @@ class DataConfig(Section):
     chat_template: Annotated[str, Field(min_length=1)] | None = None
     """Renders the messages of conversations as text: a Jinja file, a folder with the
     tokenizer_config.json of a Hugging Face model, or `chatml`; the tokenizer's own when absent."""
-    order: Literal["random", "shuffled", "sequential", "columns", "documents"] = "random"
+    order: Literal["random", "shuffled", "sequential", "streamed", "columns", "documents"] = (
+        "random"
+    )
     """`random`: windows at random offsets; `shuffled`: every window once an epoch, permuted;
-    `sequential`: windows in the order of the text; `columns`: the text cut into batch_size
-    columns, read side by side; `documents`: a document a row, permuted anew each epoch.
-    Conversations are `documents`, packed where another order stands."""
+    `sequential`: windows in the order of the text; `streamed`: these, permuted within blocks of 4
+    million tokens, so that training begins when the first block is tokenized, and the rest is
+    tokenized meanwhile (held out is then the text's beginning, at most 8 MiB); `columns`: the
+    text cut into batch_size columns, read side by side; `documents`: a document a row, permuted
+    anew each epoch. Conversations are `documents`, packed where another order stands."""
     packing: Switch = False
     """With `documents`: rows filled with one document after another instead of one each, cut at
     context_length and padded; nothing is dropped then."""

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pentameter.config.data_schema import FILE_DEFAULTS, DataConfig
+from pentameter.config.choices import FILE_DEFAULTS
+from pentameter.config.data_schema import DataConfig
 from pentameter.config.urls import shown_path
-from pentameter.data.corpora.conversations import conversations_at
-from pentameter.data.corpora.registry import corpus_text
 from pentameter.data.corpora.text import Text
-from pentameter.data.prepare.contents import Contents, prepare_contents
-from pentameter.data.prepare.from_conversations import chat_template, read_conversations
-from pentameter.data.prepare.from_text import TextContents, read_contents
+from pentameter.data.prepare.ahead import open_text_stream
+from pentameter.data.prepare.preparation import Preparation, preparation_of
 from pentameter.data.prepare.splits import Splitting
 from pentameter.data.progress import Progress, no_progress
 from pentameter.data.shards.dataset import Dataset, TokenSplit, concatenated, open_shards
@@ -54,10 +52,12 @@ def open_dataset(
     warnings: list[str] | None = None,
 ) -> Dataset:
     """Open the data set that `data` describes, prepared into the cache if it is not there yet;
-    several sources are opened one by one and then concatenated.
+    several sources are opened one by one and then concatenated. The first one's tokenizer, also one
+    that is made from its text, encodes the others.
 
     `tokenizer` replaces `data.tokenizer`: a trained model's, for other text. `verify`: check the
-    files against their hashes, which one process per machine has to do. `warnings` collects
+    files against their hashes, and have the parts of a stream written, which one process per
+    machine has to do. `warnings` collects
     sentences for the user. Prepared shards, named by `data.path`, are opened with their own splits
     and tokenizer.
 
@@ -65,12 +65,20 @@ def open_dataset(
     vocabulary, …), CorruptError (damaged shards, a file that is not UTF-8 text), StorageError
     (reading or writing fails).
     """
-    if data.sources:
-        open_one = partial(
-            _open_one, verify=verify, progress=progress, warnings=warnings, is_shared=True
+    sections = [_data_of(data, corpus=each.corpus, path=each.path) for each in data.sources]
+    opened: list[Dataset] = []
+    for section in sections or [data]:
+        dataset = _open_one(
+            section,
+            tokenizer,
+            verify=verify,
+            progress=progress,
+            warnings=[] if warnings is None else warnings,
+            is_shared=bool(sections),
         )
-        return _open_sources(data, tokenizer, open_one)
-    return _open_one(data, tokenizer, verify=verify, progress=progress, warnings=warnings)
+        opened.append(dataset)
+        tokenizer = dataset.tokenizer
+    return joined_sources(data, opened) if sections else opened[0]
 
 
 def _open_one(
@@ -79,77 +87,36 @@ def _open_one(
     *,
     verify: bool,
     progress: Progress,
-    warnings: list[str] | None = None,
+    warnings: list[str],
     is_shared: bool = False,
 ) -> Dataset:
     """Open a data set that has one source. If `is_shared`, other data sets have the same settings,
     and those that do not concern this kind of data are passed over, not refused."""
-    if data.path is not None and (header := find_header(Path(data.path))) is not None:
-        dataset = open_shards(header, verify=verify, progress=progress)
-        settings = data.model_copy(update=NOT_OF_SHARDS) if is_shared else data
-        _check_prepared(settings, dataset.tokenizer, tokenizer or data.tokenizer)
-        return dataset
-    given = wanted = chosen_tokenizer(tokenizer or data.tokenizer)
-    splitting = Splitting(data.validation_fraction, data.test_fraction, data.split_by)
-    conversations = None if data.path is None else conversations_at(data, [data.path])
-    contents: Contents | None = None
-    text: Text | None = None
-    if conversations is not None:
-        chat = chat_template(data.chat_template, wanted)
-        contents = read_conversations(conversations, chat, wanted, splitting, progress=progress)
-        key = contents.key
-        if warnings is not None:
-            warnings += conversations.warnings
-    else:
-        if data.chat_template is not None and not is_shared:
-            raise ConfigError(
-                f"data.chat_template={data.chat_template!r} is for conversations, and "
-                f"{data.path or data.corpus} holds text; leave it out"
-            )
-        text = corpus_text(data)
-        if text.warning is not None and warnings is not None:
-            warnings.append(text.warning)
-        key = {"name": text.name, "text": text.identity, "held_out": {}}
-        if text.identity is None:
-            contents = read_contents(text, splitting, progress=progress)
-            key = contents.key
-            wanted = _as_setting(data, contents, wanted)
-    folder = _cached_folder(data, key, wanted)
-    header = folder / f"{key['name']}.json"
-    if not header.exists():
-        if contents is None:
-            assert text is not None  # generated, and so far known by its settings alone
-            contents = read_contents(text, splitting, progress=progress)
-        prepare_contents(
-            contents,
-            folder,
-            wanted,
-            progress=progress,
-            warnings=warnings,
-            keep_existing=True,
-        )
+    wanted = tokenizer or data.tokenizer
+    prepared = None if data.path is None else find_header(Path(data.path))
+    header = prepared
+    if header is None:
+        preparation = preparation_of(data, wanted, is_shared=is_shared, progress=progress)
+        warnings += preparation.corpus.warnings
+        if data.order == "streamed" and isinstance(preparation.corpus, Text):
+            return open_text_stream(preparation.corpus, preparation, data.tokenizer, leads=verify)
+        header = _cached_header(preparation, data.tokenizer)
+        if not header.exists():
+            preparation.write_shards(header.parent, warnings=warnings, keep_existing=True)
     try:
         dataset = open_shards(header, verify=verify, progress=progress)
     except CorruptError as error:
-        raise CorruptError(f"{error} (it is a cache: delete {folder} and start again)") from error
-    if isinstance(given, Tokenizer) and conversations is None:
-        dataset.tokenizer.chat = given.chat  # the same tokens may have been prepared without it
+        if prepared is not None:
+            raise
+        raise CorruptError(
+            f"{error} (it is a cache: delete {header.parent} and start again)"
+        ) from error
+    if prepared is not None:
+        settings = data.model_copy(update=NOT_OF_SHARDS) if is_shared else data
+        _check_prepared(settings, dataset.tokenizer, wanted)
+    elif tokenizer is not None and not dataset.has_conversations:
+        dataset.tokenizer.chat = tokenizer.chat  # the same tokens may have been prepared without it
     return dataset
-
-
-def _open_sources(
-    data: DataConfig, tokenizer: Tokenizer | None, open_one: Callable[..., Dataset]
-) -> Dataset:
-    """Open all sources and concatenate them; the first one's tokenizer encodes the others' text.
-
-    A tokenizer that is made from text is made from the first source's.
-    """
-    opened: list[Dataset] = []
-    for source in data.sources:
-        section = _data_of(data, corpus=source.corpus, path=source.path)
-        opened.append(open_one(section, tokenizer))
-        tokenizer = opened[-1].tokenizer
-    return joined_sources(data, opened)
 
 
 def joined_sources(data: DataConfig, opened: Sequence[Dataset]) -> Dataset:
@@ -188,8 +155,11 @@ def open_evaluations(
     `open_dataset`."""
     found = {}
     for each in data.evaluations:
-        section = _data_of(data, path=each.path, validation_fraction=0.0, test_fraction=0.0)
-        dataset = _open_one(section, tokenizer, verify=verify, progress=progress, is_shared=True)
+        whole = {"validation_fraction": 0.0, "test_fraction": 0.0, "order": "sequential"}
+        section = _data_of(data, path=each.path, **whole)
+        dataset = _open_one(
+            section, tokenizer, verify=verify, progress=progress, warnings=[], is_shared=True
+        )
         parts = [split for split in dataset.splits.values() if split.n_tokens]
         found[each.name] = replace(concatenated(each.name, parts), parts=())
     return found
@@ -208,33 +178,35 @@ def needs_no_download(data: DataConfig) -> bool:
     return data.tokenizer != GPT2 or prepared or gpt2_is_cached()
 
 
-def _as_setting(
-    data: DataConfig, contents: TextContents, wanted: str | Tokenizer
-) -> str | Tokenizer:
-    """Return the setting that makes the wanted tokenizer from this text, if one is known to; else
-    the tokenizer.
+def _cached_header(preparation: Preparation, setting: str) -> Path:
+    """Return the header of the shards in the cache, made or to be made; `setting` is
+    `data.tokenizer`.
 
-    With a trained model's tokenizer, this finds the shards from its training: the same tokens are
-    not stored twice.
+    A trained model's tokenizer may be the one that a setting makes from this text. Then these are
+    the shards from its training: the same tokens are not stored twice.
     """
-    if isinstance(wanted, str):
-        return wanted
-    if isinstance(wanted, CharTokenizer) and "".join(wanted.characters) == contents.characters:
-        return "char"
-    if is_made_from_text(data.tokenizer):
-        made = _cached_folder(data, contents.key, data.tokenizer) / TOKENIZER_FILE
-        if made.exists() and load_tokenizer(made).hash == wanted.hash:
-            return data.tokenizer
-    return wanted
+    wanted, corpus = preparation.tokenizer, preparation.corpus
+    folder = partial(_cached_folder, preparation.key, preparation.splitting)
+    if isinstance(wanted, Tokenizer) and isinstance(corpus, Text) and corpus.identity is None:
+        if (
+            isinstance(wanted, CharTokenizer)
+            and "".join(wanted.characters) == preparation.contents.characters
+        ):
+            wanted = "char"
+        elif is_made_from_text(setting) and (made := folder(setting) / TOKENIZER_FILE).exists():
+            wanted = setting if load_tokenizer(made).hash == wanted.hash else wanted
+    return folder(wanted) / f"{corpus.name}.json"
 
 
-def _cached_folder(data: DataConfig, key: Mapping[str, Any], tokenizer: str | Tokenizer) -> Path:
+def _cached_folder(
+    key: Mapping[str, Any], splitting: Splitting, tokenizer: str | Tokenizer
+) -> Path:
     """Return the cache's folder for contents with this key, encoded and split by these settings."""
     settings = {
         **key,
         "version": CACHE_VERSION,
         "tokenizer": tokenizer if isinstance(tokenizer, str) else tokenizer.hash,
-        "splits": [data.split_by, data.validation_fraction, data.test_fraction],
+        "splits": [splitting.by, splitting.validation_fraction, splitting.test_fraction],
     }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return cache_folder() / "prepared" / f"{key['name']}-{digest[:24]}"

@@ -11,6 +11,7 @@ Progress = Callable[[str, int, int], None]
 
 READING, TRAINING, ENCODING = "reading", "training", "encoding"
 IMPORTING, VERIFYING = "importing", "verifying"
+BEGINNING = "beginning"  # the first part of a stream
 AWAITING = "awaiting"  # another process prepares the same
 AWAITING_A_RANK = "awaiting a rank"  # which may be of the same run
 
@@ -26,10 +27,11 @@ _WORDS = {
     TRAINING: "training the tokenizer",
     IMPORTING: "importing the tokens",
     VERIFYING: "verifying the tokens",
+    BEGINNING: "tokenizing the beginning of the text; training starts after it",
     AWAITING: "another process prepares the same data; waiting for it",
     AWAITING_A_RANK: "another rank, or another run, prepares the same data; waiting for it",
 }
-_WAITS = (AWAITING, AWAITING_A_RANK)
+_WAITS = (BEGINNING, AWAITING, AWAITING_A_RANK)
 
 
 def pass_in_words(name: str) -> str:

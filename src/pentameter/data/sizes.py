@@ -52,6 +52,9 @@ def data_sizes(config: Config, gpt2: Tokenizer | None = None) -> DataSizes:
         of_length = ("steps", "total_tokens", "total_flops")
         unknown = ("rows_per_epoch", *(of_length if config.train.epochs is not None else ()))
         return DataSizes(vocab_size, UNKNOWN_EPOCH, unknown)
-    dataset = open_dataset(config.data, tokenizer=gpt2, verify=False)
+    # The hashes are left to the run; but the beginning of a stream must be there.
+    is_streamed = config.data.order == "streamed"
+    dataset = open_dataset(config.data, tokenizer=gpt2, verify=is_streamed)
     rows_per_epoch = training_batches(config, dataset.split("train")).rows_per_epoch
+    dataset.close()
     return DataSizes(dataset.vocab_size, rows_per_epoch)

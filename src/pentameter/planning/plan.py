@@ -359,5 +359,8 @@ def _steps(n_epochs: int, epoch: Fraction | None, key: str) -> int:
     """Return the steps that complete `n_epochs` passes over the training split, rounded up. Raises
     ConfigError if the epoch length is unknown."""
     if epoch is None:
-        raise ConfigError(f"{key} counts in epochs, and no data is at hand to say how long one is")
+        raise ConfigError(
+            f"{key} counts in epochs, and how long one is nobody knows: no data is at hand, or its "
+            "end is not, as with data.order='streamed'; count in steps"
+        )
     return max(1, math.ceil(n_epochs * epoch))

@@ -12,6 +12,7 @@ from pentameter.data.batches.step import TrainingBatches, training_batches
 from pentameter.data.open_dataset import joined_sources
 from pentameter.data.shards.dataset import Dataset, open_shards
 from pentameter.data.shards.format import find_header
+from pentameter.data.shards.stream import NoSource, is_stream, open_stream
 from pentameter.disk.atomic import read_json
 from pentameter.disk.cache import cache_folder
 from pentameter.errors import ConfigError, CorruptError
@@ -96,6 +97,8 @@ def open_run_data(folder: Path) -> RunData:
 def _opened(recorded: Path, run_folder: Path) -> Dataset:
     """Open shards at their recorded path, else under the same name in this machine's cache."""
     for folder in (recorded, cache_folder() / "prepared" / recorded.name):
+        if is_stream(folder):
+            return open_stream(folder, NoSource(folder), verify=False)
         if (header := find_header(folder)) is not None:
             return open_shards(header, verify=False)  # whoever trains verifies
     raise CorruptError(

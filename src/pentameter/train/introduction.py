@@ -5,7 +5,7 @@ from __future__ import annotations
 from pentameter.config.data_schema import DataConfig
 from pentameter.config.urls import shown_path
 from pentameter.data.batches.step import TrainingBatches
-from pentameter.data.corpora.registry import corpus_text
+from pentameter.data.corpora.registry import corpus_of
 from pentameter.formatting import size
 from pentameter.planning.plan import Plan
 from pentameter.train.evaluations import begins_with_evaluation
@@ -23,6 +23,8 @@ def introduction(run: TrainingRun) -> list[str]:
         for name in ("train", "val", "test")
         if run.dataset.split(name).n_tokens
     )
+    if isinstance(run.batches, TrainingBatches) and run.batches.is_growing:
+        splits += "; more is tokenized meanwhile"
     micro = ""
     if plan.n_micro_batches > 1:
         micro = f" in {plan.n_micro_batches} micro-batches of {plan.micro_batch_size}"
@@ -126,7 +128,7 @@ def _left_out(data: DataConfig) -> str:
     """
     if data.max_bytes is None:
         return ""
-    whole = corpus_text(data.model_copy(update={"max_bytes": None})).n_bytes
+    whole = corpus_of(data.model_copy(update={"max_bytes": None})).n_bytes
     if whole <= data.max_bytes:
         return ""
     return f" · reads {size(data.max_bytes)} of {size(whole)} (data.max_bytes)"

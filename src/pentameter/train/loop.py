@@ -47,6 +47,8 @@ from pentameter.train.update import Update, may_read_late, read, update_weights
 from pentameter.train.user_components import BatchFunction, OptimizerFunction, UserComponents
 
 MAX_CONSECUTIVE_SKIPS = 3
+AWAITING_TOKENS = "awaiting tokens"
+"""Action of a process whose text is still being tokenized; it may take as long as it takes."""
 
 
 class Trainer:
@@ -196,6 +198,8 @@ class _Loop:
         self._late = late
         self._unread: list[_Step] = []
         self._boundary = Boundary(run, checkpoints, hooks, signals)
+        for tokens in run.dataset.training_tokens:
+            tokens.waiting = lambda: run.world.progress.note(AWAITING_TOKENS, run.state.step + 1)
 
     def run_to_end(self) -> RunEnd:
         """Train until the run ends, and return how it ended."""
@@ -224,6 +228,8 @@ class _Loop:
         with throughput:
             with throughput.reading_batch():
                 batch = run.batches.batch(state.step, run.engine.rows)
+            if run.world.progress.latest.doing == AWAITING_TOKENS:
+                run.world.progress.note("training", state.step + 1)
             scale = state.loss_scale.scale if run.compute.precision == "fp16" else 1.0
             loss = run.engine.forward_backward(batch, state.step, loss_scale=scale)
             rate, clip_norm = self._rate(state.step), run.config.optimizer.clip_norm

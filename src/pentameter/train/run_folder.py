@@ -22,6 +22,7 @@ from pentameter.checkpoint.store import CheckpointStore
 from pentameter.config.fingerprint import config_hash
 from pentameter.config.write import to_toml
 from pentameter.data.shards.dataset import Dataset
+from pentameter.data.shards.stream import tokens_for
 from pentameter.disk.atomic import (
     decode_json,
     is_temporary,
@@ -149,6 +150,11 @@ def open_run_folder(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFol
     return replace(folder, initial_weights=weights)
 
 
+def hash_of_read(dataset: Dataset, plan: Plan, step: int) -> str:
+    """Return the sha256, in hex, of the data that a run has read after `step` steps."""
+    return dataset.hash_of(tokens_for(step * plan.batch_size, plan.config.model.context_length))
+
+
 def _check_other_writers(folder: RunFolder, world: World) -> None:
     """Raise ConfigError if a rank does not see the folder, and so could not save into it."""
     deadline = time.monotonic() + VISIBLE_SECONDS
@@ -222,10 +228,11 @@ def _open(request: RunRequest, plan: Plan, dataset: Dataset) -> RunFolder:
             identity["init_from"] = weights.origin
     else:
         data_hash = saved_state(checkpoint)[1].data_hash
-        if data_hash not in (None, dataset.hash):
+        now = hash_of_read(dataset, plan, checkpoint.step)
+        if data_hash not in (None, now):
             raise ConfigError(
                 f"the data has changed since step {checkpoint.step} of {path} was saved "
-                f"(sha256 {data_hash[:16]}…, now {dataset.hash[:16]}…); restore it, or start "
+                f"(sha256 {data_hash[:16]}…, now {now[:16]}…); restore it, or start "
                 "anew with another --run-dir or --name"
             )
         check_same_run(path, checkpoint, plan, request.config)

@@ -56,6 +56,7 @@ from pentameter.planning.plan import Plan
 from pentameter.processes.world import World
 from pentameter.train.compute import Compute
 from pentameter.train.hooks import CheckpointMetrics, TrainingRun
+from pentameter.train.run_folder import hash_of_read
 
 
 @dataclass
@@ -382,7 +383,7 @@ def _planned(
         tensors,
         {
             **state.to_json(),
-            "data_hash": run.dataset.hash,
+            "data_hash": hash_of_read(run.dataset, run.plan, state.step),
             **run.supplied.record(run.plan),
             "base_model": run.folder.base_model,
             **world.on_main(log_ends),

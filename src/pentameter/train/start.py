@@ -57,8 +57,11 @@ def start_run(
         progress=console.progress,
         warnings=warnings,
     )
+    stack.callback(dataset.close)
     request, batches = _with_batches(request, dataset)
     plan = _plan(request, dataset, batches)
+    if isinstance(batches, TrainingBatches):
+        batches.prepare(plan.steps)
     evaluations = splits_to_evaluate(
         plan.config, dataset, batches, verify=world.local_rank == 0, progress=console.progress
     )

@@ -60,6 +60,8 @@ def chosen_steps(batches: TrainingBatches, batch_size: int, n_steps: int) -> lis
     across the end of the second: an epoch is shuffled anew, wherever in a batch it ends."""
     epoch = batches.rows_per_epoch
     steps = set(range(n_steps))
+    if epoch is None:  # of a stream
+        return sorted(steps)
     for row in (epoch // 2, epoch, 2 * epoch):
         around = row // batch_size
         first = max(0, around - n_steps // 2)
@@ -140,7 +142,7 @@ class DataVerdict:
     """The data set's hash."""
     order: str | None
     batch_size: int
-    rows_per_epoch: int
+    rows_per_epoch: int | None
     steps: Sequence[int]
 
     @property

@@ -75,6 +75,11 @@ class Mixture:
         fractions = [order.target_fraction for order in self.orders]
         return float(np.dot(fractions, self._counts)) / BLOCK_ROWS
 
+    def counts(self, n_rows: int) -> list[int]:
+        """Return how many of the first `n_rows` rows come from each data set, at most."""
+        n_blocks = -(-n_rows // BLOCK_ROWS)
+        return (n_blocks * self._counts).tolist()
+
     def passes(self, n_rows: int) -> list[float]:
         """Return the passes over each data set that `n_rows` rows make."""
         return [

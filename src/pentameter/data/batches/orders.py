@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from pentameter import keyed
 from pentameter.data.shards.dataset import TokenSplit
+from pentameter.data.shards.stream import tokens_for
 from pentameter.errors import ConfigError
 
 Int64 = npt.NDArray[np.int64]
@@ -83,7 +84,7 @@ class Windows(Order):
 
     def __post_init__(self) -> None:
         split, context_length = self.split, self.context_length
-        if split.n_tokens <= context_length:
+        if split.tokens.up_to(context_length + 1) <= context_length:
             longest = split.n_tokens - 1
             remedy = f", or model.context_length of at most {longest}" if longest > 0 else ""
             raise ConfigError(
@@ -149,6 +150,36 @@ class Sequential(Windows):
     def starts(self, step: int, numbers: Int64) -> Int64:
         """Return consecutive windows' first tokens (B,)."""
         return self._epochs(step, numbers)[1] * self.context_length
+
+
+class Streamed(Windows):
+    """The same windows in blocks of `BLOCK_TOKENS` tokens, permuted within each block.
+
+    A row needs no token behind its block, so a text may still be tokenized. How many rows an epoch
+    has is known once its text has ended.
+    """
+
+    def starts(self, step: int, numbers: Int64) -> Int64:
+        """Return permuted windows' first tokens (B,), once their blocks are there."""
+        indices = step * self.batch_size + numbers
+        n_rows = self._rows_up_to(int(indices.max()) + 1)
+        epochs, indices = np.divmod(indices, n_rows)
+        block_rows = (tokens_for(1, self.context_length) - 1) // self.context_length
+        blocks, offsets = np.divmod(indices, block_rows)
+        chosen = np.empty_like(indices)
+        for epoch, block in np.unique(np.stack([epochs, blocks]), axis=1).T.tolist():
+            selected = (epochs == epoch) & (blocks == block)
+            first = block * block_rows
+            key = keyed.make_key("block", self.seed, epoch, block)
+            size = min(block_rows, n_rows - first)
+            chosen[selected] = first + keyed.permute(key, size, offsets[selected])
+        return chosen * self.context_length
+
+    def _rows_up_to(self, n_rows: int) -> int:
+        """Return how many rows the first blocks have that hold `n_rows`, or an epoch if it has
+        fewer, once their tokens are there."""
+        n_tokens = self.split.tokens.up_to(tokens_for(n_rows, self.context_length))
+        return (n_tokens - 1) // self.context_length
 
 
 class Columns(Order):
@@ -285,6 +316,7 @@ ORDERS: Mapping[str, type[Order]] = MappingProxyType(
         "random": Random,
         "shuffled": Shuffled,
         "sequential": Sequential,
+        "streamed": Streamed,
         "columns": Columns,
         "documents": DocumentRows,
     }

@@ -20,9 +20,17 @@ import numpy.typing as npt
 from pentameter.config.choices import ROWS_ARE_DOCUMENTS, look_up
 from pentameter.config.schema import Config
 from pentameter.data.batches.mixture import ROWS_AT_ONCE, Mixture, SourceRow
-from pentameter.data.batches.orders import ORDERS, DocumentRows, Order, PackedDocuments, Row
+from pentameter.data.batches.orders import (
+    ORDERS,
+    DocumentRows,
+    Order,
+    PackedDocuments,
+    Row,
+    Streamed,
+)
 from pentameter.data.batches.tree import Tree, leaves, map_leaves
 from pentameter.data.shards.dataset import TokenSplit
+from pentameter.data.shards.stream import tokens_for
 from pentameter.errors import ConfigError
 from pentameter.planning.architecture import IGNORED_TARGET
 from pentameter.planning.batch_sizes import global_batch_size
@@ -155,6 +163,14 @@ class TrainingBatches:
                 "windows of a text; set data.order='documents' (with data.packing=true to fill "
                 "rows with several)"
             )
+        self.is_growing = any(part.beginning is not None for part in split.parts or (split,))
+        """True if the text is still being tokenized, and nobody knows how long it is."""
+        if self.is_growing and kind is not Streamed:
+            raise ConfigError(
+                f"data.order={order!r} needs the whole text, and one was opened that is tokenized "
+                "while it is read; set data.order='streamed', or leave the conversations beside it "
+                "out"
+            )
         self._batch_size, self._context_length = batch_size, context_length
         self.mixture: Mixture | None = None
         """The rule that picks each row's part of a split of several; None where it is one."""
@@ -165,18 +181,18 @@ class TrainingBatches:
             ]
             self.mixture = Mixture(orders, weights, seed)
         else:
-            self._order = kind(
-                split, seed=seed, batch_size=batch_size, context_length=context_length
-            )
+            orders = [kind(split, seed=seed, batch_size=batch_size, context_length=context_length)]
+        self._orders = orders
 
     @property
     def _source(self) -> Mixture | Order:
-        return self.mixture or self._order
+        return self.mixture or self._orders[0]
 
     @property
-    def rows_per_epoch(self) -> int:
-        """Rows in one pass over the split; steps run on across its end."""
-        return self._source.rows_per_epoch
+    def rows_per_epoch(self) -> int | None:
+        """Rows in one pass over the split; steps run on across its end. None if the text is still
+        being tokenized."""
+        return None if self.is_growing else self._source.rows_per_epoch
 
     @property
     def tokens_per_epoch(self) -> int:
@@ -192,9 +208,17 @@ class TrainingBatches:
     @property
     def filled_fraction(self) -> float:
         """Tokens in an epoch's rows ÷ the rows' length; the others are padding."""
-        orders = self.mixture.orders if self.mixture is not None else [self._order]
-        n_positions = sum(order.rows_per_epoch for order in orders) * (self._context_length + 1)
-        return sum(order.tokens_per_epoch for order in orders) / n_positions
+        n_rows = sum(order.rows_per_epoch for order in self._orders)
+        n_tokens = sum(order.tokens_per_epoch for order in self._orders)
+        return n_tokens / (n_rows * (self._context_length + 1))
+
+    def prepare(self, n_steps: int) -> None:
+        """Have the text of the first steps tokenized, if it still is."""
+        n_rows = n_steps * self._batch_size
+        counts = self.mixture.counts(n_rows) if self.mixture is not None else [n_rows]
+        for order, count in zip(self._orders, counts, strict=True):
+            if isinstance(order, Streamed):
+                order.split.tokens.prepare(tokens_for(count, self._context_length))
 
     def batch(self, step: int, rows: Int64 | None = None) -> Batch:
         """Return a step's global batch, or its rows (B,), numbers in 0 … batch_size - 1.
@@ -212,8 +236,8 @@ class TrainingBatches:
         """Return the data set and the spans of tokens of a step's rows (B,)."""
         if self.mixture is not None:
             return self.mixture.rows(step * self._batch_size + rows)
-        split = self._order.split
-        return [SourceRow(0, split, row) for row in self._order.rows(step, rows)]
+        (order,) = self._orders
+        return [SourceRow(0, order.split, row) for row in order.rows(step, rows)]
 
 
 def suited_to(split: TokenSplit, config: Config) -> Config:

@@ -11,24 +11,12 @@ tokens in `prepare/from_conversations.py`, by the tokenizer's chat template.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from pentameter.config.data_schema import DataConfig
-from pentameter.data.corpora.files import (
-    FileContents,
-    check_encodable,
-    holds_records,
-    read_records,
-)
-from pentameter.data.corpora.inputs import (
-    InputFile,
-    input_bytes,
-    input_name,
-    inputs_at,
-    local_path,
-)
+from pentameter.data.corpora.files import FileContents, InputFile, check_encodable, is_jsonl
+from pentameter.data.corpora.tables import is_table
+from pentameter.data.corpora.text import Corpus
 from pentameter.errors import CorruptError
 
 ASSISTANT = "assistant"
@@ -61,24 +49,8 @@ Conversation = Exchange | Chat
 
 
 @dataclass(frozen=True)
-class Conversations:
-    """JSONL files or tables with conversations, read one after another."""
-
-    name: str
-    """A name as `config/naming.py` allows; names the prepared files."""
-    files: tuple[InputFile, ...]
-    contents: FileContents
-    max_bytes: int | None = None
-    """Maximum UTF-8 bytes of text to take; None for all."""
-    held_out: Mapping[str, Conversations] = field(default_factory=dict)
-    """`val` and `test`, if they are files themselves."""
-    warnings: tuple[str, ...] = ()
-    """Warnings about the files, for the user."""
-
-    @property
-    def n_bytes(self) -> int:
-        """Approximate bytes that a pass reads; for progress only."""
-        return sum(map(input_bytes, self.files))
+class Conversations(Corpus):
+    """JSONL files or tables with conversations."""
 
     def records(self) -> Iterator[tuple[Conversation, str]]:
         """Yield each conversation with its file and line.
@@ -86,51 +58,26 @@ class Conversations:
         Raises CorruptError for a record that is no conversation, and as `read_records` does.
         """
         for file in self.files:
-            for record, where in read_records(local_path(file), self.contents, FIELDS):
+            for record, where in file.records(self.contents, FIELDS):
                 yield _conversation(record, where), where
 
 
-def conversations_at(data: DataConfig, paths: Sequence[str | Path]) -> Conversations | None:
-    """Open the conversations at paths (see `inputs_at`), with those that `data` holds out beside
-    them, or else those that the files' names do.
-
-    None unless all are JSONL files or tables and the first record is a conversation without the
-    field `data.text_field`. Raises ConfigError for a path that does not exist, StorageError for
-    unreadable files, CorruptError for damaged ones.
-    """
-    contents = FileContents(data.encoding, data.text_field)
-    inputs = inputs_at(paths)
-    files = inputs.files
-    if not _hold_records(files) or not _begins_with_conversation(files, contents):
-        return None
-    name = input_name(paths[0])
-    given = {"val": data.validation_path, "test": data.test_path}
-    beside = {split: inputs_at([path]).files for split, path in given.items() if path is not None}
-    for split, inside in beside.items():
-        if not _hold_records(inside):
-            raise CorruptError(
-                f"{given[split]} holds no conversations, as {files[0]} does: .jsonl files or "
-                "tables are expected"
-            )
-    held_out = {
-        split: Conversations(f"{name}-{split}", inside, contents)
-        for split, inside in (beside or inputs.held_out).items()
-    }
-    found = Conversations(name, files, contents, data.max_bytes, warnings=inputs.warnings)
-    return replace(found, held_out=held_out)
-
-
-def _hold_records(files: Sequence[InputFile]) -> bool:
-    return all(holds_records(file.name) for file in files)
-
-
-def _begins_with_conversation(files: Sequence[InputFile], contents: FileContents) -> bool:
+def hold_conversations(files: Sequence[InputFile], contents: FileContents) -> bool:
+    """True if all files have records, and the first record is a conversation without the field
+    `contents.text_field`. Raises StorageError for unreadable files, CorruptError for damaged
+    ones."""
+    if not hold_records(files):
+        return False
     for file in files:
-        for record, _ in read_records(local_path(file), contents, FIELDS):
-            if contents.text_field in record:
-                return False
-            return "messages" in record or {"prompt", "completion"} <= record.keys()
+        for record, _ in file.records(contents, FIELDS):
+            is_one = "messages" in record or {"prompt", "completion"} <= record.keys()
+            return is_one and contents.text_field not in record
     return False
+
+
+def hold_records(files: Sequence[InputFile]) -> bool:
+    """True if all files are JSONL or tables."""
+    return all(is_jsonl(file.name) or is_table(file.name) for file in files)
 
 
 def _conversation(record: Mapping[str, Any], where: str) -> Conversation:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import hashlib
 import importlib
 import io
 import itertools
@@ -22,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Protocol, cast
 
 from pentameter.config.data_schema import FILE_DEFAULTS
 from pentameter.data.corpora.archives import TAR_SUFFIX, members
@@ -57,24 +58,85 @@ class FileContents:
 UTF8 = FileContents()
 
 
-def estimated_bytes(file: Path) -> int:
-    """Estimate the bytes of text in a file. Raises StorageError if it cannot be read."""
+Records = Iterator[tuple[dict[str, Any], str]]
+"""Records, each with its file and its line or row."""
+
+
+class InputFile(Protocol):
+    """A file of text or records, wherever it lies; as a string it is named as in messages."""
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of text in it, about. Raises StorageError if it cannot be read."""
+
+    @property
+    def key(self) -> list[str | int | None] | str | None:
+        """JSON values by which its content is known without reading; None if nothing tells."""
+
+    def sha256(self) -> str:
+        """Read it for its sha256, in hex."""
+
+    def documents(self, contents: FileContents) -> Iterator[Iterator[str]]:
+        """Yield its documents; see `read_documents`."""
+
+    def records(self, contents: FileContents, fields: Sequence[str]) -> Records:
+        """Yield its records; see `read_records`."""
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """A file on this machine: an `InputFile`."""
+
+    path: Path
+    key: None = None
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.path.name
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of text in it, about. Raises StorageError if it cannot be read."""
+        try:
+            size = self.path.stat().st_size
+        except OSError as error:
+            raise StorageError(f"cannot read {self.path}: {error.strerror}") from error
+        is_small = bool(_compression(self.name)) or self.name.lower().endswith(".parquet")
+        return size * USUAL_COMPRESSION if is_small else size
+
+    def sha256(self) -> str:
+        """Read it for its sha256, in hex."""
+        return sha256_of(self.path)
+
+    def documents(self, contents: FileContents) -> Iterator[Iterator[str]]:
+        """Yield its documents; see `read_documents`."""
+        return read_documents(self.path, contents)
+
+    def records(self, contents: FileContents, fields: Sequence[str]) -> Records:
+        """Yield its records; see `read_records`."""
+        return read_records(self.path, contents, fields)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+def sha256_of(file: Path) -> str:
+    """Read a file for its sha256, in hex; StorageError if it cannot be read."""
     try:
-        size = file.stat().st_size
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise StorageError(f"cannot read {file}: {error.strerror}") from error
-    is_small = bool(_compression(file.name)) or file.name.lower().endswith(".parquet")
-    return size * USUAL_COMPRESSION if is_small else size
 
 
 def is_jsonl(name: str) -> bool:
     """True if a file's name says that it holds one record a line, compressed or not."""
     return _uncompressed_name(name).endswith(JSONL_SUFFIXES)
-
-
-def holds_records(name: str) -> bool:
-    """True if a file's name says that it holds records, of which each may be a conversation."""
-    return is_jsonl(name) or is_table(name)
 
 
 def read_documents(file: Path, contents: FileContents = UTF8) -> Iterator[Iterator[str]]:
@@ -213,9 +275,7 @@ def refuse_other_kinds(file: str, start: bytes) -> None:
         raise CorruptError(f"{file} is {kind.name}, not text; {remedy}")
 
 
-def read_records(
-    file: Path, contents: FileContents = UTF8, fields: Sequence[str] = ()
-) -> Iterator[tuple[dict[str, Any], str]]:
+def read_records(file: Path, contents: FileContents = UTF8, fields: Sequence[str] = ()) -> Records:
     """Yield each record in a JSONL file, or each row of a table with its text field and the other
     `fields`, with its file and line or row; skip empty lines.
 
@@ -228,9 +288,7 @@ def read_records(
         yield from _stream_records(stream, str(file), contents)
 
 
-def _stream_records(
-    stream: BinaryIO, file: str, contents: FileContents
-) -> Iterator[tuple[dict[str, Any], str]]:
+def _stream_records(stream: BinaryIO, file: str, contents: FileContents) -> Records:
     """Yield the records in a JSONL stream; see `read_records`."""
     offset = 0
     chunks = _decoded(stream, file, contents)

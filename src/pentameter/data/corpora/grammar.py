@@ -22,8 +22,9 @@ tickets, so the text is the same on every machine and the probabilities are exac
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ import numpy.typing as npt
 
 from pentameter import keyed
 from pentameter.config.data_schema import GrammarConfig
+from pentameter.data.corpora.files import FileContents, Records
 from pentameter.errors import ConfigError
 
 URN_BITS = 12
@@ -117,6 +119,37 @@ def grammar_entropy_rate(config: GrammarConfig) -> float:
     conditional probabilities; on a finite text the true model's loss scatters around it.
     """
     return grammar_source(config).entropy_rate()
+
+
+@dataclass(frozen=True)
+class GrammarFile:
+    """The `grammar` corpus as an `InputFile`, which is generated as it is read."""
+
+    settings: GrammarConfig
+    name: str = "grammar"
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of its text, about."""
+        alphabet = self.settings.alphabet
+        return self.settings.n_characters * len(alphabet.encode()) // len(alphabet)
+
+    @property
+    def key(self) -> str:
+        """The settings, which decide the text."""
+        return f"grammar, version 1, {self.settings.model_dump_json()}"
+
+    def sha256(self) -> str:
+        """Return the sha256, in hex, of its key."""
+        return hashlib.sha256(self.key.encode()).hexdigest()
+
+    def documents(self, contents: FileContents) -> Iterator[Iterator[str]]:
+        """Yield the text, which is one document."""
+        yield grammar_text(self.settings)
+
+    def records(self, contents: FileContents, fields: Sequence[str]) -> Records:
+        """Yield nothing: it has no records."""
+        return iter(())
 
 
 def grammar_text(config: GrammarConfig) -> Iterator[str]:

@@ -17,13 +17,10 @@ from pathlib import Path, PurePosixPath
 
 from pentameter.config.naming import name_of
 from pentameter.config.urls import is_remote, last_part
-from pentameter.data.corpora.files import estimated_bytes
-from pentameter.data.corpora.remote import RemoteFile, local_copy, remote_files
+from pentameter.data.corpora.files import InputFile, LocalFile
+from pentameter.data.corpora.remote import remote_files
 from pentameter.data.corpora.tables import is_table
 from pentameter.errors import ConfigError, CorruptError, StorageError, near_files
-
-InputFile = Path | RemoteFile
-"""A file on this machine, or one to be copied here when it is read."""
 
 _SPLITS = {
     "train": "train", "training": "train",
@@ -44,6 +41,8 @@ _ABOUT = frozenset(
 class Inputs:
     """Files of a text or of conversations, in order, and those held out as other splits."""
 
+    name: str
+    """A name as `config/naming.py` allows, of the first path."""
     files: tuple[InputFile, ...]
     held_out: Mapping[str, tuple[InputFile, ...]] = field(default_factory=dict)
     """`val` and `test`, if tables among the files are named so."""
@@ -62,6 +61,7 @@ def inputs_at(paths: Sequence[str | Path]) -> Inputs:
     found: list[InputFile] = []
     named: list[tuple[InputFile, PurePosixPath]] = []
     warnings: list[str] = []
+    name = _name(paths[0])
     for path in paths:
         files, root = _files_at(path)
         tables = [file for file in files if is_table(file.name)]
@@ -76,28 +76,8 @@ def inputs_at(paths: Sequence[str | Path]) -> Inputs:
         found += files
         named += [(file, PurePosixPath(str(file).removeprefix(root))) for file in tables]
     if len(named) < len(found):  # text has no split by its name
-        return Inputs(tuple(found), {}, tuple(warnings))
-    return _by_split(named, warnings)
-
-
-def local_path(file: InputFile) -> Path:
-    """Return the file itself, or the copy of a remote one, made now if need be."""
-    return file if isinstance(file, Path) else local_copy(file)
-
-
-def input_bytes(file: InputFile) -> int:
-    """Estimate the bytes of text in a file. Raises StorageError if it cannot be read."""
-    return estimated_bytes(file) if isinstance(file, Path) else file.n_bytes
-
-
-def input_name(path: str | Path) -> str:
-    """Return a name, as `config/naming.py` allows, for the text at a path."""
-    if is_remote(path):
-        return name_of(PurePosixPath(last_part(str(path))).stem)
-    whole = Path(path).absolute()
-    if whole.name.startswith("*"):  # a pattern: corpus/*.parquet
-        whole = whole.parent
-    return name_of(whole.stem)
+        return Inputs(name, tuple(found), {}, tuple(warnings))
+    return _by_split(name, named, warnings)
 
 
 def files_below(folder: Path, skip: Collection[str] = ("__pycache__",)) -> list[Path]:
@@ -123,6 +103,16 @@ def files_below(folder: Path, skip: Collection[str] = ("__pycache__",)) -> list[
     return sorted(found, key=lambda path: path.relative_to(folder).parts)
 
 
+def _name(path: str | Path) -> str:
+    """Return a name, as `config/naming.py` allows, for what lies at a path."""
+    if is_remote(path):
+        return name_of(PurePosixPath(last_part(str(path))).stem)
+    whole = Path(path).absolute()
+    if whole.name.startswith("*"):  # a pattern: corpus/*.parquet
+        whole = whole.parent
+    return name_of(whole.stem)
+
+
 def _files_at(path: str | Path) -> tuple[list[InputFile], str]:
     """List the files at a path, with the folder that it names; "" unless it names one."""
     if is_remote(path):
@@ -132,15 +122,15 @@ def _files_at(path: str | Path) -> tuple[list[InputFile], str]:
         return list(remote), root
     path = Path(path)
     if path.is_dir():
-        return list(files_below(path)), str(path)
+        return [LocalFile(file) for file in files_below(path)], str(path)
     if path.is_file():
-        return [path], ""
+        return [LocalFile(path)], ""
     if path.exists():
         raise ConfigError(f"{path} is neither a regular file nor a folder; save the text to a file")
     if _is_pattern(path):
         matches = [Path(each) for each in sorted(glob.glob(str(path), recursive=True))]
         if files := [each for each in matches if each.is_file()]:
-            return list(files), ""
+            return [LocalFile(file) for file in files], ""
         raise ConfigError(f"{path} matches no file (in {Path.cwd()})")
     raise ConfigError(
         f"{path} does not exist (in {Path.cwd()}){near_files(path)}; give a text file or a folder"
@@ -168,7 +158,7 @@ def _without_remains(tables: Sequence[InputFile]) -> Iterator[InputFile]:
 
 
 def _folder_of(file: InputFile) -> Path | None:
-    return file.parent if isinstance(file, Path) else None
+    return file.path.parent if isinstance(file, LocalFile) else None
 
 
 def _listed_files(state: Path) -> list[str]:
@@ -187,7 +177,9 @@ def _listed_files(state: Path) -> list[str]:
         raise CorruptError(f"{state} is no state of a saved data set; save it again") from error
 
 
-def _by_split(named: Sequence[tuple[InputFile, PurePosixPath]], warnings: list[str]) -> Inputs:
+def _by_split(
+    name: str, named: Sequence[tuple[InputFile, PurePosixPath]], warnings: list[str]
+) -> Inputs:
     """Assign tables to splits by words in their paths, each within the folder that was named."""
     splits: dict[str | None, list[InputFile]] = {}
     folders = set()
@@ -197,7 +189,7 @@ def _by_split(named: Sequence[tuple[InputFile, PurePosixPath]], warnings: list[s
         if split == "train":
             folders.add(path.parent if _word_split(path.name) else path.parent.parent)
     if "train" not in splits:
-        return Inputs(tuple(file for file, _ in named), {}, tuple(warnings))
+        return Inputs(name, tuple(file for file, _ in named), {}, tuple(warnings))
     if len(folders) > 1:
         names = ", ".join(sorted(str(each) for each in folders)[:5])
         warnings.append(
@@ -219,7 +211,7 @@ def _by_split(named: Sequence[tuple[InputFile, PurePosixPath]], warnings: list[s
             f"{others[0]} (one of {len(others):,}) is named for no split, where others are named "
             "for training; it is left out"
         )
-    return Inputs(tuple(splits["train"]), held_out, tuple(warnings))
+    return Inputs(name, tuple(splits["train"]), held_out, tuple(warnings))
 
 
 def _split_of(path: PurePosixPath) -> str | None:

@@ -3,26 +3,26 @@ CORPORA."""
 
 from __future__ import annotations
 
-import json
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
 
 from pentameter.config.data_schema import DataConfig
-from pentameter.data.corpora.files import FileContents
-from pentameter.data.corpora.grammar import grammar_source, grammar_text
-from pentameter.data.corpora.inputs import files_below
-from pentameter.data.corpora.text import (
-    Text,
-    first_bytes,
-    text_from_files,
-    text_from_paths,
-    text_of_chunks,
+from pentameter.data.corpora.conversations import (
+    Conversations,
+    hold_conversations,
+    hold_records,
 )
+from pentameter.data.corpora.file_kinds import table_warning
+from pentameter.data.corpora.files import FileContents, LocalFile
+from pentameter.data.corpora.grammar import GrammarFile, grammar_source
+from pentameter.data.corpora.inputs import Inputs, files_below, inputs_at
+from pentameter.data.corpora.text import Text
 from pentameter.disk.cache import PublicFile, public_file
-from pentameter.errors import ConfigError, nearest
+from pentameter.errors import ConfigError, CorruptError, nearest
 
 TINY_SHAKESPEARE = PublicFile(
     path="shakespeare/input.txt",
@@ -59,6 +59,8 @@ WIKITEXT_2 = MappingProxyType(
     }
 )
 
+Kind = TypeVar("Kind", Text, Conversations)
+
 UNKNOWN_CORPUS = "unknown"
 """The corpus of a model whose configuration does not record its training data."""
 
@@ -85,28 +87,25 @@ def stdlib(data: DataConfig) -> Text:
         generated = file.relative_to(folder).parts[0].startswith(("config-", "_sysconfigdata"))
         return file.suffix == ".py" and not generated
 
-    files = [file for file in files_below(folder, skip=NOT_STDLIB) if belongs(file)]
-    return text_from_files(files, "stdlib")
+    files = (file for file in files_below(folder, skip=NOT_STDLIB) if belongs(file))
+    return Text("stdlib", tuple(map(LocalFile, files)))
 
 
 def grammar(data: DataConfig) -> Text:
     """A hidden Markov source with an exactly known entropy rate; see `grammar.py`."""
-    settings = data.grammar
-    grammar_source(settings)  # raises now if the settings are impossible
-    n_bytes = settings.n_characters * len(settings.alphabet.encode()) // len(settings.alphabet)
-    identity = f"grammar, version 1, {settings.model_dump_json()}"
-    return text_of_chunks("grammar", lambda: grammar_text(settings), n_bytes, identity)
+    grammar_source(data.grammar)  # raises now if the settings are impossible
+    return Text("grammar", (GrammarFile(data.grammar),))
 
 
 def shakespeare(data: DataConfig) -> Text:
     """Tiny Shakespeare: 1,115,394 characters of plays, 65 distinct."""
-    return text_from_files([public_file(TINY_SHAKESPEARE)], "shakespeare")
+    return Text("shakespeare", (LocalFile(public_file(TINY_SHAKESPEARE)),))
 
 
 def wikitext_2(data: DataConfig) -> Text:
     """WikiText-2: about 2 million words from articles, in the three splits it was published in."""
     train, val, test = (
-        text_from_files([public_file(file)], f"wikitext-2-{split}")
+        Text(f"wikitext-2-{split}", (LocalFile(public_file(file)),))
         for split, file in WIKITEXT_2.items()
     )
     return replace(train, name="wikitext-2", held_out={"val": val, "test": test})
@@ -120,41 +119,52 @@ CORPORA: Mapping[str, Callable[[DataConfig], Text]] = MappingProxyType(
 )
 
 
-def corpus_text(data: DataConfig) -> Text:
-    """Return the text that `data` names (corpus or path), cut to `max_bytes`, with held-out texts.
+def corpus_of(data: DataConfig, paths: Sequence[str | Path] = ()) -> Text | Conversations:
+    """Open the corpus that `data` names, by `corpus` or `path`, with what is held out beside it.
 
-    Raises ConfigError for an unknown corpus or a path that does not exist.
+    `paths` replaces `data.path` with several. Raises ConfigError for an unknown corpus or a path
+    that does not exist, StorageError for unreadable files, CorruptError for damaged ones.
     """
-    if data.path is not None:
-        text = text_from_data_paths(data, [data.path])
-    elif data.corpus is not None and data.corpus in CORPORA:
-        text = CORPORA[data.corpus](data)
-    else:
-        if data.corpus == UNKNOWN_CORPUS:
-            raise ConfigError("nobody recorded the text of this model; set --data.path FILE")
-        near = nearest(str(data.corpus), CORPORA)
-        hint = f"; did you mean {near!r}?" if near else ""
-        raise ConfigError(
-            f"data.corpus={data.corpus!r} is not a corpus{hint}; known: {', '.join(CORPORA)}. "
-            "For a file or folder set data.path"
-        )
-    return text if data.max_bytes is None else first_bytes(text, data.max_bytes)
+    if paths or data.path is not None:
+        return _corpus_at(paths or [str(data.path)], data)
+    if data.corpus is not None and data.corpus in CORPORA:
+        return replace(CORPORA[data.corpus](data), max_bytes=data.max_bytes)
+    if data.corpus == UNKNOWN_CORPUS:
+        raise ConfigError("nobody recorded the text of this model; set --data.path FILE")
+    near = nearest(str(data.corpus), CORPORA)
+    hint = f"; did you mean {near!r}?" if near else ""
+    raise ConfigError(
+        f"data.corpus={data.corpus!r} is not a corpus{hint}; known: {', '.join(CORPORA)}. "
+        "For a file or folder set data.path"
+    )
 
 
-def text_from_data_paths(data: DataConfig, paths: Sequence[str | Path]) -> Text:
-    """Return the text at paths, with the texts that `data` holds out beside them, or else those
-    that the files' names do."""
+def _corpus_at(paths: Sequence[str | Path], data: DataConfig) -> Text | Conversations:
+    """Look once at what lies at paths: conversations, or else text, with what `data` holds out
+    beside them, or else what the files' names do."""
     contents = FileContents(data.encoding, data.text_field)
-    text = text_from_paths(paths, contents=contents)
+    inputs = inputs_at(paths)
     given = {"val": data.validation_path, "test": data.test_path}
+    beside = {split: inputs_at([path]).files for split, path in given.items() if path is not None}
+    inputs = replace(inputs, held_out=beside or inputs.held_out)
+    if not hold_conversations(inputs.files, contents):
+        warning = table_warning(inputs.files)
+        inputs = replace(inputs, warnings=(*inputs.warnings, *([warning] if warning else [])))
+        return _corpus(Text, inputs, contents, data.max_bytes)
+    for split, files in beside.items():
+        if not hold_records(files):
+            raise CorruptError(
+                f"{given[split]} holds no conversations, as {inputs.files[0]} does: .jsonl files "
+                "or tables are expected"
+            )
+    return _corpus(Conversations, inputs, contents, data.max_bytes)
+
+
+def _corpus(
+    kind: type[Kind], inputs: Inputs, contents: FileContents, max_bytes: int | None
+) -> Kind:
     held_out = {
-        split: text_from_paths([path], f"{text.name}-{split}", contents)
-        for split, path in given.items()
-        if path is not None
+        split: kind(f"{inputs.name}-{split}", files, contents)
+        for split, files in inputs.held_out.items()
     }
-    text = replace(text, held_out=held_out or text.held_out)
-    if text.held_out and text.identity is not None:
-        parts = {"train": text, **text.held_out}
-        known = {split: part.identity for split, part in parts.items()}
-        text = replace(text, identity=None if None in known.values() else json.dumps(known))
-    return text
+    return kind(inputs.name, inputs.files, contents, max_bytes, held_out, inputs.warnings)

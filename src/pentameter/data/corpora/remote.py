@@ -14,7 +14,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -24,6 +24,13 @@ from urllib.parse import urlsplit
 
 from pentameter.config.naming import name_of
 from pentameter.config.urls import is_remote, last_part, shown_url, url_problem
+from pentameter.data.corpora.files import (
+    FileContents,
+    Records,
+    read_documents,
+    read_records,
+    sha256_of,
+)
 from pentameter.disk.atomic import FolderExistsError, check_free_space, storage_errors, sync
 from pentameter.disk.cache import cache_folder
 from pentameter.disk.lock import building
@@ -49,7 +56,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file that `fsspec` opens; text shows its URL without secrets."""
+    """A file that `fsspec` opens, an `InputFile`; as a string it is its URL without secrets."""
 
     url: str = field(repr=False)
     n_bytes: int
@@ -62,9 +69,26 @@ class RemoteFile:
         return last_part(self.url)
 
     @property
-    def key(self) -> list[str | int | None]:
-        """JSON values by which its content is known."""
+    def key(self) -> list[str | int | None] | None:
+        """JSON values by which its content is known; None if the server tells no version."""
+        return None if self.version is None else self.address
+
+    @property
+    def address(self) -> list[str | int | None]:
+        """JSON values by which its copy is known."""
         return [self.url, self.n_bytes, self.version]
+
+    def sha256(self) -> str:
+        """Read its copy for its sha256, in hex."""
+        return sha256_of(local_copy(self))
+
+    def documents(self, contents: FileContents) -> Iterator[Iterator[str]]:
+        """Yield the documents of its copy; see `read_documents`."""
+        return read_documents(local_copy(self), contents)
+
+    def records(self, contents: FileContents, fields: Sequence[str]) -> Records:
+        """Yield the records of its copy; see `read_records`."""
+        return read_records(local_copy(self), contents, fields)
 
     def __str__(self) -> str:
         return shown_url(self.url)
@@ -116,7 +140,7 @@ def local_copy(file: RemoteFile) -> Path:
     and a later call goes on from there if the server knows versions. Raises StorageError if the
     server fails, or the file changes, more than `ATTEMPTS` times in a row.
     """
-    digest = hashlib.sha256(json.dumps(file.key).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(file.address).encode()).hexdigest()
     folder = cache_folder() / "remote" / f"{name_of(file.name)[:60]}-{digest[:24]}"
     path = folder / name_of(file.name)
     if not path.exists():
@@ -219,7 +243,7 @@ def _check_whole(file: RemoteFile, partial: Path) -> None:
     fs, path = _file_system(file.url)
     fs.invalidate_cache()
     now = _remote_file(fs, file.url, path, fs.info(path))
-    if partial.stat().st_size != file.n_bytes or now.key[1:] != file.key[1:]:
+    if partial.stat().st_size != file.n_bytes or now.address[1:] != file.address[1:]:
         partial.unlink()
         raise _IncompleteError("it changed while it was copied; start again")
 

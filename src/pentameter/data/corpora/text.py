@@ -1,133 +1,105 @@
-"""Text as documents that can be read again: files, folders, generators; memory stays bounded.
+"""A corpus as files that follow one another, and text as documents that can be read again.
 
-A document is an iterator of chunks, so that any length streams. Files follow one another with
-nothing between them; `pentameter.data.corpora.files` reads inside a file.
+A document is an iterator of chunks, so that any length streams and memory stays bounded.
+`files.py` reads inside a file; `registry.py` opens a corpus by its name or its paths.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Self
 
-from pentameter.data.corpora.file_kinds import table_warning
-from pentameter.data.corpora.files import UTF8, FileContents, read_documents
-from pentameter.data.corpora.inputs import (
-    InputFile,
-    input_bytes,
-    input_name,
-    inputs_at,
-    local_path,
-)
-from pentameter.data.corpora.remote import RemoteFile
+from pentameter.data.corpora.files import UTF8, FileContents, InputFile
 
 Documents = Iterator[Iterator[str]]
 """Each document's chunks, to be read before the next document is asked for."""
 
 
 @dataclass(frozen=True)
-class Text:
-    """A corpus before it is tokenized."""
+class Corpus:
+    """Files of one kind of data before they are tokenized, with those held out beside them."""
 
     name: str
     """A name as `config/naming.py` allows; names the prepared files."""
-    documents: Callable[[], Documents]
-    """Starts a new pass over the text. Only a JSONL record's chunk may be large."""
-    n_bytes: int
-    """Approximate UTF-8 bytes that a pass yields; for progress only."""
-    identity: str | None = None
-    """Identifies the content, held-out texts included, if it is known without reading: generated
-    text, remote files."""
-    held_out: Mapping[str, Text] = field(default_factory=dict)
-    """`val` and `test`, if they are texts themselves."""
-    warning: str | None = None
-    """Warnings about its files, for the user."""
+    files: tuple[InputFile, ...]
+    contents: FileContents = UTF8
+    max_bytes: int | None = None
+    """Maximum UTF-8 bytes of text to take; None for all. What is held out stays whole."""
+    held_out: Mapping[str, Self] = field(default_factory=dict)
+    """`val` and `test`, if they are files themselves."""
+    warnings: tuple[str, ...] = ()
+    """Warnings about the files, for the user."""
+
+    @cached_property
+    def n_bytes(self) -> int:
+        """Approximate UTF-8 bytes that a pass yields; for progress only."""
+        whole = sum(file.n_bytes for file in self.files)
+        return whole if self.max_bytes is None else min(whole, self.max_bytes)
+
+
+@dataclass(frozen=True)
+class Text(Corpus):
+    """Text, of which each document is read by itself."""
+
+    def documents(self) -> Documents:
+        """Start a new pass over the text. Only a record's chunk may be large."""
+        documents = (each for file in self.files for each in file.documents(self.contents))
+        return documents if self.max_bytes is None else first_bytes(documents, self.max_bytes)
 
     def chunks(self) -> Iterator[str]:
         """Start a pass over the text without regard to documents."""
         for document in self.documents():
             yield from document
 
+    @property
+    def identity(self) -> str | None:
+        """Identifies the content, held-out texts included, if it is known without reading:
+        generated text, remote files with versions. Else None."""
+        known = {"train": self._own_identity}
+        known |= {split: text._own_identity for split, text in self.held_out.items()}
+        if None in known.values():
+            return None
+        identity = json.dumps(known) if self.held_out else known["train"]
+        return identity if self.max_bytes is None else f"{identity}, first {self.max_bytes} bytes"
 
-def text_of_chunks(
-    name: str, chunks: Callable[[], Iterator[str]], n_bytes: int, identity: str | None = None
-) -> Text:
-    """Build a text with one document; `chunks` starts a new pass over it."""
-    return Text(name, lambda: iter([chunks()]), n_bytes, identity)
-
-
-def text_from_paths(
-    paths: Sequence[str | Path], name: str | None = None, contents: FileContents = UTF8
-) -> Text:
-    """Return the text in files, folders, patterns and URLs, one after another in the order given,
-    with the texts that their names hold out; see `inputs_at`.
-
-    Raises ConfigError for a path that does not exist or holds no file, StorageError for one that
-    cannot be read.
-    """
-    inputs = inputs_at(paths)
-    name = name or input_name(paths[0])
-    text = text_from_files(inputs.files, name, contents)
-    held_out = {
-        split: text_from_files(files, f"{name}-{split}", contents)
-        for split, files in inputs.held_out.items()
-    }
-    said = [*inputs.warnings, *([] if text.warning is None else [text.warning])]
-    return replace(text, held_out=held_out, warning="; ".join(said) or None)
+    @property
+    def _own_identity(self) -> str | None:
+        keys = [file.key for file in self.files]
+        if None in keys:
+            return None
+        if isinstance(keys[0], str):  # generated, which is one file
+            return keys[0]
+        how = [self.contents.encoding, self.contents.text_field]
+        return f"remote, version 1, {json.dumps([keys, *how])}"
 
 
-def text_from_files(files: Sequence[InputFile], name: str, contents: FileContents = UTF8) -> Text:
-    """Return the text in exactly these files, read lazily, one after another. Its identity is known
-    if all are remote and have versions."""
-    n_bytes = sum(map(input_bytes, files))
+def first_bytes(documents: Documents, max_bytes: int) -> Documents:
+    """Yield the longest start of the documents that fits in `max_bytes` UTF-8 bytes without
+    splitting a character."""
+    left = max_bytes
 
-    def documents() -> Documents:
-        for file in files:
-            yield from read_documents(local_path(file), contents)
+    def shortened(document: Iterator[str]) -> Iterator[str]:
+        nonlocal left
+        for chunk in document:
+            data = chunk.encode()
+            if len(data) <= left:
+                left -= len(data)
+                yield chunk
+                continue
+            start = codecs.utf_8_decode(data[:left], "strict", False)[0]
+            left = 0
+            if start:
+                yield start
+            return
 
-    keys = [file.key for file in files if isinstance(file, RemoteFile) and file.version is not None]
-    identity = None
-    if keys and len(keys) == len(files):
-        identity = (
-            f"remote, version 1, {json.dumps([keys, contents.encoding, contents.text_field])}"
-        )
-    return Text(name, documents, n_bytes, identity, warning=table_warning(files))
-
-
-def first_bytes(text: Text, max_bytes: int) -> Text:
-    """Truncate `text` to the longest start that fits in `max_bytes` UTF-8 bytes without splitting a
-    character.
-
-    Held-out texts stay whole.
-    """
-
-    def documents() -> Documents:
-        left = max_bytes
-
-        def shortened(document: Iterator[str]) -> Iterator[str]:
-            nonlocal left
-            for chunk in document:
-                data = chunk.encode()
-                if len(data) <= left:
-                    left -= len(data)
-                    yield chunk
-                    continue
-                start = codecs.utf_8_decode(data[:left], "strict", False)[0]
-                left = 0
-                if start:
-                    yield start
-                return
-
-        for document in text.documents():
-            yield shortened(document)
-            if left == 0:
-                return
-
-    identity = None if text.identity is None else f"{text.identity}, first {max_bytes} bytes"
-    n_bytes = min(text.n_bytes, max_bytes)
-    return replace(text, documents=documents, n_bytes=n_bytes, identity=identity)
+    for document in documents:
+        yield shortened(document)
+        if left == 0:
+            return
 
 
 def utf8_size(text: str) -> int:

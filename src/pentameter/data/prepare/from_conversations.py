@@ -33,7 +33,6 @@ from pentameter.data.tokenizers.chat import (
     Segment,
     TemplateBoundsError,
     TemplateRefusalError,
-    chosen_chat_template,
     escaped,
     ids_and_texts,
     unescaped,
@@ -120,34 +119,25 @@ class ConversationContents(Contents):
                 yield n_done
 
 
-def chat_template(setting: str | None, tokenizer: str | Tokenizer) -> ChatTemplate | None:
-    """Return the template that `data.chat_template` names, else the tokenizer's; None without
-    one."""
-    if setting is not None:
-        return chosen_chat_template(setting)
-    return None if isinstance(tokenizer, str) else tokenizer.chat
-
-
 def read_conversations(
     conversations: Conversations,
     chat: ChatTemplate | None,
-    tokenizer: str | Tokenizer,
+    special_tokens: Mapping[str, int],
     splitting: Splitting,
     *,
     progress: Progress = no_progress,
 ) -> ConversationContents:
     """Render conversations, and those held out beside them, once; return their contents.
 
-    `tokenizer` is the one that will encode them, or a setting. Raises ConfigError for messages
-    without a template, CorruptError for a record that is no conversation or that the template
-    refuses, StorageError as reading does.
+    `special_tokens` are those of the tokenizer that will encode them. Raises ConfigError for
+    messages without a template, CorruptError for a record that is no conversation or that the
+    template refuses, StorageError as reading does.
     """
-    special = {} if isinstance(tokenizer, str) else tokenizer.special_tokens
     splitting = Splitting(0.0) if conversations.held_out else splitting
-    found = _read(conversations, chat, special, splitting, progress)
+    found = _read(conversations, chat, special_tokens, splitting, progress)
     held_out = {}
     for split, other in conversations.held_out.items():
-        part = _read(other, chat, special, Splitting(0.0), progress)
+        part = _read(other, chat, special_tokens, Splitting(0.0), progress)
         held_out[split] = replace(part, splits=bytes([SPLITS.index(split)]) * len(part.splits))
     characters = {*found.characters}.union(*(part.characters for part in held_out.values()))
     return replace(found, characters="".join(sorted(characters)), held_out=held_out)

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,13 @@ import numpy.typing as npt
 from pentameter.data.corpora.text import Documents, Text, utf8_size
 from pentameter.data.prepare.contents import Contents
 from pentameter.data.prepare.encoders import BATCH_CHARACTERS, batches, encoded, processes_for
-from pentameter.data.prepare.splits import IS_BY_DOCUMENT, SplitBounds, Splitting, split_passages
+from pentameter.data.prepare.splits import (
+    IS_BY_DOCUMENT,
+    Passage,
+    SplitBounds,
+    Splitting,
+    split_passages,
+)
 from pentameter.data.progress import READING, Progress, no_progress
 from pentameter.data.shards.writer import ShardWriter
 from pentameter.data.tokenizers.base import Tokenizer
@@ -143,34 +150,51 @@ def _read(
     )
 
 
+@dataclass
+class PassageWriter:
+    """Writes the tokens of passages and, after each document that has any, the end of text if the
+    tokenizer has one."""
+
+    tokenizer: Tokenizer
+    is_starting: bool = False
+    """True if the document at hand has no token yet in the split at hand."""
+    has_tokens: bool = False
+    """True if it has one in some split."""
+
+    def write(self, writer: ShardWriter, passage: Passage, ids: npt.NDArray[Any]) -> int:
+        """Write a passage's ids (n_tokens,); return the bytes of its text."""
+        n_bytes = utf8_size(passage.text)
+        self.is_starting |= passage.starts
+        if len(ids):
+            writer.write(passage.split, ids, n_bytes, [0] if self.is_starting else [])
+            self.is_starting, self.has_tokens = False, True
+        if passage.ends:
+            if self.has_tokens and self.tokenizer.end_of_text is not None:
+                # A document whose text in this split has no token begins with its end.
+                starts = [0] if self.is_starting else []
+                writer.write(passage.split, np.array([self.tokenizer.end_of_text]), 0, starts)
+            self.is_starting = self.has_tokens = False
+        return n_bytes
+
+
 def _encode(
     parts: list[TextContents], tokenizer: Tokenizer, writer: ShardWriter, n_processes: int
 ) -> Iterator[int]:
-    """Write the parts' tokens and, after each document that has any, the end of text if the
-    tokenizer has one; yield the bytes of text done so far."""
+    """Write the parts' tokens; yield the bytes of text done so far."""
     digests = [TextDigest() for _ in parts]
     passages = itertools.chain.from_iterable(
         split_passages(digest.hashed(part.text.documents()), part.bounds, Chunker(tokenizer.kind))
         for digest, part in zip(digests, parts, strict=True)
     )
     n_characters = n_bytes = 0
-    is_starting = False  # the document at hand has no token yet in the split at hand
-    has_tokens = False  # it has one in some split
+    written = PassageWriter(tokenizer)
     # A passage alone where a character may be unknown, so that its position is known.
     size = 1 if tokenizer.kind == "char" else BATCH_CHARACTERS
     try:
         for batch, batch_ids in encoded(batches(passages, size), tokenizer, n_processes):
             for passage, ids in zip(batch, batch_ids, strict=True):
                 n_characters += len(passage.text)
-                n_bytes += (passage_bytes := utf8_size(passage.text))
-                is_starting |= passage.starts
-                if len(ids):
-                    writer.write(passage.split, ids, passage_bytes, [0] if is_starting else [])
-                    is_starting, has_tokens = False, True
-                if passage.ends:
-                    if has_tokens and tokenizer.end_of_text is not None:
-                        writer.write(passage.split, np.array([tokenizer.end_of_text]), 0)
-                    is_starting = has_tokens = False
+                n_bytes += written.write(writer, passage, ids)
             yield n_bytes
     except UnseenCharacterError as error:
         position = n_characters + error.position

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,11 +44,13 @@ class TokenSequence:
     """
 
     def __init__(self, arrays: Sequence[npt.NDArray[Any]], start: int, stop: int) -> None:
-        self._arrays = list(arrays)
+        self._arrays: list[npt.NDArray[Any]] = []
         self._starts = [0]  # offset of each array's first token, and the end
-        for array in self._arrays:
-            self._starts.append(self._starts[-1] + len(array))
+        for array in arrays:
+            self._append(array)
         self._start, self._stop = start, stop
+        self.waiting: Callable[[], None] = lambda: None
+        """Called now and then while tokens are awaited, for whoever watches this process."""
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -58,6 +60,20 @@ class TokenSequence:
         """uint16 or uint32, little-endian."""
         return self._arrays[0].dtype
 
+    def up_to(self, n_tokens: int) -> int:
+        """Return how many of the first `n_tokens` there are."""
+        return min(n_tokens, len(self))
+
+    def hash_of(self, n_tokens: int) -> str | None:
+        """Return the sha256, in hex, of the first `n_tokens`, if the rest may change; else None."""
+        return None
+
+    def prepare(self, n_tokens: int) -> None:
+        """Have the first `n_tokens` tokenized; here they are."""
+
+    def close(self) -> None:
+        """Stop tokenizing; here nothing is."""
+
     def part(self, start: int, stop: int) -> TokenSequence:
         """Return the tokens [start, stop), over the same arrays."""
         return TokenSequence(self._arrays, self._start + start, self._start + stop)
@@ -65,6 +81,12 @@ class TokenSequence:
     def arrays(self) -> list[npt.NDArray[Any]]:
         """List the tokens as one or more arrays, which are views."""
         return self._views(self._start, self._stop)
+
+    def _append(self, array: npt.NDArray[Any]) -> None:
+        """Add an array's tokens to those that may be read."""
+        self._arrays.append(array)
+        self._starts.append(self._starts[-1] + len(array))
+        self._stop = self._starts[-1]
 
     def _views(self, start: int, stop: int) -> list[npt.NDArray[Any]]:
         """List views of the arrays' tokens [start, stop)."""
@@ -145,6 +167,9 @@ class TokenSplit:
     """The tokens that a model learns; None if it learns all."""
     parts: tuple[TokenSplit, ...] = ()
     """Splits of several data sets that this one concatenates; empty if it is one."""
+    beginning: TokenSplit | None = None
+    """What there is at every start of a stream, whose text is still being tokenized; None for a
+    split that is whole."""
 
     @property
     def n_tokens(self) -> int:
@@ -213,16 +238,19 @@ def first_tokens(split: TokenSplit, n_tokens: int) -> TokenSplit:
 
     `n_bytes` shrinks in proportion to the tokens.
     """
+    split = split.beginning or split
+    if split.parts:
+        parts = [part.beginning or part for part in split.parts]
+        whole = max(sum(part.n_tokens for part in parts), n_tokens)
+        sizes = [-(-n_tokens * part.n_tokens // whole) for part in parts]
+        return concatenated(
+            split.name, [first_tokens(p, size) for p, size in zip(parts, sizes, strict=True)]
+        )
     if n_tokens >= split.n_tokens:
         return split
-    if split.parts:
-        sizes = [-(-n_tokens * part.n_tokens // split.n_tokens) for part in split.parts]
-        return concatenated(
-            split.name, [first_tokens(p, size) for p, size in zip(split.parts, sizes, strict=True)]
-        )
     bounds = split.document_bounds
-    whole = int(np.searchsorted(bounds, n_tokens))  # the document in which they end
-    stop = int(bounds[whole]) if len(bounds) > 2 else n_tokens
+    last = int(np.searchsorted(bounds, n_tokens))  # the document in which they end
+    stop = int(bounds[last]) if len(bounds) > 2 else n_tokens
     assistant = split.assistant
     if assistant is not None:
         kept = assistant.bounds[: np.searchsorted(assistant.bounds[:, 0], stop)]
@@ -233,7 +261,7 @@ def first_tokens(split: TokenSplit, n_tokens: int) -> TokenSplit:
         split.name,
         split.tokens.part(0, stop),
         max(1, round(split.n_bytes * stop / split.n_tokens)),
-        split.document_starts[:whole] if len(bounds) > 2 else split.document_starts,
+        split.document_starts[:last] if len(bounds) > 2 else split.document_starts,
         assistant,
     )
 
@@ -256,6 +284,25 @@ class Dataset:
         return self.tokenizer.vocab_size
 
     @property
+    def training_tokens(self) -> list[TokenSequence]:
+        """The training tokens, of several data sets each one's."""
+        train = self.splits["train"]
+        return [split.tokens for split in train.parts or (train,)]
+
+    def hash_of(self, n_tokens: int) -> str:
+        """Return the sha256, in hex, of what those have read that read the first `n_tokens`
+        training tokens: of a stream these alone, as the text behind them may have changed."""
+        known = None
+        if len(self.training_tokens) == 1:
+            known = self.training_tokens[0].hash_of(n_tokens)
+        return known or self.hash
+
+    def close(self) -> None:
+        """Stop what is tokenized meanwhile."""
+        for tokens in self.training_tokens:
+            tokens.close()
+
+    @property
     def has_conversations(self) -> bool:
         """True if some of it are conversations, in which only assistant tokens are learned."""
         return self.split("train").assistant is not None
@@ -269,18 +316,22 @@ class Dataset:
 
 
 def open_shards(
-    header_path: Path, *, verify: bool = True, progress: Progress = no_progress
+    header_path: Path,
+    *,
+    verify: bool = True,
+    progress: Progress = no_progress,
+    tokenizer: Tokenizer | None = None,
 ) -> Dataset:
     """Open prepared shards: check header, tokenizer, sizes, every id and every file's hash.
 
-    Without `verify` the hashes are left to another process on this machine. Raises CorruptError
-    with file and position for any damage.
+    Without `verify` the hashes are left to another process on this machine. `tokenizer` is the one
+    that wrote them, if it is loaded. Raises CorruptError with file and position for any damage.
     """
     header = read_header(header_path)
     folder, dtype = header_path.parent, DTYPES[header["dtype"]]
     path = folder / TOKENIZER_FILE
     try:
-        tokenizer = load_tokenizer(path)
+        tokenizer = tokenizer or load_tokenizer(path)
     except ConfigError as error:
         raise CorruptError(f"{path} is missing; prepare the data again") from error
     if tokenizer.hash != header["tokenizer"]["hash"]:

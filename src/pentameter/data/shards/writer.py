@@ -111,6 +111,10 @@ class ShardWriter:
         """Tokens written so far."""
         return sum(split.n_tokens for split in self._splits.values())
 
+    def n_tokens_in(self, split: str) -> int:
+        """Tokens written so far into a split."""
+        return self._splits[split].n_tokens
+
     def write(
         self,
         split: str,

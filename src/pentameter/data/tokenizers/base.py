@@ -83,6 +83,10 @@ class Tokenizer(ABC):
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror}") from error
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what decides the ids, without a chat template."""
+        return type(self).from_content, (json.loads(json.dumps(self._content())),)
+
     def _content(self) -> dict[str, Any]:
         return {"format": FORMAT, "version": VERSION, "kind": self.kind, **self._fields()}
 

@@ -1,0 +1,168 @@
+"""Tokenizing ahead of training: one process per machine writes a stream's parts in the background,
+as far as the run will read, and every process of the run waits for what it needs.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from pentameter.data.corpora.text import Text
+from pentameter.data.prepare.preparation import Preparation
+from pentameter.data.prepare.stream import Origin, origin_of
+from pentameter.data.progress import BEGINNING
+from pentameter.data.shards.dataset import Dataset
+from pentameter.data.shards.format import TOKENIZER_FILE
+from pentameter.data.shards.stream import (
+    is_stream,
+    n_parts_of,
+    n_tokens_of,
+    open_stream,
+    part_header,
+)
+from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.data.tokenizers.setting import is_made_from_text, load_tokenizer
+from pentameter.disk.atomic import read_json, write_atomic
+from pentameter.disk.cache import cache_folder
+from pentameter.errors import ConfigError, CorruptError, PentameterError, StorageError
+from pentameter.machine.child import ChildEndedError, PythonChild, exit_reason
+
+POLL_SECONDS = 0.05
+FAILURE_FILE = "failed.json"
+"""In a stream's folder: the error of the process that writes its parts, for those that wait."""
+_ERRORS: Mapping[str, type[PentameterError]] = {
+    error.__name__: error for error in (ConfigError, CorruptError, StorageError)
+}
+
+
+class Ahead:
+    """Has a stream's parts written in the background.
+
+    A process of its own does it, which ends with this one. Errors are raised where tokens are
+    waited for.
+    """
+
+    def __init__(self, origin: Origin, folder: Path) -> None:
+        self._origin, self._folder = origin, folder
+        self._n_wanted = 0
+        self._thread: threading.Thread | None = None
+        self._child: PythonChild | None = None
+        self._error: Exception | None = None
+
+    def prepare(self, n_tokens: int) -> None:
+        """Begin to write parts up to `n_tokens` training tokens, or the text's end."""
+        self._n_wanted = max(self._n_wanted, n_tokens)
+        if self._thread is None or not self._thread.is_alive():
+            (self._folder / FAILURE_FILE).unlink(missing_ok=True)
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+
+    def wait(self, n_tokens: int) -> None:
+        """Return after a moment, while parts are written; raise the error that ended that."""
+        if self._error is not None:
+            raise self._error
+        self.prepare(n_tokens)
+        time.sleep(POLL_SECONDS)
+
+    def close(self) -> None:
+        """End the process in the background; the part that it writes is lost."""
+        self._n_wanted = 0
+        if self._child is not None:
+            self._child.kill()
+        if self._thread is not None:
+            self._thread.join()
+        if self._child is not None:
+            self._child.close()
+            self._child = None
+
+    def _run(self) -> None:
+        n_ready = number = 0
+        try:
+            while True:
+                while (header := part_header(self._folder, number)).exists():
+                    n_ready, number = n_ready + n_tokens_of(header), number + 1
+                if n_ready >= self._n_wanted or n_parts_of(self._folder) is not None:
+                    break
+                self._write_next()
+        except Exception as error:  # raised where somebody waits
+            self._error = error
+            if not isinstance(error, PentameterError):
+                return
+            failure = {"error": type(error).__name__, "message": str(error)}
+            write_atomic(self._folder / FAILURE_FILE, json.dumps(failure).encode())
+
+    def _write_next(self) -> None:
+        request = None
+        try:
+            if self._child is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._child = PythonChild("pentameter.data.prepare.stream:preparer")
+                request = (self._origin, self._folder)
+            self._child.ask(request)
+        except ChildEndedError as error:
+            raise StorageError(
+                f"the process that tokenizes the text {exit_reason(error.code)}; start again"
+            ) from error
+        except OSError as error:
+            raise StorageError(
+                f"cannot start a process to tokenize the text: {error.strerror}; start again when "
+                "fewer run"
+            ) from error
+
+
+class Follower:
+    """Waits for a stream's parts that another process on this machine has written."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / FAILURE_FILE
+        self._before = self._written_at()  # by an earlier run
+
+    def prepare(self, n_tokens: int) -> None:
+        """Leave it to the other process."""
+
+    def close(self) -> None:
+        """Leave the other process alone."""
+
+    def wait(self, n_tokens: int) -> None:
+        """Return after a moment; raise the error that the other process met."""
+        if (at := self._written_at()) is not None and at != self._before:
+            failure = read_json(self._file)
+            raise _ERRORS.get(str(failure.get("error")), StorageError)(str(failure.get("message")))
+        time.sleep(POLL_SECONDS)
+
+    def _written_at(self) -> int | None:
+        try:
+            return self._file.stat().st_mtime_ns
+        except OSError:
+            return None
+
+
+def open_text_stream(text: Text, preparation: Preparation, setting: str, *, leads: bool) -> Dataset:
+    """Open a text as a stream in the cache, once its first part is there.
+
+    A trained model's tokenizer may be the one that `setting`, the `data.tokenizer`, made of this
+    text. Then it is the stream that the model was trained on.
+    `leads`: this process has the parts written and verifies them; others on the machine wait for
+    them. Errors as `origin_of`, `Parts.write_next` and `open_stream`.
+    """
+    wanted = preparation.tokenizer
+    origin = origin_of(text, wanted, preparation.splitting)
+    if isinstance(wanted, Tokenizer) and is_made_from_text(setting):
+        made = replace(origin, tokenizer=setting)
+        tokenizer = part_header(_folder(made), 0).with_name(TOKENIZER_FILE)
+        if tokenizer.exists() and load_tokenizer(tokenizer).hash == wanted.hash:
+            origin = made
+    folder = _folder(origin)
+    if not is_stream(folder):
+        preparation.progress(BEGINNING, 0, text.n_bytes)
+    source = Ahead(origin, folder) if leads else Follower(folder)
+    return open_stream(folder, source, verify=leads, progress=preparation.progress)
+
+
+def _folder(origin: Origin) -> Path:
+    """Return a stream's folder in the cache."""
+    return cache_folder() / "prepared" / f"{origin.text.name}-{origin.hash[:24]}"

@@ -1,0 +1,317 @@
+"""Text into the parts of a stream (`shards/stream.py`), one after another.
+
+So that it can go on after any interruption, each part records where the text goes on: after a
+passage of a file. Passages follow from a file and the kind of tokenizer alone. What is held out
+comes first, as the text's end is not known: whole texts beside it, or its first passages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from pentameter.data.corpora.files import InputFile
+from pentameter.data.corpora.text import Text, first_bytes, utf8_size
+from pentameter.data.prepare.encoders import BATCH_CHARACTERS, batches, encoded, processes_for
+from pentameter.data.prepare.from_text import PassageWriter
+from pentameter.data.prepare.splits import Passage, Splitting, split_passages
+from pentameter.data.shards.format import TOKENIZER_FILE
+from pentameter.data.shards.stream import (
+    BLOCK_TOKENS,
+    END_FILE,
+    PART_NAME,
+    n_parts_of,
+    part_header,
+)
+from pentameter.data.shards.writer import ShardWriter
+from pentameter.data.tokenizers.base import Tokenizer
+from pentameter.data.tokenizers.char import UnseenCharacterError
+from pentameter.data.tokenizers.chunking import Chunker
+from pentameter.data.tokenizers.setting import build_tokenizer, load_tokenizer
+from pentameter.disk.atomic import FolderExistsError, read_json, write_atomic
+from pentameter.disk.lock import building
+from pentameter.errors import ConfigError, StorageError
+
+FIRST_TOKENS = BLOCK_TOKENS + 1
+"""Least training tokens of the first part: a block of `data.order = "streamed"`, and the last
+target in it."""
+LARGEST_TOKENS = 1 << 26
+"""Each part has twice the tokens of the one before, up to these: few files, and a quick start."""
+MOST_HELD_OUT_BYTES = 1 << 23
+"""UTF-8 bytes of the text that are held out as a split, at most: training waits for them."""
+LEARNED_BYTES = 1 << 26
+"""UTF-8 bytes, from the start of the training split, on which a tokenizer is trained."""
+NICENESS = 10
+"""Added in the background, where a run computes on the same cores; once it waits, nothing does."""
+WHOLE = (sys.maxsize, sys.maxsize, sys.maxsize)
+"""`SplitBounds` of a text that is not split."""
+HASH_THREADS = 8  # files at once, as where shards are checked
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Everything that decides the tokens of a stream."""
+
+    text: Text
+    tokenizer: str | Tokenizer
+    """A tokenizer, or the setting that makes one of the text's beginning."""
+    splitting: Splitting
+    keys: tuple[Any, ...]
+    """What each of `files` is known by: its sha256, or its key."""
+    first_tokens: int
+    """Least training tokens of the first part."""
+
+    @property
+    def files(self) -> list[tuple[str, InputFile]]:
+        """The files in the order of the stream, each with its split."""
+        return _files(self.text)
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """JSON values that decide the tokens."""
+        text, splitting = self.text, self.splitting
+        names = [(split, file.name) for split, file in self.files]
+        return {
+            "name": text.name,
+            "stream": 1,  # raise it when parts must change for the same text and settings
+            "files": [[*name, key] for name, key in zip(names, self.keys, strict=True)],
+            "contents": asdict(text.contents),
+            "max_bytes": text.max_bytes,
+            "tokenizer": self.tokenizer if isinstance(self.tokenizer, str) else self.tokenizer.hash,
+            "held_out": [splitting.validation_fraction, splitting.test_fraction],
+            "first_tokens": self.first_tokens,
+        }
+
+    @property
+    def hash(self) -> str:
+        """sha256, in hex, of `key`."""
+        return hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
+
+
+def origin_of(text: Text, tokenizer: str | Tokenizer, splitting: Splitting) -> Origin:
+    """Find what decides a stream's tokens; local files are read once for their sha256.
+
+    Raises ConfigError for a tokenizer that must know the whole text, and for a split by document:
+    validation must be known before the first step, and any later document could belong to it.
+    """
+    if tokenizer == "char":
+        raise ConfigError(
+            "data.order='streamed' begins before the whole text is read, and data.tokenizer='char' "
+            "must know all its characters; use bpe:8192, gpt2 or a tokenizer file"
+        )
+    if splitting.by != "position":
+        raise ConfigError(
+            f"data.split_by={splitting.by!r} knows the validation split when the whole text is "
+            "read, and data.order='streamed' begins before; use 'position', which holds out the "
+            "first text of a stream, or data.validation_path"
+        )
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        keys = tuple(pool.map(_known_by, (file for _, file in _files(text))))
+    return Origin(text, tokenizer, splitting, keys, FIRST_TOKENS)
+
+
+def _files(text: Text) -> list[tuple[str, InputFile]]:
+    held_out = [(split, file) for split, held in text.held_out.items() for file in held.files]
+    return [*held_out, *(("train", file) for file in text.files)]
+
+
+def _known_by(file: InputFile) -> Any:
+    """Return the key of a file's content, or else its sha256, in hex."""
+    return file.key or file.sha256()
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in the text between two passages, and what goes on there."""
+
+    file: int = 0
+    """Number of its file, in the order of the stream."""
+    n_passages: int = 0
+    """Passages before it in its file."""
+    bytes_before: int = 0
+    """UTF-8 bytes of the training files before its file."""
+    is_starting: bool = False
+    has_tokens: bool = False
+    """State of the `PassageWriter` there."""
+
+
+class _NothingLeftError(Exception):
+    """The text has no more tokens."""
+
+
+class Parts:
+    """Writes the parts of one stream into `folder`, one with each `write_next`."""
+
+    def __init__(self, origin: Origin, folder: Path) -> None:
+        self._origin, self._folder, self._hash = origin, folder, origin.hash
+        self._next: int | None = None
+        """The part that `_encoded` goes on to; None before the first."""
+        self._written: PassageWriter
+        self._encoded: Iterator[tuple[Passage, npt.NDArray[Any], Position]]
+
+    def write_next(self) -> bool:
+        """Write the first part that is not there, or, where the text has ended, that it has; False
+        once it has.
+
+        Raises ConfigError for an empty text or one that cannot be encoded, CorruptError for a
+        damaged file, StorageError if reading or writing fails or a file has changed.
+        """
+        if n_parts_of(self._folder) is not None:
+            return False
+        number = self._next or 0
+        while part_header(self._folder, number).exists():
+            number += 1
+        if self._next != number:
+            self._begin(number)
+        self._next = None
+        try:
+            with building(part_header(self._folder, number).parent) as unfinished:
+                self._write(number, unfinished)
+            self._next = number + 1
+        except FolderExistsError:
+            pass  # another run on the same text has written it meanwhile
+        except _NothingLeftError:
+            if number == 0:
+                name = self._origin.text.name
+                raise ConfigError(
+                    f"the text {name!r} is empty; there is nothing to learn from"
+                ) from None
+            write_atomic(self._folder / END_FILE, json.dumps({"parts": number}).encode())
+            return False
+        return True
+
+    def _begin(self, number: int) -> None:
+        """Go to where a part begins in the text."""
+        if number:
+            header = part_header(self._folder, number - 1)
+            tokenizer = load_tokenizer(header.parent / TOKENIZER_FILE)
+            start = Position(**read_json(header)["text"]["end"])
+        else:
+            tokenizer, start = self._first_tokenizer(), Position()
+        self._written = PassageWriter(tokenizer, start.is_starting, start.has_tokens)
+        self._encoded = self._encode(tokenizer, start)
+
+    def _first_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer, trained on the beginning of the training split if it must be."""
+        setting = self._origin.tokenizer
+        if isinstance(setting, Tokenizer):
+            return setting
+
+        def beginning() -> Iterator[str]:
+            n_bytes = 0
+            for passage, _ in self._passages(Position(), setting.partition(":")[0]):
+                if passage.split == "train" and passage.text:
+                    yield passage.text
+                    n_bytes += utf8_size(passage.text)
+                if n_bytes >= LEARNED_BYTES:
+                    return
+
+        return build_tokenizer(setting, beginning)
+
+    def _passages(self, start: Position, kind: str) -> Iterator[tuple[Passage, Position]]:
+        """Yield the passages from a position on, each with the position after it, for a kind of
+        tokenizer."""
+        text, bytes_before = self._origin.text, start.bytes_before
+        for number, (split, file) in enumerate(self._origin.files):
+            if number < start.file:
+                continue
+            if text.max_bytes is not None and bytes_before >= text.max_bytes:
+                return
+            if _known_by(file) != self._origin.keys[number]:
+                raise StorageError(f"{file} changed while the run read it; start again")
+            documents = file.documents(text.contents)
+            if split == "train" and text.max_bytes is not None:
+                documents = first_bytes(documents, text.max_bytes - bytes_before)
+            passages = split_passages(documents, WHOLE, Chunker(kind))
+            if split == "train":
+                passages = self._with_splits(passages, bytes_before)
+            n_bytes = 0
+            for n, passage in enumerate(passages, start=1):
+                n_bytes += utf8_size(passage.text)
+                if number > start.file or n > start.n_passages:
+                    placed = passage if split == "train" else passage._replace(split=split)
+                    yield placed, Position(number, n, bytes_before)
+            bytes_before += n_bytes if split == "train" else 0
+
+    def _with_splits(self, passages: Iterator[Passage], n_bytes: int) -> Iterator[Passage]:
+        """Assign passages of the text, the first after `n_bytes` of it, to val, then test, then
+        train."""
+        text, splitting = self._origin.text, self._origin.splitting
+        fractions = (splitting.validation_fraction, splitting.test_fraction)
+        sizes = [min(int(each * text.n_bytes), MOST_HELD_OUT_BYTES) for each in fractions]
+        val, held_out = (0, 0) if text.held_out else (sizes[0], sum(sizes))
+        split = ""
+        for passage in passages:
+            before = split
+            if passage.text or not split:  # an empty one only ends its document
+                split = "val" if n_bytes < val else "test" if n_bytes < held_out else "train"
+            yield passage._replace(split=split, starts=passage.starts or split != before)
+            n_bytes += utf8_size(passage.text)
+
+    def _encode(
+        self, tokenizer: Tokenizer, start: Position
+    ) -> Iterator[tuple[Passage, npt.NDArray[Any], Position]]:
+        """Yield the passages from a position on with their ids (n_tokens,), each with the position
+        after it."""
+        ahead: deque[Position] = deque()  # of passages that wait to be encoded
+
+        def passages() -> Iterator[Passage]:
+            for passage, position in self._passages(start, tokenizer.kind):
+                ahead.append(position)
+                yield passage
+
+        n_processes = processes_for(tokenizer, self._origin.text.n_bytes)
+        # A passage alone where a character may be unknown, so that it is known which.
+        size = 1 if tokenizer.kind == "char" else BATCH_CHARACTERS
+        try:
+            for batch, ids in encoded(batches(passages(), size), tokenizer, n_processes):
+                for passage, each in zip(batch, ids, strict=True):
+                    yield passage, each, ahead.popleft()
+        except UnseenCharacterError as error:
+            _, file = self._origin.files[ahead[0].file]
+            where = f"passage {ahead[0].n_passages - 1} of {file}"
+            raise UnseenCharacterError(error.character, error.position, where) from error
+
+    def _write(self, number: int, folder: Path) -> None:
+        """Write a part into a folder. Raises _NothingLeftError if the text has no more tokens."""
+        written, origin = self._written, self._origin
+        goes_on = number > 0 and not written.is_starting  # the document of the part before
+        limit = min(origin.first_tokens << number, LARGEST_TOKENS)
+        with ShardWriter(folder, PART_NAME, written.tokenizer) as writer:
+            for passage, ids, position in self._encoded:
+                if not writer.n_tokens:
+                    goes_on &= not passage.starts
+                    written.is_starting |= goes_on  # each split of shards begins with a document
+                written.write(writer, passage, ids)
+                after = position
+                if writer.n_tokens_in("train") >= limit:
+                    break
+            if not writer.n_tokens:
+                raise _NothingLeftError
+            state = {"is_starting": written.is_starting, "has_tokens": written.has_tokens}
+            end = asdict(replace(after, **state))
+            writer.finish({"stream": self._hash, "continues": goes_on, "end": end})
+
+
+def preparer() -> Callable[[tuple[Origin, Path] | None], bool]:
+    """Build the function that a process in the background serves: it is told a stream's origin and
+    its folder once, and asked for part after part; False once the text has ended."""
+    os.nice(NICENESS)
+    parts: list[Parts] = []
+
+    def write_next(request: tuple[Origin, Path] | None) -> bool:
+        if request is not None:
+            parts[:] = [Parts(*request)]
+        return parts[0].write_next()
+
+    return write_next

@@ -1,0 +1,221 @@
+"""A stream: the token shards of a text that is still being tokenized, read as one split.
+
+    DIR/part-00000/   shards (`format.py`): val, test and the first tokens of train
+    DIR/part-00001/   shards with the next tokens of train; and so on, each larger than the last
+    DIR/end.json      {"parts": 12}, once the text has ended
+
+Where a part ends follows from the text and the settings alone, and so does each token's position in
+the stream. A part appears whole. Its header records, as its text, what the stream is made from and
+where the text goes on after it. `prepare/stream.py` writes parts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from pentameter.data.progress import Progress, no_progress
+from pentameter.data.shards.dataset import Dataset, TokenSequence, TokenSplit, open_shards
+from pentameter.data.shards.format import read_header
+from pentameter.disk.atomic import read_json
+from pentameter.errors import CorruptError
+
+BLOCK_TOKENS = 1 << 22
+"""Tokens within which `data.order = "streamed"` permutes a text: the first step waits for as many,
+and more mix a text better."""
+END_FILE, PART_NAME = "end.json", "part"
+
+
+def part_header(folder: Path, number: int) -> Path:
+    """Return the header of a stream's part, counted from 0."""
+    return folder / f"{PART_NAME}-{number:05d}" / f"{PART_NAME}.json"
+
+
+def is_stream(folder: Path) -> bool:
+    """True if a folder holds a stream that has its first part."""
+    return part_header(folder, 0).exists()
+
+
+def n_tokens_of(header: Path) -> int:
+    """Return how many training tokens a part has."""
+    train = read_header(header)["splits"]["train"]
+    return int(train["stop"]) - int(train["start"])
+
+
+def n_parts_of(folder: Path) -> int | None:
+    """Return how many parts a stream has in the end; None while its text goes on."""
+    path = folder / END_FILE
+    if not path.exists():
+        return None
+    n_parts = read_json(path).get("parts")
+    if not isinstance(n_parts, int) or n_parts < 1:
+        raise CorruptError(f"{path} is damaged: parts={n_parts!r}; delete {folder} and start again")
+    return n_parts
+
+
+def tokens_for(n_rows: int, context_length: int) -> int:
+    """Return how many tokens the first `n_rows` rows need: whole blocks, and one target more."""
+    block = max(BLOCK_TOKENS // context_length, 1) * context_length
+    return -(-n_rows * context_length // block) * block + 1
+
+
+class Source(Protocol):
+    """Whoever writes the parts of a stream."""
+
+    def prepare(self, n_tokens: int) -> None:
+        """Begin to write parts up to so many training tokens."""
+
+    def wait(self, n_tokens: int) -> None:
+        """Return after a moment, while so many tokens are awaited; raise what keeps them away."""
+
+    def close(self) -> None:
+        """Stop writing."""
+
+
+class NoSource:
+    """Stands for a `Source` where nobody writes parts any more."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def prepare(self, n_tokens: int) -> None:
+        """Do nothing."""
+
+    def wait(self, n_tokens: int) -> None:
+        """Raise CorruptError."""
+        raise CorruptError(
+            f"{self._folder} lacks some of the first {n_tokens:,} tokens. The command that trained "
+            "on them prepares them again from the same text"
+        )
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """An opened part, and what its header says of the text."""
+
+    dataset: Dataset
+    text: Mapping[str, Any]
+    hash: str
+    """sha256, in hex, of its tokens, splits and tokenizer, whatever text they are of."""
+
+
+class TokenStream(TokenSequence):
+    """The training tokens of a stream, as far as they are there; `up_to` waits for more, which
+    `source` writes. Opening it waits for the first part."""
+
+    def __init__(self, folder: Path, source: Source, *, verify: bool, progress: Progress) -> None:
+        self.source = source
+        self._folder, self._verify, self._progress = folder, verify, progress
+        self._parts: list[_Part] = []
+        super().__init__((), 0, 0)
+        while not self._open_next():
+            source.wait(1)
+        while self._open_next():  # what an earlier run left
+            pass
+
+    @property
+    def first(self) -> Dataset:
+        """The first part, which has the other splits."""
+        return self._parts[0].dataset
+
+    @property
+    def hash(self) -> str:
+        """sha256, in hex, of everything that decides the stream's tokens."""
+        return str(self._parts[0].text["stream"])
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all parts are open, and the text has ended."""
+        return n_parts_of(self._folder) == len(self._parts)
+
+    def prepare(self, n_tokens: int) -> None:
+        """Have the first `n_tokens` tokenized, while this process does something else."""
+        self.source.prepare(n_tokens)
+
+    def close(self) -> None:
+        """Stop tokenizing."""
+        self.source.close()
+
+    def up_to(self, n_tokens: int) -> int:
+        """Wait until the first `n_tokens` are there, or the text has ended; return how many of them
+        there are."""
+        while len(self) < n_tokens and not self.is_whole:
+            if not self._open_next():
+                self.source.wait(n_tokens)
+                self.waiting()
+        return super().up_to(n_tokens)
+
+    def hash_of(self, n_tokens: int) -> str:
+        """Return the sha256, in hex, over the parts with the first `n_tokens`, once they are there:
+        the same if the text behind them is another."""
+        n_tokens = self.up_to(n_tokens)
+        hashes = []
+        for part in self._parts:
+            hashes.append(part.hash)
+            n_tokens -= part.dataset.split("train").n_tokens
+            if n_tokens <= 0:
+                break
+        return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+    def split(self) -> TokenSplit:
+        """Return the training split, with documents and bytes as far as parts are open."""
+        starts, n_tokens, n_bytes = [], 0, 0
+        for part in self._parts:
+            train = part.dataset.split("train")
+            # A part's first document may have begun in the part before.
+            first = int(bool(part.text["continues"]))
+            starts.append(np.asarray(train.document_starts[first:], np.int64) + n_tokens)
+            n_tokens, n_bytes = n_tokens + train.n_tokens, n_bytes + train.n_bytes
+        beginning = self.first.split("train")
+        return TokenSplit("train", self, n_bytes, np.concatenate(starts), beginning=beginning)
+
+    def _open_next(self) -> bool:
+        """Open the next part; False if it is not there."""
+        path = part_header(self._folder, len(self._parts))
+        if not path.exists():
+            return False
+        try:
+            part = self._opened(path)
+        except CorruptError as error:
+            raise CorruptError(
+                f"{error} (it is a cache: delete {self._folder} and start again)"
+            ) from error
+        self._parts.append(part)
+        tokens = part.dataset.split("train").tokens
+        for array in tokens.arrays() if len(tokens) else ():
+            self._append(array)
+        return True
+
+    def _opened(self, path: Path) -> _Part:
+        header = read_header(path)
+        text = header["text"]
+        if self._parts and text.get("stream") != self.hash:
+            raise CorruptError(f"{path} is of another text than the parts before it")
+        tokenizer = self.first.tokenizer if self._parts else None
+        dataset = open_shards(
+            path, verify=self._verify, progress=self._progress, tokenizer=tokenizer
+        )
+        what = {key: header[key] for key in ("tokenizer", "splits", "files", "documents")}
+        digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+        return _Part(dataset, text, digest)
+
+
+def open_stream(
+    folder: Path, source: Source, *, verify: bool = True, progress: Progress = no_progress
+) -> Dataset:
+    """Open the stream in a folder, once its first part is there; see `TokenStream`.
+
+    Raises CorruptError for any damage, and what `source` raises.
+    """
+    stream = TokenStream(folder, source, verify=verify, progress=progress)
+    splits = {**stream.first.splits, "train": stream.split()}
+    return Dataset(stream.first.tokenizer, stream.hash, splits, (folder.absolute(),))
