@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,7 +13,7 @@ import tyro
 from pentameter.cli.arguments import load_for_verb, parse_arguments
 from pentameter.config.choices import Precision
 from pentameter.config.overrides import parse_overrides
-from pentameter.errors import ConfigError
+from pentameter.errors import ConfigError, CorruptError
 
 if TYPE_CHECKING:
     from pentameter.checkpoint.load_model import LoadedModel
@@ -105,23 +106,34 @@ def _multiple_choice(
     parsed: EvalArguments, file: Path, overrides: list[str]
 ) -> tuple[dict[str, Any], str]:
     """Return the `--json` object for a file of questions, and the line for people."""
-    from pentameter.evaluate.multiple_choice import evaluate_multiple_choice, read_questions
+    from pentameter.evaluate.multiple_choice import (
+        encode_questions,
+        evaluate_multiple_choice,
+        read_questions,
+    )
 
     if parsed.stride is not None or overrides:
         given = "--stride" if parsed.stride is not None else overrides[0]
         raise ConfigError(f"--multiple-choice reads its own file; leave out {given}")
     questions = read_questions(file)
-    loaded, _, engine = _load(parsed, overrides)
+    loaded, config, engine = _load(parsed, overrides)
+    encoded = encode_questions(questions, loaded.tokenizer, config.model.context_length)
     metrics = evaluate_multiple_choice(
-        engine, loaded.tokenizer, questions, batch_size=parsed.batch_size
+        engine, encoded, name=file.stem, step=loaded.step, batch_size=parsed.batch_size
     )
-    step = loaded.step
+    assert metrics is not None  # nothing asks it to stop
+    if math.isnan(metrics.loss):
+        raise CorruptError("the model's logits are NaN: its weights are damaged; take another")
     line = (
         f"{file.name}: accuracy {metrics.accuracy:.4f} · per token "
         f"{metrics.accuracy_per_token:.4f} · per byte {metrics.accuracy_per_byte:.4f} · "
-        f"{metrics.examples:,} examples · step {step}"
+        f"loss {metrics.loss:.4f} nats/token of the right choices · "
+        f"{metrics.examples:,} examples · step {metrics.step}"
     )
-    return {"step": step, "file": str(file), **asdict(metrics)}, line
+    values = asdict(metrics)
+    for name in ("split", "best"):
+        del values[name]
+    return {"file": str(file), **values}, line
 
 
 def _load(parsed: EvalArguments, overrides: list[str]) -> tuple[LoadedModel, Config, Engine]:

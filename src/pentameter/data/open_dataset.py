@@ -188,6 +188,8 @@ def open_evaluations(
     `open_dataset`."""
     found = {}
     for each in data.evaluations:
+        if each.path is None:  # questions
+            continue
         section = _data_of(data, path=each.path, validation_fraction=0.0, test_fraction=0.0)
         dataset = _open_one(section, tokenizer, verify=verify, progress=progress, is_shared=True)
         parts = [split for split in dataset.splits.values() if split.n_tokens]

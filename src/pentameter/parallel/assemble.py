@@ -16,7 +16,7 @@ from pentameter.parallel.engine import Engine
 from pentameter.parallel.memory.recomputation import recompute_activations
 from pentameter.parallel.mesh import build_mesh, name_of
 from pentameter.parallel.precision import arithmetic, set_matmul_precision
-from pentameter.parallel.sources.gpt_source import GPTSource, call_gpt
+from pentameter.parallel.sources.gpt_source import GPTSource, call_gpt, call_gpt_by_row
 from pentameter.parallel.sources.model_source import ModelSource
 from pentameter.parallel.sources.tied_parameters import give_memory, tie_within
 from pentameter.parallel.stage_messages import MessageShards
@@ -81,5 +81,5 @@ def assemble(
 
 def engine_of(model: GPT, plan: Plan, device: torch.device, precision: str) -> Engine:
     """Return an Engine for a full GPT that exists already, on one rank without a mesh."""
-    module = StageModule(model, call_gpt, device, arithmetic(precision))
+    module = StageModule(model, call_gpt, call_gpt_by_row, device, arithmetic(precision))
     return Engine([module], {0: module}, plan, device, World(), None, GPTSource())

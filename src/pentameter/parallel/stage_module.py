@@ -33,15 +33,17 @@ class StageModule(nn.Module):
 
     `model` is the slice, whose parameters keep the names in the parameter table and whose linear
     layers multiply by the matmul of `arithmetic`; `call` runs it. In training it runs as
-    `run_compiled` or `run_fused` set it up; evaluation is fused or eager. With a
-    `generator_offset`, PyTorch's generator is seeded for each micro-batch with the key of its first
-    row plus that offset. If the slice `reads_inputs`, it is called with (x, the batch's inputs).
+    `run_compiled` or `run_fused` set it up; evaluation is fused or eager. `row_call` runs it
+    for the loss of each batch row. With a `generator_offset`, PyTorch's generator is seeded for
+    each micro-batch with the key of its first row plus that offset. If the slice `reads_inputs`, it
+    is called with (x, the batch's inputs).
     """
 
     def __init__(
         self,
         model: nn.Module,
         call: Call,
+        row_call: Call,
         device: torch.device,
         arithmetic: Arithmetic,
         *,
@@ -54,6 +56,7 @@ class StageModule(nn.Module):
         self.device = device
         self.arithmetic = arithmetic
         self._call = call
+        self._row_call = row_call
         self._generator_offset = generator_offset
         self.reads_inputs = reads_inputs
         self._train: Callable[..., Tensor] = self._plain
@@ -70,16 +73,21 @@ class StageModule(nn.Module):
         targets: Tree | None = None,
         dropout_keys: Tensor | None = None,
         inputs: Tree | None = None,
+        *,
+        by_row: bool = False,
     ) -> Tensor:
         """Run the slice with a Call's arguments: x is int64 (B, T) in the GPT's first stage, else
-        the residual stream (B, T, D). Returns the summed loss (1,) of `targets` in nats, or logits
-        (B, T, V) without targets, from the last stage; (B, T, D) from any other.
+        the residual stream (B, T, D). Returns the summed loss (1,) of `targets` in nats, that of
+        each batch row (B,) if `by_row`, or logits (B, T, V) without targets, from the last stage;
+        (B, T, D) from any other.
 
         Without targets, for sampling, matmuls run in the weights' dtype, as in `generate`; but
         weights all-gathered by FSDP come rounded.
         """
         run = self._train if self.training else self._evaluate
-        if targets is None:
+        if by_row:
+            run = partial(self._row_call, self.model)
+        elif targets is None:
             run = self._plain
         rounds = targets is not None or isinstance(self, FSDPModule)
         if self._generator_offset is not None and dropout_keys is not None:
@@ -142,6 +150,7 @@ def slice_module(
     return StageModule(
         model,
         source.call(model, plan.config, layers),
+        source.row_call(model, plan.config, layers),
         device,
         arithmetic,
         generator_offset=number if source.draws_from_generator else None,

@@ -43,6 +43,10 @@ class GPTSource(ModelSource):
         """Return `call_gpt`, which runs `GPT.forward`."""
         return call_gpt
 
+    def row_call(self, model: nn.Module, config: Config, layers: range) -> Call:
+        """Return `call_gpt_by_row`."""
+        return call_gpt_by_row
+
     def divide(
         self,
         models: Sequence[nn.Module],
@@ -92,6 +96,13 @@ class GPTSource(ModelSource):
                 units += [*((norm, False) for norm in norms), (sub_layer, True)]
         return units
 
+    def row_length(self, plan: Plan, n_tokens: int) -> int:
+        """Return `n_tokens`, unless ranks exchange shards of a sequence, or of the stream between
+        stages, whose shapes are the context's."""
+        layout = plan.layout
+        is_fixed = layout.context > 1 or layout.sequence or layout.pipeline > 1
+        return plan.config.model.context_length if is_fixed else n_tokens
+
     def row_keys(
         self, plan: Plan, step: int, rows: np.ndarray, attended: np.ndarray
     ) -> Tensor | None:
@@ -117,6 +128,25 @@ def call_gpt(model: nn.Module, x: Tensor, targets: Tensor | None, keys: Tensor |
     others."""
     y: Tensor = model(x, targets=targets, dropout_keys=keys)
     return y
+
+
+def call_gpt_by_row(
+    model: nn.Module, x: Tensor, targets: Tensor | None, keys: Tensor | None
+) -> Tensor:
+    """Run a GPT slice on x, as `call_gpt` takes it, without dropout. Returns each batch row's
+    summed loss against targets (B, T), (B,), from the last slice; (B, T, D) from others.
+
+    All rows run through the layers at once. Only the head's loss, which any layout computes as one
+    sum, takes them one by one.
+    """
+    gpt = _gpt(model)
+    hidden = gpt.hidden_states(x)
+    if not gpt.is_last:
+        return hidden
+    assert targets is not None
+    weight, bias = gpt.head_parameters()
+    rows = zip(hidden.split(1), targets.split(1), strict=True)
+    return torch.stack([gpt.head_loss(row, weight, bias, target) for row, target in rows])
 
 
 def _gpt(model: nn.Module) -> GPT:

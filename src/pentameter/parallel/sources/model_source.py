@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pentameter.config.schema import Config
-from pentameter.data.batches.tree import Tree
+from pentameter.data.batches.tree import Tree, leaves, map_leaves
 from pentameter.parallel.precision import Arithmetic
 from pentameter.planning.outline import ModelOutline
 from pentameter.planning.plan import Plan
@@ -62,6 +63,25 @@ class ModelSource(ABC):
     def call(self, model: nn.Module, config: Config, layers: range) -> Call:
         """Return a Python function that runs such a slice."""
 
+    def row_call(self, model: nn.Module, config: Config, layers: range) -> Call:
+        """Return a Call without randomness whose last slice gives the summed loss of each batch row
+        in nats, (B,). Here, a module that only knows the sum runs on one row after another."""
+        call = self.call(model, config, layers)
+
+        def call_each_row(
+            model: nn.Module, x: Tree, targets: Tree | None, keys: Tensor | None
+        ) -> Tensor:
+            """Return the rows' losses (B,), or the residual stream (B, T, D)."""
+            results = []
+            for row in range(len(leaves(targets)[0])):
+                own, target = (
+                    map_leaves(itemgetter(slice(row, row + 1)), each) for each in (x, targets)
+                )
+                results.append(torch.atleast_1d(call(model, own, target, None)))
+            return torch.cat(results)
+
+        return call_each_row
+
     @abstractmethod
     def divide(
         self,
@@ -97,6 +117,11 @@ class ModelSource(ABC):
         """Return the randomness (B, …) for a step's rows, on the CPU; None if nothing is random.
         `rows` (B,) are numbers in the global batch; `attended` (B,) are the rows whose attention
         this rank computes."""
+
+    def row_length(self, plan: Plan, n_tokens: int) -> int:
+        """Return how many tokens of a row are computed for a loss without gradients if only the
+        first `n_tokens` matter; here the whole context."""
+        return plan.config.model.context_length
 
     def reads_inputs(self, model: nn.Module) -> bool:
         """Return whether a slice other than the first takes the batch's inputs in addition to the
