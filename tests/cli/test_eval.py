@@ -118,6 +118,22 @@ def test_a_bad_question_is_named_by_its_line(run, tmp_path, capsys, record, code
     assert says in err
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--tasks", "arc_easy", "--stride", "5"], "leave out --stride"),
+        (["--tasks", "arc_easy", "--data.path", "x.txt"], "leave out --data.path"),
+        (["--tasks", "arc_easy", "--limit", "0"], "--limit 0 must be at least 1"),
+        (["--limit", "5"], "--limit 5 is of --tasks"),
+        (["--tasks", "arc_easy"], "pip install 'pentameter[lm-eval]'"),
+    ],
+)
+def test_tasks_refuse_in_words(tmp_path, capsys, monkeypatch, options, says):
+    monkeypatch.setattr("pentameter.cli.eval.find_spec", lambda name: None)
+    assert main(["eval", str(tmp_path), *options]) == 2
+    assert says in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("extra", [["--stride", "5"], ["--data.path", "x.txt"]])
 def test_multiple_choice_takes_nothing_of_a_split(run, tmp_path, capsys, extra):
     file = questions(tmp_path / "song.jsonl", *QUESTIONS)
