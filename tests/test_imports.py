@@ -26,7 +26,7 @@ LAYER = {
     "parallel": 6,
     "calibrate": 7, "optim": 7,
     "checkpoint": 8, "evaluate": 8, "generation": 8,
-    "train": 9,
+    "harness": 9, "train": 9,
     "verify": 10, "report": 10, "serve": 10,
     "cli": 11,
     "__main__": 12, "__init__": 12,

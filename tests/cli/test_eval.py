@@ -1,6 +1,7 @@
 """`eval` beyond a plain pass: strides, multiple choice, other data."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,10 @@ def test_a_model_that_knows_the_song_answers_right(run, tmp_path, capsys):
     file = questions(tmp_path / "song.jsonl", *QUESTIONS)
     result = evaluate(run, capsys, "--multiple-choice", str(file))
     assert result.pop("seconds") > 0
+    assert 0 < result["loss"] == pytest.approx(math.log(result.pop("perplexity")))
+    loss, bits, tokens = (result.pop(key) for key in ("loss", "bits_per_byte", "tokens"))
+    assert tokens == len(" stream" + " boat" + "but a")
+    assert bits == pytest.approx(loss / math.log(2) * tokens / len("stream" + "boat" + "but a"))
     assert result == {
         "step": 80,
         "file": str(file),
@@ -93,7 +98,8 @@ def test_a_model_that_knows_the_song_answers_right(run, tmp_path, capsys):
     }
     assert main(["eval", str(run), "--multiple-choice", str(file)]) == 0
     said = capsys.readouterr().out
-    assert "song.jsonl: accuracy 1.0000 · per token 1.0000 · per byte 1.0000 · 3 examples" in said
+    assert "song.jsonl: accuracy 1.0000 · per token 1.0000 · per byte 1.0000 · loss 0." in said
+    assert "nats/token of the right choices · 3 examples" in said
 
 
 @pytest.mark.parametrize(
@@ -110,6 +116,22 @@ def test_a_bad_question_is_named_by_its_line(run, tmp_path, capsys, record, code
     err = capsys.readouterr().err
     assert "song.jsonl:4: " in err
     assert says in err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--tasks", "arc_easy", "--stride", "5"], "leave out --stride"),
+        (["--tasks", "arc_easy", "--data.path", "x.txt"], "leave out --data.path"),
+        (["--tasks", "arc_easy", "--limit", "0"], "--limit 0 must be at least 1"),
+        (["--limit", "5"], "--limit 5 is of --tasks"),
+        (["--tasks", "arc_easy"], "pip install 'pentameter[lm-eval]'"),
+    ],
+)
+def test_tasks_refuse_in_words(tmp_path, capsys, monkeypatch, options, says):
+    monkeypatch.setattr("pentameter.cli.eval.find_spec", lambda name: None)
+    assert main(["eval", str(tmp_path), *options]) == 2
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("extra", [["--stride", "5"], ["--data.path", "x.txt"]])

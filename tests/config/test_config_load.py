@@ -239,6 +239,14 @@ def test_what_no_file_should_be_called_is_no_name(name):
         load_config("quickstart", {"data.evaluations": evaluations})
 
 
+@pytest.mark.parametrize("given", [{}, {"path": "x.txt", "multiple_choice": "x.jsonl"}])
+def test_an_evaluation_is_of_text_or_of_questions(given):
+    with pytest.raises(
+        ConfigError, match=r"evaluations\[0\] needs one of path \(now .*\) and multiple"
+    ):
+        load_config("quickstart", {"data.evaluations": [{"name": "arc", **given}]})
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [

@@ -8,7 +8,6 @@ import torch
 
 from pentameter.config.schema import Config
 from pentameter.data.tokenizers.char import CharTokenizer
-from pentameter.errors import CorruptError
 from pentameter.evaluate.multiple_choice import (
     Question,
     choice_scores,
@@ -84,8 +83,15 @@ def test_scores_are_those_of_one_pass_for_each_token(batch_size):
     questions = random_questions()
     expected = [score for question in questions for score in brute_force(engine, question)]
     choices = encode_questions(questions, TOKENIZER, CONTEXT)
-    scores = choice_scores(engine, choices, batch_size=batch_size)
+    scores = choice_scores(engine, choices.choices, batch_size=batch_size)
     np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-10)
+
+
+def evaluated(engine, tokenizer, questions):
+    encoded = encode_questions(questions, tokenizer, CONTEXT)
+    metrics = evaluate_multiple_choice(engine, encoded, name="q", step=0, batch_size=7)
+    assert metrics is not None
+    return metrics
 
 
 def test_accuracies_count_the_right_choices():
@@ -97,7 +103,7 @@ def test_accuracies_count_the_right_choices():
         n_tokens = np.array([len(choice) + 1 for choice in question.choices])
         for measure, by in enumerate((scores, scores / n_tokens, scores / (n_tokens - 1))):
             right[measure] += int(by.argmax()) == question.answer
-    metrics = evaluate_multiple_choice(engine, TOKENIZER, questions, batch_size=7)
+    metrics = evaluated(engine, TOKENIZER, questions)
     found = (metrics.accuracy, metrics.accuracy_per_token, metrics.accuracy_per_byte)
     assert metrics.examples == 12
     assert found == tuple(n / 12 for n in right)
@@ -120,14 +126,14 @@ def test_three_measures_and_what_each_prefers():
     engine, tokenizer = fixed({"a": 1 / 2, "b": 1 / 4, " ": 1 / 8, "é": 1 / 8})
     choices = ("a", "aaaa", "b", "é")
     rows = encode_questions([Question("q:1", "ab", choices, 0)], tokenizer, CONTEXT)
-    scores = choice_scores(engine, rows, batch_size=3)
+    scores = choice_scores(engine, rows.choices, batch_size=3)
     expected = [math.log(1 / 8) + n * math.log(p) for n, p in ((1, 1 / 2), (4, 1 / 2), (1, 1 / 4))]
     expected.append(2 * math.log(1 / 8))
     np.testing.assert_allclose(scores, expected, rtol=1e-14)
 
     def right(a, b, answer):
         questions = [Question("q:1", "ab", (a, b), answer)]
-        metrics = evaluate_multiple_choice(engine, tokenizer, questions, batch_size=4)
+        metrics = evaluated(engine, tokenizer, questions)
         return metrics.accuracy, metrics.accuracy_per_token, metrics.accuracy_per_byte
 
     # " a" is likelier than " aaaa", but not per token (-1.39 against -0.97) or byte (-2.77, -1.21).
@@ -138,10 +144,28 @@ def test_three_measures_and_what_each_prefers():
     assert right("ab", "ba", 0) == (1, 1, 1)  # equally likely: the first
 
 
-def test_weights_that_are_no_numbers_are_refused():
+def test_the_loss_is_that_of_the_right_choices():
+    engine, tokenizer = fixed({"a": 1 / 2, "b": 1 / 4, " ": 1 / 8, "é": 1 / 8})
+    questions = [
+        Question("q:1", "ab", ("a", "b"), 1),  # " b": ln 8 + ln 4
+        Question("q:2", "ab", ("a", "b", "aé"), 2),  # " aé": ln 8 + ln 2 + ln 8
+    ]
+    metrics = evaluated(engine, tokenizer, questions)
+    assert (metrics.examples, metrics.tokens) == (2, 5)
+    assert metrics.loss == pytest.approx(12 * math.log(2) / 5, rel=1e-14)
+    assert metrics.perplexity == pytest.approx(2 ** (12 / 5), rel=1e-14)
+    assert metrics.bits_per_byte == pytest.approx(12 / 4, rel=1e-14)  # "b", and "aé" of 3 bytes
+
+
+def test_the_loss_of_weights_that_are_no_numbers_is_none():
     engine = assemble(plan(), CPU, "fp64", compiled=False)
     with torch.no_grad():
         next(engine.model.parameters()).fill_(math.nan)
-    choices = encode_questions(random_questions(1), TOKENIZER, CONTEXT)
-    with pytest.raises(CorruptError, match="NaN"):
-        choice_scores(engine, choices, batch_size=4)
+    assert math.isnan(evaluated(engine, TOKENIZER, random_questions(1)).loss)
+
+
+def test_a_stop_ends_it_between_two_batches():
+    engine = assemble(plan(), CPU, "fp64", compiled=False)
+    answers = iter([False, False, True])
+    encoded = encode_questions(random_questions(), TOKENIZER, CONTEXT)
+    assert choice_scores(engine, encoded.choices, batch_size=2, stop=lambda: next(answers)) is None

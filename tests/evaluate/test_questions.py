@@ -35,7 +35,7 @@ def question(context, *choices):
 
 
 def texts(tokenizer, context, *choices, context_length=100):
-    rows = encode_questions([question(context, *choices)], tokenizer, context_length)
+    rows = encode_questions([question(context, *choices)], tokenizer, context_length).choices
     return [
         (
             tokenizer.decode(row.tokens[: -row.n_scored]),
@@ -124,7 +124,7 @@ def test_one_space_joins_context_and_choice_where_there_is_none():
 
 def test_bytes_are_those_of_the_choice_without_the_joining_space():
     tokenizer = CharTokenizer("aé ")
-    rows = encode_questions([question("a", "é", "aa", " a")], tokenizer, 10)
+    rows = encode_questions([question("a", "é", "aa", " a")], tokenizer, 10).choices
     assert [(row.n_scored, row.n_bytes) for row in rows] == [(2, 2), (3, 2), (2, 2)]
 
 

@@ -60,6 +60,18 @@ def leaders(comparison):
     return sorted(comparison.ranking.leaders)
 
 
+def test_further_evaluations_have_columns(make_named, run_events, run_end):
+    arc = {"event": "eval", "split": "arc", "loss": 3.0}
+    best = run_events(400)
+    step = min((e for e in best if e["event"] == "eval"), key=lambda e: e["loss"])["step"]
+    a = make_named("a", [*best, {**arc, "step": step, "accuracy": 0.625}, run_end])
+    news = [{"name": "news", "path": "news.txt"}]
+    b = make_named("b", [*run_events(400), run_end], data__evaluations=news)
+    found = compare_runs([a, b])
+    assert columns(found)["arc accuracy"] == ("0.6250", "–")
+    assert found.ranking.is_ranked  # the text of validation is the same
+
+
 def test_what_runs_came_to(pair):
     found = compare_runs(pair[::-1])  # the order of the shell does not count
     assert [run.label for run in found.runs] == ["a", "b"]

@@ -7,6 +7,8 @@ from pentameter import formatting
 from pentameter.disk.lock import RunLock
 from pentameter.errors import ConfigError, StorageError
 from pentameter.report.page import write_report
+from pentameter.report.reading import read_run
+from pentameter.report.results import results
 
 
 def checked(folder):
@@ -24,6 +26,23 @@ def test_a_finished_run(make_run):
         assert part in text, part
     assert page.count("<svg") == 2 + 3  # MFU is an axis beside that of the tokens per second
     assert "Tokens per second, and MFU at the right" in text
+
+
+def test_further_evaluations_are_told_of_the_best_step(make_run):
+    def evaluated(step, split, loss, **more):
+        return {"event": "eval", "step": step, "split": split, "loss": loss, **more}
+
+    events = [
+        evaluated(5, "val", 2.0),
+        evaluated(5, "train", 1.75),
+        evaluated(5, "arc", 3.0, accuracy=0.625),
+        evaluated(5, "news", 2.5),
+        evaluated(9, "val", 2.25),
+        evaluated(9, "arc", 3.5, accuracy=0.5),
+    ]
+    folder = make_run(events)
+    assert results(read_run(folder)).further == {"arc accuracy": 0.625, "news loss": 2.5}
+    assert "arc accuracy 0.6250 at step 5" in " ".join(text_of(checked(folder)).split())
 
 
 def test_everything_a_run_says_is_escaped(make_run, run_events):

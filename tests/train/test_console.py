@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from rich.cells import cell_len
 
 from pentameter.config.load import load_config
 from pentameter.errors import TrainingFailedError
+from pentameter.evaluate.multiple_choice import ChoiceMetrics
 from pentameter.evaluate.split import EvalMetrics
 from pentameter.processes.world import World
 from pentameter.train.console import Console
@@ -232,6 +233,22 @@ def test_the_loss_of_the_training_split_stands_beside_validations(trainer, capsy
         "eval    100 │ val loss 2.5012 ← best │ train loss 2.4966 │ perplexity 12.2 │ "
         "3.6085 bits/byte │ 1.0 s",
         "eval    100 │ more loss 3.0000 │ perplexity 20.09 │ 4.3281 bits/byte │ 0.5 s",
+    ]
+
+
+def test_questions_have_a_line_of_accuracies(trainer, capsys):
+    metrics = ChoiceMetrics(
+        **asdict(evaluated("arc", 2.0)),
+        examples=200,
+        accuracy=0.2859,
+        accuracy_per_token=0.2955,
+        accuracy_per_byte=0.3,
+    )
+    with console_of(trainer) as (_, lines):
+        lines.on_eval(trainer, metrics)
+    assert capsys.readouterr().out.splitlines() == [
+        "eval    100 │ arc accuracy 0.2859 │ per token 0.2955 │ per byte 0.3000 │ loss 2.0000 │ "
+        "0.5 s"
     ]
 
 

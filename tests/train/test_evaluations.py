@@ -2,11 +2,13 @@
 
 import json
 
+import numpy as np
 import pytest
 from tiny_runs import config, events, fit
 
 from pentameter.checkpoint.load_model import load_model
 from pentameter.checkpoint.store import CheckpointStore
+from pentameter.cli.main import main
 from pentameter.data.open_dataset import open_dataset
 from pentameter.errors import ConfigError, StorageError
 from pentameter.evaluate.split import evaluate
@@ -14,6 +16,7 @@ from pentameter.parallel.assemble import engine_of
 from pentameter.planning.plan import make_plan
 
 LETTERS = "abcdefghijklmnop"
+NONE = {"evaluations": ()}
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +25,12 @@ def files(tmp_path_factory):
     (folder / "more.txt").write_text(LETTERS * 9)
     record = {"prompt": "abc", "completion": "defg"}
     (folder / "chat.jsonl").write_text(f"{json.dumps(record)}\n" * 5)
+    draw = np.random.default_rng(7)
+    with (folder / "questions.jsonl").open("w") as file:
+        for _ in range(9):  # of which some are longer than the context
+            words = ["".join(draw.choice(list(LETTERS), draw.integers(2, 12))) for _ in range(4)]
+            question = {"context": words[0], "choices": words[1:], "answer": 1}
+            file.write(f"{json.dumps(question)}\n")
     return folder
 
 
@@ -29,8 +38,13 @@ def sections(files, **train):
     named = [
         {"name": n, "path": str(files / f)} for n, f in (("more", "more.txt"), ("qa", "chat.jsonl"))
     ]
+    named.insert(1, {"name": "quiz", "multiple_choice": str(files / "questions.jsonl")})
     return {
-        "data": {"evaluations": named, "test_fraction": 0.1},
+        "data": {
+            "grammar": {"n_characters": 3000, "alphabet": f"{LETTERS} "},
+            "evaluations": named,
+            "test_fraction": 0.1,
+        },
         "train": {"eval_train_tokens": 200, **train},
     }
 
@@ -48,16 +62,34 @@ def run(files, tmp_path_factory):
     return folder, trainer
 
 
-def test_every_evaluation_has_its_events(run):
+def test_every_evaluation_has_its_events(files, run):
     folder, trainer = run
     found = [(e["step"], e["split"]) for e in events(folder, "eval")]
-    names = ["val", "train", "more", "qa"]
+    names = ["val", "train", "more", "quiz", "qa"]
     best = trainer.state.best_step
     assert best not in (None, 0, 12), "the test is to tell the best from the last"
     assert found == [*((step, name) for step in (0, 4, 8, 12) for name in names), (best, "test")]
     assert {e["split"] for e in events(folder, "eval") if e["best"]} == {"val"}
     tokens = {e["split"]: e["tokens"] for e in events(folder, "eval")}
+    n_right = tokens.pop("quiz")
     assert tokens == {"val": 299, "train": 199, "more": 143, "qa": 20, "test": 299}
+    lines = (files / "questions.jsonl").read_text().splitlines()
+    assert n_right == sum(1 + len(json.loads(line)["choices"][1]) for line in lines)
+
+
+def test_questions_give_the_numbers_of_eval(files, run, capsys):
+    folder, _ = run
+    (event,) = (e for e in events(folder, "eval") if (e["step"], e["split"]) == (12, "quiz"))
+    checkpoint = max((folder / "checkpoints").iterdir())
+    questions = str(files / "questions.jsonl")
+    assert main(["eval", str(checkpoint), "--multiple-choice", questions, "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["examples"] == 9
+    for name in ("step", "loss", "perplexity", "bits_per_byte", "tokens", "examples"):
+        assert event[name] == pytest.approx(alone[name], rel=1e-5)  # fp32, rows grouped otherwise
+    for name in ("accuracy", "accuracy_per_token", "accuracy_per_byte"):
+        assert 0 < event[name] < 1
+        assert event[name] == alone[name]
 
 
 def test_the_test_split_is_told_of_the_best_checkpoint(run):
@@ -111,7 +143,7 @@ def test_evaluations_without_validation(files, tmp_path):
     chosen["data"] |= {"validation_fraction": 0.0, "test_fraction": 0.0}
     trainer, _ = fit(tmp_path / "run", sections=chosen)
     found = [(e["step"], e["split"]) for e in events(tmp_path / "run", "eval")]
-    assert found == [(step, name) for step in (0, 4) for name in ("train", "more", "qa")]
+    assert found == [(step, name) for step in (0, 4) for name in ("train", "more", "quiz", "qa")]
     assert trainer.state.best_step is None
 
 
@@ -127,6 +159,6 @@ def test_too_few_tokens_are_refused_before_the_run(files, tmp_path):
 
 
 def test_the_texts_do_not_define_the_run(files):
-    plain = open_dataset(config().data)
-    named = open_dataset(config(**sections(files)).data.model_copy(update={"test_fraction": 0.0}))
+    data = config(**sections(files)).data
+    plain, named = (open_dataset(each) for each in (data.model_copy(update=NONE), data))
     assert plain.hash == named.hash

@@ -27,6 +27,7 @@ EXTRAS = {
     "wandb": "wandb",
     "trackio": "trackio",
     "serve": "uvicorn",
+    "lm-eval": "lm_eval",
     "parquet": "pyarrow",
     "remote": "fsspec",
     "zstd": "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd",

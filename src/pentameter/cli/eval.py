@@ -1,9 +1,12 @@
-"""`pentameter eval`: a model's loss over a whole split, or its accuracy on questions."""
+"""`pentameter eval`: a model's loss over a whole split, or its accuracy on questions and tasks."""
 
 from __future__ import annotations
 
 import json
+import math
+import time
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,7 +15,7 @@ import tyro
 from pentameter.cli.arguments import load_for_verb, parse_arguments
 from pentameter.config.choices import Precision
 from pentameter.config.overrides import parse_overrides
-from pentameter.errors import ConfigError
+from pentameter.errors import ConfigError, CorruptError
 
 if TYPE_CHECKING:
     from pentameter.checkpoint.load_model import LoadedModel
@@ -22,7 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvalArguments:
-    """Evaluate a model on a whole split, every token once, or on multiple-choice questions.
+    """Evaluate a model on a whole split, every token once, on multiple-choice questions, or on
+    tasks of lm-evaluation-harness.
 
     Other text than the model's own: --data.path FILE, or any other --data.… key.
     """
@@ -38,6 +42,15 @@ class EvalArguments:
     multiple_choice: Annotated[Path | None, tyro.conf.arg(metavar="FILE.jsonl")] = None
     """Instead of a split: questions, one a line, in HellaSwag's form (ctx, endings, label) or as
     context, choices, answer."""
+    tasks: Annotated[str | None, tyro.conf.arg(metavar="NAME[,NAME]")] = None
+    """Instead of a split: tasks of lm-evaluation-harness, such as hellaswag,arc_easy; needs the
+    extra lm-eval."""
+    tasks_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """With --tasks: a folder of further tasks' YAML files."""
+    num_fewshot: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """With --tasks: examples before each question; as each task says when absent."""
+    limit: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """With --tasks: only the first questions of each."""
     batch_size: int = 32
     """Sequences at once; the result does not depend on it."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
@@ -53,7 +66,10 @@ def run(arguments: list[str]) -> int:
     parsed, overrides = parse_arguments(EvalArguments, arguments, verb="eval")
     if parsed.batch_size < 1:
         raise ConfigError(f"--batch-size {parsed.batch_size} must be at least 1")
-    if parsed.multiple_choice is not None:
+    _check_tasks(parsed, overrides)
+    if parsed.tasks is not None:
+        values, line = _tasks(parsed, parsed.tasks)
+    elif parsed.multiple_choice is not None:
         values, line = _multiple_choice(parsed, parsed.multiple_choice, overrides)
     else:
         values, line = _split(parsed, overrides)
@@ -105,23 +121,81 @@ def _multiple_choice(
     parsed: EvalArguments, file: Path, overrides: list[str]
 ) -> tuple[dict[str, Any], str]:
     """Return the `--json` object for a questions file, and the line for people."""
-    from pentameter.evaluate.multiple_choice import evaluate_multiple_choice, read_questions
+    from pentameter.evaluate.multiple_choice import (
+        encode_questions,
+        evaluate_multiple_choice,
+        read_questions,
+    )
 
     if parsed.stride is not None or overrides:
         given = "--stride" if parsed.stride is not None else overrides[0]
         raise ConfigError(f"--multiple-choice reads its own file; leave out {given}")
     questions = read_questions(file)
-    loaded, _, engine = _load(parsed, overrides)
+    loaded, config, engine = _load(parsed, overrides)
+    encoded = encode_questions(questions, loaded.tokenizer, config.model.context_length)
     metrics = evaluate_multiple_choice(
-        engine, loaded.tokenizer, questions, batch_size=parsed.batch_size
+        engine, encoded, name=file.stem, step=loaded.step, batch_size=parsed.batch_size
     )
-    step = loaded.step
+    assert metrics is not None  # nothing asks it to stop
+    if math.isnan(metrics.loss):
+        raise CorruptError("the model's logits are NaN: its weights are damaged; take another")
     line = (
         f"{file.name}: accuracy {metrics.accuracy:.4f} · per token "
         f"{metrics.accuracy_per_token:.4f} · per byte {metrics.accuracy_per_byte:.4f} · "
-        f"{metrics.examples:,} examples · step {step}"
+        f"loss {metrics.loss:.4f} nats/token of the right choices · "
+        f"{metrics.examples:,} examples · step {metrics.step}"
     )
-    return {"step": step, "file": str(file), **asdict(metrics)}, line
+    values = asdict(metrics)
+    for name in ("split", "best"):
+        del values[name]
+    return {"file": str(file), **values}, line
+
+
+def _check_tasks(parsed: EvalArguments, overrides: list[str]) -> None:
+    """Raise ConfigError for options that do not go together, and a missing extra."""
+    of_tasks = {
+        "--tasks-dir": parsed.tasks_dir,
+        "--num-fewshot": parsed.num_fewshot,
+        "--limit": parsed.limit,
+    }
+    if parsed.tasks is None:
+        for option, value in of_tasks.items():
+            if value is not None:
+                raise ConfigError(f"{option} {value} is of --tasks, which is missing")
+        return
+    others = {"--stride": parsed.stride, "--multiple-choice": parsed.multiple_choice}
+    given = [option for option, value in others.items() if value is not None] + overrides
+    if given:
+        raise ConfigError(f"--tasks brings its own text; leave out {given[0]}")
+    for option, least in (("--num-fewshot", 0), ("--limit", 1)):
+        value = of_tasks[option]
+        if isinstance(value, int) and value < least:
+            raise ConfigError(f"{option} {value} must be at least {least}")
+    if find_spec("lm_eval") is None:
+        raise ConfigError(
+            "--tasks needs lm-eval, which is not installed: pip install 'pentameter[lm-eval]'"
+        )
+
+
+def _tasks(parsed: EvalArguments, asked: str) -> tuple[dict[str, Any], str]:
+    """Return the `--json` object for tasks of the harness, and the lines for people."""
+    from pentameter.harness.model import HarnessModel
+    from pentameter.harness.tasks import find_tasks, run_tasks
+
+    start = time.perf_counter()
+    names = [name.strip() for name in asked.split(",") if name.strip()]
+    if not names:
+        raise ConfigError(f"--tasks {asked!r} names no task: --tasks hellaswag,arc_easy")
+    tasks = find_tasks(names, parsed.tasks_dir)  # whose mistakes show before the model is loaded
+    loaded, _, engine = _load(parsed, [])
+    model = HarnessModel(engine, loaded.tokenizer, parsed.batch_size)
+    found = run_tasks(model, tasks, n_fewshot=parsed.num_fewshot, limit=parsed.limit)
+    values = {
+        "step": loaded.step,
+        "tasks": {each.name: each.to_json() for each in found},
+        "seconds": time.perf_counter() - start,
+    }
+    return values, "\n".join([*map(str, found), f"step {loaded.step}"])
 
 
 def _load(parsed: EvalArguments, overrides: list[str]) -> tuple[LoadedModel, Config, Engine]:

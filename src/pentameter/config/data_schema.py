@@ -62,12 +62,14 @@ class SourceConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Text beside validation that a run is evaluated on, `[[data.evaluations]]`."""
+    """Text or questions beside validation that a run is evaluated on, `[[data.evaluations]]`."""
 
     name: Name
     """The `split` of its metrics."""
-    path: str
-    """A file, a pattern, a folder, a URL, or prepared shards; all of it is evaluated."""
+    path: str | None = None
+    """Text: a file, a pattern, a folder, a URL, or prepared shards; all of it is evaluated."""
+    multiple_choice: str | None = None
+    """Instead of `path`: a JSONL file of questions, as `eval --multiple-choice` takes."""
 
 
 class DataConfig(Section):
@@ -86,7 +88,8 @@ class DataConfig(Section):
     """Instead of `corpus` and `path`: a mixture of several data sets. Each row of a batch comes
     from one of them, drawn by their weights; each is read in `order` and split as one alone."""
     evaluations: tuple[EvaluationConfig, ...] = ()
-    """Texts by name that each evaluation also passes over, besides the validation split."""
+    """Texts and questions by name that each evaluation also passes over, besides the validation
+    split."""
     validation_path: str | None = None
     """Held-out text of its own; `path` is then trained on whole."""
     test_path: str | None = None
@@ -178,6 +181,12 @@ class DataConfig(Section):
                 raise ValueError(
                     f"data.evaluations has the name {name!r}, which another split has; choose one "
                     f"of its own (not {', '.join(RESERVED_SPLITS)})"
+                )
+        for number, each in enumerate(self.evaluations):
+            if (each.path is None) == (each.multiple_choice is None):
+                raise ValueError(
+                    f"data.evaluations[{number}] needs one of path (now {each.path or ABSENT}) and "
+                    f"multiple_choice (now {each.multiple_choice or ABSENT})"
                 )
         if not self.sources:
             return

@@ -155,6 +155,8 @@ def open_evaluations(
     `open_dataset`."""
     found = {}
     for each in data.evaluations:
+        if each.path is None:  # questions
+            continue
         whole = {"validation_fraction": 0.0, "test_fraction": 0.0, "order": "sequential"}
         section = _data_of(data, path=each.path, **whole)
         dataset = _open_one(

@@ -12,21 +12,21 @@ The first is HellaSwag's own (Zellers et al., 2019), with `ctx_a` and `ctx_b` as
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from pentameter.config.messages import shown
+from pentameter.data.batches.step import padded_batch
 from pentameter.data.tokenizers.base import Ids, Tokenizer
 from pentameter.errors import ConfigError, CorruptError, StorageError
-from pentameter.model.gpt import GPT
-from pentameter.model.loss import loss_sum
+from pentameter.evaluate.split import EvalMetrics, perplexity
 from pentameter.parallel.engine import Engine
 
 Floats = npt.NDArray[np.float64]
@@ -34,9 +34,14 @@ Floats = npt.NDArray[np.float64]
 FORMS = '"ctx", "endings", "label" (HellaSwag), or "context", "choices", "answer"'
 
 
-@dataclass(frozen=True)
-class ChoiceMetrics:
-    """Accuracies from 0 to 1, with the likeliest choice determined by three measures."""
+@dataclass(frozen=True, kw_only=True)
+class ChoiceMetrics(EvalMetrics):
+    """Metrics from a pass over questions.
+
+    The loss is that of the right choices given their contexts, in nats per token; `tokens` and
+    bits_per_byte count those choices. Accuracies, from 0 to 1, take the likeliest choice by three
+    measures; among equally likely ones the first.
+    """
 
     examples: int
     """Number of questions."""
@@ -46,82 +51,70 @@ class ChoiceMetrics:
     """By log-probability per token in the choice."""
     accuracy_per_byte: float
     """By log-probability per UTF-8 byte in the choice."""
-    seconds: float
 
 
 def evaluate_multiple_choice(
-    engine: Engine, tokenizer: Tokenizer, questions: Sequence[Question], *, batch_size: int
-) -> ChoiceMetrics:
-    """Compute accuracies over `questions`; among equally likely choices the first counts.
+    engine: Engine,
+    questions: EncodedQuestions,
+    *,
+    name: str,
+    step: int,
+    batch_size: int,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> ChoiceMetrics | None:
+    """Compute loss and accuracies over `questions`; None if `should_stop` ended it early.
 
-    Raises ConfigError, with FILE:LINE, for questions that the model or the tokenizer cannot take
-    (see `encode_questions`).
+    The figures do not depend on `batch_size`. Where logits are NaN, the loss is, too. Collective.
     """
     start = time.perf_counter()
-    choices = encode_questions(questions, tokenizer, engine.plan.config.model.context_length)
-    scores = choice_scores(engine, choices, batch_size=batch_size)
-    per_token = scores / np.array([choice.n_scored for choice in choices])
-    per_byte = scores / np.array([choice.n_bytes for choice in choices])
+    scores = choice_scores(engine, questions.choices, batch_size=batch_size, stop=should_stop)
+    if scores is None:
+        return None
+    n_tokens = np.array([choice.n_scored for choice in questions.choices])
+    n_bytes = np.array([choice.n_bytes for choice in questions.choices])
+    right = questions.right
+    nats = math.nan if np.isnan(scores).any() else -float(scores[right].sum())
+    loss = nats / int(n_tokens[right].sum())
     return ChoiceMetrics(
-        examples=len(questions),
-        accuracy=_accuracy(questions, scores),
-        accuracy_per_token=_accuracy(questions, per_token),
-        accuracy_per_byte=_accuracy(questions, per_byte),
+        step=step,
+        split=name,
+        loss=loss,
+        perplexity=perplexity(loss),
+        bits_per_byte=nats / math.log(2) / int(n_bytes[right].sum()),
+        tokens=int(n_tokens[right].sum()),
         seconds=time.perf_counter() - start,
+        examples=len(questions.answers),
+        accuracy=questions.accuracy(scores),
+        accuracy_per_token=questions.accuracy(scores / n_tokens),
+        accuracy_per_byte=questions.accuracy(scores / n_bytes),
     )
 
 
-def choice_scores(engine: Engine, choices: Sequence[ChoiceTokens], *, batch_size: int) -> Floats:
-    """Return each choice's log-probability, in nats, given its context: (n_choices,) float64.
+def choice_scores(
+    engine: Engine,
+    choices: Sequence[ChoiceTokens],
+    *,
+    batch_size: int,
+    stop: Callable[[], bool] = lambda: False,
+) -> Floats | None:
+    """Return each choice's log-probability, in nats, given its context: (n_choices,) float64; None
+    if `stop` ended it early.
 
-    `batch_size` choices with similar lengths run at once; scores do not depend on it. Raises
-    CorruptError if the model's logits are NaN.
+    `batch_size` choices with similar lengths run at once; scores do not depend on it, as a causal
+    model cannot see the padding behind a choice. Collective: every rank gets all scores.
     """
     scores = np.empty(len(choices))
     # The longest first: if memory is short, that shows at once.
-    order = sorted(range(len(choices)), key=lambda index: -len(choices[index].tokens))
+    order = np.argsort([-len(choice.tokens) for choice in choices], kind="stable")
+    context_length = engine.plan.config.model.context_length
     for first in range(0, len(order), batch_size):
+        if stop():
+            return None
         together = order[first : first + batch_size]
-        scores[together] = _scores(engine, [choices[index] for index in together])
-    if np.isnan(scores).any():
-        raise CorruptError("the model's logits are NaN: its weights are damaged; take another")
+        rows = [(choices[index].tokens, choices[index].mask) for index in together]
+        batch = padded_batch(rows, np.arange(len(rows), dtype=np.int64), context_length)
+        scores[together] = -engine.row_losses(batch)
     return scores
-
-
-@torch.inference_mode()
-def _scores(engine: Engine, choices: Sequence[ChoiceTokens]) -> list[float]:
-    """Return log-probabilities for choices that run together, the shorter ones padded at their end.
-
-    Padding comes after everything that counts, so a causal model cannot see it. Logits are computed
-    one choice at a time and only for its tokens: for a large vocabulary they take most memory.
-    """
-    model = engine.model.eval()
-    assert isinstance(model, GPT)  # as `eval` loads it
-    vocab_size = model.config.vocab_size
-    assert vocab_size is not None  # of a model that exists
-    inputs = np.zeros((len(choices), max(len(choice.tokens) for choice in choices) - 1), np.int64)
-    for row, choice in enumerate(choices):
-        inputs[row, : len(choice.tokens) - 1] = choice.tokens[:-1]
-    losses = []
-    with engine.arithmetic.autocast(engine.device):
-        hidden = model.hidden_states(torch.from_numpy(inputs).to(engine.device))  # (B, T, D)
-        for row, choice in enumerate(choices):
-            end = len(choice.tokens) - 1
-            logits = model.logits(hidden[row : row + 1, end - choice.n_scored : end])
-            targets = torch.from_numpy(choice.tokens[None, -choice.n_scored :]).to(engine.device)
-            losses.append(loss_sum(logits, targets, vocab_size))
-    return [-loss for loss in torch.stack(losses).tolist()]
-
-
-def _accuracy(questions: Sequence[Question], scores: Floats) -> float:
-    """Return the fraction of questions whose right choice scores highest; `scores` (n_choices,)
-    follow the questions' order."""
-    n_right = first = 0
-    for question in questions:
-        n_choices = len(question.choices)
-        n_right += int(np.argmax(scores[first : first + n_choices])) == question.answer
-        first += n_choices
-    return n_right / len(questions)
 
 
 @dataclass(frozen=True)
@@ -148,6 +141,40 @@ class ChoiceTokens:
     n_bytes: int
     """UTF-8 bytes in the choice, without the space that joins it to the context."""
 
+    @property
+    def mask(self) -> npt.NDArray[np.bool_]:
+        """(n,) True for the choice's tokens."""
+        return np.arange(len(self.tokens)) >= len(self.tokens) - self.n_scored
+
+
+@dataclass(frozen=True)
+class EncodedQuestions:
+    """Questions as tokens: what `encode_questions` makes of them for one model."""
+
+    choices: Sequence[ChoiceTokens]
+    """Every question's choices, in order."""
+    first_choices: Ids
+    """(n_questions,) index of each question's first choice."""
+    answers: Ids
+    """(n_questions,) right choice's index, among the question's."""
+
+    @property
+    def right(self) -> Ids:
+        """(n_questions,) index of each question's right choice among all choices."""
+        return self.first_choices + self.answers
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the longest row of context and choice needs as inputs."""
+        return max(len(choice.tokens) for choice in self.choices) - 1
+
+    def accuracy(self, scores: Floats) -> float:
+        """Return the fraction of questions whose right choice scores highest; `scores`
+        (n_choices,) follow the choices' order."""
+        of_questions = np.split(scores, self.first_choices[1:])
+        best = np.array([int(np.argmax(each)) for each in of_questions])
+        return float(np.mean(best == self.answers))
+
 
 def read_questions(path: Path) -> list[Question]:
     """Read the questions in a JSONL file, in order; empty lines are skipped.
@@ -173,7 +200,7 @@ def read_questions(path: Path) -> list[Question]:
 
 def encode_questions(
     questions: Sequence[Question], tokenizer: Tokenizer, context_length: int
-) -> list[ChoiceTokens]:
+) -> EncodedQuestions:
     """Tokenize every choice in every question, in order.
 
     Context and choice are encoded separately, joined by one space that belongs to the choice, like
@@ -213,7 +240,12 @@ def encode_questions(
                     n_bytes=len(choice.encode()),
                 )
             )
-    return rows
+    sizes = [len(question.choices) for question in questions]
+    return EncodedQuestions(
+        choices=rows,
+        first_choices=np.cumsum([0, *sizes[:-1]]),
+        answers=np.array([question.answer for question in questions]),
+    )
 
 
 def _question(line: bytes, source: str) -> Question:

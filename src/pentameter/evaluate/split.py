@@ -81,12 +81,12 @@ def evaluate(
     )
 
 
-def evaluation_batch_size(plan: Plan) -> int:
-    """Return the batch rows per evaluation batch during training.
+def evaluation_batch_size(plan: Plan, row_length: int) -> int:
+    """Return the batch rows per evaluation batch during training, for rows of `row_length` tokens.
 
     Per data-parallel rank as many as in a micro-batch, or more if rows are short.
     """
-    per_shard = max(plan.micro_batch_size, EVALUATION_TOKENS // plan.config.model.context_length)
+    per_shard = max(plan.micro_batch_size, EVALUATION_TOKENS // row_length)
     return plan.layout.n_batch_shards * per_shard
 
 

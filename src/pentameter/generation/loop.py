@@ -133,14 +133,14 @@ def stream_tokens(
 ) -> Iterator[Tokens]:
     """Return an iterator over new tokens: ids (B,) int64 per position, B = num_samples.
 
-    prompt: ids (n,), at least one. vocab_size: ids from there on (padding) are never chosen. Other
-    arguments and errors are `stream`'s.
+    prompt: ids (n,), at least one, or (B, n), one prompt for each sample. vocab_size: ids from
+    there on (padding) are never chosen. Other arguments and errors are `stream`'s.
     """
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens} must be 1 or more")
     if num_samples < 1:
         raise ConfigError(f"num_samples={num_samples} must be 1 or more")
-    if len(prompt) < 1:
+    if prompt.shape[-1] < 1:
         raise ConfigError("prompt=[] must hold at least one token to continue from")
     if not isinstance(model, GPT) and context_length is None:
         raise ConfigError(
@@ -158,7 +158,7 @@ def stream_tokens(
             else:
                 assert context_length is not None
                 next_logits = partial(_full_pass, model, context_length, vocab_size)
-            yield from _sampled(next_logits, text, len(prompt), sampling, seed)
+            yield from _sampled(next_logits, text, prompt.shape[-1], sampling, seed)
         finally:
             model.train(was_training)
 
@@ -325,9 +325,11 @@ def _decoded(
 
 
 def _with_room(prompt: Tokens, n_samples: int, max_new_tokens: int) -> Tokens:
-    """Return ids (n_samples, len(prompt) + max_new_tokens) that hold the prompt alone so far."""
-    text = np.empty((n_samples, len(prompt) + max_new_tokens), dtype=np.int64)
-    text[:, : len(prompt)] = prompt
+    """Return ids (n_samples, n + max_new_tokens) that hold the prompt (n,), or prompts
+    (n_samples, n), alone so far."""
+    n_tokens = prompt.shape[-1]
+    text = np.empty((n_samples, n_tokens + max_new_tokens), dtype=np.int64)
+    text[:, :n_tokens] = prompt
     return text
 
 

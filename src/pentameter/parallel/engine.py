@@ -5,8 +5,9 @@ Shapes: B this rank's batch rows, T tokens, D channels, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 
 import numpy as np
@@ -29,6 +30,7 @@ from pentameter.parallel.precision import Arithmetic
 from pentameter.parallel.sources.model_source import ModelSource
 from pentameter.parallel.sources.tied_parameters import TiedCopies
 from pentameter.parallel.stage_module import StageModule
+from pentameter.planning.architecture import IGNORED_TARGET
 from pentameter.planning.layout import BATCH_DIMENSIONS
 from pentameter.planning.plan import Plan
 
@@ -237,6 +239,21 @@ class Engine:
         return LossSum(self._shard.sum_losses(total), batch.n_targets)
 
     @torch.no_grad()
+    def row_losses(self, batch: Batch) -> np.ndarray:
+        """Compute the summed loss of each row in a full batch of tokens, in nats, float64 (B,), on
+        every rank, without dropout.
+
+        The rows are split over the data-parallel ranks as in `evaluate`. They are cut behind the
+        last target that counts, if the model takes them so.
+        """
+        self._train(False)
+        batch = _cut(batch, partial(self.source.row_length, self.plan))
+        own = evaluation_rows(batch, self.plan.layout, self.world.rank)
+        losses = self._stages.row_losses(*self._shard.tensors(own))
+        reshard(self._wrapped.values(), self.plan.layout)
+        return self._shard.gather_rows(losses)[: len(batch.rows)]
+
+    @torch.no_grad()
     def next_logits(self, text: np.ndarray) -> np.ndarray:
         """Return next-token logits (B, V) after text (B, n), n ≤ context_length, float64, on every
         rank.
@@ -303,6 +320,11 @@ class SingleStage:
     def evaluate(self, inputs: Tree, targets: Tree) -> Tensor:
         """Compute the summed loss in nats, (), without gradients."""
         return self._stage_module(inputs, targets).sum()
+
+    def row_losses(self, inputs: Tree, targets: Tree) -> Tensor:
+        """Compute each batch row's summed loss in nats, (B,), without gradients."""
+        losses: Tensor = self._stage_module(inputs, targets, by_row=True)
+        return losses
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Compute logits (B, T, V) of tokens (B, T)."""
@@ -377,10 +399,28 @@ class BatchShard:
         return total if isinstance(total, Tensor) else round(total)
 
     def sum_losses(self, own: Tensor) -> Tensor | float:
-        """Sum a loss, 0-dim or (1,), over all ranks; vocabulary-parallel ranks, which all have the
-        same sum, count once."""
-        counts = not any(self.mesh.coordinates[name] for name in self.plan.sharding.loss_copies)
-        return self._sum(own if counts else torch.zeros_like(own))
+        """Sum a loss, 0-dim or (1,), over all ranks."""
+        return self._sum(own if self._counts_loss else torch.zeros_like(own))
+
+    @property
+    def _counts_loss(self) -> bool:
+        """Whether this rank's losses enter a sum over all ranks; vocabulary-parallel ranks, which
+        all have the same, count once."""
+        return not any(self.mesh.coordinates[name] for name in self.plan.sharding.loss_copies)
+
+    def gather_rows(self, own: Tensor) -> np.ndarray:
+        """Return the losses of all rows in an evaluation, float64 (n_batch_shards · B,), in order,
+        from those of each rank's rows (B,), which context-parallel ranks have parts of."""
+        if self.mesh.world.size == 1:
+            return own.to("cpu", torch.float64).numpy()
+        layout = self.plan.layout
+        n_rows = len(own) * layout.n_batch_shards
+        rows = layout.attention_rows(self.mesh.world.rank, n_rows)  # those whose logits are here
+        losses = torch.zeros(n_rows, dtype=torch.float64, device=self.device)
+        if self._counts_loss:
+            losses[rows.start : rows.stop] = own
+        dist.all_reduce(losses)
+        return losses.cpu().numpy()
 
     def _sum(self, own: Tensor) -> Tensor | float:
         """Sum a number, 0-dim or (1,) and this rank's to use up, over all ranks."""
@@ -388,6 +428,13 @@ class BatchShard:
             own = own.to(torch.float64)
             dist.all_reduce(own)
         return own.reshape(()).to(torch.float64) if self.stays_on_device else own.item()
+
+
+def _cut(batch: Batch, row_length: Callable[[int], int]) -> Batch:
+    """Return a batch of tokens (B, T) cut to the row length for the targets that count."""
+    counted = np.flatnonzero((batch.targets != IGNORED_TARGET).any(0))
+    T = row_length(int(counted.max(initial=0)) + 1)
+    return replace(batch, inputs=batch.inputs[:, :T], targets=batch.targets[:, :T])
 
 
 def micro_batches(n_rows: int, micro_batch_size: int) -> Iterator[slice]:

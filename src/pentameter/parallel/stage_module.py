@@ -54,6 +54,7 @@ class StageModule(nn.Module):
         self.device = device
         self.arithmetic = arithmetic
         self._call = model_slice.call
+        self._call_by_row = model_slice.call_by_row
         self._generator_offset = generator_offset
         self.reads_inputs = model_slice.reads_inputs
         self._train: Callable[..., Tensor] = self._plain
@@ -70,16 +71,21 @@ class StageModule(nn.Module):
         targets: Tree | None = None,
         dropout_keys: Tensor | None = None,
         inputs: Tree | None = None,
+        *,
+        by_row: bool = False,
     ) -> Tensor:
         """Run the slice with a Call's arguments: x is int64 (B, T) in the GPT's first stage, else
-        the residual stream (B, T, D). Returns the summed loss (1,) of `targets` in nats, or logits
-        (B, T, V) without targets, from the last stage; (B, T, D) from any other.
+        the residual stream (B, T, D). Returns the summed loss (1,) of `targets` in nats, that of
+        each batch row (B,) if `by_row`, or logits (B, T, V) without targets, from the last stage;
+        (B, T, D) from any other.
 
         Without targets, for sampling, matmuls run in the weights' dtype, as in `generate`; but
         weights all-gathered by FSDP come rounded.
         """
         run = self._train if self.training else self._evaluate
-        if targets is None:
+        if by_row:
+            run = self._rows
+        elif targets is None:
             run = self._plain
         rounds = targets is not None or isinstance(self, FSDPModule)
         if self._generator_offset is not None and dropout_keys is not None:
@@ -155,6 +161,10 @@ class StageModule(nn.Module):
     def _plain(self, x: Tree, targets: Tree | None, dropout_keys: Tensor | None) -> Tensor:
         """Run the slice eagerly, with the shapes that `forward` has."""
         return self._call(self.model, x, targets, dropout_keys)
+
+    def _rows(self, x: Tree, targets: Tree | None, dropout_keys: Tensor | None) -> Tensor:
+        """Run the slice for each batch row's loss (B,); no keys are read."""
+        return self._call_by_row(x, targets)
 
 
 def _fused(

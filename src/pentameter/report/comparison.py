@@ -188,6 +188,9 @@ def _figures(ranking: Ranking) -> Iterator[Column]:
         if set(cells) != {"–"}:
             keys = steps if attribute == "record" else [_key(value) for value in values]
             yield Column(title, cells, tuple(keys))
+    for title in dict.fromkeys(title for run in ranking.runs for title in run.results.further):
+        values = [run.results.further.get(title, math.nan) for run in ranking.runs]
+        yield Column(title, tuple(map(formatting.fixed, values)), tuple(values))
 
 
 def _key(value: Any) -> float | str:

@@ -107,6 +107,10 @@ def _facts(record: RecordedRun) -> list[tuple[str, str, str]]:
         ("Perplexity", formatting.fixed(found.perplexity, 3), "at the best step"),
         ("Bits per byte", formatting.fixed(found.bits_per_byte), "at the best step"),
         ("Above entropy rate", above_floor, f"the floor is {formatting.fixed(floor)}"),
+        *(
+            (title, formatting.fixed(value), "" if found.best_step is None else step)
+            for title, value in found.further.items()
+        ),
         ("Train loss", formatting.fixed(found.train_loss), "recent mean"),
         ("Steps", f"{found.steps:,}", planned),
         ("Tokens seen", formatting.count(found.tokens or NAN), per_step),

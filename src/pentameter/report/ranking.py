@@ -14,8 +14,8 @@ from pentameter.report.reading import RecordedRun
 from pentameter.report.results import Results, RunOutcome, outcome, results
 from pentameter.report.settings import Settings, settings
 
-SAME_TEXT = ("data.tokenizer", "data.order", "data.packing")
-"""Keys in [data] that do not change the held-out text."""
+SAME_TEXT = ("data.tokenizer", "data.order", "data.packing", "data.evaluations")
+"""Beginnings of keys in [data] that do not change the held-out text."""
 UNKNOWN_NOISE = 0.005
 """Lead, as a fraction of the loss, below which nobody is named where no seed was repeated. The seed
 alone moves the presets' losses by up to so much: 0.007 of 1.47 for `shakespeare-char`."""
@@ -84,7 +84,9 @@ def rank(runs: Sequence[Run], differing: Sequence[str]) -> Ranking:
 
     Losses per token are compared if tokens are equal, bits per byte if only the text is.
     """
-    texts = [path for path in differing if path.startswith("data.") and path not in SAME_TEXT]
+    texts = [
+        path for path in differing if path.startswith("data.") and not path.startswith(SAME_TEXT)
+    ]
     measure, key, why = "validation loss", "best_loss", ""
     if {"data.tokenizer", "model.vocab_size"} & set(differing):
         measure, key = "bits per byte", "bits_per_byte"

@@ -50,6 +50,8 @@ class Evaluation:
     loss: float
     perplexity: float
     bits_per_byte: float
+    accuracy: float = NAN
+    """Fraction of questions answered right; NaN for text."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,10 @@ def _recorded(files: _RunFiles, events: list[dict[str, Any]], unreadable: int) -
         Evaluation(
             event["step"],
             str(event.get("split") or "val"),
-            *(number(event.get(key)) for key in ("loss", "perplexity", "bits_per_byte")),
+            *(
+                number(event.get(key))
+                for key in ("loss", "perplexity", "bits_per_byte", "accuracy")
+            ),
         )
         for event in _latest(events, "eval", "split")
     )

@@ -9,8 +9,9 @@ import statistics
 from dataclasses import dataclass
 
 from pentameter import formatting
+from pentameter.config.data_schema import RESERVED_SPLITS
 from pentameter.report.event_reader import NAN, as_table
-from pentameter.report.reading import RecordedRun
+from pentameter.report.reading import Evaluation, RecordedRun
 from pentameter.train.log_files import EndKind
 
 STILL_FALLING = 0.002
@@ -30,6 +31,9 @@ class Results:
     """At the best step."""
     bits_per_byte: float
     """At the best step."""
+    further: dict[str, float]
+    """What `[[data.evaluations]]` gave at the best step (the last without validation), by title:
+    `NAME accuracy` for questions, `NAME loss` for text."""
     train_loss: float
     """Mean over the last twentieth of the logged steps."""
     steps: int
@@ -48,6 +52,18 @@ class Results:
     device: str
 
 
+def _further(record: RecordedRun, best: Evaluation | None) -> dict[str, float]:
+    named = [each for each in record.evaluations if each.split not in RESERVED_SPLITS]
+    step = max((each.step for each in named), default=0) if best is None else best.step
+    found = {}
+    for each in named:
+        has_accuracy = math.isfinite(each.accuracy)
+        title = f"{each.split} accuracy" if has_accuracy else f"{each.split} loss"
+        if each.step == step:
+            found[title] = each.accuracy if has_accuracy else each.loss
+    return found
+
+
 def results(record: RecordedRun) -> Results:
     """Return a run's figures, whether under way or ended."""
     best, validation = record.best(), record.validation_losses()
@@ -61,6 +77,7 @@ def results(record: RecordedRun) -> Results:
         final_loss=validation.values[-1] if len(validation) else NAN,
         perplexity=NAN if best is None else best.perplexity,
         bits_per_byte=NAN if best is None else best.bits_per_byte,
+        further=_further(record, best),
         train_loss=statistics.fmean(loss[-max(1, len(loss) // 20) :]) if loss else NAN,
         steps=record.last_step,
         planned_steps=planned_steps(record),

@@ -1,10 +1,11 @@
 """The evaluations during a run: the validation split, the beginning of the training split, further
-texts by name, and, at the end, the test split."""
+texts and questions by name, and, at the end, the test split."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 
 from pentameter.checkpoint.best import best_checkpoint
 from pentameter.checkpoint.opening import Checkpoint, find_checkpoint
@@ -15,6 +16,12 @@ from pentameter.data.open_dataset import open_evaluations
 from pentameter.data.progress import Progress
 from pentameter.data.shards.dataset import Dataset, TokenSplit, first_tokens
 from pentameter.errors import ConfigError, CorruptError
+from pentameter.evaluate.multiple_choice import (
+    EncodedQuestions,
+    encode_questions,
+    evaluate_multiple_choice,
+    read_questions,
+)
 from pentameter.evaluate.split import EvalMetrics, evaluate, evaluation_batch_size
 from pentameter.train.hooks import TrainingRun
 from pentameter.train.user_components import CustomBatches
@@ -29,28 +36,37 @@ def splits_to_evaluate(
     *,
     verify: bool,
     progress: Progress,
-) -> Mapping[str, TokenSplit]:
-    """Return the splits for each evaluation, by name. The validation split comes first, if anything
-    is held out. The mapping is empty if `batches` are not tokens: the model does not run on text
-    then.
+) -> Mapping[str, TokenSplit | EncodedQuestions]:
+    """Return the splits and questions for each evaluation, by name. The validation split comes
+    first, if anything is held out. The mapping is empty if `batches` are not tokens: the model does
+    not run on text then.
 
-    Raises ConfigError for a split with nothing to predict, and any error from `open_dataset`.
+    Raises ConfigError for a split with nothing to predict, and any error from `open_dataset`,
+    `read_questions` or `encode_questions`.
     """
     if config.train.eval_interval is None or not batches.are_tokens:
         return {}
-    splits = {}
+    found: dict[str, TokenSplit | EncodedQuestions] = {}
     if (held_out := dataset.split(VALIDATION)).n_tokens >= 2:
-        splits[VALIDATION] = held_out
+        found[VALIDATION] = held_out
     if config.train.eval_train_tokens is not None:
-        splits[TRAIN] = first_tokens(dataset.split(TRAIN), config.train.eval_train_tokens)
-    splits |= open_evaluations(config.data, dataset.tokenizer, verify=verify, progress=progress)
-    for name, split in splits.items():
-        if split.n_tokens < 2:
-            raise ConfigError(
-                f"the evaluation {name!r} has {split.n_tokens} tokens; at least 2 are needed to "
-                "predict one from the other (data.evaluations, train.eval_train_tokens)"
+        found[TRAIN] = first_tokens(dataset.split(TRAIN), config.train.eval_train_tokens)
+    texts = open_evaluations(config.data, dataset.tokenizer, verify=verify, progress=progress)
+    for each in config.data.evaluations:
+        if each.multiple_choice is None:
+            found[each.name] = texts[each.name]
+        else:
+            questions = read_questions(Path(each.multiple_choice))
+            found[each.name] = encode_questions(
+                questions, dataset.tokenizer, config.model.context_length
             )
-    return splits
+    for name, evaluated in found.items():
+        if isinstance(evaluated, TokenSplit) and evaluated.n_tokens < 2:
+            raise ConfigError(
+                f"the evaluation {name!r} has {evaluated.n_tokens} tokens; at least 2 are needed "
+                "to predict one from the other (data.evaluations, train.eval_train_tokens)"
+            )
+    return found
 
 
 def begins_with_evaluation(run: TrainingRun) -> bool:
@@ -62,11 +78,11 @@ def begins_with_evaluation(run: TrainingRun) -> bool:
 
 
 def evaluate_all(run: TrainingRun, should_stop: Callable[[], bool]) -> dict[str, EvalMetrics]:
-    """Evaluate all splits, and return their metrics by name; an empty dict if stopped on the
-    way."""
+    """Evaluate on everything in `run.evaluations`, and return the metrics by name; an empty dict if
+    stopped on the way."""
     found = {}
-    for name, split in run.evaluations.items():
-        metrics = _evaluate(run, split, name, run.state.step, should_stop)
+    for name, evaluated in run.evaluations.items():
+        metrics = _evaluate(run, evaluated, name, run.state.step, should_stop)
         if metrics is None:
             return {}
         found[name] = metrics
@@ -98,14 +114,28 @@ def evaluate_test(run: TrainingRun, should_stop: Callable[[], bool]) -> EvalMetr
 
 
 def _evaluate(
-    run: TrainingRun, split: TokenSplit, name: str, step: int, should_stop: Callable[[], bool]
+    run: TrainingRun,
+    evaluated: TokenSplit | EncodedQuestions,
+    name: str,
+    step: int,
+    should_stop: Callable[[], bool],
 ) -> EvalMetrics | None:
+    if isinstance(evaluated, EncodedQuestions):
+        row_length = run.engine.source.row_length(run.plan, evaluated.longest)
+        return evaluate_multiple_choice(
+            run.engine,
+            evaluated,
+            name=name,
+            step=step,
+            batch_size=evaluation_batch_size(run.plan, row_length),
+            should_stop=should_stop,
+        )
     return evaluate(
         run.engine,
-        split,
+        evaluated,
         name=name,
         step=step,
-        batch_size=evaluation_batch_size(run.plan),
+        batch_size=evaluation_batch_size(run.plan, run.config.model.context_length),
         should_stop=should_stop,
     )
 

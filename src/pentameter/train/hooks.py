@@ -20,6 +20,7 @@ from pentameter.config.schema import Config
 from pentameter.data.batches.step import TrainingBatches
 from pentameter.data.shards.dataset import Dataset, TokenSplit
 from pentameter.errors import did_you_mean
+from pentameter.evaluate.multiple_choice import EncodedQuestions
 from pentameter.generation.loop import Prompt
 from pentameter.optim.build import AnyOptimizer
 from pentameter.parallel.engine import Engine
@@ -55,8 +56,9 @@ class TrainingRun:
     """The components that the user gave in place of the configured ones."""
     dataset: Dataset
     batches: TrainingBatches | CustomBatches
-    evaluations: Mapping[str, TokenSplit]
-    """The splits that each evaluation covers, by name; `val` is the held-out one."""
+    evaluations: Mapping[str, TokenSplit | EncodedQuestions]
+    """The splits and questions that each evaluation covers, by name; `val` is the held-out
+    split."""
     prompt: Prompt
     """The prompt that samples continue."""
     compute: Compute

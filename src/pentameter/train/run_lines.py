@@ -6,6 +6,7 @@ import socket
 from dataclasses import replace
 from statistics import fmean
 
+from pentameter.evaluate.multiple_choice import ChoiceMetrics
 from pentameter.evaluate.split import EvalMetrics, perplexity
 from pentameter.formatting import duration, rough_duration, size, sparkline
 from pentameter.train.evaluations import TRAIN, VALIDATION, begins_with_evaluation
@@ -102,6 +103,9 @@ class RunLines:
             train = [f"train loss {metrics.loss:.4f}"]
             metrics = replace(self._validation, seconds=self._validation.seconds + metrics.seconds)
             self._validation = None
+        if isinstance(metrics, ChoiceMetrics):
+            run.console.say_columns(_choice_columns(metrics))
+            return
         best = " ← best" if metrics.best else ""
         run.console.say_columns(
             [
@@ -173,6 +177,18 @@ def _step_columns(
         f"norm {step.grad_norm:.2f}",
         *([] if step.mfu is None else [f"mfu {100 * step.mfu:.0f}%"]),
         size(step.peak_memory_bytes),
+    ]
+
+
+def _choice_columns(metrics: ChoiceMetrics) -> list[str]:
+    """Return the columns of a line about questions; the loss is that of the right choices."""
+    return [
+        f"eval {metrics.step:>6}",
+        f"{metrics.split} accuracy {metrics.accuracy:.4f}",
+        f"per token {metrics.accuracy_per_token:.4f}",
+        f"per byte {metrics.accuracy_per_byte:.4f}",
+        f"loss {metrics.loss:.4f}",
+        f"{metrics.seconds:.1f} s",
     ]
 
 

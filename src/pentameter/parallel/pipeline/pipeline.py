@@ -47,7 +47,7 @@ STAGES: dict[str, type[BoundedStage]] = {
 """`parallel.schedule` → its stage class, unless SCHEDULES_LET_GO. PyTorch's 1F1B posts a send and a
 receive as one call, and releases each message; the other schedules hold sent tensors until the step
 ends."""
-Use = Literal["train", "evaluate", "logits"]
+Use = Literal["train", "evaluate", "rows", "logits"]
 
 
 class Pipeline:
@@ -96,15 +96,17 @@ class Pipeline:
             "train", self._plan.layout.schedule, inputs, n_micro_batches
         )
         self._run(schedule.step, inputs, targets, keys)
-        return self._collect_losses(stages)
+        return self._collect_losses(stages).sum()
 
     def evaluate(self, inputs: Tree, targets: Tree) -> Tensor:
         """Compute the summed loss in nats, (), without gradients, over one equal micro-batch for
         each stage rank, which keeps all of them busy."""
-        n_micro_batches = self._plan.layout.pipeline
-        schedule, stages = self._schedule("evaluate", self._forward_only, inputs, n_micro_batches)
-        self._run(schedule.eval, inputs, targets, None)
-        return self._collect_losses(stages)
+        return self._evaluate("evaluate", inputs, targets).sum()
+
+    def row_losses(self, inputs: Tree, targets: Tree) -> Tensor:
+        """Compute each batch row's summed loss in nats, (n · B,), in the same way."""
+        losses = self._evaluate("rows", inputs, targets)
+        return losses if len(losses) else losses.new_zeros(len(leaves(targets)[0]))
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Compute logits (B, T, V) for one micro-batch of tokens (B, T); None if this rank lacks
@@ -116,13 +118,28 @@ class Pipeline:
         _end(stages)
         return result
 
+    def _evaluate(self, use: Use, inputs: Tree, targets: Tree) -> Tensor:
+        """Run an evaluation's forward passes, and return their losses, (n,) or (n · B,)."""
+        n_micro_batches = self._plan.layout.pipeline
+        schedule, stages = self._schedule(use, self._forward_only, inputs, n_micro_batches)
+        self._run(schedule.eval, inputs, targets, None, by_row=use == "rows")
+        return self._collect_losses(stages)
+
     def _run(
-        self, run: Callable[..., Any], inputs: Tree, targets: Tree, keys: Tensor | None
+        self,
+        run: Callable[..., Any],
+        inputs: Tree,
+        targets: Tree,
+        keys: Tensor | None,
+        *,
+        by_row: bool = False,
     ) -> None:
         """Run a schedule on inputs, targets and dropout keys (n · B, …), which it splits into
         micro-batches."""
         arguments = (inputs,) if self._holds_first else ()
         context = {"targets": targets}
+        if by_row:
+            context["by_row"] = True
         if keys is not None:
             context["dropout_keys"] = keys
         if self._reads_inputs:
@@ -131,16 +148,17 @@ class Pipeline:
         run(*arguments, target=leaves(targets)[0], **context)
 
     def _loss(self, loss: Tensor, _targets: Tensor) -> Tensor:
-        """Record a micro-batch's loss (1,), and return it times the factor, (), for the backward
-        pass."""
+        """Record a micro-batch's loss (1,), or its rows' (B,), and return the sum times the factor,
+        (), for the backward pass."""
         self._losses.append(loss.detach())
         return loss.sum() * self._factor
 
     def _collect_losses(self, stages: list[BoundedStage]) -> Tensor:
-        """End the step, and return the recorded losses' sum, ()."""
+        """End the step, and return the recorded losses, (n,); none if this rank lacks the last
+        stage. A stage takes its micro-batches in order under every schedule."""
         _end(stages)
         losses, self._losses = self._losses, []
-        return torch.cat(losses).sum() if losses else torch.zeros((), device=self._device)
+        return torch.cat(losses) if losses else torch.zeros(0, device=self._device)
 
     @property
     def _forward_only(self) -> str:
@@ -200,7 +218,8 @@ class Pipeline:
             **on_meta,
         )
         if has_loss:  # summed losses are fp32 or fp64
-            output = torch.empty(1, dtype=self._stream_dtype, requires_grad=True, **on_meta)
+            n_losses = micro_batch_size if use == "rows" else 1
+            output = torch.empty(n_losses, dtype=self._stream_dtype, requires_grad=True, **on_meta)
         else:
             shape = (micro_batch_size, T, plan.vocab_size_padded)
             output = torch.empty(shape, dtype=self._logits_dtype, **on_meta)

@@ -75,6 +75,13 @@ class GPTSource(ModelSource):
             for name, parameter in model.named_parameters():
                 fill_shard(specs[name], parameter, plan.config.seed)
 
+    def row_length(self, plan: Plan, n_tokens: int) -> int:
+        """Return `n_tokens`, unless ranks exchange shards of a sequence, or of the stream between
+        stages, whose shapes are the context's."""
+        layout = plan.layout
+        is_fixed = layout.context > 1 or layout.sequence or layout.pipeline > 1
+        return plan.config.model.context_length if is_fixed else n_tokens
+
     def row_keys(
         self, plan: Plan, step: int, rows: np.ndarray, attended: np.ndarray
     ) -> Tensor | None:
@@ -98,7 +105,7 @@ def gpt_slice(model: GPT) -> ModelSlice:
         for _, sub_layer in block.sub_layers():
             norms = (each for each in sub_layer.modules() if isinstance(each, nn.RMSNorm))
             units += [*((norm, False) for norm in norms), (sub_layer, True)]
-    return ModelSlice(model, call_gpt, units)
+    return ModelSlice(model, call_gpt, units, row_call=call_gpt_by_row)
 
 
 def call_gpt(model: nn.Module, x: Tensor, targets: Tensor | None, keys: Tensor | None) -> Tensor:
@@ -107,6 +114,25 @@ def call_gpt(model: nn.Module, x: Tensor, targets: Tensor | None, keys: Tensor |
     others."""
     y: Tensor = model(x, targets=targets, dropout_keys=keys)
     return y
+
+
+def call_gpt_by_row(
+    model: nn.Module, x: Tensor, targets: Tensor | None, keys: Tensor | None
+) -> Tensor:
+    """Run a GPT slice on x, as `call_gpt` takes it, without dropout. Returns each batch row's
+    summed loss against targets (B, T), (B,), from the last slice; (B, T, D) from others.
+
+    All rows run through the layers at once. Only the head's loss, which any layout computes as one
+    sum, takes them one by one.
+    """
+    assert isinstance(model, GPT)
+    hidden = model.hidden_states(x)
+    if not model.is_last:
+        return hidden
+    assert targets is not None
+    weight, bias = model.head_parameters()
+    rows = zip(hidden.split(1), targets.split(1), strict=True)
+    return torch.stack([model.head_loss(row, weight, bias, target) for row, target in rows])
 
 
 def _shard_parameters(

@@ -12,13 +12,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pentameter.config.schema import Config
-from pentameter.data.batches.tree import Tree
+from pentameter.data.batches.tree import Tree, leaves, map_leaves
 from pentameter.parallel.mesh import Mesh
 from pentameter.parallel.precision import Arithmetic
 from pentameter.planning.outline import ModelOutline
@@ -45,6 +46,20 @@ class ModelSlice:
     unit are gathered with the slice."""
     reads_inputs: bool = False
     """Whether it takes the batch's inputs in addition to the stream."""
+    row_call: Call | None = None
+    """A Call without randomness whose last slice gives the summed loss of each batch row in nats,
+    (B,). If None, `call` runs on one row after another."""
+
+    def call_by_row(self, x: Tree, targets: Tree | None) -> Tensor:
+        """Return the rows' losses (B,) from the last slice, or the residual stream (B, T, D)."""
+        if self.row_call is not None:
+            return self.row_call(self.model, x, targets, None)
+        results = []
+        for row in range(len(leaves(targets)[0])):
+            own = itemgetter(slice(row, row + 1))
+            loss = self.call(self.model, map_leaves(own, x), map_leaves(own, targets), None)
+            results.append(torch.atleast_1d(loss))
+        return torch.cat(results)
 
 
 class ModelSource(ABC):
@@ -93,6 +108,11 @@ class ModelSource(ABC):
         """Return the randomness (B, …) for a step's rows, on the CPU; None if nothing is random.
         `rows` (B,) are numbers in the global batch; `attended` (B,) are the rows whose attention
         this rank computes."""
+
+    def row_length(self, plan: Plan, n_tokens: int) -> int:
+        """Return how many tokens of a row are computed for a loss without gradients if only the
+        first `n_tokens` matter; here the whole context."""
+        return plan.config.model.context_length
 
     def n_targets(self, targets: Tree) -> int | None:
         """Return the number of targets (arrays) that count in the loss, if the model has its own

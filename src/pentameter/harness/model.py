@@ -1,0 +1,224 @@
+"""A GPT as `lm-eval` calls a model: log-probabilities of texts, and texts that it continues.
+
+Shapes: B batch rows, T tokens, D channels, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from pentameter.config.messages import shown
+from pentameter.data.tokenizers.base import Ids, Tokenizer
+from pentameter.errors import ConfigError
+from pentameter.generation.loop import Detokenizer, encode_prompt, stream_tokens
+from pentameter.generation.sampling import Sampling
+from pentameter.model.gpt import GPT
+from pentameter.model.loss import loss_sum
+from pentameter.parallel.engine import Engine
+
+MAX_NEW_TOKENS = 256
+"""Longest continuation of a task that does not say one, as with the harness's other models."""
+
+
+class ScoredRow(NamedTuple):
+    """A row of tokens, of which the last ones are scored."""
+
+    tokens: Ids
+    """(n,) token ids; the last is only predicted."""
+    n_scored: int
+
+
+class HarnessModel(TemplateLM):
+    """A GPT in one process. `TemplateLM` splits context and continuation as for all models: their
+    text is encoded as one, and the continuation has what follows the context's tokens. No special
+    token is added but end-of-text before a text without context."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, batch_size: int) -> None:
+        super().__init__()
+        assert isinstance(engine.model, GPT)
+        self._engine = engine
+        self._model = engine.model.eval()
+        self._tokenizer = tokenizer
+        self._batch_size = batch_size
+        self._context_length = engine.plan.config.model.context_length
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that stands for an empty context. Raises ConfigError without one."""
+        if self._tokenizer.end_of_text is None:
+            raise ConfigError(
+                f"the task scores a text without context, and the {self._tokenizer.kind} tokenizer "
+                "has no end-of-text token to stand for it: the first token cannot be predicted "
+                "from nothing"
+            )
+        return self._tokenizer.end_of_text
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The tokenizer's hash, by which the harness tells caches apart."""
+        return self._tokenizer.hash
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **options: Any
+    ) -> list[int]:
+        """Return a text's token ids. Raises ConfigError, with the text, if it has none."""
+        try:
+            ids: list[int] = self._tokenizer.encode(string).tolist()
+        except ConfigError as error:
+            raise ConfigError(f"the task's text {shown(string)}: {error}") from error
+        return ids
+
+    # -- log-probabilities ----------------------------------------------------------------------
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **options: Any
+    ) -> list[tuple[float, bool]]:
+        """Return for each (texts, context ids, continuation ids) the continuation's log-probability
+        in nats, and whether each of its tokens is the likeliest. A context that is too long loses
+        its beginning."""
+        longest = self._context_length
+        rows = []
+        for texts, context, continuation in requests:
+            if not 1 <= len(continuation) <= longest:
+                raise ConfigError(
+                    f"a continuation of {len(continuation)} tokens cannot be scored; the model can "
+                    f"score 1 … {longest} (its context_length): {shown(texts and texts[1])}"
+                )
+            ids = np.array([*context, *continuation][-(longest + 1) :], dtype=np.int64)
+            rows.append(ScoredRow(ids, len(continuation)))
+        return self._scores(rows)
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Return each text's log-probability in nats, after end-of-text: windows of context_length
+        tokens lie side by side, and the last reaches back to be full."""
+        windows: list[ScoredRow] = []
+        first_windows = []
+        for request in requests:
+            (text,) = request.args
+            first_windows.append(len(windows))
+            for pair in get_rolling_token_windows(
+                self.tok_encode(text), self.eot_token_id, self._context_length, context_len=1
+            ):
+                context, scored = make_disjoint_window(pair)
+                windows.append(ScoredRow(np.array([*context, *scored]), len(scored)))
+        scores = np.array([score for score, _ in self._scores(windows)])
+        texts = np.split(scores, first_windows[1:]) if first_windows else []
+        return [float(each.sum()) for each in texts]
+
+    def _scores(self, rows: Sequence[ScoredRow]) -> list[tuple[float, bool]]:
+        """Return (log-probability, is likeliest) for each row; rows of similar length run together,
+        the longest first: if memory is short, that shows at once."""
+        found: dict[int, tuple[float, bool]] = {}
+        order = sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens))
+        for first in range(0, len(order), self._batch_size):
+            together = order[first : first + self._batch_size]
+            scores = self._scores_together([rows[index] for index in together])
+            found |= zip(together, scores, strict=True)
+        return [found[index] for index in range(len(rows))]
+
+    @torch.inference_mode()
+    def _scores_together(self, rows: Sequence[ScoredRow]) -> list[tuple[float, bool]]:
+        """Score rows in one pass, the shorter ones padded at their end, which a causal model cannot
+        see. Logits are computed for one row's scored tokens at a time: for a large vocabulary they
+        take most memory."""
+        model, device = self._model, self._engine.device
+        vocab_size = self._tokenizer.vocab_size
+        inputs = np.zeros((len(rows), max(len(row.tokens) for row in rows) - 1), np.int64)
+        for row, (tokens, _) in enumerate(rows):
+            inputs[row, : len(tokens) - 1] = tokens[:-1]
+        losses, are_likeliest = [], []
+        with self._engine.arithmetic.autocast(device):
+            hidden = model.hidden_states(torch.from_numpy(inputs).to(device))  # (B, T, D)
+            for row, (tokens, n_scored) in enumerate(rows):
+                end = len(tokens) - 1
+                logits = model.logits(hidden[row : row + 1, end - n_scored : end])[..., :vocab_size]
+                targets = torch.from_numpy(tokens[None, -n_scored:]).to(device)
+                losses.append(loss_sum(logits, targets, vocab_size))
+                are_likeliest.append((logits.argmax(-1) == targets).all())
+        sums, flags = torch.stack(losses).tolist(), torch.stack(are_likeliest).tolist()
+        return [(-loss, flag) for loss, flag in zip(sums, flags, strict=True)]
+
+    # -- continuations --------------------------------------------------------------------------
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Return each context's continuation, up to and without the first of its stop texts, end of
+        text, or as many tokens as the task says. Contexts of equally many tokens with the same
+        settings run together; a long text is seen through `window_tokens`."""
+        groups: dict[tuple[int, _Settings], list[int]] = defaultdict(list)
+        prompts = []
+        for index, request in enumerate(requests):
+            context, options = request.args
+            prompts.append(encode_prompt(self._tokenizer, context))
+            groups[len(prompts[-1]), _Settings.of(options)].append(index)
+        found: dict[int, str] = {}
+        for (_, settings), members in groups.items():
+            for first in range(0, len(members), self._batch_size):
+                together = members[first : first + self._batch_size]
+                texts = self._continued(np.stack([prompts[each] for each in together]), settings)
+                found |= zip(together, texts, strict=True)
+        return [found[index] for index in range(len(requests))]
+
+    def _continued(self, prompts: Ids, settings: _Settings) -> list[str]:
+        """Return the continuations of prompts (B, n)."""
+        end = self._tokenizer.end_of_text
+        pieces = [
+            Detokenizer(self._tokenizer, prompt.tolist(), () if end is None else (end,))
+            for prompt in prompts
+        ]
+        texts = [""] * len(prompts)
+        for tokens in stream_tokens(
+            self._model,
+            prompts,
+            vocab_size=self._tokenizer.vocab_size,
+            max_new_tokens=settings.max_new_tokens,
+            sampling=settings.sampling,
+            num_samples=len(prompts),
+        ):
+            is_done = True
+            for row, token in enumerate(tokens.tolist()):
+                texts[row] += pieces[row].push(token)
+                is_done &= pieces[row].is_ended or settings.is_stopped(texts[row])
+            if is_done:
+                break
+        return [settings.cut(text + each.flush()) for text, each in zip(texts, pieces, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What a task says about the texts it asks for."""
+
+    stops: tuple[str, ...]
+    max_new_tokens: int
+    sampling: Sampling
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> _Settings:
+        """Read a request's `gen_kwargs`. Without `do_sample` the likeliest token is taken."""
+        kwargs = normalize_gen_kwargs(dict(options), MAX_NEW_TOKENS)
+        temperature = float(kwargs.get("temperature", 1.0)) if kwargs["do_sample"] else 0.0
+        return cls(
+            tuple(stop for stop in kwargs["until"] if stop),
+            int(kwargs["max_gen_toks"]),
+            Sampling(temperature, kwargs.get("top_k") or None, kwargs.get("top_p")),
+        )
+
+    def is_stopped(self, text: str) -> bool:
+        """Return whether a stop text came."""
+        return any(stop in text for stop in self.stops)
+
+    def cut(self, text: str) -> str:
+        """Return a text up to the first stop."""
+        ends = [text.find(stop) for stop in self.stops if stop in text]
+        return text[: min(ends)] if ends else text
