@@ -92,11 +92,12 @@ def open_model(
     unless `is_own` is true for a custom model and false for a built-in one.
     """
     from pentameter.checkpoint.hugging_face.folder import read_hf
+    from pentameter.checkpoint.hugging_face.hub import local_model
     from pentameter.checkpoint.model_folder import StoredModel, check_weights, with_adapters_added
     from pentameter.config.load import load_config
     from pentameter.data.tokenizers.setting import load_tokenizer
 
-    path = Path(path)
+    path = local_model(Path(path), [] if warnings is None else warnings)
     if is_hugging_face(path):
         if is_own:
             raise ConfigError(f"{path} is a Hugging Face folder; load it without `model`")

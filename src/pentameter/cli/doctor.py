@@ -29,6 +29,7 @@ EXTRAS = {
     "serve": "uvicorn",
     "parquet": "pyarrow",
     "remote": "fsspec",
+    "hub": "huggingface_hub",
     "zstd": "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd",
 }
 
