@@ -123,7 +123,8 @@ def test_adapters_name_their_base_model():
 
 
 def test_a_tokenizer_that_stays_behind_is_said():
-    text = card_files(stored_model(WordTokenizer.from_documents([TEXT])), "transformers")[CARD].decode()
+    stored = stored_model(WordTokenizer.from_documents([TEXT]))
+    text = card_files(stored, "transformers")[CARD].decode()
     assert "Its tokenizer (`word`) is not in this folder" in text
     assert "AutoTokenizer" not in text
     assert "pentameter sample" not in text
