@@ -261,6 +261,11 @@ def test_a_card_that_the_hub_refuses_says_why(hub, model, tmp_path, capsys):
     assert '"license" must be one of' in error
 
 
+def test_a_run_begins_with_weights_that_stay(capsys):
+    error = said(capsys, "train", "quickstart", "--init-from", f"hf://{NAME}", code=2)
+    assert f"`pentameter import {NAME} --out DIR` fetches them" in error
+
+
 def test_the_library_is_named_where_it_is_missing(model, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     error = said(capsys, "import", NAME, "--out", tmp_path / "in", code=2)

@@ -232,12 +232,16 @@ def _failure(address: HubAddress, error: Exception) -> PentameterError:
     """Build the error for a request that failed: the repository, the reason, the remedy."""
     from huggingface_hub.errors import (
         GatedRepoError,
+        LocalEntryNotFoundError,
         LocalTokenNotFoundError,
         RevisionNotFoundError,
     )
 
     status = 401 if isinstance(error, LocalTokenNotFoundError) else _status(error)
-    said = printable(f"{type(error).__name__}: {' '.join(str(error).split())}")[:200]
+    # That no copy is in the cache either, is said of every reason why the Hub was not heard.
+    cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else None
+    root = cause or error
+    said = printable(f"{type(root).__name__}: {' '.join(str(root).split())}")[:200]
     if isinstance(error, GatedRepoError):
         reason = (
             f"it is gated: accept its conditions on its page on the Hub, then log in ({_LOGIN})"
