@@ -40,6 +40,7 @@ def hub(one_hub, tmp_path, monkeypatch):
         + "/{repo_id}/resolve/{revision}/{filename}",
         "HF_HUB_CACHE": str(tmp_path / "cache"),
         "HF_HUB_DISABLE_XET": True,
+        "HF_HUB_OFFLINE": False,  # other tests switch the network off
         "HF_TOKEN_PATH": str(tmp_path / "token"),
     }.items():
         monkeypatch.setattr(constants, name, value)
