@@ -111,6 +111,7 @@ def test_an_exported_model_computes_the_same_there(form, tmp_path):
     assert (theirs.config.resid_pdrop, theirs.config.attn_pdrop) == (0.1, 0.0)
     assert theirs.config.embd_pdrop == form.get("embedding_dropout", 0.1)
     assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == BPE.end_of_text
+    assert theirs.config.n_ctx == 24  # GPT-2's first name for it, which llama.cpp asks for
     single = open_there(tmp_path / "hf", dtype=torch.float32)
     model.float()
     torch.testing.assert_close(

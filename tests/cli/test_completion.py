@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
+import select
 import shutil
 import subprocess
 import sys
@@ -66,21 +70,85 @@ def test_a_shell_takes_its_script(shell, tmp_path, capsys):
     subprocess.run([shell, "-n", str(script)], check=True, timeout=20)
 
 
-def test_bash_completes(tmp_path, capsys):
-    if shutil.which("bash") is None:
-        pytest.skip("bash is not installed")
-    run(["bash"])
-    command = tmp_path / "pentameter"
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m pentameter "$@"\n')
-    command.chmod(0o755)
-    script = capsys.readouterr().out + (
-        f'PATH="{tmp_path}:$PATH"; COMP_WORDS=(pentameter train quickstart --train.prec); '
+@pytest.fixture
+def command(tmp_path, capsys, monkeypatch):
+    """A function that writes a shell's script; `pentameter` is in the PATH, and a run in runs/."""
+    executable = tmp_path / "pentameter"
+    executable.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m pentameter "$@"\n')
+    executable.chmod(0o755)
+    (tmp_path / "runs" / "novel" / "checkpoints").mkdir(parents=True)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+
+    def command(shell, name):
+        if shutil.which(shell) is None:
+            pytest.skip(f"{shell} is not installed")
+        run([shell])
+        (tmp_path / name).write_text(capsys.readouterr().out)
+
+    return command
+
+
+def output(*arguments):
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=120)
+    assert not done.stderr
+    return done.stdout
+
+
+def test_bash_completes(command):
+    command("bash", "script")
+    code = (
+        "source ./script; COMP_WORDS=(pentameter train quickstart --train.prec); "
         'COMP_CWORD=3; _pentameter; printf "%s\\n" "${COMPREPLY[@]}"'
     )
-    done = subprocess.run(
-        ["bash", "-c", script], capture_output=True, text=True, check=False, timeout=60
-    )
-    assert done.stdout == "--train.precision\n", done.stderr
+    assert output("bash", "-c", code) == "--train.precision\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("pentameter train quickstart --train.prec", ["--train.precision"]),
+        ("pentameter export runs/novel --to ", ["hf", "peft", "safetensors"]),  # and no file
+        ("pentameter sample runs/", ["runs/novel"]),
+        ("pentameter sample runs/novel/", ["runs/novel/checkpoints/"]),
+    ],
+)
+def test_fish_completes(command, typed, offered):
+    command("fish", "script")
+    lines = output("fish", "--no-config", "-c", f"source ./script; complete -C '{typed}'")
+    assert [line.split("\t")[0] for line in lines.splitlines()] == offered
+
+
+def test_zsh_completes(command, tmp_path):
+    """At a terminal, as only there zsh completes, with the script found in $fpath."""
+    command("zsh", "_pentameter")
+    typed = {
+        "pentameter tr": "pentameter train ",  # the first call, which loads the script
+        "pentameter train quickstart --tra": "pentameter train quickstart --train.",
+        "pentameter export runs/novel --to h": "pentameter export runs/novel --to hf ",
+        "pentameter sample runs/novel/": "pentameter sample runs/novel/checkpoints/",
+    }
+    lines = ["PS1=; fpath=($PWD $fpath); autoload -Uz compinit; compinit -u -D"]
+    lines += [f"{each}\t!\x01print -r -- '<\x05>'" for each in typed]  # ! ends what Tab leaves open
+    leader, follower = pty.openpty()
+    with subprocess.Popen(
+        ["zsh", "-f", "-i"],
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        start_new_session=True,
+    ) as shell:
+        os.close(follower)
+        found: list[str] = []
+        screen = b""
+        for line in lines:
+            os.write(leader, f"{line}\n".encode())
+        while len(found) < len(typed) and select.select([leader], [], [], 60)[0]:
+            screen += os.read(leader, 1 << 16)
+            found = re.findall(r"^<(.*)>\r?$", screen.decode(errors="replace"), flags=re.MULTILINE)
+        shell.kill()
+    os.close(leader)
+    assert found == [f"{each}!" for each in typed.values()]
 
 
 def test_the_schema_takes_every_preset_and_every_resolved_configuration(capsys):

@@ -94,10 +94,11 @@ def open_model(
     If training removes a checkpoint after it was found, the next one is taken. Raises ConfigError
     unless `is_own` is true for a custom model and false for a built-in one.
     """
+    from pentameter.checkpoint.hugging_face.hub import local_model
     from pentameter.config.load import load_config
     from pentameter.data.tokenizers.setting import load_tokenizer
 
-    path = Path(path)
+    path = local_model(Path(path), [] if warnings is None else warnings)
     while (checkpoint := find_model(path, warnings)) is not None:
         folder = checkpoint.path
         try:

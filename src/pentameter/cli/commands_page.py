@@ -16,8 +16,9 @@ HEAD = """\
 <!-- Written by `make docs` from the help texts; do not edit. -->
 
 Every verb answers `--help`. MODEL is a run folder (its best checkpoint, else its last), a
-checkpoint folder or a Hugging Face folder. Where a verb takes a preset or a file, every key of the
-[configuration](configuration.md) is an option too: `--train.steps 500`.
+checkpoint folder, a Hugging Face folder, or hf://OWNER/NAME, a model on the Hugging Face Hub. Where
+a verb takes a preset or a file, every key of the [configuration](configuration.md) is an option
+too: `--train.steps 500`.
 """
 
 

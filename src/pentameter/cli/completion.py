@@ -33,15 +33,29 @@ ZSH = f"""\
 _pentameter() {{
   local -a found
   found=("${{(@f)$("${{words[1]}}" completion {WORDS} "${{(@)words[2,CURRENT]}}" 2>/dev/null)}}")
-  if [[ -n "$found" ]]; then compadd -a found; else _files; fi
+  local -a begun=("${{(@M)found:#*.}}")
+  found=("${{(@)found:#*.}}")
+  if [[ -z "$begun$found" ]]; then _files; return; fi
+  compadd -S "" -a begun
+  compadd -a found
 }}
-compdef _pentameter pentameter
+case "${{funcstack[1]}}" in
+  _pentameter) _pentameter ;;
+  *) compdef _pentameter pentameter ;;
+esac
 """
+"""Sections of the configuration, which end in a point, get no space. The file may be read as the
+function's first call, from $fpath, or by itself."""
 FISH = f"""\
 function __pentameter
-  pentameter completion {WORDS} (commandline -opc)[2..] (commandline -ct)
+  set -l found (pentameter completion {WORDS} (commandline -opc)[2..] (commandline -ct) 2>/dev/null)
+  if test -n "$found"
+    string join \\n -- $found
+  else
+    __fish_complete_path (commandline -ct)
+  end
 end
-complete -c pentameter -a '(__pentameter)'
+complete -c pentameter -f -a '(__pentameter)'
 """
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 

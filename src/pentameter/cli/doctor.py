@@ -30,6 +30,7 @@ EXTRAS = {
     "lm-eval": "lm_eval",
     "parquet": "pyarrow",
     "remote": "fsspec",
+    "hub": "huggingface_hub",
     "zstd": "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd",
 }
 

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from pentameter.cli.arguments import parse, print_warnings
+from pentameter.errors import ConfigError, PentameterError, printable
+
+if TYPE_CHECKING:
+    from pentameter.checkpoint.model_folder import StoredModel
 
 
 @dataclass(frozen=True)
 class ExportArguments:
-    """Write a model into a new folder, which appears whole or not at all."""
+    """Write a model into a new folder, which appears whole or not at all, and push it to the
+    Hugging Face Hub if asked."""
 
     model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A run folder (its best checkpoint, else its last), a checkpoint folder, or a Hugging Face
-    folder."""
+    """A run folder (its best checkpoint, else its last), a checkpoint folder, a Hugging Face
+    folder, or hf://OWNER/NAME."""
     to: Literal["hf", "safetensors", "peft"]
     """`hf`: a folder that `transformers` opens, with the same logits. `safetensors`: this
     library's names, with config.toml and tokenizer.json; any model, and itself a MODEL. What
@@ -25,28 +32,114 @@ class ExportArguments:
     adapter_model.safetensors and adapter_config.json. `hf` and `peft` have a model card."""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """The folder to make."""
+    license: Annotated[str | None, tyro.conf.arg(metavar="ID")] = None
+    """The model's license for its card, as the Hub knows it: apache-2.0, mit, cc-by-4.0, other, …
+    Without one, the card says that none is granted."""
+    base_model: Annotated[str | None, tyro.conf.arg(metavar="OWNER/NAME")] = None
+    """The model on the Hub that this one began with, if not recorded by that name."""
+    push: Annotated[str | None, tyro.conf.arg(metavar="OWNER/NAME")] = None
+    """Also upload the folder to this model repository of the Hugging Face Hub, as one commit; it
+    is made if absent. Log in before, with `hf auth login` or HF_TOKEN."""
+    private: tyro.conf.FlagCreatePairsOff[bool] = False
+    """With --push: only its owner sees the repository."""
 
 
 def run(arguments: list[str]) -> int:
-    """Export and return 0."""
+    """Export, push if asked, and return 0."""
     asked = parse(ExportArguments, arguments, verb="export")
-    from pentameter.checkpoint.hugging_face.folder import export_hf
-    from pentameter.checkpoint.hugging_face.peft import export_peft
+    _check(asked)
+    from pentameter.checkpoint.hugging_face.hub import check_login
     from pentameter.checkpoint.load_model import open_model
-    from pentameter.checkpoint.model_folder import save_model
     from pentameter.disk.atomic import refuse_existing
 
     refuse_existing(asked.out)  # before gigabytes are verified
+    if asked.push is not None:
+        check_login(asked.push)
     warnings: list[str] = []
     stored = open_model(asked.model, warnings=warnings)
-    match asked.to:
-        case "hf":
-            warnings += export_hf(stored, asked.out).notes
-        case "safetensors":
-            save_model(stored, asked.out)
-        case "peft":
-            warnings += export_peft(stored, asked.out).notes
+    if asked.base_model is not None:
+        stored = replace(stored, base_model=asked.base_model)
+    _check_base(asked, stored)
+    warnings += [*_write(asked, stored), *_advice(asked)]
     print_warnings(warnings)
     n_bytes = sum(file.stat().st_size for file in asked.out.iterdir())
     print(f"{asked.out}: step {stored.step}, {n_bytes:,} bytes")
+    if asked.push is not None:
+        print(_push(asked.out, asked.push, private=asked.private))
     return 0
+
+
+def _check(asked: ExportArguments) -> None:
+    """Raise ConfigError for options that do not go together."""
+    if asked.to == "safetensors":
+        options = {
+            "--push": asked.push,
+            "--license": asked.license,
+            "--base-model": asked.base_model,
+        }
+        if given := [name for name, value in options.items() if value is not None]:
+            raise ConfigError(
+                f"{given[0]} goes with --to hf and --to peft, which have a model card"
+            )
+    if asked.private and asked.push is None:
+        raise ConfigError("--private goes with --push OWNER/NAME")
+    if asked.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", asked.license):
+        raise ConfigError(
+            f"--license {printable(asked.license)} is no identifier such as apache-2.0, mit, "
+            "cc-by-4.0 or other"
+        )
+    if asked.base_model is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", asked.base_model):
+        raise ConfigError(f"--base-model {printable(asked.base_model)} is not OWNER/NAME")
+
+
+def _check_base(asked: ExportArguments, stored: StoredModel) -> None:
+    """Raise ConfigError for adapters to push whose base model has no name on the Hub: their files
+    would name a folder of this machine."""
+    named = stored.base_model is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", stored.base_model)
+    if asked.push is not None and asked.to == "peft" and not named:
+        raise ConfigError(
+            f"--push {asked.push}: adapters need their base model, and {asked.model} names none "
+            "that is on the Hub; add --base-model OWNER/NAME, or push the whole model (--to hf)"
+        )
+
+
+def _write(asked: ExportArguments, stored: StoredModel) -> tuple[str, ...]:
+    """Write the folder; return notes about it, a line each."""
+    from pentameter.checkpoint.hugging_face.folder import export_hf
+    from pentameter.checkpoint.hugging_face.peft import export_peft
+    from pentameter.checkpoint.model_folder import save_model
+    from pentameter.report.model_card import card_files
+
+    def card(library: Literal["transformers", "peft"]) -> dict[str, bytes]:
+        return card_files(stored, library, license_id=asked.license, repository=asked.push)
+
+    match asked.to:
+        case "hf":
+            return export_hf(stored, asked.out, card("transformers")).notes
+        case "safetensors":
+            save_model(stored, asked.out)
+            return ()
+        case "peft":
+            return export_peft(stored, asked.out, card("peft")).notes
+
+
+def _advice(asked: ExportArguments) -> Iterator[str]:
+    """Yield what the author should add before others use the folder."""
+    if asked.to != "safetensors" and asked.license is None:
+        yield (
+            "the model card grants no license, so nobody else may use the model: add --license ID "
+            f"(apache-2.0, mit, cc-by-4.0, …), or `license: ID` at the head of "
+            f"{asked.out / 'README.md'}"
+        )
+
+
+def _push(folder: Path, repository: str, *, private: bool) -> str:
+    """Upload the folder and return the commit's URL; an error says that the folder is there."""
+    from pentameter.checkpoint.hugging_face.hub import push
+
+    try:
+        return push(folder, repository, private=private)
+    except PentameterError as error:
+        raise type(error)(
+            f"{error} ({folder} is complete; `hf upload {repository} {folder}` pushes it)"
+        ) from error

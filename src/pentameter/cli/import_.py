@@ -1,4 +1,4 @@
-"""`pentameter import`: Hugging Face weights into a MODEL."""
+"""`pentameter import`: Hugging Face weights, from a folder or the Hub, into a MODEL."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ MADE_FROM_TEXT = ("char", "word", "bpe")
 
 @dataclass(frozen=True)
 class ImportArguments:
-    """Turn a Hugging Face folder into a checkpoint folder, which appears whole or not at all.
+    """Turn a Hugging Face folder, or a model on the Hugging Face Hub, into a checkpoint folder,
+    which appears whole or not at all.
 
     `sample`, `eval`, `export` and `train --init-from` take it. Its config.toml is complete but
     for the text: pentameter train DIR/config.toml --init-from DIR --data.path FILE.
     """
 
-    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="HF_DIR")]
-    """A folder with config.json, model.safetensors (or its parts and index) and the tokenizer."""
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
+    """A folder with config.json, model.safetensors (or its parts and index) and the tokenizer; or
+    OWNER/NAME[@REVISION] on the Hub, of which these files are fetched into its cache."""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """The folder to make."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="gpt2|FILE")] = None
@@ -37,6 +39,7 @@ def run(arguments: list[str]) -> int:
     asked = parse(ImportArguments, arguments, verb="import")
     from pentameter.checkpoint.best import is_hugging_face
     from pentameter.checkpoint.hugging_face.folder import read_hf
+    from pentameter.checkpoint.hugging_face.hub import fetch, hub_address
     from pentameter.checkpoint.model_folder import save_model
     from pentameter.config.naming import name_of
     from pentameter.data.tokenizers.rendering import check_template
@@ -46,18 +49,20 @@ def run(arguments: list[str]) -> int:
     if asked.out.exists() and asked.source.exists() and asked.out.samefile(asked.source):
         raise ConfigError(f"--out {asked.out} is the folder to import; choose another")
     refuse_existing(asked.out)
-    if not is_hugging_face(asked.source):
-        raise ConfigError(f"{asked.source} is not a Hugging Face folder: it has no config.json")
     if asked.tokenizer is not None and asked.tokenizer.partition(":")[0] in MADE_FROM_TEXT:
         raise ConfigError(
             f"--tokenizer {asked.tokenizer}: weights go with the tokenizer that they were trained "
             "with; give gpt2 or a file"
         )
+    warnings: list[str] = []
+    address = hub_address(asked.source, scheme=False)
+    source = asked.source if address is None else fetch(address, warnings)
+    if not is_hugging_face(source):
+        raise ConfigError(f"{asked.source} is not a Hugging Face folder: it has no config.json")
     tokenizer = None
     if asked.tokenizer is not None:
         tokenizer = build_tokenizer(asked.tokenizer, lambda: iter(()))  # nothing is built of text
-    warnings: list[str] = []
-    stored = read_hf(asked.source, tokenizer=tokenizer, warnings=warnings)
+    stored = read_hf(source, tokenizer=tokenizer, warnings=warnings)
     if stored.tokenizer.chat is not None:
         check_template(stored.tokenizer.chat)
     config = stored.config

@@ -21,7 +21,7 @@ VERBS = {
     "eval": "loss, perplexity and bits per byte of a model over a whole split: eval MODEL",
     "prepare": "turn text into token shards: prepare CORPUS-or-FILES --out DIR",
     "export": "write a model for other programs: export MODEL --to hf|safetensors --out DIR",
-    "import": "make a MODEL of a Hugging Face folder: import HF_DIR --out DIR",
+    "import": "make a MODEL of a Hugging Face folder: import HF_DIR-or-OWNER/NAME --out DIR",
     "plan": "memory, time, fit and best layouts on a cluster: plan PRESET-or-FILE [--cluster …]",
     "verify": "verify layouts against one process: verify PRESET-or-FILE [--layouts all]",
     "data": "what a step of a run reads, token by token: data RUN_DIR --step N",

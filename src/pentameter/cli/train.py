@@ -72,8 +72,14 @@ def run(arguments: list[str]) -> int:
     """Train and return 0 once the run is complete."""
     watch_launcher()
     parsed, overrides = parse_arguments(TrainArguments, arguments, verb="train")
+    from pentameter.checkpoint.hugging_face.hub import hub_address
     from pentameter.config.write import to_toml
 
+    if parsed.init_from is not None and (address := hub_address(parsed.init_from)) is not None:
+        raise ConfigError(
+            f"--init-from hf://{address}: a run begins with weights that stay where they are; "
+            f"`pentameter import {address} --out DIR` fetches them, then --init-from DIR"
+        )
     place = find_place()
     if parsed.sweep:
         _sweep(parsed, arguments, overrides, place)

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from pentameter.checkpoint.hugging_face.rules import (
+    CONTEXT_BY_ITS_OLD_NAME,
     HEADS_DIVIDE_WIDTH,
     LAYERS_WITH_A_WINDOW,
     ONE_SWITCH_FOR_BIASES,
@@ -247,6 +248,7 @@ FAMILIES: Mapping[str, Family] = {
             "n_head": "num_attention_heads",
             "n_embd": "hidden_size",
         },
+        rules=(CONTEXT_BY_ITS_OLD_NAME,),
         transposed=True,
         passed_over=r"h\.\d+\.attn\.(bias|masked_bias)",  # causal masks
     ),

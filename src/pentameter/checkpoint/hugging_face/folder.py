@@ -10,6 +10,7 @@ import json
 import math
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,6 @@ from pentameter.checkpoint.hugging_face.config_json import (
     to_their_config,
 )
 from pentameter.checkpoint.hugging_face.families import FAMILIES, Family
-from pentameter.checkpoint.hugging_face.model_card import CARD, model_card
 from pentameter.checkpoint.hugging_face.tensor_map import TensorMap
 from pentameter.checkpoint.hugging_face.tokenizer_files import read_tokenizer, tokenizer_files
 from pentameter.checkpoint.lazy_tensors import LazyTensor
@@ -226,14 +226,16 @@ class Exported:
     """One line for each thing the folder lacks, with the reason."""
 
 
-def export_hf(stored: StoredModel, out: Path) -> Exported:
+def export_hf(
+    stored: StoredModel, out: Path, beside: Mapping[str, bytes] | None = None
+) -> Exported:
     """Write the folder `out`, which `transformers.AutoModelForCausalLM.from_pretrained` opens.
 
     It holds config.json, generation_config.json, the weights (split into several files with an
-    index beyond SHARD_BYTES), the tokenizer's files and a model card. The logits equal the model's:
-    tensors are renamed, transposed and reordered, rows that pad the vocabulary are dropped, and
-    biases that the model lacks are zero. One tensor is in memory at a time. The folder appears
-    whole or not at all.
+    index beyond SHARD_BYTES), the tokenizer's files, and the files `beside`, name → content, such
+    as a model card. The logits equal the model's: tensors are renamed, transposed and reordered,
+    rows that pad the vocabulary are dropped, and biases that the model lacks are zero. One tensor
+    is in memory at a time. The folder appears whole or not at all.
 
     Raises ConfigError for a model that no family can express, and if `out` exists and is not an
     empty folder; StorageError if writing fails.
@@ -255,7 +257,7 @@ def export_hf(stored: StoredModel, out: Path) -> Exported:
         CONFIG: _json(config),
         "generation_config.json": _json({"_from_model_config": True, **generation}),
         **of_tokenizer,
-        CARD: model_card(stored, FAMILIES[name].label, "transformers"),
+        **(beside or {}),
     }
     shards = _shards(weights)
     if len(shards) > 1:

@@ -1,4 +1,4 @@
-"""Export of a run's adapters as the two files that Hugging Face's PEFT opens, and a model card.
+"""Export of a run's adapters as the two files that Hugging Face's PEFT opens.
 
 adapter_model.safetensors names A and B by the `transformers` module that they adapt;
 adapter_config.json holds the rank, the scale and the modules. This file does not import PEFT.
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from pentameter.checkpoint.hugging_face.config_json import choose_family
 from pentameter.checkpoint.hugging_face.families import FAMILIES, Family
 from pentameter.checkpoint.hugging_face.folder import Exported
-from pentameter.checkpoint.hugging_face.model_card import CARD, model_card
 from pentameter.checkpoint.hugging_face.tensor_map import Strip, TensorMap
 from pentameter.checkpoint.model_folder import Adapters, StoredModel
 from pentameter.checkpoint.safetensors_format import plan_file
@@ -32,10 +31,13 @@ PREFIX = "base_model.model."
 """Prefix for the adapted model's module names."""
 
 
-def export_peft(stored: StoredModel, out: Path) -> Exported:
+def export_peft(
+    stored: StoredModel, out: Path, beside: Mapping[str, bytes] | None = None
+) -> Exported:
     """Write the folder `out`, which `peft.PeftModel.from_pretrained(base, out)` opens together with
     the model that the run began with, and `AutoPeftModelForCausalLM.from_pretrained(out)` if that
-    was a Hugging Face folder. It appears whole or not at all.
+    was a Hugging Face folder. The files `beside`, name → content, such as a model card, are put
+    there too. It appears whole or not at all.
 
     Raises ConfigError for a model without adapters, for one that no Hugging Face family can
     express, and if `out` exists and is not an empty folder; StorageError if writing fails.
@@ -61,7 +63,8 @@ def export_peft(stored: StoredModel, out: Path) -> Exported:
     with building(out) as folder:
         write_hashed(folder / WEIGHTS, plan_file(weights).chunks())
         write_hashed(folder / CONFIG, [content.encode()])
-        write_hashed(folder / CARD, [model_card(stored, family.label, "peft")])
+        for file, data in (beside or {}).items():
+            write_hashed(folder / file, [data])
     no_base = (
         "the adapters name no base model, as the run did not begin with a Hugging Face folder: "
         "export what it began with (--to hf), and open them with "

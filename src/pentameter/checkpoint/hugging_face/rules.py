@@ -187,3 +187,8 @@ def _refuse_odd_width(model: ModelConfig) -> dict[str, Any]:
 
 
 HEADS_DIVIDE_WIDTH = Rule((), _refuse_odd_width, lambda _content, _section: {})
+
+CONTEXT_BY_ITS_OLD_NAME = Rule(
+    (), lambda model: {"n_ctx": model.context_length}, lambda _content, _section: {}
+)
+"""GPT-2's first name for n_positions, which llama.cpp's converter asks for."""

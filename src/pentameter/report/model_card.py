@@ -1,0 +1,212 @@
+"""The model card beside an export: README.md, which hubs show, and the picture of its loss.
+
+It tells of a path its name alone, and of the machine nothing. What only the author knows, the
+license, the name on a hub, the base model, is given.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any, Literal
+
+from pentameter import formatting
+from pentameter.checkpoint.hugging_face.config_json import choose_family
+from pentameter.checkpoint.hugging_face.families import FAMILIES
+from pentameter.checkpoint.hugging_face.tokenizer_files import tokenizer_files
+from pentameter.checkpoint.model_folder import StoredModel
+from pentameter.config.fields import values_of
+from pentameter.config.schema import Config
+from pentameter.config.urls import last_part
+from pentameter.data.corpora.registry import UNKNOWN_CORPUS
+from pentameter.planning.flops import padding_elements
+from pentameter.planning.gpt import parameter_table
+from pentameter.report.markup import TEMPLATES
+from pentameter.report.plots import loss_figure
+from pentameter.report.reading import Evaluation, RecordedRun, holds_run, read_run
+
+CARD, PICTURE = "README.md", "loss.png"
+TEMPLATE = "model_card.md"
+SETTINGS = (
+    *("train.steps", "train.batch_size"),
+    *("optimizer.name", "optimizer.learning_rate", "optimizer.weight_decay", "schedule.name"),
+    *("train.precision", "seed"),
+)
+"""Keys of the settings most needed to train the model again; the layout is none of them."""
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_DATA = re.compile(r"hf://datasets/(?P<name>[\w.-]+/[\w.-]+)(@[^/]+)?(/.*)?")
+PLACES = {"val": "validation"}
+"""Split → its name for readers; others are called what they are."""
+
+
+def card_files(
+    stored: StoredModel,
+    library: Literal["transformers", "peft"],
+    *,
+    license_id: str | None = None,
+    repository: str | None = None,
+) -> dict[str, bytes]:
+    """Render the card for a model exported to a library, file name → content: README.md, and
+    loss.png where the model lies in its run folder.
+
+    license_id: as hubs know it ("apache-2.0"); without one, the card says that none is granted.
+    repository: `owner/name` on a hub, for the commands that open the model; else they say FOLDER.
+
+    Raises ConfigError for a model that no Hugging Face family can express.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    config, base = stored.config, stored.base_model
+    model, record = config.model, _run_of(stored)
+    is_trained = stored.step > 0
+    environment = Environment(  # for Markdown, in which only `_code` escapes
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=False,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    picture = None if record is None else _picture(record)
+    text = environment.get_template(TEMPLATE).render(
+        library=library,
+        license_id=license_id,
+        folder=repository or "FOLDER",
+        model_argument=f"hf://{repository}" if repository else "FOLDER",
+        base=None if base is None else _code(base if HUB_NAME.fullmatch(base) else last_part(base)),
+        base_id=base if base is not None and HUB_NAME.fullmatch(base) else None,
+        lora=None if stored.adapters is None else stored.adapters.lora,
+        name=config.name,
+        n_adapters=_n_adapters(stored),
+        family=FAMILIES[choose_family(model)].label,
+        n_parameters=_n_parameters(config),
+        model=model,
+        tokenizer=stored.tokenizer,
+        has_tokenizer=bool(tokenizer_files(stored.tokenizer, model.context_length)),
+        data=list(_data(config)) if is_trained else [],
+        datasets=_hub_data(config) if is_trained else [],
+        settings=_settings(stored) if is_trained else {},
+        seen=_seen(stored),
+        numbers=[] if record is None else list(_numbers(record, stored.step)),
+        best=_best(stored),
+        picture=None if picture is None else PICTURE,
+        version=_version(),
+    )
+    return {CARD: text.encode()} | ({} if picture is None else {PICTURE: picture})
+
+
+def _run_of(stored: StoredModel) -> RecordedRun | None:
+    """Read the run whose folder holds the model's checkpoint; None for any other model."""
+    if stored.checkpoint is None or stored.path.parent.name != "checkpoints":
+        return None
+    folder = stored.path.parent.parent
+    return read_run(folder) if holds_run(folder) else None
+
+
+def _picture(record: RecordedRun) -> bytes | None:
+    """Draw the run's losses as PNG; None without any."""
+    figure = loss_figure(record)
+    if figure is None:
+        return None
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150)
+    return buffer.getvalue()
+
+
+def _n_parameters(config: Config) -> int:
+    table = parameter_table(config.model)
+    return sum(spec.n_elements for spec in table) - padding_elements(table, config.model)
+
+
+def _n_adapters(stored: StoredModel) -> int:
+    """Count the parameters of the run's adapters."""
+    tensors = {} if stored.adapters is None else stored.adapters.tensors
+    return sum(math.prod(tensor.shape) for tensor in tensors.values())
+
+
+def _data(config: Config) -> Iterator[str]:
+    """Yield one line per text that the model was trained on."""
+    data = config.data
+    if data.sources:
+        total = sum(source.weight for source in data.sources)
+        for source in data.sources:
+            named = f"the corpus `{source.corpus}`" if source.corpus else _named(source.path or "")
+            yield f"{source.weight / total:.1%} {named}"
+    elif data.path is not None:
+        yield _named(data.path)
+    elif data.corpus not in (None, UNKNOWN_CORPUS):
+        yield f"the corpus `{data.corpus}`"
+
+
+def _named(path: str) -> str:
+    """Name a text: a data set of the Hub by its address there, any other by the path's name."""
+    found = HUB_DATA.fullmatch(path)
+    return f"the data set `{found['name']}`" if found else f"`{_code(last_part(path))}`"
+
+
+def _hub_data(config: Config) -> list[str]:
+    """List the data sets of the Hub that the model was trained on."""
+    paths = [source.path for source in config.data.sources or (config.data,)]
+    found = [HUB_DATA.fullmatch(path) for path in paths if path is not None]
+    return sorted({match["name"] for match in found if match})
+
+
+def _settings(stored: StoredModel) -> dict[str, str]:
+    """Map the settings most needed to train the model again to their values as text."""
+    values = values_of(stored.config)
+    settings: dict[str, Any] = {key: values[key] for key in SETTINGS}
+    if stored.adapters is not None:
+        lora = stored.adapters.lora
+        settings |= {"lora.rank": lora.rank, "lora.alpha": lora.alpha}
+        settings["lora.targets"] = ", ".join(lora.targets) or "all linear layers of the blocks"
+    return {key: str(value) for key, value in settings.items() if value is not None}
+
+
+def _seen(stored: StoredModel) -> str:
+    """Say how long the model was trained, as its checkpoint records it; "" for no training."""
+    if stored.checkpoint is None or not stored.step:
+        return ""
+    tokens = stored.checkpoint.state.get("tokens")
+    seen = f", {tokens:,} tokens" if isinstance(tokens, int) else ""
+    return f"step {stored.step:,}{seen}"
+
+
+def _numbers(record: RecordedRun, step: int) -> Iterator[tuple[str, str, str, str]]:
+    """Yield each evaluation of the model's step: the text's name, loss, perplexity, bits per byte.
+    An evaluation of an earlier or later step is of other weights."""
+
+    def shown(each: Evaluation) -> tuple[str, str, str, str]:
+        return (
+            _code(PLACES.get(each.split, each.split)),
+            formatting.fixed(each.loss),
+            f"{each.perplexity:,.4g}",
+            formatting.fixed(each.bits_per_byte),
+        )
+
+    return (shown(each) for each in record.evaluations if each.step == step)
+
+
+def _best(stored: StoredModel) -> str:
+    """Say the run's best validation loss, as its checkpoint records it; "" if it does not."""
+    best = None if stored.checkpoint is None else stored.checkpoint.state.get("best")
+    if not isinstance(best, dict) or not isinstance(best.get("loss"), float):
+        return ""
+    loss = best["loss"]
+    return (
+        f"best validation loss {formatting.fixed(loss, 4)} nats per token (perplexity "
+        f"{math.exp(min(loss, 700.0)):,.4g}), at step {best.get('step')}"
+    )
+
+
+def _code(text: str) -> str:
+    """Replace characters that cannot stand between backquotes in a line of Markdown."""
+    return "".join(c if c.isprintable() and c not in "`|" else "?" for c in text)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("pentameter")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return ""
