@@ -18,55 +18,47 @@ from typing import Any
 
 import pentameter as pm
 from pentameter.config.load import load_config
+from pentameter.config.schema import Config
 from pentameter.data.open_dataset import open_dataset
 from pentameter.planning.plan import make_plan
 
 RECIPE: dict[str, Any] = {
     "model": {"activation": "relu2", "norm": "rmsnorm", "positions": "rotary", "qk_norm": "head"},
-    "optimizer": {"name": "muon", "weight_decay": 0.1},
+    "optimizer": {"name": "muon"},
     "schedule": {"name": "linear", "min_learning_rate": 0.0},
-    "train": {"sample_interval": None, "compile": True},
 }
 
 
-def config_of(run: dict[str, Any], text: str) -> pm.config.schema.Config:
-    """The configuration of a run; `flops` become its steps."""
-    d, tokens = run["d"], run.get("batch", 2048)
-    context = run.get("context", 256)
-    changed = {
-        "model": {
-            **RECIPE["model"],
-            "d_model": d,
-            "n_layers": run["layers"],
-            "n_heads": max(1, d // run.get("head", 32)),
-            "context_length": context,
-            "dropout": run.get("dropout", 0.0),
-        },
-        "data": {
-            "path": text,
-            "tokenizer": run.get("tokenizer", "char"),
-            "max_bytes": run.get("max_bytes"),
-            "validation_fraction": run.get("val", 0.02),
-        },
-        "optimizer": {
-            **RECIPE["optimizer"],
-            "learning_rate": run.get("rate", 3e-3),
-            "weight_decay": run.get("decay", 0.1),
-        },
-        "train": {**RECIPE["train"], "batch_size": tokens // context},
+def config_of(run: dict[str, Any], text: str) -> Config:
+    """The configuration of a run, of as many steps as its `flops` are."""
+    data = {
+        "path": text,
+        "tokenizer": run.get("tokenizer", "char"),
+        "max_bytes": run.get("max_bytes"),
+        "validation_fraction": run.get("val", 0.02),
     }
-    config = load_config("quickstart", changed)
-    flops = make_plan(config, open_dataset(config.data).vocab_size).flops_per_token
-    steps = max(10, round(run["flops"] / flops / tokens))
-    return load_config(
-        "quickstart",
-        {
-            **changed,
-            "schedule": {**RECIPE["schedule"], "warmup_steps": max(5, steps // 20)},
-            "train": {**changed["train"], "steps": steps, "eval_interval": steps},
-            "log": {"interval": 50},
-        },
+    changed: dict[str, Any] = {"data": data, "train": {"sample_interval": None, "compile": True}}
+    if not run.get("quickstart"):
+        d, context = run["d"], run.get("context", 256)
+        model = {"d_model": d, "n_layers": run["layers"], "n_heads": max(1, d // 32)}
+        batch = {"batch_size": run.get("batch", 2048) // context}
+        rate = {"learning_rate": run.get("rate", 3e-3), "weight_decay": run.get("decay", 0.1)}
+        changed = {
+            "model": {**RECIPE["model"], **model, "context_length": context},
+            "data": data,
+            "optimizer": {**RECIPE["optimizer"], **rate},
+            "schedule": RECIPE["schedule"],
+            "train": {**changed["train"], **batch},
+        }
+    plan = make_plan(
+        load_config("quickstart", changed),
+        open_dataset(load_config("quickstart", changed).data).vocab_size,
     )
+    steps = max(10, round(run["flops"] / plan.flops_per_token / plan.tokens_per_step))
+    changed["train"] |= {"steps": steps, "eval_interval": steps}
+    warmup = {"warmup_steps": max(5, steps // 20)}
+    changed["schedule"] = {**changed.get("schedule", {}), **warmup}
+    return load_config("quickstart", changed)
 
 
 class Recorder:

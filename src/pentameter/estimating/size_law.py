@@ -8,7 +8,7 @@ token seen again teaches less than a new one:
 N are the parameters of the blocks' matrices, U the tokens of the training split (Hoffmann et al.
 2022, "Training compute-optimal large language models"; Muennighoff et al. 2023, "Scaling
 data-constrained language models", where R* is 15). E says nothing about which size is best, and is
-left out. A, α, B and β were fitted on runs of ours: docs/results.md has them, and
+left out. A and B were fitted on short runs of ours: docs/results.md has them, and
 `benchmarks/loss_law.py` makes them again.
 """
 
@@ -18,9 +18,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-SIZE_FACTOR, SIZE_POWER = 40.0, 0.42
-TOKENS_FACTOR, TOKENS_POWER = 560.0, 0.5
-"""A, α, B and β."""
+SIZE_FACTOR, SIZE_POWER = 20.0, 0.35
+TOKENS_FACTOR, TOKENS_POWER = 103.0, 0.37
+"""A, α, B and β. The powers are those of Besiroglu et al. 2024, "Chinchilla scaling: a replication
+attempt"; A and B are ours."""
 LASTING_PASSES = 15.0
 """R*: passes after which a text has nothing more to teach."""
 

@@ -32,6 +32,7 @@ from pentameter.estimating.size_law import (
     step_tokens,
 )
 from pentameter.formatting import count, duration, size
+from pentameter.formatting import flops as flops_in_words
 from pentameter.machine.capabilities import machine_capabilities
 from pentameter.machine.ceilings import ceiling
 from pentameter.machine.choices import choose_device, choose_precision
@@ -219,8 +220,8 @@ class _LengthChooser:
         plan = make_plan(config, dataset.vocab_size)
         length = (
             f"length  {plan.steps:,} steps × {plan.tokens_per_step:,} tokens: a step takes "
-            f"{pace.step_seconds:.2g} s here, measured ({count(pace.flops_per_second)}FLOP/s), and "
-            f"{duration(budget.left)} of {duration(budget.seconds)} are left"
+            f"{pace.step_seconds:.2g} s here ({flops_in_words(pace.flops_per_second)}, measured), "
+            f"and {duration(budget.left)} of {duration(budget.seconds)} are left"
         )
         return Choice(self._settings, config, (*reasons, length))
 
@@ -239,7 +240,7 @@ class _SizeChooser(_LengthChooser):
         others_share = _share_of_cores()
         prepared = asked.data.path is not None and find_header(Path(asked.data.path)) is not None
         n_bytes = 0 if prepared or asked.data.sources else corpus_text(asked.data).n_bytes
-        flops = _expected_flops(asked) * others_share * self._budget.left
+        flops = _expected_flops(asked) * others_share * self._seconds_left
         if "data.tokenizer" not in self._given and n_bytes:
             self._settings["data.tokenizer"] = self._vocabulary(asked, n_bytes, flops)
         dataset = self._open(self._load(self._settings))
@@ -247,7 +248,7 @@ class _SizeChooser(_LengthChooser):
         speed = _expected_flops(asked) * others_share
         chosen, pace = None, None
         for trial in range(2):
-            flops = speed * self._budget.left
+            flops = speed * self._seconds_left
             found = self._best_size(asked, dataset.vocab_size, flops, n_unique)
             if found == chosen:
                 break
@@ -273,6 +274,11 @@ class _SizeChooser(_LengthChooser):
             found["schedule.cooldown_steps"] = max(1, round(COOL_DOWN_SHARE * steps))
         found["schedule.warmup_steps"] = max(1, round(WARM_UP_SHARE * steps))
         return self._obeying(found)
+
+    @property
+    def _seconds_left(self) -> float:
+        """Seconds to train in, one at least: too few are refused once their steps are measured."""
+        return max(1.0, self._budget.left)
 
     def _vocabulary(self, asked: Config, n_bytes: int, flops: float) -> str:
         def tokens_of_run(vocab_size: int) -> float:
@@ -317,7 +323,7 @@ class _SizeChooser(_LengthChooser):
         config = self._load({**self._settings, **self._without_length()})
         plan = make_plan(config, dataset.vocab_size)
         model, train = config.model, dataset.split("train")
-        n_tokens = speed * self._budget.left / plan.least_flops_per_token
+        n_tokens = speed * self._seconds_left / plan.least_flops_per_token
         text = f"{size(n_bytes)} of text" if n_bytes else "prepared tokens"
         return (
             f"text    {config.data.tokenizer}: {text} are {count(train.n_tokens)} tokens, with "
