@@ -237,15 +237,15 @@ class _SizeChooser(_LengthChooser):
         """Choose by an expected speed, measure, and choose again if the speed is another."""
         self._settings |= self._obeying(RECIPE)
         asked = self._load(self._settings)
-        others_share = _share_of_cores()
+        fraction = _fraction_of_cores()
         prepared = asked.data.path is not None and find_header(Path(asked.data.path)) is not None
         n_bytes = 0 if prepared or asked.data.sources else corpus_text(asked.data).n_bytes
-        flops = _expected_flops(asked) * others_share * self._seconds_left
+        flops = _expected_flops(asked) * fraction * self._seconds_left
         if "data.tokenizer" not in self._given and n_bytes:
             self._settings["data.tokenizer"] = self._vocabulary(asked, n_bytes, flops)
         dataset = self._open(self._load(self._settings))
         n_unique = dataset.split("train").n_tokens
-        speed = _expected_flops(asked) * others_share
+        speed = _expected_flops(asked) * fraction
         chosen, pace = None, None
         for trial in range(2):
             flops = speed * self._seconds_left
@@ -298,7 +298,7 @@ class _SizeChooser(_LengthChooser):
         )
 
     def _flops_per_token(self, asked: Config, chosen: Size, vocab_size: int) -> float:
-        settings = {**self._settings, **self._obeying(_model_settings(chosen, asked))}
+        settings = {**self._settings, **self._obeying(_model_settings(chosen))}
         return make_plan(self._load(settings), vocab_size).least_flops_per_token
 
     def _take(
@@ -307,7 +307,7 @@ class _SizeChooser(_LengthChooser):
         """Add the settings of a size that is trained for `flops` FLOPs."""
         n_tokens = flops / self._flops_per_token(asked, chosen, vocab_size)
         passes = n_tokens / n_unique
-        settings = _model_settings(chosen, asked)
+        settings = _model_settings(chosen)
         context = asked.model.context_length
         if "model.context_length" not in self._given:
             context = chosen.context_length
@@ -342,7 +342,7 @@ DECAY_PER_PASS = 0.11
 of one that is seen once."""
 
 
-def _model_settings(chosen: Size, asked: Config) -> dict[str, Any]:
+def _model_settings(chosen: Size) -> dict[str, Any]:
     """Return a size's settings in [model]."""
     return {
         "model.d_model": chosen.d_model,
@@ -359,8 +359,8 @@ def _heads(d_model: int) -> int:
     return next((n for n in range(max(1, wanted), 0, -1) if d_model % (2 * n) == 0), 1)
 
 
-def _share_of_cores() -> float:
-    """Return the share of its cores that this process may expect beside other programs."""
+def _fraction_of_cores() -> float:
+    """Return the fraction of its cores that this process may expect beside other programs."""
     n_cores = len(usable_cores())
     try:
         return min(1.0, n_cores / max(1.0, os.getloadavg()[0]))

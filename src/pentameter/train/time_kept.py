@@ -20,6 +20,8 @@ from pentameter.train.time_budget import TimeBudget
 
 TOLERANCE = 0.06
 """Share of the time by which a run may miss it before its end is moved."""
+LEAST_COOL_DOWN = 20
+"""The rate falls for at least one step in so many, however late it is."""
 WINDOW_STEPS = 50
 """Latest steps whose median says how long the next ones take."""
 
@@ -83,7 +85,9 @@ class TimeKept:
         assert schedule.decay_steps is not None
         assert schedule.cooldown_steps is not None
         cools_at = schedule.start_step + schedule.decay_steps - schedule.cooldown_steps
-        if self.moved is not None or step > cools_at or len(self._recent) < min(10, cools_at - 1):
+        if self.moved is not None or not schedule.warmup_steps <= step <= cools_at:
+            return None
+        if len(self._recent) < min(10, cools_at - 1):
             return None
         interval = run.config.train.eval_interval
         pace = median(self._recent)
@@ -99,5 +103,6 @@ class TimeKept:
         if not (is_late or is_early):
             return None
         left = budget.left - closing - self._starting_seconds
-        n_left = max(1, round(left / pace))
+        # A model whose rate never fell is much worse than one that is a little late.
+        n_left = max(1, step // LEAST_COOL_DOWN, round(left / pace))
         return MovedEnd(step + n_left, min(n_left, schedule.cooldown_steps))
