@@ -48,7 +48,7 @@ SIZES = tuple(
         (1280, 20, 1024), (1600, 24, 1024), (2048, 24, 2048),
     )
 )  # fmt: skip
-"""Sizes to choose from, smallest first. Those beyond 256 channels are larger than any in the runs
+"""Sizes to choose from, smallest first. Those beyond 192 channels are larger than any in the runs
 that the law was fitted on."""
 
 
