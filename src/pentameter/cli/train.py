@@ -20,6 +20,7 @@ from pentameter.processes.place import Place, find_place, processes_together
 from pentameter.processes.worker import watch_launcher
 
 if TYPE_CHECKING:
+    from pentameter.cli.time_option import TimedRun
     from pentameter.config.schema import Config
     from pentameter.train.hooks import TrainingRun
     from pentameter.train.profile import Profile
@@ -49,6 +50,10 @@ class TrainArguments:
     layout: Annotated[str | None, tyro.conf.arg(metavar="best|LAYOUT")] = None
     """Instead of [parallel]: best, which is the fastest that `plan --search` finds for these
     processes, with its micro-batch; or a layout, data=2,tensor=2."""
+    time: Annotated[str | None, tyro.conf.arg(metavar="30m")] = None
+    """Train for so long, preparation included: 90s, 30m, 2h, 1h30m. Of a text, and of the
+    quickstart, the best model for that time on this machine is chosen, with all that you leave
+    open; another preset or file gets the steps that there is time for."""
     sweep: Annotated[
         tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=V,V")
     ] = ()
@@ -81,12 +86,16 @@ def run(arguments: list[str]) -> int:
             f"`pentameter import {address} --out DIR` fetches them, then --init-from DIR"
         )
     place = find_place()
+    timed = None if parsed.time is None else _timed(parsed, overrides, place)
     if parsed.sweep:
         _sweep(parsed, arguments, overrides, place)
         return 0
     is_main = place is None or place.rank == 0
     n_processes = processes_together(parsed.nproc, place)
-    config = _configuration(parsed, overrides, n_processes, place, say=is_main)
+    if timed is not None:
+        config = _configuration_for_time(timed, parsed)
+    else:
+        config = _configuration(parsed, overrides, n_processes, place, say=is_main)
     if parsed.layout is not None and place is None:
         # The processes that are started get it as it was chosen.
         arguments = [*without_options(arguments, ["layout"]), *layout_options(config)]
@@ -113,8 +122,45 @@ def run(arguments: list[str]) -> int:
     if place is None and n_processes is not None and n_processes > 1:
         run_local(python_command("train", *arguments), n_processes)
         return 0
-    _train(config, parsed, place, hooks)
+    _train(config, parsed, place, hooks, timed)
     return 0
+
+
+def _timed(parsed: TrainArguments, overrides: list[str], place: Place | None) -> TimedRun:
+    """Return the run that --time asks for, whose time begins now. Raises ConfigError for options
+    that cannot stand beside it."""
+    from pentameter.cli.time_option import TimedRun, parse_time
+    from pentameter.train.time_budget import TimeBudget
+
+    assert parsed.time is not None
+    budget = TimeBudget(parse_time(parsed.time))
+    if place is not None or (parsed.nproc or 1) > 1:
+        raise ConfigError(
+            "--time measures the steps of one process, and several were asked for; write the "
+            "configuration with --time and --print-config, and train that file with --nproc"
+        )
+    for option, is_given in (("--sweep", parsed.sweep), ("--layout", parsed.layout is not None)):
+        if is_given:
+            raise ConfigError(f"{option} and --time exclude each other; leave one of them out")
+    if parsed.resume not in ("auto", "never", "must"):
+        raise ConfigError(
+            f"--resume {parsed.resume} goes on with a run whose length --time does not know; leave "
+            "--time out, and say --train.steps"
+        )
+    return TimedRun(parsed.source, overrides, parsed.run_dir, parsed.init_from, budget, {})
+
+
+def _configuration_for_time(timed: TimedRun, parsed: TrainArguments) -> Config:
+    """Return the configuration chosen for a time; print the reasons."""
+    from pentameter.config.command_source import with_tokenizer_beside
+    from pentameter.data.progress import no_progress
+
+    keep = not (parsed.print_config or parsed.dry_run)
+    config, reasons = timed.config(no_progress, keep=keep)
+    config, warnings = with_tokenizer_beside(config, parsed.init_from)
+    for line in (*reasons, *warnings):
+        print(terminal_message(f"pentameter: {line}"), file=sys.stderr)
+    return config
 
 
 def _sweep(
@@ -203,23 +249,35 @@ def _random_weights(source: Path) -> list[str]:
 
 
 def _train(
-    config: Config, parsed: TrainArguments, place: Place | None, hooks: list[Profile]
+    config: Config,
+    parsed: TrainArguments,
+    place: Place | None,
+    hooks: list[Profile],
+    timed: TimedRun | None,
 ) -> None:
     """Train in this process, together with those it meets at `place`."""
     from pentameter.processes.join import joined_world_of
     from pentameter.train.loop import Trainer
+    from pentameter.train.time_kept import TimeKept
 
     with joined_world_of(config, place) as world:
-        trainer = Trainer(
-            config,
-            run_dir=parsed.run_dir,
-            resume=parsed.resume,
-            init_from=parsed.init_from,
-            hooks=hooks,
-            world=world,
-            force=parsed.force,
-        )
-        trainer.fit()
+        moved: Config | None = config
+        resume = parsed.resume
+        while moved is not None:
+            kept = None if timed is None else TimeKept(timed.budget, is_moved=moved is not config)
+            trainer = Trainer(
+                moved,
+                run_dir=parsed.run_dir,
+                resume=resume,
+                init_from=parsed.init_from,
+                hooks=[*hooks, *([] if kept is None else [kept])],
+                world=world,
+                force=parsed.force,
+            )
+            trainer.fit()
+            moved = None
+            if timed is not None and kept is not None:
+                moved, resume = timed.moved(kept, trainer.run), "must"
     if world.is_main:
         _print_next_steps(trainer.run)
 

@@ -165,6 +165,17 @@ def _has_quota() -> bool:
         return False
 
 
+def seconds_running() -> float:
+    """Return the seconds since this process started; 0 if the system does not say (proc(5))."""
+    try:
+        stat = Path("/proc/self/stat").read_text(encoding="ascii")
+        ticks = int(stat.rpartition(")")[2].split()[19])
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        return max(0.0, now - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0
+
+
 def _process_seconds() -> float:
     """Return processor seconds spent by this process and its ended children."""
     return sum(os.times()[:4])

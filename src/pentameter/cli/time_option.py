@@ -1,0 +1,185 @@
+"""The option `--time`: how long a run may take, and the choice that was made for it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pentameter.cli.layout_option import options
+from pentameter.errors import ConfigError, CorruptError
+
+if TYPE_CHECKING:
+    from pentameter.config.schema import Config
+    from pentameter.data.progress import Progress
+    from pentameter.train.hooks import TrainingRun
+    from pentameter.train.time_budget import TimeBudget
+    from pentameter.train.time_kept import TimeKept
+
+SECONDS = {"h": 3600, "m": 60, "s": 1}
+LONGEST_SECONDS = 366 * 86_400
+RECORD = "time.json"
+"""The file in a run folder that says what was asked for, and what was chosen."""
+DECIDES_LENGTH = ("train.steps", "train.epochs", "schedule.decay_steps")
+"""Keys that say how long a run is, as `--time` does."""
+
+
+def parse_time(text: str) -> float:
+    """Return the seconds that `90s`, `30m`, `2h` or `1h30m` mean. Raises ConfigError for anything
+    else."""
+    found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip().lower())
+    if not text.strip() or found is None:
+        raise ConfigError(
+            f"--time {text!r} is no duration; write hours, minutes and seconds, as 90s, 30m, 2h or "
+            "1h30m"
+        )
+    seconds = sum(
+        int(n or 0) * each for n, each in zip(found.groups(), SECONDS.values(), strict=True)
+    )
+    if not 0 < seconds <= LONGEST_SECONDS:
+        raise ConfigError(f"--time {text!r} must be between one second and a year")
+    return float(seconds)
+
+
+@dataclass
+class TimedRun:
+    """A run of `train --time`: what was asked for, and where the choice for it is kept."""
+
+    source: str
+    overrides: Sequence[str]
+    run_dir: Path | None
+    init_from: Path | None
+    budget: TimeBudget
+    settings: Mapping[str, Any]
+    """Settings that were chosen, by dotted path."""
+
+    def config(self, progress: Progress, *, keep: bool) -> tuple[Config, tuple[str, ...]]:
+        """Return the chosen configuration and the reasons for it; those in the run folder if the
+        same was asked for before. With `keep`, write them there.
+
+        Raises ConfigError if the folder holds a run that something else was asked for.
+        """
+        from pentameter.train.time_budget import choose_for_time
+
+        asked = self._load({})
+        folder = self._folder(asked)
+        record = _read(folder / RECORD)
+        if record is not None and record.get("asked") == self._asked(asked):
+            self.settings = record["chosen"]
+            return self._load(self.settings), ()
+        if (folder / "config.toml").exists():
+            raise ConfigError(self._other_run(folder, record))
+        chosen = choose_for_time(
+            self._load,
+            self._given(),
+            self.budget,
+            sizes=self._takes_sizes,
+            progress=progress,
+        )
+        self.settings = chosen.settings
+        if keep:
+            self._write(folder)
+        return chosen.config, chosen.reasons
+
+    def moved(self, kept: TimeKept, run: TrainingRun) -> Config | None:
+        """Return the configuration with the end that `kept` moved, and write the choice down; None
+        if it moved none."""
+        if kept.moved is None:
+            return None
+        end = kept.moved
+        self.settings = {
+            **self.settings,
+            "train.steps": end.steps,
+            "schedule.cooldown_steps": end.cooldown_steps,
+        }
+        for path in ("train.eval_interval", "train.sample_interval"):
+            if self.settings.get(path) == run.plan.steps:  # at the end alone
+                self.settings = {**self.settings, path: end.steps}
+        self._write(run.run_dir)
+        return self._load(self.settings)
+
+    # -- what was asked for -------------------------------------------------------------------
+
+    def _load(self, settings: Mapping[str, Any]) -> Config:
+        from pentameter.config.load import load_config
+
+        source, overrides = self._resolved()
+        return load_config(source, [*options(settings), *overrides])
+
+    def _resolved(self) -> tuple[str, list[str]]:
+        from pentameter.config.command_source import configuration_of
+
+        return configuration_of(self.source, list(self.overrides), self.init_from)
+
+    @property
+    def _takes_sizes(self) -> bool:
+        """True for a text and the quickstart, whose model the dial chooses; another preset or file
+        keeps what makes it what it is."""
+        from pentameter.config.command_source import PRESET_FOR_TEXT
+
+        return self.init_from is None and self._resolved()[0] == PRESET_FOR_TEXT
+
+    def _given(self) -> list[str]:
+        from pentameter.config.overrides import parse_overrides
+
+        given = [path for path, _ in parse_overrides(self._resolved()[1])]
+        for path in DECIDES_LENGTH:
+            if path in given:
+                raise ConfigError(
+                    f"--{path} and --time both say how long the run is; leave one of them out"
+                )
+        return given
+
+    def _folder(self, asked: Config) -> Path:
+        return self.run_dir or Path("runs") / asked.name
+
+    def _asked(self, asked: Config) -> dict[str, Any]:
+        """Return what identifies the request: the same command line gives the same."""
+        from pentameter.config.fingerprint import NOT_THE_TRAINING, config_hash
+
+        given = sorted(set(self._given()).difference(NOT_THE_TRAINING))
+        return {"seconds": self.budget.seconds, "config": config_hash(asked), "given": given}
+
+    def _other_run(self, folder: Path, record: Mapping[str, Any] | None) -> str:
+        from pentameter.formatting import duration
+        from pentameter.train.resuming import NEW_FOLDER
+
+        if record is None:
+            said = "a run that was begun without --time; leave that out to continue it"
+        elif record["asked"]["seconds"] != self.budget.seconds:
+            asked = duration(record["asked"]["seconds"])
+            said = f"a run of --time {asked}, whose length is decided; ask for that to continue it"
+        else:
+            said = "a run of the same --time and other settings; give those to continue it"
+        return (
+            f"{folder} holds {said}, or {folder}/config.toml in the place of {self.source}. For "
+            f"another run, {NEW_FOLDER}"
+        )
+
+    def _write(self, folder: Path) -> None:
+        from pentameter.disk.atomic import make_folder, write_atomic
+
+        make_folder(folder)
+        record = {"asked": self._asked(self._load({})), "chosen": dict(self.settings)}
+        write_atomic(folder / RECORD, json.dumps(record, indent=1).encode() + b"\n")
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Return the record at `path`; None if there is none. Raises CorruptError for a damaged one."""
+    from pentameter.checkpoint.manifest import MAX_JSON_BYTES, decode_json
+    from pentameter.disk.atomic import read_regular
+
+    if not path.exists():
+        return None
+    record = decode_json(read_regular(path, max_bytes=MAX_JSON_BYTES), path)
+    try:
+        float(record["asked"]["seconds"])
+        dict(record["chosen"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptError(
+            f"{path} is damaged; remove it, and give {path.parent}/config.toml to continue the run"
+        ) from error
+    return record

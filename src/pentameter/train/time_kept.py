@@ -1,0 +1,108 @@
+"""The hook that holds a run of `train --time` to its time: it says how long the run took, and
+moves the run's end once, where its rate would begin to fall, if the machine's speed has changed.
+
+Until a `wsd` schedule cools down, no step depends on how long the run will be. So the run is
+stopped there and resumed with another `train.steps`, as `--resume auto` allows: what is trained is
+still a function of the configuration in the run folder.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+
+from pentameter.evaluate.split import EvalMetrics
+from pentameter.formatting import duration
+from pentameter.train.hooks import RunEnd, StepMetrics, TrainingRun
+from pentameter.train.time_budget import TimeBudget
+
+TOLERANCE = 0.06
+"""Share of the time by which a run may miss it before its end is moved."""
+LEAST_COOL_DOWN = 20
+"""The rate falls for at least one step in so many, however late it is."""
+WINDOW_STEPS = 50
+"""Latest steps whose median says how long the next ones take."""
+
+
+@dataclass(frozen=True)
+class MovedEnd:
+    """A new end of a run: its steps, and those in which the rate falls."""
+
+    steps: int
+    cooldown_steps: int
+
+
+class TimeKept:
+    """Watches a run against its budget. `moved` is the new end if the run was stopped for one; at
+    most one is asked for. A run that an earlier command began has none: nobody knows how much of
+    its time is left."""
+
+    def __init__(self, budget: TimeBudget, *, is_moved: bool = False) -> None:
+        self._budget, self._is_moved = budget, is_moved
+        self._recent: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._made_at = time.perf_counter()
+        self._starting_seconds = self._evaluation_seconds = 0.0
+        self._n_steps = 0
+        self._began_before = False
+        self.moved: MovedEnd | None = None
+
+    def on_start(self, run: TrainingRun) -> None:
+        """Note how long the start took, and whether an earlier command began the run."""
+        self._starting_seconds = time.perf_counter() - self._made_at
+        self._began_before = run.state.step > 0 and not self._is_moved
+
+    def on_eval(self, run: TrainingRun, metrics: EvalMetrics) -> None:
+        """Note how long an evaluation takes."""
+        self._evaluation_seconds = metrics.seconds
+
+    def on_step(self, run: TrainingRun, step: StepMetrics) -> None:
+        """Stop the run if it would end too early or too late, for `moved`."""
+        self._n_steps += 1
+        if self._n_steps == 1:
+            return  # it may have compiled
+        self._recent.append(step.step_seconds)
+        if self._is_moved or self._began_before or run.config.schedule.name != "wsd":
+            return
+        self.moved = self._moved_end(run, step.step)
+        if self.moved is not None:
+            fewer = self.moved.steps < run.plan.steps
+            run.stop(
+                f"the machine is {'slower' if fewer else 'faster'} than measured, so the run is to "
+                f"have {self.moved.steps:,} steps instead of {run.plan.steps:,}"
+            )
+
+    def on_end(self, run: TrainingRun, end: RunEnd) -> None:
+        """Say how long the run took, beside the time that was asked for."""
+        if self.moved is None:
+            asked, took = duration(self._budget.seconds), duration(self._budget.used)
+            what = "this command alone took" if self._began_before else "took"
+            run.console.say(f"asked {asked}, {what} {took}")
+
+    def _moved_end(self, run: TrainingRun, step: int) -> MovedEnd | None:
+        schedule, budget = run.config.schedule, self._budget
+        assert schedule.decay_steps is not None
+        assert schedule.cooldown_steps is not None
+        cools_at = schedule.start_step + schedule.decay_steps - schedule.cooldown_steps
+        if self.moved is not None or not schedule.warmup_steps <= step <= cools_at:
+            return None
+        if len(self._recent) < min(10, cools_at - 1):
+            return None
+        interval = run.config.train.eval_interval
+        pace = median(self._recent)
+        if isinstance(interval, int):
+            pace += self._evaluation_seconds / interval
+        closing = self._budget.closing_seconds + self._evaluation_seconds
+        # Seconds beyond the budget if the rate fell from here on.
+        late = schedule.cooldown_steps * pace + closing - budget.left
+        overrun = late + (cools_at - step) * pace
+        tolerated = TOLERANCE * budget.seconds
+        is_late = late >= 0 and overrun > tolerated
+        is_early = step == cools_at and -late > tolerated
+        if not (is_late or is_early):
+            return None
+        left = budget.left - closing - self._starting_seconds
+        # A model whose rate never fell is much worse than one that is a little late.
+        n_left = max(1, step // LEAST_COOL_DOWN, round(left / pace))
+        return MovedEnd(step + n_left, min(n_left, schedule.cooldown_steps))
