@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from pentameter.model.experts import GroupedLinear
 from pentameter.model.gpt import GPT, TiedHead
 from pentameter.model.loss import HeadLoss
 from pentameter.model.matmul import PLAIN, Matmul
@@ -54,11 +55,11 @@ def slice_operations(model: GPT) -> Sequence[Operation]:
 
 
 def use_matmul(model: nn.Module, matmul: Matmul) -> None:
-    """Have linear layers, head and loss multiply by `matmul`, in place."""
+    """Have linear layers, experts, head and loss multiply by `matmul`, in place."""
     if matmul is PLAIN:  # as they do by themselves
         return
     for module in model.modules():
-        if isinstance(module, TiedHead | HeadLoss):
+        if isinstance(module, TiedHead | HeadLoss | GroupedLinear):
             replace_forward(module, partial(module.forward, matmul=matmul))
         elif type(module).forward is nn.Linear.forward:
             replace_forward(module, partial(_linear, matmul, module))

@@ -11,8 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pentameter.config.schema import Config
 from pentameter.model.dropout import attention_weights_site, dropout_keys
+from pentameter.model.experts import Router
 from pentameter.model.gpt import GPT, Block
 from pentameter.model.loss import compiled_row_loss
+from pentameter.parallel.balance import count_whole_sequences
 from pentameter.parallel.context.context_parallel import parallelize_context
 from pentameter.parallel.grid.tensor_grid import Grid, parallelize_grid
 from pentameter.parallel.mesh import group_along, shard_parameters
@@ -68,6 +70,10 @@ class GPTSource(ModelSource):
                     parallelize_tensor(model, over, plan, arithmetic)
             if context_group is not None:
                 parallelize_context(model, context_group, plan.sharding)
+            sharing = [] if context_group is None else [context_group]
+            if mesh is not None and layout.sequence:
+                sharing.append(mesh["tensor"].get_group())
+            count_whole_sequences(model, sharing)
 
     def initialize(self, models: Mapping[int, nn.Module], plan: Plan) -> None:
         """Draw every parameter from the seed, its name and its element indices. A rank draws the
@@ -83,13 +89,13 @@ class GPTSource(ModelSource):
 
     def gathered_units(self, model: nn.Module) -> list[tuple[nn.Module, bool]]:
         """Return each block's sub-layers, whose parameters only matmuls read, each preceded by the
-        norms within it."""
+        norms and the router within it."""
         units: list[tuple[nn.Module, bool]] = []
         for block in _gpt(model).blocks.values():
             assert isinstance(block, Block)
             for _, sub_layer in block.sub_layers():
-                norms = (each for each in sub_layer.modules() if isinstance(each, nn.RMSNorm))
-                units += [*((norm, False) for norm in norms), (sub_layer, True)]
+                precise = (m for m in sub_layer.modules() if isinstance(m, nn.RMSNorm | Router))
+                units += [*((module, False) for module in precise), (sub_layer, True)]
         return units
 
     def row_keys(
