@@ -22,11 +22,13 @@ from pentameter.checkpoint.hugging_face.config_json import (
 )
 from pentameter.checkpoint.hugging_face.families import FAMILIES
 from pentameter.config.fields import choices_of, leaves
-from pentameter.config.schema import Config, ModelConfig, RopeScalingConfig
+from pentameter.config.model_schema import EXPERT_KEYS, ModelConfig, RopeScalingConfig
+from pentameter.config.schema import Config
 from pentameter.errors import ConfigError
 from pentameter.estimating.plan_estimates import plan_record
 from pentameter.model.dropout import dropout_keys
 from pentameter.model.gpt import build_model
+from pentameter.model.loss import AuxiliaryLoss
 from pentameter.planning.fused_step import FUSES, architecture_obstacle
 from pentameter.planning.gpt import parameter_table
 from pentameter.planning.plan import make_plan
@@ -57,6 +59,12 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "rotary_fraction": {"positions": "rotary"},
     "rope_scaling": {"positions": "rotary"},
     "sliding_window_pattern": {"sliding_window": 4},
+    **{key: {"n_experts": 4} for key in EXPERT_KEYS},
+    "shared_expert_gate": {"n_experts": 4, "n_shared_experts": 1},
+    "router_groups": {"n_experts": 8, "router_groups": 4, "router_open_groups": 2},
+    "router_open_groups": {"n_experts": 8, "router_groups": 4, "router_open_groups": 2},
+    "balance_rate": {"n_experts": 4, "balance": "bias"},
+    "balance_weight": {"n_experts": 4, "balance": "sequence"},
 }
 """Keys that act beside others only, and what stands beside them."""
 
@@ -67,6 +75,16 @@ NOT_PLANNED = {
     "rope_theta": "a number, which takes nothing",
     "rotary_fraction": "what turns and what does not are copied together",
     "rope_scaling": "a number, which takes nothing",
+    "router": "one function per score, of which none is kept more",
+    "router_top_k_first": "as above",
+    "router_renormalize": "as above",
+    "router_scale": "as above",
+    "router_groups": "decides which experts are chosen, not how many",
+    "router_open_groups": "as above",
+    "balance_rate": "a number, which takes nothing",
+    "balance_weight": "a number, which takes nothing",
+    "router_z_loss": "a sum over the router's logits, next to matmuls nothing",
+    "expert_capacity": "a bound, which is planned as if it were not reached",
 }
 """Keys that change neither a parameter nor a number of the plan, and why."""
 
@@ -89,6 +107,15 @@ KEPT_BY_SHRINKING = {
     "init": "decides how weights begin, which costs no time",
     "init_std": "as above",
     "residual_init_scale": "as above",
+    "shared_expert_gate": "decides how a step is computed",
+    **dict.fromkeys(
+        ("router", "router_top_k_first", "router_renormalize", "router_scale", "router_bias"),
+        "as above",
+    ),
+    **dict.fromkeys(
+        ("balance", "balance_rate", "balance_weight", "router_z_loss", "expert_capacity"),
+        "as above",
+    ),
 }
 """Keys that `verify` leaves as they are, and why; it sets every other to a size or a rate of its
 own. A key that must fit a shrunk one, as heads fit a width, cannot stand here."""
@@ -114,6 +141,13 @@ def other_value(key: str) -> Any:
         "logit_softcap": 2.0,
         "rope_scaling": RopeScalingConfig(type="linear"),
         "rotary_fraction": 0.25,
+        "experts_per_token": 3,
+        "n_shared_experts": 3,
+        "dense_layers": (1,),
+        "router_groups": 2,
+        "router_open_groups": 1,
+        "router_z_loss": 0.5,
+        "expert_capacity": 0.5,
     }
     if key in others:
         return others[key]
@@ -140,11 +174,16 @@ def planned(config: Config) -> Any:
 
 
 def computed(config: Config) -> dict[str, torch.Tensor]:
-    """The initial weights and the logits of a training step."""
+    """The initial weights, and the logits of a training step with their gradients."""
     model = build_model(config.model, config.seed, dtype=torch.float64).train()
+    for module in model.modules():
+        if isinstance(module, AuxiliaryLoss):
+            module.start_step(1.0)
     keys = dropout_keys(config.model, config.seed, 3, range(4))
     logits = model(torch.arange(40).view(4, 10) % 19, dropout_keys=keys)
-    return {**model.state_dict(), "logits": logits}
+    logits.sum().backward()
+    gradients = {f"{n}.grad": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {**model.state_dict(), **gradients, "logits": logits}
 
 
 def differ(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -166,7 +205,9 @@ def test_the_table_and_the_plan_know_a_key(key):
 
 @pytest.mark.parametrize("key", KEYS)
 def test_the_model_knows_a_key(key):
-    assert differ(computed(with_other(key)), computed(base_of(key)))
+    # A router's bias moves between steps: `parallel/balance.py` reads its rate.
+    is_known = key != "balance_rate"
+    assert differ(computed(with_other(key)), computed(base_of(key))) == is_known
 
 
 @pytest.mark.parametrize("key", KEYS)

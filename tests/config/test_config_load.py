@@ -410,10 +410,54 @@ def test_a_presets_patience_goes_with_its_evaluations(none):
     assert load_config("shakespeare-char", [none]).train.patience is None
 
 
-@pytest.mark.parametrize("key", ["n_experts", "num_local_experts", "moe_layers"])
-def test_what_there_is_none_of_is_said(key):
-    with pytest.raises(ConfigError, match="there are no mixtures of experts"):
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_other_programs_words_for_experts_are_understood(key):
+    with pytest.raises(ConfigError, match=r"did you mean model\.n_experts"):
         load_config("quickstart", [f"--model.{key}=4"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"d_expert": 8}, "model.d_expert is of experts, and model.n_experts is not set"),
+        ({"n_experts": 4, "experts_per_token": 5}, "model.experts_per_token=5 must be at most"),
+        ({"n_experts": 4, "dense_layers": 4}, "model.dense_layers=4 leaves none"),
+        ({"n_experts": 4, "dense_layers": [4]}, "model.dense_layers has layer 4"),
+        ({"n_experts": 4, "dense_layers": [0, 1, 2, 3]}, "lists every layer"),
+        ({"n_experts": 4, "shared_expert_gate": True}, "gates shared experts"),
+        (
+            {"n_experts": 4, "router": "sigmoid", "router_top_k_first": True},
+            "model.router='sigmoid' does not go with it",
+        ),
+        (
+            {"n_experts": 4, "router_top_k_first": True, "balance": "bias"},
+            "model.balance='bias' is added to scores",
+        ),
+        ({"n_experts": 4, "router_groups": 2}, "set both, or neither"),
+        (
+            {"n_experts": 6, "router_groups": 4, "router_open_groups": 2},
+            "must divide model.n_experts=6",
+        ),
+        (
+            {
+                "n_experts": 8,
+                "experts_per_token": 4,
+                "router_groups": 4,
+                "router_open_groups": 1,
+            },
+            "must hold model.experts_per_token=4",
+        ),
+        ({"n_experts": 4, "balance_rate": 0.1}, "model.balance_rate is of model.balance='bias'"),
+    ],
+)
+def test_keys_of_experts_that_do_not_fit_are_refused(keys, named):
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        load_config("quickstart", {f"model.{key}": value for key, value in keys.items()})
+
+
+def test_muon_and_experts_are_refused_together():
+    with pytest.raises(ConfigError, match=r"optimizer\.name='muon'"):
+        load_config("quickstart", {"model.n_experts": 4, "optimizer.name": "muon"})
 
 
 @pytest.mark.parametrize("statement", ["{} = 1", "[{}]", "x = {{ {} = 1 }}"])

@@ -17,6 +17,7 @@ from pentameter.estimating.communication import step_communication
 from pentameter.estimating.costs import ActivationBytes, Step
 from pentameter.estimating.memory import step_memory
 from pentameter.model.dropout import dropout_keys
+from pentameter.model.experts import GroupedLinear, Router
 from pentameter.model.gpt import GPT, TiedHead, build_model
 from pentameter.planning import sharding as shardings
 from pentameter.planning.architecture import ParameterSpec
@@ -46,6 +47,15 @@ VARIANTS: dict[str, dict[str, object]] = {
     "gpt-neox": {"parallel_residual": True, "positions": "rotary", "rotary_fraction": 1 / 3},
     "relu2": {"activation": "relu2", "logit_softcap": 3.0},
     "dropout": {"dropout": 0.1, "attention_dropout": 0.1},
+    "experts": {"n_experts": 4, "d_expert": 20, "activation": "swiglu", "n_shared_experts": 1},
+    "balanced experts": {
+        "n_experts": 8,
+        "experts_per_token": 3,
+        "shared_expert_gate": True,
+        "n_shared_experts": 2,
+        "balance": "bias",
+        "dense_layers": 1,
+    },
 }
 
 
@@ -102,7 +112,7 @@ def test_every_matrix_and_norm_is_one_operation(name: str) -> None:
     run = operations(config)
     modules = dict(build_model(config, 0).named_modules())
     kinds = {
-        "product": nn.Linear,
+        "product": (nn.Linear, Router, GroupedLinear),
         "norm": (nn.LayerNorm, nn.RMSNorm),
         "head": TiedHead,
         "look_up": nn.Embedding,
@@ -146,7 +156,7 @@ def saved_by_a_block(config: ModelConfig) -> int:
     return kept[1] - kept[0]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "feed-forward", "untied"])
+@pytest.mark.parametrize("name", ["gpt2", "feed-forward", "untied", "experts"])
 def test_a_block_saves_what_the_list_says(name: str) -> None:
     model = variant(name)
     config = resolved(model)

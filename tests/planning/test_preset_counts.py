@@ -34,6 +34,9 @@ COUNTS = {
     "qwen3-0.6b": (596_049_920, 596_049_920),
     "llama3-8b": (8_030_261_248, 8_030_261_248),
     "llama3-70b": (70_553_706_496, 70_553_706_496),
+    "mixtral-8x7b": (46_702_792_704, 46_702_792_704),
+    "qwen3-30b-a3b": (30_532_122_624, 30_532_122_624),
+    "olmoe-1b-7b": (6_919_161_856, 6_919_161_856),
     "wikitext2-tutorial": (1_041_444_974, 1_041_444_974),
     "wikitext2-small": (12_025_582, 12_025_582),
 }
@@ -50,6 +53,22 @@ def plan_of(name: str) -> Plan:
 def test_a_preset_has_exactly_its_parameters(name: str) -> None:
     plan = plan_of(name)
     assert (plan.n_parameters, plan.n_parameters_padded) == COUNTS[name]
+
+
+ACTIVE = {
+    "mixtral-8x7b": 12_879_925_248,
+    "qwen3-30b-a3b": 3_353_032_704,
+    "olmoe-1b-7b": 1_282_017_280,
+    "llama3-8b": 8_030_261_248,
+}
+"""Parameters that a token is multiplied with, of presets with experts and one without."""
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_a_token_meets_exactly_its_parameters(name: str) -> None:
+    plan = plan_of(name)
+    assert plan.n_active == ACTIVE[name]
+    assert plan.to_json()["model"]["active_parameters"] == ACTIVE[name]
 
 
 def built(model: ModelConfig, layers: range) -> dict[str, int]:
@@ -76,9 +95,10 @@ def test_the_built_model_has_the_planned_parameters(name: str) -> None:
         assert stage == {spec.name: spec.n_elements for spec in table}
         elements |= stage
         n_held += sum(stage.values())
-    assert sum(elements.values()) == plan.n_parameters_padded == COUNTS[name][1]
+    n_state = sum(spec.n_elements for spec in plan.table if spec.is_state)
+    assert sum(elements.values()) - n_state == plan.n_parameters_padded == COUNTS[name][1]
     held_twice = elements["token_embedding.weight"] if n_stages > 1 and model.tied_head else 0
-    assert n_held - held_twice == plan.n_parameters_padded
+    assert n_held - held_twice - n_state == plan.n_parameters_padded
 
 
 @pytest.mark.parametrize(

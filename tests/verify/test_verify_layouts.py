@@ -3,9 +3,10 @@
 import pytest
 
 from pentameter.config.load import load_config
+from pentameter.errors import ConfigError
 from pentameter.verify.cases import chosen_cases
 from pentameter.verify.compare import TOLERANCE, verify_layouts
-from pentameter.verify.shrink import shrink
+from pentameter.verify.shrink import shrink, shrunk_cases
 
 COMPOSED = (
     "data=1,micro_batches=4;data=1,activation_checkpoint=full;data=2;data=2,zero=3;"
@@ -54,6 +55,57 @@ def test_adapters_on_every_layout_that_takes_them(workers):
     for outcome in verify_layouts(shrink(config, cases), cases, workers, n_steps=2):
         assert outcome.passed, f"{outcome.case}: {outcome.problem}\n{outcome.worker_traceback}"
         assert outcome.worst.error <= TOLERANCE / 100
+
+
+EXPERTS = {
+    "bias": {
+        "router": "sigmoid",
+        "router_renormalize": True,
+        "router_groups": 4,
+        "router_open_groups": 2,
+        "n_experts": 8,
+        "balance_rate": 0.05,  # large enough to move a choice within three steps
+    },
+    "sequence": {"n_experts": 4, "balance_weight": 1.0, "dense_layers": 1},
+    "batch": {
+        "n_experts": 4,
+        "balance_weight": 1.0,
+        "router_z_loss": 0.1,
+        "n_shared_experts": 1,
+        "shared_expert_gate": True,
+    },
+}
+
+
+@pytest.mark.parametrize("balance", EXPERTS)
+def test_experts_and_their_balance_on_every_kind_of_layout(balance, workers):
+    keys = {f"model.{key}": value for key, value in EXPERTS[balance].items()}
+    config = load_config("qwen3-0.6b", {**keys, "model.balance": balance})
+    cases = chosen_cases(
+        config,
+        "data=1,micro_batches=4,activation_checkpoint=full;data=2,zero=3,micro_batches=2;"
+        "tensor=2,sequence=1,activation_checkpoint=selective;pipeline=2,context=2",
+    )
+    for outcome in verify_layouts(shrink(config, cases), cases, workers, n_steps=3):
+        assert outcome.passed, f"{outcome.case}: {outcome.problem}\n{outcome.worker_traceback}"
+        assert outcome.worst.error <= TOLERANCE / 100
+
+
+def test_a_grid_takes_no_experts():
+    config = load_config("qwen3-0.6b", {"model.n_experts": 4})
+    assert all(case.layout.tensor_mode == "1d" for case in chosen_cases(config, "all"))
+    with pytest.raises(ConfigError, match="the width of the residual stream that a router reads"):
+        shrunk_cases(config, "tensor=4,tensor_mode=2d")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("balance", EXPERTS)
+def test_experts_on_all_layouts(balance, workers):
+    keys = {f"model.{key}": value for key, value in EXPERTS[balance].items()}
+    config = load_config("qwen3-0.6b", {**keys, "model.balance": balance})
+    cases = chosen_cases(config, "all")
+    outcomes = list(verify_layouts(shrink(config, cases), cases, workers, n_steps=3))
+    assert all(outcome.passed for outcome in outcomes)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])

@@ -169,8 +169,8 @@ class TimedRun:
 
 def _read(path: Path) -> dict[str, Any] | None:
     """Return the record at `path`; None if there is none. Raises CorruptError for a damaged one."""
-    from pentameter.checkpoint.manifest import MAX_JSON_BYTES, decode_json
-    from pentameter.disk.atomic import read_regular
+    from pentameter.checkpoint.manifest import MAX_JSON_BYTES
+    from pentameter.disk.atomic import decode_json, read_regular
 
     if not path.exists():
         return None

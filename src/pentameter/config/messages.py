@@ -29,17 +29,18 @@ FAMILIAR = {
     "lr_decay_iters": "schedule.decay_steps",
     "warmup_iters": "schedule.warmup_steps",
     "grad_clip": "optimizer.clip_norm",
+    "num_experts": "model.n_experts",
+    "num_local_experts": "model.n_experts",
+    "n_routed_experts": "model.n_experts",
+    "num_experts_per_tok": "model.experts_per_token",
+    "moe_intermediate_size": "model.d_expert",
+    "norm_topk_prob": "model.router_renormalize",
+    "routed_scaling_factor": "model.router_scale",
     "dtype": "train.precision",
     "dataset": "data.corpus",
     "gradient_accumulation_steps": "train.micro_batch_size",
 }
 """Other programs' names for our keys, as nanoGPT and Hugging Face users type them."""
-
-MISSING = dict.fromkeys(
-    ("expert", "moe"),
-    "there are no mixtures of experts; model.d_ff is the width of each feed-forward layer",
-)
-"""Part of a key → sentence about something that other programs have and this one lacks."""
 
 FAMILIAR_VALUES = {"gpu": "cuda", "float16": "fp16", "float32": "fp32", "bfloat16": "bf16"}
 """Other programs' names for our values."""
@@ -117,9 +118,6 @@ def _unknown_key(path: str) -> str:
         return f"{path} is a section, not a value; it has {_keys(path)}"
     if section in leaves():
         return f"{path} is no key: {section} is a value, not a section"
-    for part, lack in MISSING.items():
-        if part in path:
-            return f"{path} is no key: {lack}"
     near = _nearest_path(path)
     if near:
         return f"{path} is no key; did you mean {near}?"

@@ -14,20 +14,16 @@ from pydantic import Field, model_validator
 
 from pentameter.config.choices import (
     DECAY_KEYS,
-    FINAL_NORM,
-    GATES,
     MOMENTUM,
-    NORM_MAY_HAVE_BIAS,
-    POSITION_TABLE,
     TAKES_SEVERAL_STAGES,
     Precision,
     look_up,
 )
 from pentameter.config.data_schema import DataConfig
+from pentameter.config.model_schema import ModelConfig
 from pentameter.config.section import (
     ABSENT,
     ByteCount,
-    Depth,
     Factor,
     Name,
     NonNegative,
@@ -40,244 +36,6 @@ from pentameter.config.section import (
     Switch,
     Width,
 )
-from pentameter.errors import ConfigError, nearest_divisors
-
-
-class RopeScalingConfig(Section):
-    """Rotary frequencies for a longer context than the one a model was first trained on."""
-
-    type: Literal["linear", "llama3"] | None = None
-    """`linear`: positions divided by factor (Chen et al. 2023); `llama3`: slow frequencies divided
-    by factor, fast ones kept, those between interpolated (Llama 3.1). None ("none") leaves them."""
-    factor: PositiveFloat = 8.0
-    """Factor by which frequencies fall."""
-    low_frequency_factor: PositiveFloat = 1.0
-    """`llama3`: a frequency that rotates fewer times than this in the original context is slow."""
-    high_frequency_factor: PositiveFloat = 4.0
-    """`llama3`: one that rotates more often than this is fast."""
-    original_context_length: Width = 8192
-    """`llama3`: tokens of the context before it was extended."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.low_frequency_factor >= self.high_frequency_factor:
-            raise ValueError(
-                f"model.rope_scaling.low_frequency_factor={self.low_frequency_factor} must be "
-                f"below model.rope_scaling.high_frequency_factor={self.high_frequency_factor}"
-            )
-        return self
-
-
-class ModelConfig(Section):
-    """The architecture. Names and shapes of its parameters: `pentameter.planning.gpt`."""
-
-    vocab_size: Positive | None = None
-    """Distinct tokens; taken from the tokenizer when absent."""
-    vocab_multiple: Width = 1
-    """Pad the embedding and head rows to a multiple of this; padded rows are never predicted."""
-    context_length: Width = 256
-    """Tokens the model sees at once (T)."""
-    n_layers: Depth = 6
-    """Transformer blocks."""
-    n_heads: Width = 6
-    """Attention heads (H)."""
-    n_kv_heads: Width | None = None
-    """Heads of keys and values, each shared by n_heads / n_kv_heads queries (grouped-query
-    attention; 1 is multi-query); n_heads when absent."""
-    head_size: Width | None = None
-    """Channels of a head (K); d_model / n_heads when absent."""
-    qk_norm: Literal["head", "width"] | None = None
-    """RMSNorm of queries and keys before positions act: `head` of each head's channels (Qwen 3),
-    `width` of all heads' together (OLMo 2). None ("none") has none."""
-    sliding_window: Positive | None = None
-    """Tokens that a query sees, itself included; all earlier ones when absent."""
-    sliding_window_pattern: Positive | None = None
-    """With a window, every so many layers the last one sees the whole context; none when absent."""
-    d_model: Width = 384
-    """Width of the residual stream (D)."""
-    d_ff: Width | None = None
-    """Width of the feed-forward layer; 4 × d_model when absent."""
-    activation: Literal["relu", "relu2", "gelu", "gelu_tanh", "swiglu", "geglu"] = "gelu"
-    """Feed-forward non-linearity; `gelu` is exact, `gelu_tanh` GPT-2's approximation, `relu2` the
-    square of `relu`. `swiglu` and `geglu` are SiLU or GELU of a gate, a matrix of its own, times
-    the layer's inner width (Shazeer 2020)."""
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """Normalisation of the residual stream."""
-    norm_position: Literal["pre", "post", "output"] = "pre"
-    """`pre`: x + f(norm(x)) and a final norm; `post`: norm(x + f(x)), as in the 2017 paper;
-    `output`: x + norm(f(x)) and a final norm (OLMo 2)."""
-    norm_eps: PositiveFloat = 1e-5
-    """Added to a norm's variance, or to RMSNorm's mean square."""
-    parallel_residual: Switch = False
-    """Attention and feed-forward layer of a block read the same stream, each through its own norm,
-    and are added together (GPT-NeoX)."""
-    positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
-    """Position encoding; `rotary` rotates queries and keys (Su et al. 2021)."""
-    rope_theta: PositiveFloat = 10000.0
-    """Rotary: the base of the frequencies, theta^(-2i / channels)."""
-    rotary_fraction: Factor = 1.0
-    """Rotary: fraction of a head's channels that are rotated, the first ones."""
-    rope_scaling: RopeScalingConfig = RopeScalingConfig()
-    """Rotary: frequencies for a longer context."""
-    tied_head: Switch = True
-    """The output projection uses the token embedding's weight."""
-    head_bias: Switch = False
-    """A bias on the output projection."""
-    qkv_bias: Switch = False
-    """A bias on the query, key and value projections."""
-    bias: Switch = False
-    """Biases on the other linear layers and on the norms."""
-    logit_softcap: PositiveFloat | None = None
-    """Logits become softcap · tanh(logits / softcap), which bounds them (Gemma 2)."""
-    dropout: Rate = 0.0
-    """After each sub-layer's output projection."""
-    attention_dropout: Rate = 0.0
-    """On the attention weights."""
-    embedding_dropout: Rate | None = None
-    """After the embedding; `dropout` when absent."""
-    init: Literal["normal", "uniform"] = "normal"
-    """`normal`: weights N(0, init_std), biases 0. `uniform`: embedding and head U(±0.1), block
-    matrices U(±fan_in^-0.5) with the query/key/value projection Xavier-uniform, biases 0."""
-    init_std: PositiveFloat = 0.02
-    """Standard deviation of `init = "normal"`."""
-    residual_init_scale: Switch = False
-    """Scale both residual projections of a block by (2 · n_layers)^-0.5 initially (GPT-2)."""
-    embedding_scale: Switch = False
-    """Multiply token embeddings by √d_model (the 2017 Transformer)."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.head_size is None and self.d_model % self.n_heads:
-            near = ", ".join(map(str, nearest_divisors(self.d_model, self.n_heads)))
-            raise ValueError(
-                f"model.n_heads={self.n_heads} must divide model.d_model={self.d_model}; "
-                f"nearest possible: {near}, or set model.head_size"
-            )
-        if self.n_kv_heads is not None and self.n_heads % self.n_kv_heads:
-            near = ", ".join(map(str, nearest_divisors(self.n_heads, self.n_kv_heads)))
-            raise ValueError(
-                f"model.n_kv_heads={self.n_kv_heads} must divide model.n_heads={self.n_heads}; "
-                f"nearest possible: {near}"
-            )
-        if self.positions == "sinusoidal" and self.d_model % 2:
-            raise ValueError(
-                f"model.d_model={self.d_model} must be even for model.positions='sinusoidal' "
-                "(pairs of sine and cosine)"
-            )
-        if self.positions == "rotary":
-            self._check_rotary()
-        else:
-            for key in ("rope_theta", "rotary_fraction", "rope_scaling"):
-                if getattr(self, key) != ModelConfig.model_fields[key].default:
-                    raise ValueError(
-                        f"model.{key} is of rotary positions, and model.positions="
-                        f"{self.positions!r}; set model.positions='rotary', or leave it out"
-                    )
-        if self.parallel_residual and self.norm_position != "pre":
-            raise ValueError(
-                "model.parallel_residual=true adds both layers of a block at once, and "
-                f"model.norm_position={self.norm_position!r} norms between them; set "
-                "model.norm_position='pre'"
-            )
-        if self.sliding_window_pattern is not None and self.sliding_window is None:
-            raise ValueError(
-                f"model.sliding_window_pattern={self.sliding_window_pattern} says which layers "
-                "have no window, and model.sliding_window is not set; set it, or leave both out"
-            )
-        return self
-
-    def _check_rotary(self) -> None:
-        """Raise ValueError unless the rotated channels are pairs."""
-        size = self.head_size or self.d_model // self.n_heads
-        n_turning = size * self.rotary_fraction
-        if n_turning % 2:
-            raise ValueError(
-                f"model.rotary_fraction={self.rotary_fraction} of the {size} channels of a head is "
-                f"{n_turning:g}, which must be an even number (pairs that turn)"
-            )
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """The row count in embedding and head: `vocab_size`, rounded up to a multiple of
-        `vocab_multiple`. Raises ConfigError if `vocab_size` is not set."""
-        if self.vocab_size is None:
-            raise ConfigError(
-                "model.vocab_size is not set; take it from the tokenizer, or set --model.vocab_size"
-            )
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
-
-    @property
-    def feed_forward_width(self) -> int:
-        """The feed-forward layer's inner width: `d_ff`, or its default."""
-        return self.d_ff if self.d_ff is not None else 4 * self.d_model
-
-    @property
-    def has_gate(self) -> bool:
-        """Whether the feed-forward layer has a gate: a further matrix with the shape of `up`."""
-        return look_up(GATES, self.activation, "model.activation", "the parameter table")
-
-    @property
-    def head_channels(self) -> int:
-        """The channels per attention head: `head_size`, or its default."""
-        return self.head_size if self.head_size is not None else self.d_model // self.n_heads
-
-    @property
-    def kv_heads(self) -> int:
-        """The number of key and value heads: `n_kv_heads`, or its default."""
-        return self.n_kv_heads if self.n_kv_heads is not None else self.n_heads
-
-    @property
-    def shares_kv_heads(self) -> bool:
-        """Whether several query heads share keys and values (grouped-query attention). Keys and
-        values then have a separate projection matrix; otherwise one fused matrix computes queries,
-        keys and values."""
-        return self.kv_heads != self.n_heads
-
-    @property
-    def turning_channels(self) -> int:
-        """The channels per head that rotary embeddings rotate, an even number."""
-        return round(self.head_channels * self.rotary_fraction)
-
-    def window(self, layer: int) -> int | None:
-        """Return how many tokens a query in a layer attends to, itself included; None for the whole
-        prefix."""
-        size, every = self.sliding_window, self.sliding_window_pattern
-        if size is None or size >= self.context_length:
-            return None
-        return None if every is not None and (layer + 1) % every == 0 else size
-
-    @property
-    def embedding_dropout_rate(self) -> float:
-        """The dropout rate after the embedding: `embedding_dropout`, or its default."""
-        return self.dropout if self.embedding_dropout is None else self.embedding_dropout
-
-    @property
-    def norm_has_bias(self) -> bool:
-        """Whether norms have a bias; RMSNorm has none by definition."""
-        possible = look_up(NORM_MAY_HAVE_BIAS, self.norm, "model.norm", "the parameter table")
-        return self.bias and possible
-
-    @property
-    def has_final_norm(self) -> bool:
-        """Whether there is a norm between the last block and the head."""
-        key = "model.norm_position"
-        return look_up(FINAL_NORM, self.norm_position, key, "the parameter table")
-
-    @property
-    def has_position_table(self) -> bool:
-        """Whether position embeddings are parameters, one row per position."""
-        return look_up(POSITION_TABLE, self.positions, "model.positions", "the parameter table")
-
-    @property
-    def resolved(self) -> ModelConfig:
-        """The same architecture with the default sizes filled in: `d_ff`, `head_size` and
-        `n_kv_heads`. Two resolved architectures can be compared."""
-        sizes = {
-            "d_ff": self.feed_forward_width,
-            "head_size": self.head_channels,
-            "n_kv_heads": self.kv_heads,
-        }
-        return self.model_copy(update=sizes)
 
 
 class OptimizerConfig(Section):
@@ -599,6 +357,11 @@ class Config(Section):
             raise ValueError(
                 f"train.patience={self.train.patience} counts evaluations, and there are none: set "
                 "train.eval_interval and data.validation_fraction, or leave patience out"
+            )
+        if self.optimizer.name == "muon" and self.model.n_experts is not None:
+            raise ValueError(
+                f"optimizer.name='muon' takes matrices, and the weights of model.n_experts="
+                f"{self.model.n_experts} experts are one tensor of three dimensions; use 'adamw'"
             )
         if self.train.offload and self.parallel.zero == 0:
             raise ValueError(

@@ -29,13 +29,15 @@ def gathered_elements(shape: Shape, n_shards: int) -> int:
 
 def units(specs: Sequence[ParameterSpec]) -> dict[str, list[ParameterSpec]]:
     """Return a stage's FSDP units, whose parameters are gathered and reduced together: each
-    sub-layer in execution order, norms within them as separate units, and finally the rest, ROOT.
+    sub-layer in execution order, norms and routers within them as separate units, and finally the
+    rest, ROOT.
     """
     found: dict[str, list[ParameterSpec]] = {}
     for spec in specs:
         names = spec.name.split(".")  # blocks.LAYER.SUB_LAYER.MODULE.weight
         is_norm = len(spec.shape) == 1 and names[-1] == "weight"
-        unit = names[: 4 if is_norm else 3] if spec.layer is not None and len(names) > 4 else []
+        is_apart = is_norm or names[3:4] == ["router"]
+        unit = names[: 4 if is_apart else 3] if spec.layer is not None and len(names) > 4 else []
         found.setdefault(".".join(unit), []).append(spec)
     rest = found.pop(ROOT, [])
     return {**found, ROOT: rest}
@@ -44,7 +46,7 @@ def units(specs: Sequence[ParameterSpec]) -> dict[str, list[ParameterSpec]]:
 def is_rounded(unit: str) -> bool:
     """Whether a unit's parameters are rounded before they are gathered, because only matmuls read
     them."""
-    return unit != ROOT and not unit.endswith("_norm")
+    return unit != ROOT and not unit.endswith(("_norm", ".router"))
 
 
 def stage_tables(

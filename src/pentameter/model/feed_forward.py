@@ -29,22 +29,37 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 """`model.activation` → the function that acts on the layer's inner width, or on its gate."""
 
 
-class MLP(nn.Module):
-    """The feed-forward layer, applied to each token by itself."""
+class FeedForward(nn.Module):
+    """Linear layers around an activation function, `width` wide in between, which each token takes
+    by itself."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, width: int) -> None:
         super().__init__()
-        D, d_ff = config.d_model, config.feed_forward_width
-        name = config.activation
+        D, name = config.d_model, config.activation
         self.activation = look_up(ACTIVATIONS, name, "model.activation", "the model")
-        self.gate = nn.Linear(D, d_ff, bias=config.bias) if config.has_gate else None
-        self.up = nn.Linear(D, d_ff, bias=config.bias)
-        self.down = nn.Linear(d_ff, D, bias=config.bias)
+        self.gate = nn.Linear(D, width, bias=config.bias) if config.has_gate else None
+        self.up = nn.Linear(D, width, bias=config.bias)
+        self.down = nn.Linear(width, D, bias=config.bias)
         self.read: Read = read
         """Applies the column-parallel linears, as `Attention.read` does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (B, T, D) for x (B, T, D)."""
+        if self.gate is None:
+            (up,) = self.read(x, self.up)
+            return self.down(self.activation(up))
+        gate, up = self.read(x, self.gate, self.up)  # (B, T, width) each
+        return self.down(self.activation(gate) * up)
+
+
+class MLP(FeedForward):
+    """The feed-forward layer of a block, with dropout."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__(config, config.feed_forward_width)
         self.dropout = StreamDropout(mlp_output_site(layer), config.dropout)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         x: Tensor,
         positions: Positions,
@@ -52,10 +67,4 @@ class MLP(nn.Module):
         cache: Cache | None = None,
     ) -> Tensor:
         """Apply the layer to x (B, T, D), and return (B, T, D). Nothing is cached."""
-        if self.gate is None:
-            (up,) = self.read(x, self.up)
-            inner = self.activation(up)  # (B, T, d_ff)
-        else:
-            gate, up = self.read(x, self.gate, self.up)
-            inner = self.activation(gate) * up
-        return self.dropout(self.down(inner), dropout_keys, positions.stream)
+        return self.dropout(super().forward(x), dropout_keys, positions.stream)

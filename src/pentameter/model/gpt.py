@@ -17,6 +17,7 @@ from pentameter.config.schema import ModelConfig
 from pentameter.model.attention import Attention
 from pentameter.model.cache import Cache, KVCache
 from pentameter.model.dropout import EMBEDDING_SITE, StreamDropout
+from pentameter.model.experts import Experts
 from pentameter.model.feed_forward import MLP
 from pentameter.model.initial import initialize
 from pentameter.model.loss import HeadLoss, softcapped
@@ -27,6 +28,7 @@ from pentameter.planning.gpt import layer_range, sub_layers
 SUB_LAYERS: dict[str, Callable[[ModelConfig, int], nn.Module]] = {
     "attention": Attention,
     "mlp": MLP,
+    "experts": Experts,
 }
 """Name of a sub-layer in `planning/sub_layers/` → its module, built from the configuration and the
 block's index and called as `MLP.forward` is."""
@@ -212,7 +214,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm_position = config.norm_position
         self.parallel_residual = config.parallel_residual
-        self.names = [each.name for each in sub_layers(config)]
+        self.names = [each.name for each in sub_layers(config, layer)]
         for name in self.names:
             self.add_module(f"{name}_norm", _norm(config))
             build = look_up(SUB_LAYERS, name, "a sub-layer's name", "the model")

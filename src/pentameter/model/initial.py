@@ -59,7 +59,7 @@ def fill(spec: ParameterSpec, own: Tensor, region: Region, seed: int) -> None:
         values = initial_values(spec, seed, first * width, last * width)
         rows = values.view(last - first, *spec.shape[1:])
         if is_sliced:
-            rows = rows[:, slice(*others[0])]
+            rows = rows[(slice(None), *(slice(*other) for other in others))]
         own[first - start : last - start].copy_(rows)
 
     # numpy lets other threads run while it computes.

@@ -103,8 +103,8 @@ class AuxiliaryLoss(nn.Module):
 
     It leaves the sub-layer at a tensor on the way to the loss, which passes through unchanged: the
     backward pass through that tensor also enters the auxiliary loss. So blocks, pipeline stages and
-    recomputation pass on one tensor, and need not know. As the objective, it is a sum over tokens,
-    which `factor` turns into its share of the step's loss.
+    recomputation pass on one tensor, and need not know. It is a sum over tokens, which `factor`
+    turns into its share of a mean over the step's tokens.
     """
 
     def __init__(self) -> None:

@@ -3,10 +3,12 @@
 Whoever multiplies by a layer's weight does it by a `Matmul`: the model's modules, layouts that
 communicate between a matmul and its gradients, adapters. So another arithmetic is one class.
 
-Shapes: K inputs and N outputs; R rows, of tokens.
+Shapes: K inputs and N outputs; R rows, of tokens; E groups of rows, which have a matrix each.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +53,16 @@ class Matmul:
             weight_grad.add_(self.precise_weight_gradient(g, x))
         return self.input_gradient(g, weight)
 
+    def grouped_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor
+    ) -> Tensor:
+        """Return x · weight[e]ᵀ + bias[e] (R, N), differentiable, for rows x (R, K) sorted by group
+        e, weight (E, N, K), bias (E, N) and where each group ends, int64 (E,). Rows behind the last
+        end are 0. Under autocast it is computed in `matmul_dtype`."""
+        dtype = matmul_dtype(x)
+        bias = None if bias is None else bias.to(dtype)
+        return grouped_linear(x.to(dtype), weight.to(dtype), bias, ends)
+
 
 PLAIN = Matmul()
 """What modules multiply by unless told otherwise."""
@@ -61,3 +73,98 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
     of x."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+# -- groups of rows -------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("pentameter::grouped_linear", mutates_args=())
+def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    """Return `Matmul.grouped_linear`'s result (R, N), for tensors of one dtype.
+
+    Custom operations, since their results' shapes do not depend on the groups' sizes: compiled code
+    need not know them. `torch.nn.functional.grouped_mm` refuses float64, and leaves the rows behind
+    the last end unwritten (torch 2.13).
+    """
+    y = x.new_empty(len(x), weight.shape[1])
+    for group, rows in enumerate(_slices(ends)):
+        if bias is None:
+            torch.mm(x[rows], weight[group].t(), out=y[rows])
+        else:
+            torch.addmm(bias[group], x[rows], weight[group].t(), out=y[rows])
+    y[_slices(ends)[-1].stop :].zero_()
+    return y
+
+
+@torch.library.custom_op("pentameter::grouped_input_gradient", mutates_args=())
+def _input_gradient(g: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return the gradient (R, K) of the rows, for that of the result g (R, N)."""
+    gradient = g.new_empty(len(g), weight.shape[2])
+    for group, rows in enumerate(_slices(ends)):
+        torch.mm(g[rows], weight[group], out=gradient[rows])
+    gradient[_slices(ends)[-1].stop :].zero_()
+    return gradient
+
+
+@torch.library.custom_op("pentameter::grouped_weight_gradient", mutates_args=())
+def _weight_gradient(g: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """Return the gradient (E, N, K) of the weight, for g (R, N) and x (R, K); 0 for empty
+    groups."""
+    gradient = g.new_empty(len(ends), g.shape[1], x.shape[1])
+    for group, rows in enumerate(_slices(ends)):
+        torch.mm(g[rows].t(), x[rows], out=gradient[group])
+    return gradient
+
+
+@torch.library.custom_op("pentameter::grouped_bias_gradient", mutates_args=())
+def _bias_gradient(g: Tensor, ends: Tensor) -> Tensor:
+    """Return the gradient (E, N) of the bias, for g (R, N)."""
+    return torch.stack([g[rows].sum(0) for rows in _slices(ends)])
+
+
+def _slices(ends: Tensor) -> list[slice]:
+    """Return each group's rows. On a GPU the host waits for `ends`."""
+    stops = ends.tolist()
+    return [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
+
+
+@grouped_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@_input_gradient.register_fake
+def _(g: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return g.new_empty(g.shape[0], weight.shape[2])
+
+
+@_weight_gradient.register_fake
+def _(g: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return g.new_empty(ends.shape[0], g.shape[1], x.shape[1])
+
+
+@_bias_gradient.register_fake
+def _(g: Tensor, ends: Tensor) -> Tensor:
+    return g.new_empty(ends.shape[0], g.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, ends = inputs
+    ctx.save_for_backward(x, weight, ends)
+    ctx.has_bias = bias is not None
+
+
+def _differentiate(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x (R, K), weight (E, N, K) and bias (E, N) for g (R, N)."""
+    x, weight, ends = ctx.saved_tensors
+    g = g.contiguous()
+    wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+    return (
+        _input_gradient(g, weight, ends) if wants_x else None,
+        _weight_gradient(g, x, ends) if wants_weight else None,
+        _bias_gradient(g, ends) if wants_bias and ctx.has_bias else None,
+        None,
+    )
+
+
+grouped_linear.register_autograd(_differentiate, setup_context=_save)

@@ -22,6 +22,7 @@ from pentameter.data.batches.tree import Tree, leaves, map_leaves
 from pentameter.errors import ConfigError
 from pentameter.model.loss import AuxiliaryLoss
 from pentameter.parallel import gradients
+from pentameter.parallel.balance import RouterBalance
 from pentameter.parallel.data_parallel import micro_batch, reshard
 from pentameter.parallel.memory.rounded_weights import RoundedWeights
 from pentameter.parallel.mesh import Mesh
@@ -83,6 +84,7 @@ class Engine:
         self._named = list({id(parameter): (name, parameter) for name, parameter in every}.values())
         modules = (module for model in self.models for module in model.modules())
         self._auxiliary_losses = [each for each in modules if isinstance(each, AuxiliaryLoss)]
+        self.router_balance = RouterBalance(self.models, plan, mesh.parameters)
         self._rounded = RoundedWeights()
         if plan.rounds_once and (dtype := self.arithmetic.autocast_dtype) is not None:
             units = [unit for module in stage_modules for unit in module.units]
@@ -184,7 +186,8 @@ class Engine:
         inputs, targets = self._shard.tensors(batch)
         keys = self._shard.keys(self.source, step, batch.rows)
         for each in self._auxiliary_losses:
-            each.start_step(factor)
+            each.start_step(loss_scale / self.plan.tokens_per_step)
+        self.router_balance.start_step()
         with self._rounded:
             total = self._stages.train(inputs, targets, keys, factor)
         self._reduce_gradients()

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from pentameter.model.experts import GroupedLinear
 from pentameter.model.gpt import TiedHead
 from pentameter.model.loss import HeadLoss
 from pentameter.model.matmul import PLAIN, Matmul
@@ -27,16 +28,16 @@ def install_forwards(
     model: nn.Module, matmul: Matmul, forwards: Mapping[nn.Module, Forward]
 ) -> None:
     """Replace, in place and in one pass, the `forward` of each module that does not compute by its
-    own: by that in `forwards`; by one that multiplies by `matmul`, for other linear layers, head
-    and loss; by one that adds its adapter, for such a linear layer that has one. Parameters, hooks
-    and names in `state_dict()` stay.
+    own: by that in `forwards`; by one that multiplies by `matmul`, for other linear layers,
+    experts, head and loss; by one that adds its adapter, for such a linear layer that has one.
+    Parameters, hooks and names in `state_dict()` stay.
     """
     for module in model.modules():
         if module in forwards:
             _replace(module, forwards[module])
             continue
         if matmul is not PLAIN:  # by which they multiply by themselves
-            if isinstance(module, TiedHead | HeadLoss):
+            if isinstance(module, TiedHead | HeadLoss | GroupedLinear):
                 _replace(module, partial(module.forward, matmul=matmul))
             elif type(module).forward is nn.Linear.forward:
                 _replace(module, partial(_linear, matmul, module))

@@ -12,18 +12,19 @@ from typing import Literal
 from pentameter.config.schema import ModelConfig
 
 Axis = Literal[
-    "vocab", "position", "embed", "heads", "kv_heads", "head", "mlp", "time", "context", "message",
-    "rank",
+    "vocab", "position", "embed", "heads", "kv_heads", "head", "mlp", "experts", "expert_mlp",
+    "router", "time", "context", "message", "rank",
 ]  # fmt: skip
 """The logical axis along a dimension of a parameter or an activation.
 
 `heads`: all heads' channels, head by head; H·K in the attention output, or (H, 3, K) flattened in
 the fused query, key and value projection. `kv_heads`: the same for keys and values that several
-queries share, (G, 2, K) flattened. `head`: the channels in one head. `time`: the residual stream's
-tokens, which can be processed independently. `context`: all tokens in a sequence, as the matmuls
-around attention read them. `message`: the residual stream's tokens as pipeline stages send them.
-`rank`: the inner dimension between an adapter's two matrices. `AXIS_DIMENSIONS` in
-`planning/sharding.py` says which mesh dimensions shard each axis.
+queries share, (G, 2, K) flattened. `head`: the channels in one head. `experts`: the experts in a
+layer; `expert_mlp`: an expert's inner width; `router`: a router's numbers per token. `time`: the
+residual stream's tokens, which can be processed independently. `context`: all tokens in a
+sequence, as the matmuls around attention read them. `message`: the residual stream's tokens as
+pipeline stages send them. `rank`: the inner dimension between an adapter's two matrices.
+`AXIS_DIMENSIONS` in `planning/sharding.py` says which mesh dimensions shard each axis.
 """
 
 ActivationType = Literal["weights", "products", "softmax", "float32", "bool"]
@@ -38,7 +39,7 @@ Role = Literal[
 linear maps the residual stream to an inner width (heads, or the feed-forward width), which is
 sharded. A `row_parallel` linear maps that width back; its partial results are summed into the
 stream. `head_norm` normalizes queries or keys."""
-INNER_AXES = frozenset({"heads", "kv_heads", "mlp"})
+INNER_AXES = frozenset({"heads", "kv_heads", "mlp", "expert_mlp"})
 """Axes between a sub-layer's two matrices, invisible outside that sub-layer."""
 IGNORED_TARGET = -1
 """A target id that no loss counts: padding, and tokens that the loss mask excludes."""
@@ -72,6 +73,11 @@ class ParameterSpec:
     decay: bool
     layer: int | None = None
     is_trained: bool = True
+    is_state: bool = False
+    """Whether it is no weight but state of the model, which training moves without a gradient."""
+    n_chosen: int | None = None
+    """Entries along the first dimension, experts, that one token is multiplied with; None for
+    all."""
     sums_over: tuple[Axis, ...] = ("context",)
     """Activation axes over which the parameter's gradient is a sum, besides the parameter's own
     axes. If such an axis is sharded and the parameter is not, each rank computes a partial sum."""
@@ -82,9 +88,23 @@ class ParameterSpec:
         return math.prod(self.shape)
 
     @property
+    def is_matrix(self) -> bool:
+        """Whether the parameter is a matrix, or one for each expert; else it is a bias or a norm's
+        weight."""
+        return len(self.shape) - ("experts" in self.axes) == 2
+
+    @property
+    def n_active(self) -> int:
+        """The number of elements that one token is multiplied with, or that are added for it."""
+        if self.n_chosen is None:
+            return self.n_elements
+        return self.n_chosen * math.prod(self.shape[1:])
+
+    @property
     def is_block_matrix(self) -> bool:
-        """Whether the parameter is a 2-D matrix within a block, as Muon requires."""
-        return self.layer is not None and len(self.shape) == 2
+        """Whether the parameter is a 2-D matrix within a block, as Muon requires. A router's is
+        none: it decays as little as a norm."""
+        return self.layer is not None and len(self.shape) == 2 and self.decay
 
 
 @dataclass(frozen=True)
@@ -156,6 +176,8 @@ class Operation:
             case "look_up":
                 is_table = "vocab" in self.parameters[0].axes
                 return "token_embedding" if is_table else "position_embedding"
+            case "product" if "time" in self.parameters[0].sums_over:
+                return None  # every rank multiplies its own tokens of the stream
             case "norm":
                 return "head_norm" if self.result.axes[1] in INNER_AXES else "norm"
             case _:
@@ -171,7 +193,7 @@ class Operation:
         """Multiplications with its matrices' elements, per token."""
         if self.kind == "look_up":
             return 0
-        return sum(spec.n_elements for spec in self.parameters if len(spec.shape) == 2)
+        return sum(spec.n_active for spec in self.parameters if spec.is_matrix)
 
 
 def residual_stream(model: ModelConfig, name: str) -> ActivationTensor:

@@ -30,7 +30,7 @@ def flops_per_token(run: Sequence[Operation]) -> int:
     multiplied = {spec for op in used for spec in op.parameters}
     n_multiplications = sum(op.token_products for op in used)
     return 6 * n_multiplications + sum(
-        (6 if spec.is_trained else 4) * spec.n_elements for spec in multiplied
+        (6 if spec.is_trained else 4) * spec.n_active for spec in multiplied
     )
 
 

@@ -31,12 +31,13 @@ from pentameter.planning.sub_layers.building import (
     norm,
     vector,
 )
+from pentameter.planning.sub_layers.experts import EXPERTS
 from pentameter.planning.sub_layers.feed_forward import FEED_FORWARD
 
 
-def sub_layers(model: ModelConfig) -> tuple[SubLayer, ...]:
-    """Return the sub-layers of every block, in execution order."""
-    return ATTENTION, FEED_FORWARD
+def sub_layers(model: ModelConfig, layer: int) -> tuple[SubLayer, ...]:
+    """Return the sub-layers of a block, in execution order."""
+    return ATTENTION, EXPERTS if model.has_experts(layer) else FEED_FORWARD
 
 
 @lru_cache(maxsize=64)
@@ -117,7 +118,7 @@ def layer_range(model: ModelConfig, first_layer: int, last_layer: int | None) ->
 
 
 def _block(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
-    for sub_layer in sub_layers(model):
+    for sub_layer in sub_layers(model, layer):
         path = f"blocks.{layer}.{sub_layer.name}"
         yield from norm(model, f"{path}_norm", layer)
         yield from sub_layer.parameters(model, path, layer)
@@ -147,7 +148,7 @@ def _add_block(build: OperationList, layer: int) -> None:
     addition to the stream, or on its output."""
     model, build.layer = build.model, layer
     stream = x = residual_stream(model, f"blocks.{layer}")
-    for sub_layer in sub_layers(model):
+    for sub_layer in sub_layers(model, layer):
         path = f"blocks.{layer}.{sub_layer.name}"
         total = residual_stream(model, f"{path} and the stream")
         match model.norm_position:

@@ -28,6 +28,8 @@ def check_layout(layout: Layout, config: Config, local_size: int | None = None) 
     `local_size` is the rank count per machine, if known.
     """
     model, sharding = config.model, sharding_of(layout, config.model)
+    if (obstacle := experts_obstacle(model, layout)) is not None:
+        raise ConfigError(f"model.n_experts={model.n_experts} is not possible with {obstacle}")
     if layout.is_grid:
         _check_grid(layout, model)
     else:
@@ -109,6 +111,25 @@ def adapters_obstacle(lora: LoraConfig, layout: Layout, kv_copies: int = 1) -> s
         return (
             f"parallel.schedule='{layout.schedule}', which computes the gradients of weights "
             "apart, and most have none; use '1f1b' or another"
+        )
+    return None
+
+
+def experts_obstacle(model: ModelConfig, layout: Layout) -> str | None:
+    """Return a layout's first setting with which experts cannot be trained, and the reason; None if
+    they can be, or if there are none."""
+    if model.n_experts is None:
+        return None
+    if layout.is_grid:
+        return (
+            f"{layout.grid_setting}, which shards the width of the residual stream that a router "
+            "reads; use '1d'"
+        )
+    if model.expert_capacity is not None and (layout.context > 1 or layout.sequence):
+        setting = f"context={layout.context}" if layout.context > 1 else "sequence=true"
+        return (
+            f"model.expert_capacity={model.expert_capacity} under parallel.{setting}: an expert "
+            "takes the first tokens of a sequence, of which each process has a part; leave one out"
         )
     return None
 
@@ -209,7 +230,8 @@ def _check_places(sharding: Sharding, model: ModelConfig, local_size: int | None
 def _even_sizes(model: ModelConfig) -> dict[Axis, dict[str, int]]:
     """Return, per axis, the sizes that a sharded axis must split into equal shards, by key in
     `[model]`."""
-    return {k: v for each in sub_layers(model) for k, v in each.even_sizes(model).items()}
+    every = dict.fromkeys(each for n in range(model.n_layers) for each in sub_layers(model, n))
+    return {k: v for each in every for k, v in each.even_sizes(model).items()}
 
 
 def _check_even_shards(sharding: Sharding, model: ModelConfig, dimension: str) -> None:

@@ -54,7 +54,17 @@ class ModelOutline:
     @property
     def n_parameters(self) -> int:
         """The model's parameter count without adapters, including vocabulary padding."""
-        return sum(spec.n_elements for spec in self.table if not is_of_adapter(spec))
+        return sum(spec.n_elements for spec in self._weights)
+
+    @property
+    def n_active(self) -> int:
+        """The parameters that one token is multiplied with, padding included."""
+        return sum(spec.n_active for spec in self._weights)
+
+    @property
+    def _weights(self) -> list[ParameterSpec]:
+        """The model's own parameters: no adapters, and no state."""
+        return [spec for spec in self.table if not is_of_adapter(spec) and not spec.is_state]
 
     @property
     def flops_convention(self) -> str:

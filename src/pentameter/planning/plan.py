@@ -67,6 +67,9 @@ class Plan:
     n_parameters_padded: int
     """The model's parameters, with vocabulary padding. `n_trained` counts the trained ones, which
     may be additional adapter parameters."""
+    n_active: int
+    """Parameters that one token is multiplied with: all but those of the experts that the router
+    does not choose for it."""
     rows_per_epoch: int | None
     """Rows in the training split; None if the plan was made without the data."""
     batch_size: int
@@ -152,6 +155,7 @@ class Plan:
                 "built_by": self.built_by,
                 "parameters": self.n_parameters,
                 "parameters_padded": self.n_parameters_padded,
+                "active_parameters": self.n_active,
                 "trained_parameters": self.n_trained,
                 "vocab_size_padded": self.vocab_size_padded,
                 "flops_per_token": flops,
@@ -223,6 +227,7 @@ def make_plan(
         vocab_size_padded=model.padded_vocab_size,
         n_parameters=outline.n_parameters - outline.n_padding,
         n_parameters_padded=outline.n_parameters,
+        n_active=outline.n_active - outline.n_padding,
         rows_per_epoch=rows_per_epoch,
         batch_size=train.batch_size,
         micro_batch_size=train.micro_batch_size,

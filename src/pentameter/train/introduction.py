@@ -30,8 +30,8 @@ def introduction(run: TrainingRun) -> list[str]:
         micro = f" in {plan.n_micro_batches} micro-batches of {plan.micro_batch_size}"
     lines = [
         f"{config.name} · seed {config.seed} · {run.folder.path}",
-        f"model   {plan.n_parameters:,} parameters · {_architecture(plan)} · context "
-        f"{model.context_length}",
+        f"model   {plan.n_parameters:,} parameters{_active(plan)} · {_architecture(plan)} · "
+        f"context {model.context_length}",
         f"data    {source}{_left_out(data)} · {run.dataset.tokenizer.kind} tokens: {splits} · "
         f"vocabulary {model.vocab_size:,}",
         *_sources(run),
@@ -77,6 +77,15 @@ def _architecture(plan: Plan) -> str:
         return plan.built_by
     model = plan.config.model
     return f"{model.n_layers} layers × {model.d_model} · {model.n_heads} heads"
+
+
+def _active(plan: Plan) -> str:
+    """Return how many parameters a token is multiplied with, and how its experts are chosen; empty
+    without experts."""
+    model = plan.config.model
+    if plan.built_by is not None or model.n_experts is None:
+        return ""
+    return f", {plan.n_active:,} active · {model.n_chosen} of {model.n_experts} experts a token"
 
 
 def _epochs(plan: Plan) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pentameter.config.schema import Config
-from pentameter.data.corpora.registry import corpus_text
+from pentameter.data.corpora.registry import corpus_of
 from pentameter.data.open_dataset import open_dataset
 from pentameter.data.progress import Progress, no_progress
 from pentameter.data.shards.dataset import Dataset
@@ -239,7 +239,7 @@ class _SizeChooser(_LengthChooser):
         asked = self._load(self._settings)
         fraction = _fraction_of_cores()
         prepared = asked.data.path is not None and find_header(Path(asked.data.path)) is not None
-        n_bytes = 0 if prepared or asked.data.sources else corpus_text(asked.data).n_bytes
+        n_bytes = 0 if prepared or asked.data.sources else corpus_of(asked.data).n_bytes
         flops = _expected_flops(asked) * fraction * self._seconds_left
         if "data.tokenizer" not in self._given and n_bytes:
             self._settings["data.tokenizer"] = self._vocabulary(asked, n_bytes, flops)

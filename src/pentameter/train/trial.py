@@ -105,7 +105,8 @@ def _evaluation_seconds(engine: Engine, plan: Plan, dataset: Dataset) -> tuple[f
     split = dataset.split(VALIDATION)
     if plan.config.train.eval_interval is None or split.n_tokens < 2:
         return 0.0, 0.0
-    size, context = evaluation_batch_size(plan), plan.config.model.context_length
+    context = plan.config.model.context_length
+    size = evaluation_batch_size(plan, context)
     n_batches = math.ceil(split.n_tokens / (size * context))
     times = []
     for batch in itertools.islice(

@@ -90,6 +90,8 @@ def update_weights(
     if not at_once or update.made:
         engine.clip_gradients(norm, clip_norm)
         set_learning_rate(optimizer, rate)
-        step_unless(optimizer, None if at_once else update.not_made())
+        not_made = None if at_once else update.not_made()
+        step_unless(optimizer, not_made)
+        engine.router_balance.move(not_made)
     engine.zero_gradients()
     return update

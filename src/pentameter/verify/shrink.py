@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pentameter.config.fields import values_of
 from pentameter.config.load import load_config
-from pentameter.config.schema import Config, ParallelConfig
+from pentameter.config.schema import Config, ModelConfig, ParallelConfig
 from pentameter.errors import ConfigError
 from pentameter.planning.layout import Layout, shard_size
 from pentameter.planning.outline import outline_of_gpt
@@ -67,6 +67,7 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
         "model.sliding_window": None if model.sliding_window is None else by_sequence * context + 1,
         "model.sliding_window_pattern": None if model.sliding_window_pattern is None else 3,
         "model.d_ff": math.lcm(12, tensor),
+        **_experts(model),
         "model.context_length": 4 * by_sequence * context,
         "model.vocab_size": vocab_size,
         "model.vocab_multiple": _vocab_multiple(model.vocab_multiple, vocab_size, tensor),
@@ -103,6 +104,23 @@ def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) 
         update={"parallel": ParallelConfig(partition=config.parallel.partition)}
     )
     return load_config(alone, changes)
+
+
+def _experts(model: ModelConfig) -> dict[str, Any]:
+    """Return few small experts, if the model has any: enough of them for its groups, and one layer
+    with and one without if it has both kinds."""
+    if model.n_experts is None:
+        return {}
+    is_grouped = model.router_groups is not None
+    return {
+        "model.n_experts": 8 if is_grouped else min(4, model.n_experts),
+        "model.experts_per_token": min(2, model.n_chosen),
+        "model.d_expert": 6,
+        "model.n_shared_experts": min(2, model.n_shared_experts),
+        "model.dense_layers": 1 if model.dense_layers else 0,
+        "model.router_groups": 4 if is_grouped else None,
+        "model.router_open_groups": 2 if is_grouped else None,
+    }
 
 
 def _kv_heads(config: Config, cases: Sequence[Case], n_heads: int) -> int | None:

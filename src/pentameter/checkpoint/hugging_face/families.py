@@ -21,7 +21,7 @@ from pentameter.checkpoint.hugging_face.rules import (
     WHOLE_HEADS_TURN,
     Rule,
 )
-from pentameter.config.schema import RopeScalingConfig
+from pentameter.config.model_schema import RopeScalingConfig
 
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",

@@ -12,7 +12,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from pentameter.config.schema import Config
 from pentameter.model.dropout import attention_weights_site, dropout_keys
+from pentameter.model.experts import Router
 from pentameter.model.gpt import GPT, Block
+from pentameter.parallel.balance import count_whole_sequences
 from pentameter.parallel.context.context_parallel import parallelize_context
 from pentameter.parallel.grid.tensor_grid import Grid
 from pentameter.parallel.linear import Forward, install_forwards
@@ -59,6 +61,8 @@ class GPTSource(ModelSource):
         install_forwards(model, arithmetic.matmul, forwards)
         if layout.context > 1:
             parallelize_context(model, mesh, sharding)
+        sharing = ["context"] * (layout.context > 1) + ["tensor"] * layout.sequence
+        count_whole_sequences(model, [mesh.groups[each] for each in sharing])
         return gpt_slice(model)
 
     def build_whole(self, config: Config, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -98,13 +102,13 @@ class GPTSource(ModelSource):
 
 def gpt_slice(model: GPT) -> ModelSlice:
     """Return the ModelSlice of a GPT, or of a slice of one. Its blocks' sub-layers are units, whose
-    parameters only matmuls read, each preceded by the norms within."""
+    parameters only matmuls read, each preceded by the norms and the router within."""
     units: list[tuple[nn.Module, bool]] = []
     for block in model.blocks.values():
         assert isinstance(block, Block)
         for _, sub_layer in block.sub_layers():
-            norms = (each for each in sub_layer.modules() if isinstance(each, nn.RMSNorm))
-            units += [*((norm, False) for norm in norms), (sub_layer, True)]
+            precise = (m for m in sub_layer.modules() if isinstance(m, nn.RMSNorm | Router))
+            units += [*((module, False) for module in precise), (sub_layer, True)]
     return ModelSlice(model, call_gpt, units, row_call=call_gpt_by_row)
 
 

@@ -71,13 +71,13 @@ def linear(
 ) -> Iterator[ParameterSpec]:
     """Yield the parameters of a linear layer in a block: a matrix (outputs, inputs), and a bias if
     it has one. `is_fused` for the fused projection of queries, keys and values."""
-    init = _projection_init(model, shape, axes, is_fused=is_fused)
+    init = projection_init(model, shape, axes, is_fused=is_fused)
     yield ParameterSpec(f"{path}.weight", shape, axes, init, True, layer)
     if bias:
         yield vector(f"{path}.bias", shape[0], axes[0], ZEROS, layer)
 
 
-def _projection_init(
+def projection_init(
     model: ModelConfig, shape: tuple[int, int], axes: tuple[Axis, Axis], *, is_fused: bool
 ) -> Init:
     """Return the initialization for a block's matrix; `uniform` follows PyTorch's encoder layer.

@@ -1,0 +1,428 @@
+"""The schema of `[model]`: the architecture's keys, their defaults and rules, and what follows."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from pentameter.config.choices import (
+    FINAL_NORM,
+    GATES,
+    NORM_MAY_HAVE_BIAS,
+    POSITION_TABLE,
+    look_up,
+)
+from pentameter.config.section import (
+    Depth,
+    Factor,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Rate,
+    Section,
+    Switch,
+    Width,
+)
+from pentameter.errors import ConfigError, nearest_divisors
+
+EXPERT_KEYS = (
+    "experts_per_token",
+    "d_expert",
+    "n_shared_experts",
+    "shared_expert_gate",
+    "dense_layers",
+    "router",
+    "router_top_k_first",
+    "router_renormalize",
+    "router_scale",
+    "router_bias",
+    "router_groups",
+    "router_open_groups",
+    "balance",
+    "balance_rate",
+    "balance_weight",
+    "router_z_loss",
+    "expert_capacity",
+)
+"""Keys that act with `n_experts` only."""
+
+
+class RopeScalingConfig(Section):
+    """Rotary frequencies for a longer context than the one a model was first trained on."""
+
+    type: Literal["linear", "llama3"] | None = None
+    """`linear`: positions divided by factor (Chen et al. 2023); `llama3`: slow frequencies divided
+    by factor, fast ones kept, those between interpolated (Llama 3.1). None ("none") leaves them."""
+    factor: PositiveFloat = 8.0
+    """Factor by which frequencies fall."""
+    low_frequency_factor: PositiveFloat = 1.0
+    """`llama3`: a frequency that rotates fewer times than this in the original context is slow."""
+    high_frequency_factor: PositiveFloat = 4.0
+    """`llama3`: one that rotates more often than this is fast."""
+    original_context_length: Width = 8192
+    """`llama3`: tokens of the context before it was extended."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.low_frequency_factor >= self.high_frequency_factor:
+            raise ValueError(
+                f"model.rope_scaling.low_frequency_factor={self.low_frequency_factor} must be "
+                f"below model.rope_scaling.high_frequency_factor={self.high_frequency_factor}"
+            )
+        return self
+
+
+class ModelConfig(Section):
+    """The architecture. Names and shapes of its parameters: `pentameter.planning.gpt`."""
+
+    vocab_size: Positive | None = None
+    """Distinct tokens; taken from the tokenizer when absent."""
+    vocab_multiple: Width = 1
+    """Pad the embedding and head rows to a multiple of this; padded rows are never predicted."""
+    context_length: Width = 256
+    """Tokens the model sees at once (T)."""
+    n_layers: Depth = 6
+    """Transformer blocks."""
+    n_heads: Width = 6
+    """Attention heads (H)."""
+    n_kv_heads: Width | None = None
+    """Heads of keys and values, each shared by n_heads / n_kv_heads queries (grouped-query
+    attention; 1 is multi-query); n_heads when absent."""
+    head_size: Width | None = None
+    """Channels of a head (K); d_model / n_heads when absent."""
+    qk_norm: Literal["head", "width"] | None = None
+    """RMSNorm of queries and keys before positions act: `head` of each head's channels (Qwen 3),
+    `width` of all heads' together (OLMo 2). None ("none") has none."""
+    sliding_window: Positive | None = None
+    """Tokens that a query sees, itself included; all earlier ones when absent."""
+    sliding_window_pattern: Positive | None = None
+    """With a window, every so many layers the last one sees the whole context; none when absent."""
+    d_model: Width = 384
+    """Width of the residual stream (D)."""
+    d_ff: Width | None = None
+    """Width of the feed-forward layer; 4 × d_model when absent."""
+    activation: Literal["relu", "relu2", "gelu", "gelu_tanh", "swiglu", "geglu"] = "gelu"
+    """Feed-forward non-linearity; `gelu` is exact, `gelu_tanh` GPT-2's approximation, `relu2` the
+    square of `relu`. `swiglu` and `geglu` are SiLU or GELU of a gate, a matrix of its own, times
+    the layer's inner width (Shazeer 2020)."""
+    n_experts: Positive | None = None
+    """Experts (E) in a layer: feed-forward layers, of which a router chooses some for each token;
+    one feed-forward layer for all tokens when absent."""
+    experts_per_token: Positive | None = None
+    """Experts that the router chooses for a token; 2 when absent."""
+    d_expert: Width | None = None
+    """Width of an expert; d_ff when absent."""
+    n_shared_experts: NonNegative = 0
+    """Experts that take every token, as one feed-forward layer so many times d_expert wide."""
+    shared_expert_gate: Switch = False
+    """Multiply the shared experts' output by a learned number per token, a sigmoid (Qwen2-MoE)."""
+    dense_layers: NonNegative | tuple[NonNegative, ...] = 0
+    """Layers with one feed-forward layer instead of experts: so many first ones, or a list of
+    layers, counted from 0."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """A token's scores of the experts: a softmax of its router logits, or the sigmoid of each
+    (DeepSeek-V3). The k highest are chosen, of equal ones the lower expert, and weigh the
+    experts' outputs."""
+    router_top_k_first: Switch = False
+    """`softmax` of the chosen experts' logits alone (gpt-oss), which sums to 1."""
+    router_renormalize: Switch = False
+    """Divide the chosen scores by their sum."""
+    router_scale: PositiveFloat = 1.0
+    """Factor of the chosen scores."""
+    router_bias: Switch = False
+    """A bias on the router's logits (gpt-oss)."""
+    router_groups: Positive | None = None
+    """Groups that the experts form, in order; a token chooses within `router_open_groups` of them,
+    those whose two highest scores sum to the most (DeepSeek-V3)."""
+    router_open_groups: Positive | None = None
+    """Groups within which a token chooses; needs router_groups."""
+    balance: Literal["none", "bias", "sequence", "batch"] = "none"
+    """How experts get equally many tokens. `bias`: a number is added to each expert's score for
+    choosing alone, and moves by balance_rate each step, up where the step's batch gave the expert
+    fewer tokens than the mean (DeepSeek-V3). `sequence`: a loss for each sequence. `batch`: a loss
+    over the step's batch, with the fractions of tokens of the step before."""
+    balance_rate: PositiveFloat = 0.001
+    """`bias`: by how much it moves in a step."""
+    balance_weight: PositiveFloat = 0.01
+    """`sequence`, `batch`: the loss's factor. It is 1 where experts get equally many tokens."""
+    router_z_loss: NonNegativeFloat = 0.0
+    """Factor of the mean squared log-sum-exp of a token's router logits (Zoph et al. 2022)."""
+    expert_capacity: PositiveFloat | None = None
+    """Tokens that an expert takes from a sequence, as a multiple of an equal share; it leaves out
+    later ones. When absent, all."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation of the residual stream."""
+    norm_position: Literal["pre", "post", "output"] = "pre"
+    """`pre`: x + f(norm(x)) and a final norm; `post`: norm(x + f(x)), as in the 2017 paper;
+    `output`: x + norm(f(x)) and a final norm (OLMo 2)."""
+    norm_eps: PositiveFloat = 1e-5
+    """Added to a norm's variance, or to RMSNorm's mean square."""
+    parallel_residual: Switch = False
+    """Attention and feed-forward layer of a block read the same stream, each through its own norm,
+    and are added together (GPT-NeoX)."""
+    positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
+    """Position encoding; `rotary` rotates queries and keys (Su et al. 2021)."""
+    rope_theta: PositiveFloat = 10000.0
+    """Rotary: the base of the frequencies, theta^(-2i / channels)."""
+    rotary_fraction: Factor = 1.0
+    """Rotary: fraction of a head's channels that are rotated, the first ones."""
+    rope_scaling: RopeScalingConfig = RopeScalingConfig()
+    """Rotary: frequencies for a longer context."""
+    tied_head: Switch = True
+    """The output projection uses the token embedding's weight."""
+    head_bias: Switch = False
+    """A bias on the output projection."""
+    qkv_bias: Switch = False
+    """A bias on the query, key and value projections."""
+    bias: Switch = False
+    """Biases on the other linear layers and on the norms."""
+    logit_softcap: PositiveFloat | None = None
+    """Logits become softcap · tanh(logits / softcap), which bounds them (Gemma 2)."""
+    dropout: Rate = 0.0
+    """After each sub-layer's output projection."""
+    attention_dropout: Rate = 0.0
+    """On the attention weights."""
+    embedding_dropout: Rate | None = None
+    """After the embedding; `dropout` when absent."""
+    init: Literal["normal", "uniform"] = "normal"
+    """`normal`: weights N(0, init_std), biases 0. `uniform`: embedding and head U(±0.1), block
+    matrices U(±fan_in^-0.5) with the query/key/value projection Xavier-uniform, biases 0."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of `init = "normal"`."""
+    residual_init_scale: Switch = False
+    """Scale both residual projections of a block by (2 · n_layers)^-0.5 initially (GPT-2)."""
+    embedding_scale: Switch = False
+    """Multiply token embeddings by √d_model (the 2017 Transformer)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.head_size is None and self.d_model % self.n_heads:
+            near = ", ".join(map(str, nearest_divisors(self.d_model, self.n_heads)))
+            raise ValueError(
+                f"model.n_heads={self.n_heads} must divide model.d_model={self.d_model}; "
+                f"nearest possible: {near}, or set model.head_size"
+            )
+        if self.n_kv_heads is not None and self.n_heads % self.n_kv_heads:
+            near = ", ".join(map(str, nearest_divisors(self.n_heads, self.n_kv_heads)))
+            raise ValueError(
+                f"model.n_kv_heads={self.n_kv_heads} must divide model.n_heads={self.n_heads}; "
+                f"nearest possible: {near}"
+            )
+        if self.positions == "sinusoidal" and self.d_model % 2:
+            raise ValueError(
+                f"model.d_model={self.d_model} must be even for model.positions='sinusoidal' "
+                "(pairs of sine and cosine)"
+            )
+        if self.positions == "rotary":
+            self._check_rotary()
+        else:
+            for key in ("rope_theta", "rotary_fraction", "rope_scaling"):
+                if getattr(self, key) != ModelConfig.model_fields[key].default:
+                    raise ValueError(
+                        f"model.{key} is of rotary positions, and model.positions="
+                        f"{self.positions!r}; set model.positions='rotary', or leave it out"
+                    )
+        if self.parallel_residual and self.norm_position != "pre":
+            raise ValueError(
+                "model.parallel_residual=true adds both layers of a block at once, and "
+                f"model.norm_position={self.norm_position!r} norms between them; set "
+                "model.norm_position='pre'"
+            )
+        if self.sliding_window_pattern is not None and self.sliding_window is None:
+            raise ValueError(
+                f"model.sliding_window_pattern={self.sliding_window_pattern} says which layers "
+                "have no window, and model.sliding_window is not set; set it, or leave both out"
+            )
+        self._check_experts()
+        return self
+
+    def _check_experts(self) -> None:
+        """Raise ValueError unless the keys of experts fit each other."""
+        if self.n_experts is None:
+            for key in EXPERT_KEYS:
+                if getattr(self, key) != ModelConfig.model_fields[key].default:
+                    raise ValueError(
+                        f"model.{key} is of experts, and model.n_experts is not set; set it, or "
+                        "leave both out"
+                    )
+            return
+        E, k = self.n_experts, self.n_chosen
+        if k > E:
+            raise ValueError(f"model.experts_per_token={k} must be at most model.n_experts={E}")
+        if isinstance(self.dense_layers, int):
+            if self.dense_layers >= self.n_layers:
+                raise ValueError(
+                    f"model.dense_layers={self.dense_layers} leaves none of model.n_layers="
+                    f"{self.n_layers} with experts; lower it, or leave model.n_experts out"
+                )
+        elif self.dense_layers and max(self.dense_layers) >= self.n_layers:
+            raise ValueError(
+                f"model.dense_layers has layer {max(self.dense_layers)}, and the last of "
+                f"model.n_layers={self.n_layers} is {self.n_layers - 1}"
+            )
+        elif len(set(self.dense_layers)) == self.n_layers:
+            raise ValueError(
+                "model.dense_layers lists every layer, which leaves none with experts; leave "
+                "model.n_experts out"
+            )
+        if self.shared_expert_gate and not self.n_shared_experts:
+            raise ValueError(
+                "model.shared_expert_gate=true gates shared experts, and there are none; set "
+                "model.n_shared_experts, or leave it out"
+            )
+        self._check_router()
+
+    def _check_router(self) -> None:
+        """Raise ValueError unless the router's keys fit each other."""
+        E, k, groups = self.n_experts, self.n_chosen, self.router_groups
+        assert E is not None
+        if self.router_top_k_first and (self.router != "softmax" or self.router_renormalize):
+            other = "router_renormalize=true" if self.router == "softmax" else "router='sigmoid'"
+            raise ValueError(
+                "model.router_top_k_first=true is a softmax of the chosen logits, which sums to 1: "
+                f"model.{other} does not go with it; leave one out"
+            )
+        if self.router_top_k_first and self.balance == "bias":
+            raise ValueError(
+                "model.balance='bias' is added to scores before experts are chosen, and "
+                "model.router_top_k_first=true has scores of the chosen ones alone; leave one out"
+            )
+        if (groups is None) != (self.router_open_groups is None):
+            raise ValueError(
+                "model.router_groups and model.router_open_groups say how many groups there are "
+                "and how many a token chooses from; set both, or neither"
+            )
+        if groups is not None and self.router_open_groups is not None:
+            if E % groups or E // groups < 2:
+                near = ", ".join(map(str, nearest_divisors(E, groups)))
+                raise ValueError(
+                    f"model.router_groups={groups} must divide model.n_experts={E} into groups of "
+                    f"two or more; nearest possible: {near}"
+                )
+            if self.router_open_groups > groups or self.router_open_groups * E // groups < k:
+                raise ValueError(
+                    f"model.router_open_groups={self.router_open_groups} of {groups} groups of "
+                    f"{E // groups} experts must hold model.experts_per_token={k}, and be at most "
+                    f"{groups}"
+                )
+        for key, owners in (("balance_rate", ("bias",)), ("balance_weight", ("sequence", "batch"))):
+            if self.balance not in owners and getattr(self, key) != (
+                ModelConfig.model_fields[key].default
+            ):
+                raise ValueError(
+                    f"model.{key} is of model.balance={' or '.join(map(repr, owners))}, and it is "
+                    f"{self.balance!r}; set that, or leave it out"
+                )
+
+    def _check_rotary(self) -> None:
+        """Raise ValueError unless the rotated channels are pairs."""
+        size = self.head_size or self.d_model // self.n_heads
+        n_turning = size * self.rotary_fraction
+        if n_turning % 2:
+            raise ValueError(
+                f"model.rotary_fraction={self.rotary_fraction} of the {size} channels of a head is "
+                f"{n_turning:g}, which must be an even number (pairs that turn)"
+            )
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """The row count in embedding and head: `vocab_size`, rounded up to a multiple of
+        `vocab_multiple`. Raises ConfigError if `vocab_size` is not set."""
+        if self.vocab_size is None:
+            raise ConfigError(
+                "model.vocab_size is not set; take it from the tokenizer, or set --model.vocab_size"
+            )
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def feed_forward_width(self) -> int:
+        """The feed-forward layer's inner width: `d_ff`, or its default."""
+        return self.d_ff if self.d_ff is not None else 4 * self.d_model
+
+    @property
+    def n_chosen(self) -> int:
+        """The number of experts that a token is sent to (k): `experts_per_token`, or its
+        default."""
+        return 2 if self.experts_per_token is None else self.experts_per_token
+
+    @property
+    def expert_width(self) -> int:
+        """An expert's inner width: `d_expert`, or its default."""
+        return self.d_expert if self.d_expert is not None else self.feed_forward_width
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer has experts instead of one feed-forward layer."""
+        if self.n_experts is None:
+            return False
+        dense = self.dense_layers
+        return layer >= dense if isinstance(dense, int) else layer not in dense
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether the feed-forward layer has a gate: a further matrix with the shape of `up`."""
+        return look_up(GATES, self.activation, "model.activation", "the parameter table")
+
+    @property
+    def head_channels(self) -> int:
+        """The channels per attention head: `head_size`, or its default."""
+        return self.head_size if self.head_size is not None else self.d_model // self.n_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """The number of key and value heads: `n_kv_heads`, or its default."""
+        return self.n_kv_heads if self.n_kv_heads is not None else self.n_heads
+
+    @property
+    def shares_kv_heads(self) -> bool:
+        """Whether several query heads share keys and values (grouped-query attention). Keys and
+        values then have a separate projection matrix; otherwise one fused matrix computes queries,
+        keys and values."""
+        return self.kv_heads != self.n_heads
+
+    @property
+    def turning_channels(self) -> int:
+        """The channels per head that rotary embeddings rotate, an even number."""
+        return round(self.head_channels * self.rotary_fraction)
+
+    def window(self, layer: int) -> int | None:
+        """Return how many tokens a query in a layer attends to, itself included; None for the whole
+        prefix."""
+        size, every = self.sliding_window, self.sliding_window_pattern
+        if size is None or size >= self.context_length:
+            return None
+        return None if every is not None and (layer + 1) % every == 0 else size
+
+    @property
+    def embedding_dropout_rate(self) -> float:
+        """The dropout rate after the embedding: `embedding_dropout`, or its default."""
+        return self.dropout if self.embedding_dropout is None else self.embedding_dropout
+
+    @property
+    def norm_has_bias(self) -> bool:
+        """Whether norms have a bias; RMSNorm has none by definition."""
+        possible = look_up(NORM_MAY_HAVE_BIAS, self.norm, "model.norm", "the parameter table")
+        return self.bias and possible
+
+    @property
+    def has_final_norm(self) -> bool:
+        """Whether there is a norm between the last block and the head."""
+        key = "model.norm_position"
+        return look_up(FINAL_NORM, self.norm_position, key, "the parameter table")
+
+    @property
+    def has_position_table(self) -> bool:
+        """Whether position embeddings are parameters, one row per position."""
+        return look_up(POSITION_TABLE, self.positions, "model.positions", "the parameter table")
+
+    @property
+    def resolved(self) -> ModelConfig:
+        """The same architecture with the default sizes filled in: `d_ff`, `head_size` and
+        `n_kv_heads`. Two resolved architectures can be compared."""
+        sizes = {
+            "d_ff": self.feed_forward_width,
+            "head_size": self.head_channels,
+            "n_kv_heads": self.kv_heads,
+        }
+        return self.model_copy(update=sizes)

@@ -1,0 +1,311 @@
+"""Experts: feed-forward layers of which a router chooses some for each token.
+
+No token is dropped unless `expert_capacity` says so, and nothing depends on the other sequences of
+a batch. A token's rows, one for each of its chosen experts, are sorted by expert, multiplied with
+one grouped matmul per matrix, put back, and added in the order in which they were chosen: without
+atomic additions, so that every device gives the same sums each time.
+
+Shapes: B batch, T tokens, D d_model, E experts, k experts per token, F an expert's inner width; N =
+B · T tokens and R = N · k rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from pentameter.config.choices import look_up, refuse_unknown
+from pentameter.config.schema import ModelConfig
+from pentameter.model.cache import Cache
+from pentameter.model.dropout import StreamDropout, mlp_output_site
+from pentameter.model.feed_forward import ACTIVATIONS, FeedForward
+from pentameter.model.loss import AuxiliaryLoss
+from pentameter.model.matmul import PLAIN, Matmul
+from pentameter.model.positions import Positions
+from pentameter.planning.sub_layers.experts import BALANCE_STATE
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts that each token is sent to, in the order in which they were chosen."""
+
+    experts: Tensor
+    """Int64 (N, k); E for a row that its expert has no capacity for."""
+    weights: Tensor
+    """Factors of the experts' outputs (N, k), float32 or float64."""
+    n_experts: int
+
+    def order(self) -> tuple[Tensor, Tensor]:
+        """Return the rows sorted by expert, then by token, as indices int64 (R,) into the rows (N,
+        k) flattened, and where each expert's rows end among them, int64 (E,)."""
+        experts = self.experts.flatten()
+        counts = torch.zeros(self.n_experts + 1, dtype=torch.int64, device=experts.device)
+        counts.scatter_add_(0, experts, torch.ones_like(experts))
+        return experts.argsort(stable=True), counts[: self.n_experts].cumsum(0)
+
+
+class Router(nn.Module):
+    """A linear layer in float32 (float64 for float64 weights) whose logits (N, E) choose experts.
+
+    `balance` (E,), if there is one, is state that the engine updates between steps, from `counts`;
+    see `model.balance`.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        E = config.n_experts
+        assert E is not None
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(E, config.d_model))
+        self.bias = nn.Parameter(torch.empty(E)) if config.router_bias else None
+        state = look_up(BALANCE_STATE, config.balance, "model.balance", "the router")
+        self.balance = None if state is None else nn.Parameter(torch.empty(E), requires_grad=False)
+        self.count_sequence: Callable[[Tensor], Tensor] | None = None
+        """Sums counts (B, E) over the ranks that each have a part of every sequence; None if this
+        rank has whole ones."""
+        self.auxiliary_loss = AuxiliaryLoss()
+        self.register_buffer("counts", torch.zeros(E), persistent=False)
+        self.counts: Tensor
+        """Tokens that chose each expert, float32 (E,), over the step's backward passes on this
+        rank."""
+
+    def forward(self, x: Tensor) -> Routing:
+        """Return the Routing of the tokens in x (B, T, D)."""
+        config = self.config
+        precise = torch.promote_types(self.weight.dtype, torch.float32)
+        bias = None if self.bias is None else self.bias.to(precise)
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.to(precise), self.weight.to(precise), bias)  # (B, T, E)
+        scores = _scores(logits, config)
+        chosen = self._choose(scores if config.router != "softmax" else logits, scores)
+        weights = self._weights(logits, scores, chosen)
+        loss = self._loss(logits, scores, chosen)
+        weights = self.auxiliary_loss(weights, loss) if loss is not None else weights
+        if self.training:
+            weights = _Counted.apply(weights, chosen, self.counts)
+        if config.expert_capacity is not None:
+            chosen = _within_capacity(chosen, config)
+        assert config.n_experts is not None
+        return Routing(chosen.flatten(0, 1), weights.flatten(0, 1), config.n_experts)
+
+    @torch.no_grad()
+    def _choose(self, ranked: Tensor, scores: Tensor) -> Tensor:
+        """Return the chosen experts, int64 (B, T, k), the best first; of equal ones the lower."""
+        config = self.config
+        if config.balance == "bias":
+            assert self.balance is not None
+            ranked = scores + self.balance
+        if config.router_groups is not None:
+            assert config.router_open_groups is not None
+            of_group = ranked if config.balance == "bias" else scores
+            best = of_group.unflatten(-1, (config.router_groups, -1)).topk(2).values.sum(-1)
+            closed = _best(best, config.router_groups)[..., config.router_open_groups :]
+            is_closed = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, closed, True)
+            n_each = ranked.shape[-1] // config.router_groups
+            ranked = ranked.masked_fill(is_closed.repeat_interleave(n_each, -1), -torch.inf)
+        return _best(ranked, config.n_chosen)
+
+    def _weights(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """Return the factors (B, T, k) of the chosen experts' outputs."""
+        config = self.config
+        if config.router_top_k_first:
+            weights = logits.gather(-1, chosen).softmax(-1)
+        else:
+            weights = scores.gather(-1, chosen)
+        if config.router_renormalize:
+            # Nothing is added to the sum: a sigmoid router learns to use what is added.
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * config.router_scale if config.router_scale != 1.0 else weights
+
+    def _loss(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor | None:
+        """Return the auxiliary losses, summed over tokens, 0-dim; None if there are none, or no
+        gradient is computed."""
+        config, found = self.config, []
+        if not self.training:
+            return None
+        if config.router_z_loss:
+            found.append(config.router_z_loss * logits.logsumexp(-1).square().sum())
+        shares = scores if config.router == "softmax" else scores / scores.sum(-1, keepdim=True)
+        match config.balance:
+            case "none" | "bias":
+                pass
+            case "sequence":
+                counts = _counts(chosen, logits.shape[-1])
+                if self.count_sequence is not None:
+                    counts = self.count_sequence(counts)
+                relative = counts / counts.mean(-1, keepdim=True)
+                found.append(config.balance_weight * (relative[:, None] * shares).sum())
+            case "batch":
+                assert self.balance is not None
+                found.append(config.balance_weight * (self.balance * shares).sum())
+            case unknown:
+                refuse_unknown(unknown, "model.balance", "the router")
+        return sum(found[1:], found[0]) if found else None
+
+
+def _scores(logits: Tensor, config: ModelConfig) -> Tensor:
+    """Return every expert's score (B, T, E) for logits (B, T, E)."""
+    match config.router:
+        case "softmax":
+            return logits.softmax(-1)
+        case "sigmoid":
+            return logits.sigmoid()
+        case unknown:
+            refuse_unknown(unknown, "model.router", "the router")
+
+
+def _best(numbers: Tensor, n: int) -> Tensor:
+    """Return the indices, int64 (…, n), of the n largest numbers along the last dimension, the
+    largest first; of equal ones the lower index. `topk` does not say which of them it takes."""
+    return numbers.sort(dim=-1, descending=True, stable=True).indices[..., :n]
+
+
+def _counts(chosen: Tensor, n_experts: int) -> Tensor:
+    """Return how many tokens of each sequence chose each expert, float32 (B, E), for chosen experts
+    (B, T, k)."""
+    flat = chosen.flatten(1)
+    counts = torch.zeros(len(flat), n_experts, device=chosen.device)
+    return counts.scatter_add_(1, flat, torch.ones_like(flat, dtype=counts.dtype))
+
+
+def _within_capacity(chosen: Tensor, config: ModelConfig) -> Tensor:
+    """Return chosen experts (B, T, k) with E in place of those that have no room: an expert takes
+    the first tokens of a sequence, up to `expert_capacity` times an equal share, rounded up."""
+    E, capacity = config.n_experts, config.expert_capacity
+    assert E is not None
+    assert capacity is not None
+    n_most = -int(-(capacity * chosen[0].numel()) // E)
+    flat = chosen.flatten(1)  # (B, T · k)
+    number = F.one_hot(flat, E).cumsum(1).gather(-1, flat[..., None]).squeeze(-1)  # from 1
+    return flat.masked_fill(number > n_most, E).view_as(chosen)
+
+
+class _Counted(Function):
+    """Identity on the router's weights, whose backward pass counts the tokens of each expert:
+    there, as recomputation runs a forward pass twice."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
+        """Return a view with the shape (B, T, k) and the values of `weights`."""
+        ctx.save_for_backward(chosen)
+        ctx.counts = counts
+        return weights.view_as(weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient g (B, T, k) unchanged."""
+        (chosen,) = ctx.saved_tensors
+        ctx.counts.add_(_counts(chosen, len(ctx.counts)).sum(0))
+        return g, None, None
+
+
+class _Sorted(Function):
+    """Each token's row for each of its experts, sorted by expert."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, n_chosen: int) -> Tensor:
+        """Return the rows (R, D) of tokens x (N, D)."""
+        ctx.save_for_backward(order)
+        ctx.n_chosen = n_chosen
+        return x[order // n_chosen]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient (N, D) of x: its rows' gradients g (R, D), added one by one."""
+        (order,) = ctx.saved_tensors
+        rows = _put_back(g, order).unflatten(0, (-1, ctx.n_chosen))
+        return rows.sum(1), None, None
+
+
+class _PutBack(Function):
+    """Rows sorted by expert, in the order of their tokens again."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
+        """Return the rows (R, D) by token."""
+        ctx.save_for_backward(order)
+        return _put_back(rows, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient (R, D) of the sorted rows for g (R, D)."""
+        (order,) = ctx.saved_tensors
+        return g[order], None
+
+
+def _put_back(rows: Tensor, order: Tensor) -> Tensor:
+    """Return rows (R, D), which were taken in `order` (R,), where they were taken from."""
+    return torch.empty_like(rows).index_copy_(0, order, rows)
+
+
+class GroupedLinear(nn.Module):
+    """A linear layer for each expert: one weight (E, outputs, inputs), and one bias (E, outputs) or
+    none."""
+
+    def __init__(self, n_experts: int, n_inputs: int, n_outputs: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_experts, n_outputs, n_inputs))
+        self.bias = nn.Parameter(torch.empty(n_experts, n_outputs)) if bias else None
+
+    def forward(self, x: Tensor, ends: Tensor, matmul: Matmul = PLAIN) -> Tensor:
+        """Return (R, outputs) for rows x (R, inputs) sorted by expert, whose rows end at `ends`
+        (E,); 0 for rows behind the last."""
+        return matmul.grouped_linear(x, self.weight, self.bias, ends)
+
+
+class Experts(nn.Module):
+    """A sub-layer of experts: the sum of the chosen ones' outputs, weighted by the router, and of
+    the shared ones'."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        E, D, width = config.n_experts, config.d_model, config.expert_width
+        assert E is not None
+        name = config.activation
+        self.activation: Callable[[Tensor], Tensor] = look_up(
+            ACTIVATIONS, name, "model.activation", "the model"
+        )
+        self.router = Router(config)
+        self.gate = GroupedLinear(E, D, width, bias=config.bias) if config.has_gate else None
+        self.up = GroupedLinear(E, D, width, bias=config.bias)
+        self.down = GroupedLinear(E, width, D, bias=config.bias)
+        n_shared = config.n_shared_experts
+        self.shared = FeedForward(config, n_shared * width) if n_shared else None
+        self.shared_gate = nn.Linear(D, 1, bias=False) if config.shared_expert_gate else None
+        self.dropout = StreamDropout(mlp_output_site(layer), config.dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Positions,
+        dropout_keys: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Apply the layer to x (B, T, D), and return (B, T, D). Nothing is cached."""
+        routing = self.router(x)
+        order, ends = routing.order()
+        n_chosen = routing.experts.shape[1]
+        rows = _Sorted.apply(x.flatten(0, 1), order, n_chosen)
+        up = self.up(rows, ends)  # (R, F)
+        inner = self.activation(up if self.gate is None else self.gate(rows, ends))
+        inner = inner if self.gate is None else inner * up
+        outputs = _PutBack.apply(self.down(inner, ends), order).unflatten(0, (-1, n_chosen))
+        y = outputs[:, 0] * routing.weights[:, :1]
+        for number in range(1, n_chosen):
+            y = y + outputs[:, number] * routing.weights[:, number, None]
+        y = y.view_as(x)
+        if self.shared is not None:
+            shared = self.shared(x)
+            gate = None if self.shared_gate is None else self.shared_gate(x)
+            y = y + (shared if gate is None else shared * gate.sigmoid())
+        return self.dropout(y, dropout_keys, positions.stream)

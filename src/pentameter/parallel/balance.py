@@ -1,0 +1,98 @@
+"""The state by which routers balance their experts: counted during a step, moved after it.
+
+Counts are those of the whole step's batch, summed over every rank whose tokens differ, so that the
+state is the same on every layout. A step whose update is left out leaves the state as it is.
+
+Shapes: E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from pentameter.config.choices import refuse_unknown
+from pentameter.model.experts import Router
+from pentameter.planning.plan import Plan
+
+
+def count_whole_sequences(model: nn.Module, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Have the routers in `model` count the tokens of whole sequences, of which the ranks in each
+    of `groups` have parts, in place."""
+
+    def summed(counts: Tensor) -> Tensor:
+        """Return counts (B, E) of this rank's tokens summed over the groups."""
+        for group in groups:
+            dist.all_reduce(counts, group=group)
+        return counts
+
+    for module in model.modules() if groups else ():
+        if isinstance(module, Router):
+            module.count_sequence = summed
+
+
+class RouterBalance:
+    """The balance state of the routers in a rank's slices, `models`."""
+
+    def __init__(self, models: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh | None) -> None:
+        found = {
+            f"{name}.balance": module
+            for model in models
+            for name, module in model.named_modules()
+            if isinstance(module, Router) and module.balance is not None
+        }
+        # Adapters leave the model as it is, and its routing with it.
+        self._routers: Mapping[str, Router] = {} if plan.config.lora.rank is not None else found
+        self._plan = plan
+        self._mesh = mesh
+
+    def start_step(self) -> None:
+        """Begin new counts."""
+        for router in self._routers.values():
+            router.counts.zero_()
+
+    @torch.no_grad()
+    def move(self, not_made: Tensor | None = None) -> None:
+        """Move the state by the step's counts. If `not_made`, float32 () on the device, is 1, the
+        state stays. Collective."""
+        if not self._routers:
+            return
+        counts = torch.stack([router.counts for router in self._routers.values()])
+        for dimension in self._summed_over():
+            assert self._mesh is not None
+            dist.all_reduce(counts, group=self._mesh[dimension].get_group())
+        for router, own in zip(self._routers.values(), counts, strict=True):
+            assert router.balance is not None
+            change = self._change(own, router.balance)
+            if not_made is not None:
+                change = torch.where(not_made.bool(), 0, change)
+            router.balance.add_(change)
+
+    def _change(self, counts: Tensor, balance: Tensor) -> Tensor:
+        """Return the change of `balance`, placed as it is, for the step's counts (E,)."""
+        model = self._plan.config.model
+        change = counts.mean() - counts
+        match model.balance:
+            case "bias":
+                target = change.sign() * model.balance_rate
+            case "batch":
+                target = counts / counts.mean()
+            case "none" | "sequence":
+                raise AssertionError("has no state")
+            case unknown:
+                refuse_unknown(unknown, "model.balance", "the engine")
+        placed: Tensor = target.to(balance.dtype)
+        if isinstance(balance, DTensor):
+            mesh, placements = balance.device_mesh, balance.placements
+            placed = distribute_tensor(placed, mesh, placements, src_data_rank=None)
+        return placed if model.balance == "bias" else placed - balance
+
+    def _summed_over(self) -> tuple[str, ...]:
+        """The mesh dimensions whose ranks route different tokens."""
+        placement = self._plan.placements[next(iter(self._routers))]
+        return (*placement.summed_over, *placement.fsdp_over, *placement.ddp_over)
