@@ -141,5 +141,5 @@ def library(name: Name) -> ctypes.CDLL:
 
 
 def address(x: Tensor | None) -> ctypes.c_void_p:
-    """Return the memory address where a tensor's data begins, for a C++ call; null for None."""
+    """Return the memory address at which a tensor's data begins, for a C++ call; null for None."""
     return ctypes.c_void_p(None if x is None else x.data_ptr())

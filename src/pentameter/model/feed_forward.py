@@ -26,11 +26,13 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "geglu": F.gelu,
 }
-"""`model.activation` → the function that acts on the layer's inner width, or on its gate."""
+"""Value of `model.activation` → the function on the first linear's output; with a gate, on
+the gate's output."""
 
 
 class MLP(nn.Module):
-    """The feed-forward layer, applied to each token by itself."""
+    """The feed-forward layer, applied to each token by itself: down(f(up(x))), or with a gate
+    down(f(gate(x)) · up(x))."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -41,7 +43,8 @@ class MLP(nn.Module):
         self.up = nn.Linear(D, d_ff, bias=config.bias)
         self.down = nn.Linear(d_ff, D, bias=config.bias)
         self.read: Read = read
-        """Applies the column-parallel linears, as `Attention.read` does."""
+        """Function that applies the column-parallel linears to the residual stream; tensor
+        parallelism replaces it, as it does `Attention.read`."""
         self.dropout = StreamDropout(mlp_output_site(layer), config.dropout)
 
     def forward(
@@ -51,7 +54,9 @@ class MLP(nn.Module):
         dropout_keys: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Apply the layer to x (B, T, D), and return (B, T, D). Nothing is cached."""
+        """Apply the layer to x (B, T, D), and return (B, T, D), without the residual sum. Dropout
+        acts in training if `dropout_keys` (B, n_sites, 2) are given; `positions.stream` numbers its
+        elements. `cache` is ignored: it is attention's."""
         if self.gate is None:
             (up,) = self.read(x, self.up)
             inner = self.activation(up)  # (B, T, d_ff)
