@@ -1,5 +1,5 @@
-"""One exception per exit code, and pieces for messages: printable text, and the nearest word or
-divisor that the user may have meant."""
+"""The package's exceptions, one per exit code, and helpers for their messages: printable text, and
+the nearest word, file or divisor that the user may have meant."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from collections.abc import Iterable
 from pathlib import Path
 
 LONGEST_WORD = 600
-"""Longest word without spaces, such as a path, that a message shows whole, in characters."""
+"""Most characters of a word, such as a path, that a message shows whole; longer words lose their
+middle."""
 
 LONGEST_MESSAGE = 6000
-"""Longest message, in characters; above our longest, a list of problems."""
+"""Most characters of a message that are shown; more than our longest, a list of problems, has. A
+longer one loses its middle."""
 
 MOST_FILES = 8
-"""Most files in a folder that a message names."""
+"""Most names that a message lists from a folder with a missing file."""
 
 LONGEST_COMPARED = 80
-"""Longest word prefix compared with known ones, in characters; comparing takes quadratic time."""
+"""Longest prefix of a word that is compared with known words, in characters; comparing
+takes quadratic time."""
 
 
 def printable(text: str, keep: str = "") -> str:
     """Return `text` with characters that a terminal acts on or cannot show (control characters,
-    direction marks, lone surrogates) escaped: `\\x1b`. Characters in `keep` stay."""
+    direction marks, lone surrogates) written as escapes such as `\\x1b`; those in `keep` stay."""
     if text.isprintable():
         return text
     return "".join(
@@ -34,9 +37,11 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def terminal_message(message: str) -> str:
-    """Return an error's message ready to print: its line breaks kept, all else `printable`.
+    """Return an error's message ready to print: line breaks kept, all else that a terminal acts on
+    escaped (`printable`).
 
-    Overlong text loses its middle: words first, so that the remedy behind a path stays.
+    Words over LONGEST_WORD and messages over LONGEST_MESSAGE characters lose their middle; words
+    first, so that the remedy behind a path stays.
     """
     message = printable(message, keep="\n")
     message = re.sub(
@@ -51,7 +56,8 @@ def _without_middle(text: str, longest: int) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the member of `known` that `word` probably meant, None if none is near."""
+    """Return the member of `known` with a spelling similar to `word`, which was probably meant;
+    None if there is none."""
     matches = difflib.get_close_matches(word[:LONGEST_COMPARED], list(known), n=1)
     return matches[0] if matches else None
 
@@ -63,8 +69,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def near_files(path: Path) -> str:
-    """Return an ending for messages about a missing path: similar files in its folder, else some
-    that exist, else ""."""
+    """Return the end for a message about the missing path `path`: `; did you mean …?` with similar
+    files in its folder, else `; beside it are …` with some that exist, else ""."""
     try:
         names = sorted(entry.name for entry in path.parent.iterdir() if entry.name[0] != ".")
     except OSError:
@@ -78,7 +84,7 @@ def near_files(path: Path) -> str:
 
 
 def nearest_divisors(n: int, wanted: int, count: int = 4) -> list[int]:
-    """Return n's `count` divisors nearest to `wanted`, ascending.
+    """Return the `count` divisors of n nearest to `wanted`, ascending; all if n has fewer.
 
     Takes √n divisions, so that a mistyped huge number is refused as fast as any other.
     """
@@ -88,17 +94,18 @@ def nearest_divisors(n: int, wanted: int, count: int = 4) -> list[int]:
 
 
 def listed(values: Iterable[object]) -> str:
-    """Join values with commas."""
+    """Join values as text with commas: "a, b, c"."""
     return ", ".join(map(str, values))
 
 
 def either(values: Iterable[object]) -> str:
-    """Join values with "or"."""
+    """Join values as text with "or": "a or b or c"."""
     return " or ".join(map(str, values))
 
 
 class PentameterError(Exception):
-    """An error that the user can act on. Its message gives the value, the place and a remedy."""
+    """Base for errors that the user can act on. The message gives the value, the place and a
+    remedy; `exit_code` is the command's."""
 
     exit_code = 1
 
@@ -141,4 +148,5 @@ class InterruptedRunError(PentameterError):
     def __init__(self, message: str, *, agreed: bool = True) -> None:
         super().__init__(message)
         self.agreed = agreed
-        """True if all processes stop at this step; else this one left alone, before any."""
+        """True if all processes stop at this step; False if this one stopped by itself,
+        before training."""

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers and configuration values formatted for people; NaN, infinity and None become "–"."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ COUNTS = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}
 BYTES = {"EB": 1e18, "PB": 1e15, "TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
 RATES = {"E": 1e18, "P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
 HUGE = 1e9
-"""Number from which digits before the point say nothing: it is written as 2.688e+43."""
+"""Number from which digits before the decimal point tell nothing: it is written as 2.688e+43."""
 
 
 def whole(value: int | None) -> str:
-    """Format 10,788,929 in full, in threes; None as "–"."""
+    """Format an integer with thousands separators, "10,788,929"; None as "–"."""
     return "–" if value is None else f"{value:,}"
 
 
@@ -29,7 +29,7 @@ def count(value: float) -> str:
 
 
 def size(n_bytes: float) -> str:
-    """Format 1,500,000 bytes as "1.5 MB"."""
+    """Format 1,500,000 bytes as "1.5 MB"; NaN and infinity as "–"."""
     if not math.isfinite(n_bytes):
         return "–"
     scaled, unit = _scaled(n_bytes, BYTES)
@@ -45,8 +45,9 @@ def flops(per_second: float) -> str:
 
 
 def _scaled(value: float, units: Mapping[str, float]) -> tuple[float, str]:
-    """Return `value` in the largest unit that leaves at least one after rounding to three digits,
-    and that unit; unchanged and "" if it is below all."""
+    """Return `value` divided by the largest unit in which it is at least 1 after rounding to
+    three digits, and that unit's name; `value` and "" if it is below all. units: name →
+    size, largest first."""
     for unit, size_of_one in units.items():
         if abs(value) >= 0.9995 * size_of_one:
             return value / size_of_one, unit
@@ -54,14 +55,15 @@ def _scaled(value: float, units: Mapping[str, float]) -> tuple[float, str]:
 
 
 def _three_digits(value: float) -> str:
-    """Format 2.5, 999 and 12,345: three significant digits, but no whole digit dropped."""
+    """Format with three significant digits, "2.5"; but no digit before the point is
+    dropped, "12,345"."""
     whole_only = 999.5 <= abs(value) < HUGE
     return f"{value:,.0f}" if whole_only else f"{value:z.3g}"
 
 
 def duration(seconds: float) -> str:
-    """Format 3,723 seconds as "1 h 2 min": at most two units, from seconds to years with 365
-    days."""
+    """Format 3,723 seconds as "1 h 2 min": at most two units, from seconds to years with 365 days;
+    a negative or infinite one as "–"."""
     if not math.isfinite(seconds) or seconds < 0:
         return "–"
     if seconds < 10:
@@ -76,7 +78,8 @@ def duration(seconds: float) -> str:
 
 
 def rough_duration(seconds: float) -> str:
-    """Format 3,723 seconds as "1.0 h": one unit, for estimates in narrow columns."""
+    """Format 3,723 seconds as "1.0 h": one unit, for estimates in narrow columns; a negative or
+    infinite one as "–"."""
     if not math.isfinite(seconds) or seconds < 0:
         return "–"
     if seconds < 59.5:
@@ -85,7 +88,8 @@ def rough_duration(seconds: float) -> str:
 
 
 def _two_units(n: int, size: int, large: str, small: str) -> str:
-    """Format n small units as large ones, `size` each, plus the remainder if there is one."""
+    """Format `n` small units as "2 d 3 h": large units, `size` small ones each, then the remainder
+    unless it is 0. large, small: their names."""
     whole, rest = divmod(n, size)
     return f"{whole:,} {large} {rest} {small}" if rest else f"{whole:,} {large}"
 
@@ -94,8 +98,8 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return a line of bars, one per value, the largest finite value full; "·" for NaN and
-    infinity."""
+    """Return a string with one bar per value, from ▁ for the smallest to █ for the largest; "·" for
+    NaN and infinity."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
@@ -112,12 +116,14 @@ def fixed(value: float, digits: int = 4) -> str:
 
 
 def percent(value: float) -> str:
-    """Format 0.4213 as "42.1 %"."""
+    """Format the fraction 0.4213 as "42.1 %"; NaN and infinity as "–"."""
     return f"{fixed(100 * value, 1)} %" if math.isfinite(100 * value) else "–"
 
 
 def scalar(value: object) -> str:
-    """Format a configuration value: yes and no, lists without brackets, short floats."""
+    """Format a configuration value: booleans as yes and no, None as "–", lists without brackets (an
+    empty one as none), floats short; text as it is, quoted only if empty or with blanks at an
+    end."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if value is None:

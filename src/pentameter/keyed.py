@@ -13,8 +13,8 @@ from hashlib import blake2b
 from typing import Any
 
 Key = tuple[int, int]
-"""Two signed 32-bit words, a digest: derive related keys through `make_key` or `bits`, since keys
-that differ in a single chosen bit give related streams."""
+"""A key for `bits` and `permute`: two signed 32-bit words, a digest. Derive related keys through
+`make_key` or `bits`, since keys that differ in a single chosen bit give related streams."""
 
 # Multipliers and shifts of the "triple32" mixer (C. Wellons, "Prospecting for hash functions",
 # 2018) without its first xor-shift, which a counter does not need. With two multiplications the
@@ -30,8 +30,9 @@ N_FEISTEL_ROUNDS = 10  # fewer leave a visible bias where n is below ten
 def make_key(*parts: int | str) -> Key:
     """Return the key for `parts`: equal parts give equal keys, others unrelated ones.
 
-    `make_key(seed, "dropout", step)` names a stream. Parts are hashed with type and length
-    (BLAKE2b, RFC 7693), so that `1`, `"1"` and `("a", "b")`, `("ab",)` all differ.
+    `make_key(seed, "dropout", step)` names a stream, all random numbers drawn with that key. Parts
+    are hashed with type and length (BLAKE2b, RFC 7693), so that `1`, `"1"` and `("a", "b")`,
+    `("ab",)` all differ.
     """
     digest = blake2b(digest_size=8)
     for part in parts:
@@ -49,10 +50,10 @@ def bits(key: tuple[Any, Any], index: Any) -> Any:
     """Return 32 random bits per element in `index`: int32 in its shape, uniform over all 2^32
     values.
 
-    index: an int32 numpy array (at least one dimension) or torch tensor that may run through all
-    2^32 values; multiplications wrap. Each key word is an int or an int32 array that broadcasts
-    with `index`, such as one word per batch row. For one key, different indices give different
-    values: the map is a bijection on 32-bit words.
+    index: an int32 numpy array (at least one dimension) or torch tensor, with any 32-bit values,
+    that numbers the draws; multiplications wrap. key: two words, each an int or an int32 array that
+    broadcasts with `index`, such as one word per batch row. For one key, different indices give
+    different values: the map is a bijection on 32-bit words.
 
     The first word shifts, by exclusive or, the stream's start in the mixer's cycle; the second
     enters between multiplications, so that two keys' streams are not one sequence in two orders.
@@ -104,8 +105,8 @@ def permute(key: Key, n: int, index: Any) -> Any:
 
 
 def _feistel(key: Key, n: int, x: Any) -> Any:
-    """Return x's image under a keyed bijection on `range(2**b)`, with 2^b the least power of two ≥
-    n."""
+    """Return x's image (an int, or an int64 array in x's shape) under a bijection on `range(2**b)`
+    that the key determines; 2^b is the least power of two ≥ n."""
     n_bits = (n - 1).bit_length()
     low_bits, high_bits = n_bits // 2, n_bits - n_bits // 2
     for round_number in range(1, N_FEISTEL_ROUNDS + 1):
@@ -118,10 +119,12 @@ def _feistel(key: Key, n: int, x: Any) -> Any:
 
 
 def _word(key: Key, round_number: int, x: Any) -> Any:
-    """Return `bits` with a round's key at 0 ≤ x < 2^31, as a number in 0 … 2^32 - 1.
+    """Return 32 random bits, as a number in 0 … 2^32 - 1, for 0 ≤ x < 2^31, the key and the
+    Feistel round's number.
 
-    The same mixer over non-negative numbers, because Python's ints do not wrap. The product of two
-    32-bit words may pass 2^63; int64 then wraps, and its low 32 bits are right all the same.
+    It is the mixer in `bits` on non-negative numbers, because Python's ints do not wrap. The
+    product of two 32-bit words may pass 2^63; int64 then wraps, and its low 32 bits are
+    right all the same.
     """
     # The multiples of two odd words give each round a key of its own.
     x = x ^ ((key[0] + round_number * 0x9E3779B9) & WORD)

@@ -1,1 +1,2 @@
-"""Measurements to check the planner's estimates against: steps on this machine, a traced rank."""
+"""Measurements that the planner's estimates are based on or checked against: this machine's CPU,
+timed; one rank's memory, traced."""

@@ -1,8 +1,9 @@
-"""This machine's CPU as training experiences it, measured for `plan` and `--layout best`.
+"""Measure this machine's CPU for `doctor --measure`, as a description that `plan` and
+`--layout best` read instead of typical figures.
 
-Operations are timed in isolation, as PyTorch and the fused step compute them; then steps with a
-small model, which show how much slower operations are within a step, because each finds the caches
-filled by the others.
+Operations are timed in isolation, as PyTorch and the fused step (training's hand-written CPU
+kernels) compute them; then steps with a small model, which show how much slower operations are
+within a step, because each finds the caches filled by the others.
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ from pentameter.planning.plan import Plan, make_plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 TENSOR_BYTES, N_TENSORS = 1 << 21, 64
-"""Bytes and count of the activations that operations read one after another: in total more than the
-caches near a core hold, with results in recently freed memory."""
+"""Bytes in each tensor, and number of tensors, that a timed operation reads one after another: in
+total more than the caches near a core hold, with results in recently freed memory."""
 MESSAGE_BYTES, SMALL_MESSAGE_BYTES, N_MESSAGES = 1 << 24, 1 << 16, 20
 PRODUCT = (2048, 512, 512)
-"""Rows and sides of a linear layer's matmul as in small models, compared with the fastest matmul
-measured."""
+"""A linear layer's matmul as in small models, (rows, outputs, inputs), whose speed is compared with
+the fastest matmul measured."""
 FEED_FORWARD = (4096, 512, 2048)
-"""Rows, channels and inner width for timing the fused feed-forward layer."""
+"""(Token rows, d_model, d_ff) with which the fused feed-forward layer is timed."""
 ATTENTION = (4, 8, 256, 64)
-"""Sequences, heads, tokens and channels for timing attention."""
+"""(Sequences, heads, tokens, head size) with which attention is timed."""
 STEP: dict[str, Any] = {
     "model": {
         "vocab_size": 1024,
@@ -70,20 +71,23 @@ STEP: dict[str, Any] = {
     "data": {"corpus": "stdlib"},
     "train": {"device": "cpu"},
 }
-"""The configuration whose steps are timed, with two micro-batches each."""
+"""Settings of the configuration whose steps are timed, with two micro-batches each."""
 STEP_ROWS = (1, 8)
-"""Sequences per micro-batch in such a step, few and many."""
+"""Sequences per micro-batch in the timed steps: few in the one, many in the other."""
 SHORT, LONG = 1e-12, 1e-4
-"""Seconds per operation, used to find out how many operations the planner counts."""
+"""Two minimum times per operation, in seconds: the planner's estimates for both tell how many
+operations it counts in a step."""
 LEAST_TURNS = 5
 STEP_SECONDS = 1.5
-"""Seconds for which each kind of step is repeated."""
+"""Seconds for which each kind of step (precision, size, fused or not) is repeated."""
 LARGEST_SHARE = 4.0
-"""A `step_share` above this, or below its inverse, is caused by other programs."""
+"""Largest credible `step_share`, the ratio of isolated to in-step operation times; a larger one, or
+one below its inverse, means that other programs disturbed the measurement."""
 
 
 def measure_machine() -> Path:
-    """Measure this machine's CPU and return the path of the file that describes it.
+    """Measure this machine's CPU, and return the path of the TOML file in the cache folder to which
+    the figures were written, for `plan` and `--layout best` to read.
 
     Takes a minute, and half a minute more if the fused step is not compiled yet. Resources that
     other programs use meanwhile are missing from the figures. Raises ConfigError, and leaves an
@@ -97,7 +101,12 @@ def measure_machine() -> Path:
 
 
 def measured_device(capabilities: Capabilities) -> Device:
-    """Measure this machine's CPU as a Device."""
+    """Measure this machine's CPU, and return its figures (FLOP/s, bandwidths, memory and measured
+    efficiencies) as a Device, the planner's term for a processor.
+
+    capabilities: this machine's, from `machine_capabilities`. Raises ConfigError if other
+    programs use too much.
+    """
     tune_allocator(sparing=True)  # as in a run with ZeRO
     fresh = _fresh_bandwidth()
     tune_allocator()  # as in any other run
@@ -139,8 +148,8 @@ def measured_device(capabilities: Capabilities) -> Device:
 
 
 def _best_seconds(act: Callable[[], object], seconds: float = 0.3) -> float:
-    """Return an action's shortest time in seconds. The action is repeated for `seconds`, and at
-    least LEAST_TURNS times, because heaps grow in the first repetitions."""
+    """Run `act` again and again for `seconds`, and at least LEAST_TURNS times, because heaps grow
+    in the first repetitions. Return the shortest time in seconds."""
     times: list[float] = []
     deadline = time.perf_counter() + seconds
     while len(times) < LEAST_TURNS or time.perf_counter() < deadline:
@@ -151,35 +160,37 @@ def _best_seconds(act: Callable[[], object], seconds: float = 0.3) -> float:
 
 
 def _bandwidth() -> float:
-    """Return the bytes read and written per second by an element-wise operation."""
+    """Return the bytes per second that an element-wise operation reads and writes, on tensors that
+    exceed the caches."""
     tensors = [torch.ones(TENSOR_BYTES // 4) for _ in range(N_TENSORS)]
     seconds = _best_seconds(lambda: [torch.add(each, 1.0) for each in tensors])
     return 2 * TENSOR_BYTES * N_TENSORS / seconds
 
 
 def _fresh_bandwidth() -> float:
-    """Return the bytes per second when writing to memory for the first time."""
+    """Return the bytes per second when a new 2 MiB tensor is allocated and filled."""
     seconds = _best_seconds(lambda: torch.ones(TENSOR_BYTES // 4))
     return TENSOR_BYTES / seconds
 
 
 def _exponential_seconds() -> float:
-    """Return the seconds per element for an activation function, including its memory access."""
+    """Return the seconds per element for an activation function (GELU), including its memory
+    access."""
     tensors = [torch.ones(TENSOR_BYTES // 4) for _ in range(N_TENSORS // 4)]
     gelu = torch.nn.functional.gelu
     return _best_seconds(lambda: [gelu(each) for each in tensors]) / sum(map(len, tensors))
 
 
 def _passes_seconds(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[float, float]:
-    """Return the seconds for a function's forward and backward pass."""
+    """Return the seconds that `function(*inputs)` takes, and those that its backward pass takes."""
     y = function(*inputs)
     backward = partial(torch.autograd.grad, y, inputs, y.detach(), retain_graph=True)
     return _best_seconds(partial(function, *inputs)), _best_seconds(backward)
 
 
 def _shares(dtype: torch.dtype, peak: float) -> ProductShares:
-    """Return the fractions of a peak that PyTorch's matmuls in a linear layer and its attention
-    reach."""
+    """Return how much PyTorch reaches in `dtype`, as fractions of the peak matmul rate `peak`
+    (FLOP/s): in a linear layer's matmuls, and in attention."""
     m, n, k = PRODUCT
     x, weight = (torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in ((m, k), (n, k)))
     seconds = sum(_passes_seconds(torch.nn.functional.linear, x, weight))
@@ -190,8 +201,11 @@ def _shares(dtype: torch.dtype, peak: float) -> ProductShares:
 
 
 def _fused_shares(precision: str, peak: float, capabilities: Capabilities) -> ProductShares:
-    """Return the fractions that the fused step reaches: in a feed-forward layer with its activation
-    function, and in its attention."""
+    """Return how much the fused step's CPU kernels reach, as fractions of the peak matmul rate
+    `peak` (FLOP/s): in a feed-forward layer with its activation function, and in attention.
+
+    precision: `fp32` or `bf16`.
+    """
     dtype = DTYPES[precision]
     for name in native.DTYPES:
         native.load(name, capabilities)
@@ -222,8 +236,11 @@ def _fused_shares(precision: str, peak: float, capabilities: Capabilities) -> Pr
 def _shares_of(
     products_per_second: float, attention_seconds: tuple[float, float], peak: float
 ) -> ProductShares:
-    """Return the fractions of a peak that matmuls reach and that causal attention with the sizes
-    ATTENTION reaches, not counting its masked half, from its forward and backward seconds."""
+    """Divide measured rates by the peak matmul rate `peak`, in FLOP/s.
+
+    products_per_second: the linear layers' matmuls, in FLOP/s. attention_seconds: forward and
+    backward time of causal attention with the sizes ATTENTION; its masked half is not counted.
+    """
     B, H, T, K = ATTENTION
     forward, backward = attention_seconds
     return ProductShares(
@@ -237,7 +254,8 @@ def _shares_of(
 
 
 def _within_steps(device: Device, best: str) -> Device:
-    """Return the device with operations as fast as within steps; fp64 is treated like fp32."""
+    """Return the device with its isolated operations slowed to their speed within steps, for each
+    precision, fused and not; fp64 is treated like fp32. best: the fastest precision's name."""
     plain = {name: _within_step(device, name, fused=False) for name in ("fp32", "bf16")}
     plain["fp64"] = plain["fp32"]
     calibration = device.calibration
@@ -256,10 +274,11 @@ def _within_steps(device: Device, best: str) -> Device:
 
 
 def _within_step(device: Device, precision: str, *, fused: bool) -> dict[str, float]:
-    """Return `step_share` and `kernel_seconds` for a way to compute steps. Raises ConfigError if
-    the machine is too busy to measure.
+    """Time steps in one precision, fused or not. Return `step_share` (the same operations' isolated
+    ÷ in-step time) and `kernel_seconds` (minimum seconds per operation). Raises ConfigError if the
+    machine is too busy to measure.
 
-    A step's passes take (o + n · k) / s: o is the time of the isolated operations without k, n
+    A step's passes take (o + n · k) / s: o is the isolated operations' time without k, n
     their number, k the minimum seconds per operation and s the share. Steps with two sizes
     determine k and s.
     """
@@ -282,8 +301,8 @@ def _within_step(device: Device, precision: str, *, fused: bool) -> dict[str, fl
 
 
 def _planned(device: Device, config: Config, kernel_seconds: float) -> float:
-    """Return the planned seconds for a step's passes, with `kernel_seconds` as the minimum per
-    operation."""
+    """Return the seconds that the planner estimates for a step's forward and backward passes on
+    `device`, with `kernel_seconds` as the minimum per operation."""
     least, old = {"kernel_seconds": kernel_seconds}, device.calibration
     fused = {name: each.model_copy(update=least) for name, each in old.fused.items()}
     precisions = {name: each.model_copy(update=least) for name, each in old.precisions.items()}
@@ -294,7 +313,8 @@ def _planned(device: Device, config: Config, kernel_seconds: float) -> float:
 
 
 def _passes_of_step_seconds(plan: Plan) -> float:
-    """Return the seconds for the forward and backward passes in a plan's step, in this process."""
+    """Return the measured seconds for the forward and backward passes in one step under `plan`, on
+    random tokens in this process."""
     train, model = plan.config.train, plan.config.model
     engine = assemble(plan, torch.device("cpu"), train.precision, compiled=train.compile is True)
     shape = (len(engine.rows), model.context_length + 1)
@@ -312,8 +332,8 @@ def _passes_of_step_seconds(plan: Plan) -> float:
 
 
 def _measured_link() -> tuple[float, float]:
-    """Return the bytes per second, and the seconds for a small message, between two processes on
-    the machine: those in a ring, derived from all-reduces."""
+    """Measure the connection between two processes on this machine by all-reduces. Return its bytes
+    per second, and the seconds for a small message."""
     with scratch_folder() as folder, ExitStack() as stack:
         ranks = [
             PythonChild(f"{__name__}:_all_reduces", str(rank), str(folder)) for rank in range(2)
@@ -325,10 +345,13 @@ def _measured_link() -> tuple[float, float]:
 
 
 def _all_reduces(rank: str, folder: str) -> Callable[[None], list[float]]:
-    """Act as one of two ranks that time all-reduces on a large and on a small tensor. Each
-    all-reduce follows some matmuls, as in a step: the first rank to arrive waits, and is woken.
-    Back to back, a message would take a fraction of that. The returned function yields both times
-    in seconds."""
+    """Time all-reduces on a large and on a small tensor as rank `rank` (0 or 1, as text) of two
+    processes. Return a function that ignores its argument and returns the two times in seconds: a
+    request handler, as `PythonChild` needs one. Collective.
+
+    folder: for the rendezvous file. Each all-reduce follows some matmuls, as in a step: the first
+    rank to arrive waits, and is woken. Back to back, a message would take a fraction of that.
+    """
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meet"
     dist.init_process_group("gloo", init_method=meeting, rank=int(rank), world_size=2)
@@ -354,7 +377,8 @@ def _all_reduces(rank: str, folder: str) -> Callable[[None], list[float]]:
 
 
 def _file(device: Device) -> Iterator[str]:
-    """Yield the lines of a file that describes a device, in the format of `read_devices`."""
+    """Yield the lines of a TOML file that describes `device`, in the format that
+    `read_devices` reads."""
     values = device.model_dump(exclude_unset=True)
     calibration = values.pop("calibration")
     yield "# This machine, measured by `pentameter doctor --measure`; `pentameter plan` reads it."
@@ -364,8 +388,8 @@ def _file(device: Device) -> Iterator[str]:
 
 
 def _tables(name: str, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a TOML table and its nested tables; floats have four digits, as precise as
-    measurements."""
+    """Yield lines for the TOML table `name` and its nested tables; floats have four digits, as
+    precise as measurements."""
     yield f"\n[{name}]"
     for key, value in values.items():
         if not isinstance(value, dict):

@@ -1,5 +1,5 @@
-"""One rank of a layout, built without memory: its parameters as the run would hold them, the
-gradients and activations for one micro-batch, compared with the Plan's counts."""
+"""One rank in a layout, built on fake tensors that take no memory, to check the planner's bytes:
+its parameters, their gradients and one micro-batch's activations are counted and compared."""
 
 from __future__ import annotations
 
@@ -40,24 +40,25 @@ from pentameter.processes.world import World
 
 @dataclass(frozen=True)
 class TracedRank:
-    """The bytes that one rank holds, traced and planned."""
+    """The bytes that one rank holds, as counted on fake tensors and as planned."""
 
     rank: int
     traced: Mapping[str, int]
-    """Bytes per parameter in the modules that were built."""
+    """Parameter name → bytes on this rank in the modules that were built."""
     gradients: Mapping[str, int]
-    """Bytes per parameter's gradient, as the optimizer finds it."""
+    """Parameter name → bytes of its gradient on this rank, as the optimizer finds it."""
     planned: Mapping[str, int]
-    """Bytes per parameter under the Plan's layout."""
+    """Parameter name → bytes on this rank under the Plan's layout."""
     activations: int
     """Bytes that one micro-batch's forward passes save for the backward passes, in all stages on
     the rank, including the residual stream passed to the next stage or to the head."""
     planned_activations: int
-    """The same bytes as planned."""
+    """Bytes that the planner estimates for `activations`."""
 
     @property
     def differing(self) -> list[str]:
-        """Parameters whose bytes or gradient bytes differ, or that only one side has."""
+        """Names of the parameters whose traced, gradient and planned bytes are not all equal, a
+        missing one included."""
         names = {*self.traced, *self.gradients, *self.planned}
         return sorted(
             name
@@ -80,10 +81,12 @@ class TracedRank:
 
 
 def trace_rank(plan: Plan, rank: int, precision: str) -> TracedRank:
-    """Build a rank's shard of the model without memory, in a process group with the layout's full
-    size whose other ranks do not exist, run one micro-batch through it, and compare with the Plan.
+    """Build rank `rank`'s shard of the model on fake tensors, run one micro-batch through it, and
+    return its bytes beside those of `plan` (a run's layout, parameters and batch sizes).
 
-    Raises ConfigError for a rank outside the layout.
+    No other process is needed: the process group has the layout's full size, but its other ranks do
+    not exist. precision: `train.precision`, resolved (`bf16`). Raises ConfigError for a rank
+    outside the layout.
     """
     layout = plan.layout
     if not 0 <= rank < layout.world_size:
@@ -127,7 +130,8 @@ def _trace(plan: Plan, precision: str, mesh: Mesh) -> TracedRank:
 
 
 def _replace_meta_parameters(module: nn.Module) -> None:
-    """Replace meta parameters by fake CPU ones, so that operations are dispatched as on a CPU."""
+    """Replace a module's meta parameters by fake CPU ones, in place, so that operations are
+    dispatched as on a CPU. Tied parameters stay tied."""
     shared = tied_names(module)
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
@@ -137,8 +141,9 @@ def _replace_meta_parameters(module: nn.Module) -> None:
 
 
 def _step(module: StageModule, plan: Plan, number: int) -> int:
-    """Run one micro-batch's passes through a stage. Return the bytes that its forward pass saves,
-    including the residual stream passed to the next stage or to the head."""
+    """Run one micro-batch's forward and backward pass through pipeline stage `number`. Return
+    the bytes that its forward pass saves, including the residual stream passed to the next
+    stage or to the head."""
     config, layout = plan.config, plan.layout
     shape = (plan.micro_batch_size, config.model.context_length // layout.context)
     tokens = torch.zeros(shape, dtype=torch.int64)
@@ -174,8 +179,8 @@ def _step(module: StageModule, plan: Plan, number: int) -> int:
 
 
 class _NewStorages(TorchDispatchMode):
-    """Tracks, within its `with` block, the live storages that operations create, except those in
-    which FSDP gathers and reduces."""
+    """Context manager that tracks the live storages that operations create within its block, except
+    those in which FSDP gathers and reduces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,13 +188,13 @@ class _NewStorages(TorchDispatchMode):
 
     @property
     def n_bytes(self) -> int:
-        """Bytes in the live storages."""
+        """Total bytes in the tracked storages that are still alive."""
         return sum(storage.nbytes() for storage in self._alive)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run `func`, and track the storages that it returns but was not passed."""
+        """Run `func`, and track the storages of its results that were not among its arguments'."""
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # dispatched again for the DTensor's local operations
         given = set(_storages((args, kwargs)))
@@ -201,12 +206,13 @@ class _NewStorages(TorchDispatchMode):
 
 
 def _storages(found: Any) -> Iterator[UntypedStorage]:
-    """Return the storages of all tensors within arguments or results."""
+    """Return the storages of all tensors in `found`, arguments or results nested in any way."""
     return (leaf.untyped_storage() for leaf in leaves(found) if isinstance(leaf, Tensor))
 
 
 def _count(found: dict[str, int], named: Iterator[tuple[str, Tensor | None]]) -> None:
-    """Record the bytes of local tensors by name; a tied weight counts once."""
+    """Add the bytes in each tensor's local shard to `found`, by name; None is skipped, and a tied
+    weight counts once."""
     for name, tensor in named:
         if tensor is not None:
             local, _ = local_shard(tensor)

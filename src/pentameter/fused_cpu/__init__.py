@@ -1,1 +1,2 @@
-"""Fused training step for CPUs, with the GPT's own parameters and formulas."""
+"""Fused training step for CPUs: a GPT's loss and gradients by hand-written kernels, with the plain
+model's parameters and formulas."""

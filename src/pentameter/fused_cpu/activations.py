@@ -1,7 +1,7 @@
-"""Feed-forward activations and their gradients, one pass over memory each.
+"""Feed-forward activations and their gradients, each computed in one pass over memory.
 
-In bf16 the native kernels (`cpp/activation.h`) contain no formulas: they read a table built from
-these.
+In bf16 the C++ kernels (`cpp/activation.h`) contain no formulas: they interpolate in a table that
+`curve` builds from the functions here.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ _GELU_TANH = math.sqrt(2 / math.pi)
 
 
 def _normal_cdf(x: Tensor, density: Tensor, *, exact: bool) -> Tensor:
-    """Return Φ(x), given `density` = exp(-x² / 2), in x's shape.
+    """Return the standard normal distribution function Φ(x) in x's shape, given `density` = exp(-x²
+    / 2).
 
-    Unless `exact`, when results are rounded to 16 bits anyway, use formula 7.1.26 by Abramowitz and
-    Stegun (error below 1.5e-7): it shares the exponential with the derivative and takes 2/3 as
-    long.
+    Unless `exact`, when results are rounded to 16 bits anyway, use formula 7.1.26 by
+    Abramowitz and Stegun (error below 1.5e-7): it shares the exponential with the derivative
+    and takes 2/3 as long.
     """
     if exact:
         return 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
@@ -72,12 +73,14 @@ ACTIVATIONS = {
     "swiglu": _silu,
     "geglu": _gelu,
 }
-"""`model.activation` → its function on the layer's inner width, or on the gate."""
+"""Value for `model.activation` → function (x, exact) → (f(x), f'(x)), in x's shape. It acts on the
+first linear's output; in a gated layer (SwiGLU, GeGLU) on the gate alone."""
 
 
 class Curve(NamedTuple):
-    """Table for one activation: coefficients (4, N_SEGMENTS) for cubic polynomials, the constant
-    term first, and segments per unit |x|."""
+    """One activation's table for the C++ kernels, which interpolate in it: `coefficients`
+    (4, N_SEGMENTS) for cubic polynomials, the constant term first, and `per_unit`, the
+    segments per unit |x|."""
 
     coefficients: Tensor
     per_unit: float
@@ -91,11 +94,12 @@ precision."""
 
 @functools.cache
 def curve(kind: str) -> Curve | None:
-    """Build the native kernels' table for an activation f(x) = x · s(x) with s(-x) = 1 - s(x); None
-    for ReLU², which has another form.
+    """Build the C++ kernels' table for an activation f(x) = x · s(x) with s(-x) = 1 - s(x). kind: a
+    key in ACTIVATIONS. Returns None for ReLU², which does not have this form.
 
-    Cubic polynomials in Hermite form for s - 1/2, over N_SEGMENTS equal segments from 0 to RANGE. f
-    is off by less than 3e-5 and f' by less than 2e-4; bf16 rounds by 2e-3, relatively.
+    The table holds cubic polynomials in Hermite form for s - 1/2, over N_SEGMENTS equal segments
+    from 0 to RANGE[kind]. f is off by less than 3e-5 and f' by less than 2e-4; bf16 rounds by
+    2e-3, relatively.
     """
     if kind not in RANGE:
         return None
@@ -114,8 +118,12 @@ def curve(kind: str) -> Curve | None:
 
 @kernel
 def activate(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
-    """Return f(h + bias) in h's dtype, (…, N) like h; `kind` is a key in ACTIVATIONS. If `gated`, f
-    acts on the first half of h's channels (…, 2·n) and multiplies the second: (…, n)."""
+    """Return f(h + bias) in h's shape (…, N) and dtype, for h from the first linear without its
+    bias (N,). kind: the key in ACTIVATIONS that names f.
+
+    If `gated`, N is 2·n: f acts on the first n channels (the gate), and its result multiplies the
+    other n; the result is (…, n).
+    """
     exact = h.dtype.itemsize > 2
     x, factor = _gate(plus_bias(h, bias), gated)
     y = ACTIVATIONS[kind](x, exact)[0]
@@ -126,8 +134,13 @@ def activate(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
 def activation_gradients(
     g: Tensor, h: Tensor, bias: Tensor | None, kind: str, gated: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return two tensors: h's gradient, given `activate`'s output gradient g, and that output
-    computed again."""
+    """Return the gradient for h (…, N), and the activation's output computed again rather than
+    saved (…, n), given that output's gradient g (…, n).
+
+    h, bias, kind, gated: as passed to `activate`: the first linear's output, its bias (N,) or None,
+    the activation's name, and whether half the channels are a gate. The bias's gradient is h's,
+    summed over rows.
+    """
     exact = h.dtype.itemsize > 2
     x, factor = _gate(plus_bias(h, bias), gated)
     y, slope = ACTIVATIONS[kind](x, exact)
@@ -139,8 +152,8 @@ def activation_gradients(
 
 
 def _gate(h: Tensor, gated: bool) -> tuple[Tensor, Tensor | None]:
-    """Split h (…, 2·n) into the gate's and the other channels, (…, n) each; without a gate return h
-    and None."""
+    """Split h (…, 2·n) into the gate's channels and those that it multiplies, (…, n) each. If not
+    `gated`, return h and None."""
     if not gated:
         return h, None
     x, factor = h.chunk(2, -1)

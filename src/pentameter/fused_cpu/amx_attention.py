@@ -1,4 +1,8 @@
-"""Causal bf16 attention on a CPU with AMX, by `cpp/attention.cpp`."""
+"""Causal bf16 attention on a CPU with AMX (Intel's matrix tiles), computed by the C++ kernels in
+`cpp/attention.cpp`.
+
+Shapes: B batch, T sequence, H query heads, G KV heads, K head size.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,8 @@ MAX_HEAD = 256
 
 
 def attention_obstacle(config: ModelConfig) -> str | None:
-    """Return why the kernels cannot compute a model's attention; None if they can."""
+    """Return a phrase that says why the kernels cannot compute this model's attention; None if they
+    can."""
     size = config.head_channels
     if size % 32 or size > MAX_HEAD:
         return f"the AMX kernels want heads of a multiple of 32 up to {MAX_HEAD}, not {size}"
@@ -27,13 +32,13 @@ def attention_obstacle(config: ModelConfig) -> str | None:
 
 
 def can_attend(config: ModelConfig, parameters: torch.dtype, dtype: torch.dtype) -> bool:
-    """Return whether the kernels are loaded and take this attention with matmuls in `dtype`, and
-    biases and norms in `parameters`' dtype."""
+    """Return whether the AMX library is loaded and takes the attention that `config` describes,
+    with matmuls in `dtype`, and biases and norm weights in the dtype `parameters`."""
     return serves("AMX", parameters, dtype) and attention_obstacle(config) is None
 
 
 class _Part(ctypes.Structure):
-    """`Part` in cpp/heads.h."""
+    """ctypes mirror for the C++ struct `Part` in cpp/heads.h: the queries, keys or values."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("data", "bias", "norm")),
@@ -42,7 +47,7 @@ class _Part(ctypes.Structure):
 
 
 class _Job(ctypes.Structure):
-    """`Job` in cpp/heads.h."""
+    """ctypes mirror for the C++ struct `Job` in cpp/heads.h: all arguments for one kernel call."""
 
     _fields_ = (
         *((name, _Part) for name in ("q", "k", "v")),
@@ -54,8 +59,12 @@ class _Job(ctypes.Structure):
 
 
 def attention_forward(heads: Heads, shape: HeadShape, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute y (B, T, H·K) and each row's log-sum-exp, (B, H, T rounded up to 32); dropout numbers
-    its elements by the context length."""
+    """Return attention's output y (B, T, H·K) in bf16, and each row's log-sum-exp in fp32, (B, H, T
+    rounded up to 32), which backward needs.
+
+    heads: queries, keys and values before bias, norm and rotation, which the kernel applies. keys:
+    dropout's, int32 (B, 2), two random words per batch row.
+    """
     B, T, H, K = heads.q.data.shape
     y = heads.q.data.new_empty(B, T, H * K)
     logs = torch.empty(B, H, -(-T // 32) * 32, dtype=torch.float32)
@@ -73,10 +82,12 @@ def attention_backward(
     shape: HeadShape,
     keys: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention's gradients from y's gradient `g` (B, T, H·K).
+    """Write the gradients for queries, keys and values into the tensors `to`, which have the shapes
+    and strides that `heads`' data have. Return the gradients for the query norm's and the key
+    norm's weight, (K,) each, to be ignored without norms.
 
-    Those for queries, keys and values are written to `to`, laid out like their data. Returns those
-    for the query norm's and the key norm's weight, (K,) each.
+    g: y's gradient (B, T, H·K). y and logs: `attention_forward`'s results; heads, shape and
+    keys: its arguments.
     """
     B, _, H, K = heads.q.data.shape
     norms = [g.new_zeros(B * n, K, dtype=torch.float32) for n in (H, heads.k.data.shape[2])]

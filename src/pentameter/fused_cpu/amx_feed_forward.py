@@ -1,5 +1,9 @@
-"""bf16 feed-forward layers and weight gradients on a CPU with AMX, by `cpp/feed_forward.cpp` and
-`cpp/weight_gradient.cpp`."""
+"""bf16 feed-forward layers and weight gradients on a CPU with AMX (Intel's matrix tiles), computed
+by the C++ kernels in `cpp/feed_forward.cpp` and `cpp/weight_gradient.cpp`.
+
+Shapes: M token rows (batch × sequence), D d_model, N and n the first linear's outputs and the
+second's inputs; N = n, or 2 · n with a gate.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +17,26 @@ from pentameter.fused_cpu.activations import Curve
 from pentameter.fused_cpu.native import address, library, serves
 
 ROWS_PER_CHUNK = 256
-"""Batch rows per chunk in a weight gradient: 32 columns from each factor, 16 KiB, fit the L1
+"""Token rows per chunk in a weight gradient: 32 columns from each factor, 16 KiB, fit the L1
 cache."""
 MAX_WEIGHT = 2**22
 """Largest weight, in elements, whose gradient the kernels compute: a larger one does not stay in
-the cores' caches while batch rows are summed, and PyTorch's matmul is faster."""
+the cores' caches while token rows are summed, and PyTorch's matmul is faster."""
 
 
 class Paired(NamedTuple):
-    """A matrix (M, n) in the layout that weight gradients read: ROWS_PER_CHUNK matrix rows after
-    another, in panels 32 columns wide, two matrix rows interleaved."""
+    """A matrix (M, n) whose flat `data` (M · n elements) is already in the memory order that the
+    weight-gradient kernel reads: chunks with ROWS_PER_CHUNK rows; in each, panels 32 columns wide;
+    in a panel, every two rows interleaved."""
 
     data: Tensor
     n: int
 
 
 def can_matmul_over_rows(left: Tensor, right: Tensor) -> bool:
-    """Return whether the kernels are loaded and take leftᵀ · right for left (M, a) and right (M,
-    b)."""
+    """Return whether `matmul_over_rows` can compute leftᵀ · right for left (M, a) and right (M, b):
+    the AMX library is loaded, both are contiguous bf16, all sizes are divisible by 32, and the
+    result has at most MAX_WEIGHT elements."""
     sizes, fits = (*left.shape, right.shape[1]), left.shape[1] * right.shape[1] <= MAX_WEIGHT
     whole = all(size % 32 == 0 for size in sizes)
     lies = all(x.is_contiguous() and serves("AMX", torch.float32, x.dtype) for x in (left, right))
@@ -38,8 +44,8 @@ def can_matmul_over_rows(left: Tensor, right: Tensor) -> bool:
 
 
 def matmul_over_rows(left: Tensor, right: Tensor | Paired, *, transposed: bool = False) -> Tensor:
-    """Return leftᵀ · right, (a, b) in fp32, for left (M, a) and right (M, b); if `transposed`, (b,
-    a)."""
+    """Return leftᵀ · right, summed over the M rows: fp32 (a, b) for bf16 left (M, a) and right
+    (M, b); if `transposed`, (b, a). right: a matrix, or one in the Paired memory order."""
     (M, a), paired = left.shape, isinstance(right, Paired)
     b, data = (right.n, right.data) if isinstance(right, Paired) else (right.shape[1], right)
     out = left.new_empty((b, a) if transposed else (a, b), dtype=torch.float32)
@@ -49,9 +55,9 @@ def matmul_over_rows(left: Tensor, right: Tensor | Paired, *, transposed: bool =
 
 
 class FeedForwardLayer(NamedTuple):
-    """A feed-forward layer: weights `up` (N, D) and `down` (D, n) in bf16, the bias (N) in fp32,
-    and the activation's table (None for ReLU²). If N is 2 · n, the gate takes the first 16 in every
-    32 rows in `up`."""
+    """One layer's weights as the kernels read them: `up` (N, D) and `down` (D, n) in bf16, the
+    first linear's bias (N,) in fp32 or None, and the activation's table (None for ReLU²). With a
+    gate (N = 2 · n), the first 16 in every 32 rows in `up` are the gate's."""
 
     up: Tensor
     bias: Tensor | None
@@ -60,7 +66,8 @@ class FeedForwardLayer(NamedTuple):
 
 
 class _FeedForward(ctypes.Structure):
-    """`FeedForward` in cpp/feed_forward.cpp."""
+    """ctypes mirror for the C++ struct `FeedForward` in cpp/feed_forward.cpp: all arguments for
+    one kernel call."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("up", "down", "bias", "pieces")),
@@ -70,16 +77,17 @@ class _FeedForward(ctypes.Structure):
 
 
 def can_feed_forward(x: Tensor, down: Tensor) -> bool:
-    """Return whether the kernels are loaded and take a feed-forward layer for x (…, D), with `down`
-    (D, n) as its second linear's parameter."""
+    """Return whether `feed_forward` can compute a layer on x (…, D), with the second linear's fp32
+    parameter `down` (D, n): the AMX library is loaded, x is contiguous bf16, all sizes are
+    divisible by 32, and `down` has at most MAX_WEIGHT elements."""
     sizes = (x.numel() // x.shape[-1], *down.shape)
     whole = all(size % 32 == 0 for size in sizes) and x.is_contiguous()
     return serves("AMX", down.dtype, x.dtype) and whole and down.numel() <= MAX_WEIGHT
 
 
 def feed_forward(layer: FeedForwardLayer, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the layer's output for x (…, D), without `down`'s bias, and the tensor to save for
-    backward."""
+    """Return the layer's output in x's shape (…, D), without the second linear's bias, and the flat
+    tensor (M · N elements) that `feed_forward_backward` needs."""
     job, out = _feed_forward(layer, x), torch.empty_like(x)
     kept = x.new_empty(job.M * job.N)
     library("AMX").pentameter_feed_forward(ctypes.byref(job), *map(address, (out, kept, x)))
@@ -89,10 +97,11 @@ def feed_forward(layer: FeedForwardLayer, x: Tensor) -> tuple[Tensor, Tensor]:
 def feed_forward_backward(
     layer: FeedForwardLayer, g: Tensor, kept: Tensor
 ) -> tuple[Tensor, Paired, Paired, Tensor | None]:
-    """Return four gradients or inputs to them: x's gradient (…, D), that before the activation, the
-    input that `down` read, and the bias's gradient (N) if there is one.
+    """Return the gradients and inputs that the layer's parameters need: x's gradient (…, D); the
+    first linear's output gradient (M, N) and the second linear's input (M, n), both in the Paired
+    memory order; and the bias's gradient (N,), None without a bias.
 
-    g: the output's gradient, (…, D). kept: the second result from `feed_forward`.
+    g: the output's gradient (…, D). kept: the second result from `feed_forward`.
     """
     job, g_x = _feed_forward(layer, g), torch.empty_like(g)
     g_h, y = g.new_empty(job.M * job.N), g.new_empty(job.M * job.n)
@@ -105,7 +114,7 @@ def feed_forward_backward(
 
 
 def _feed_forward(layer: FeedForwardLayer, x: Tensor) -> _FeedForward:
-    """Describe one call to the C++ kernels for x (…, D) or for a gradient with its shape."""
+    """Return the C++ call's arguments for x (…, D), or for a gradient with its shape."""
     (N, D), n = layer.up.shape, layer.down.shape[1]
     M, rows = x.numel() // D, ROWS_PER_CHUNK
     # Two blocks of rows for each core, and none too large for its cache. No result depends on it.

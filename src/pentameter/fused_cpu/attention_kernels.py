@@ -1,12 +1,14 @@
-"""Element-wise work between attention's matmuls, compiled like that in kernels.py.
+"""Element-wise work between attention's matmuls, compiled one small function at a time like
+kernels.py.
 
-The attention matrix is split into query blocks; each block reads only keys it may see, which saves
-up to half the matrix. Exponentials stay unnormalised in the matmul dtype; the small output is
+The attention matrix is split into query blocks; each block reads only keys that it may see, which
+saves up to half the matrix. Exponentials stay unnormalised in the matmul dtype; the small output is
 divided by the row sums instead. Heads with common keys and values are adjacent, so one matmul takes
 all their queries as its rows.
 
 Shapes: B batch, T sequence, H query heads, G KV heads, K head size; N = B · H, M = B · G; Q queries
-and S keys per attention block.
+and S keys per attention block. Dropout's keys, int32 (B, 2), are two random words per batch row,
+from which the mask is computed.
 """
 
 from __future__ import annotations
@@ -25,20 +27,21 @@ from pentameter.model.positions import Rotation
 
 
 def _scale_to_unit(x: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Divide x (B, T, H, K) by its root mean square over the norm's dimensions; return it and the
-    factor."""
+    """Divide x (B, T, H, K) by its root mean square over the dimensions that the norm's weight
+    `norm` has, (K,) or (H, K). Return the result, and the factor that x was multiplied by."""
     scale = torch.rsqrt((x * x).mean(_normed(norm), keepdim=True) + eps)
     return x * scale, scale
 
 
 def _normed(norm: Tensor) -> tuple[int, ...]:
-    """Return the dimensions, counted from the end, that a norm with this weight acts on."""
+    """Return the dimensions, counted from the end, that a norm with this weight acts on: (-1,) for
+    (K,), (-2, -1) for (H, K)."""
     return tuple(range(-norm.dim(), 0))
 
 
 def _rotated(part: Projected, rotation: Rotation | None, eps: float) -> Tensor:
-    """Return queries or keys (B, T, H, K) ready for the matmul, at least in fp32: bias, norm and
-    rotation applied."""
+    """Return queries or keys (B, T, H, K) ready for the matmul, at least in fp32: bias added,
+    normed, then rotated. Absent parts (None) are skipped; eps is the norm's."""
     x = plus_bias(part.data, part.bias)
     if part.norm is not None:
         x = _scale_to_unit(x, part.norm, eps)[0] * part.norm
@@ -48,8 +51,8 @@ def _rotated(part: Projected, rotation: Rotation | None, eps: float) -> Tensor:
 def _rotated_gradient(
     g: Tensor, part: Projected | None, rotation: Rotation | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Return gradients for the data and the norm's weight, given `g` (B, T, H, K) for `_rotated`'s
-    output. Without a norm `part` is not needed."""
+    """Return the gradient for `part.data` and the one for the norm's weight (None without a norm),
+    given `g` (B, T, H, K) for `_rotated`'s output. `part` may be None if there is no norm."""
     if rotation is not None:
         g = Rotation(rotation.cosine, -rotation.sine)(precise(g))
     if part is None or part.norm is None:
@@ -65,8 +68,9 @@ def _rotated_gradient(
 
 @kernel
 def split_heads(heads: Heads, n_blocks: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Split heads into query blocks: a list each for queries (N, Q, K) and for the keys and values
-    (M, S, K) visible to each block; all contiguous, as batched matmuls need."""
+    """Return three lists with one tensor per query block: its queries (N, Q, K), and the keys and
+    the values (M, S, K) that it can see, with bias, norm and rotation applied. All are contiguous,
+    as batched matmuls need. n_blocks must divide T."""
     dtype = heads.q.data.dtype
     T, K = heads.q.data.shape[1], heads.q.data.shape[3]
     q, k = (_rotated(part, heads.rotation, heads.eps) for part in (heads.q, heads.k))
@@ -89,10 +93,12 @@ def join_heads(
     rotation: Rotation | None,
     normed: Heads | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return gradients for the projection (B, T, width) and for the query and key norms' weights.
+    """Return gradients for the projection (B, T, width) and for the query norm's and the key norm's
+    weights (None without norms).
 
-    The blocks are gradients for `split_heads`' results; keys and values that several blocks read
-    are summed. `normed`: the heads, if queries and keys have norms.
+    q_blocks, k_blocks, v_blocks: gradients for `split_heads`' three lists; keys and values that
+    several blocks read are summed. normed: the forward pass's heads if queries and keys have
+    norms, else None.
     """
     K = shape.head_size
     q_rows, k_rows, v_rows = [], [], []
@@ -120,7 +126,7 @@ def join_heads(
 
 
 def _sum_blocks(blocks: Sequence[Tensor]) -> Tensor:
-    """Sum tensors with one shape in fp32; return the sum in their dtype."""
+    """Sum same-shaped tensors in at least fp32; return the sum in their own dtype."""
     total = precise(blocks[-1])
     for block in blocks[:-1]:
         total = total + block
@@ -128,8 +134,9 @@ def _sum_blocks(blocks: Sequence[Tensor]) -> Tensor:
 
 
 def _drop_weights(weights: Tensor, keys: Tensor, first: int, shape: HeadShape) -> Tensor:
-    """Apply the keyed mask from `keys` (B, 2) to weights (N, Q, S) or their gradients; `first` is
-    query 0's position."""
+    """Apply dropout to attention weights (N, Q, S), or to their gradients, with the mask that
+    `keys` (B, 2) determine. first: the position that the block's first query has in the
+    sequence."""
     N, Q, S = weights.shape
     query = torch.arange(first, first + Q, dtype=torch.int32)
     key = torch.arange(S, dtype=torch.int32)
@@ -141,11 +148,13 @@ def _drop_weights(weights: Tensor, keys: Tensor, first: int, shape: HeadShape) -
 def softmax_forward(
     scores: Tensor, mask: Tensor, first: int, keys: Tensor, shape: HeadShape
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return unnormalised weights (N, Q, S), the same after dropout, and 1 / row sums (N, Q, 1).
+    """Return a query block's unnormalised weights exp(s - max s) (N, Q, S), the same after dropout,
+    and 1 / row sums (N, Q, 1).
 
-    scores: raw matmul results (N, Q, S); scaling them here is free. mask: (Q, S), 0 or -∞ (twice as
-    fast as comparing positions here). first: query 0's position. Sums use the stored weights, so
-    that rounding does not change a row's total.
+    scores: the raw matmul q · kᵀ (N, Q, S); 1 / √K is multiplied in here. mask: (Q, S), 0 or -∞
+    (twice as fast as comparing positions here). first: the block's first query's position.
+    keys: dropout's (B, 2). Sums use the stored, rounded weights, so that rounding does not
+    change a row's total.
     """
     dtype = scores.dtype
     scores = precise(scores) * shape.scale + mask
@@ -160,11 +169,12 @@ def softmax_forward(
 def softmax_backward(
     g: Tensor, e: Tensor, delta: Tensor, inverse: Tensor, first: int, keys: Tensor, shape: HeadShape
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the raw scores' gradient (N, Q, S), and the dropped weights again; None without
-    dropout.
+    """Return the raw scores' gradient (N, Q, S), and the dropped weights computed again (None
+    without dropout).
 
-    g: gradient (N, Q, S) for the dropped weights. delta: row sums (N, Q, 1) over weight × gradient,
-    equal to output · output gradient (Dao et al. 2022, section 3).
+    g: the dropped weights' gradient (N, Q, S). e, inverse: unnormalised weights and 1 / row sums
+    from `softmax_forward`. delta: row sums (N, Q, 1) over weight × gradient, equal to output ·
+    output gradient (Dao et al. 2022, section 3). first, keys: as in `softmax_forward`.
     """
     g, weights = precise(g), precise(e)
     dropped = None
@@ -176,7 +186,8 @@ def softmax_backward(
 
 @kernel
 def merge_heads(blocks: Sequence[Tensor], inverses: Sequence[Tensor], n_heads: int) -> Tensor:
-    """Divide each block (N, Q, K) by its row sums and join heads side by side: (B, T, H·K)."""
+    """Multiply each query block's output (N, Q, K) by its inverse row sums (N, Q, 1), and join
+    blocks and heads into (B, T, H·K)."""
     parts = [precise(y) * inverse for y, inverse in zip(blocks, inverses, strict=True)]
     y = torch.cat(parts, 1).to(blocks[0].dtype)
     N, T, K = y.shape
@@ -187,10 +198,11 @@ def merge_heads(blocks: Sequence[Tensor], inverses: Sequence[Tensor], n_heads: i
 def split_gradient(
     g: Tensor, y: Tensor, inverses: Sequence[Tensor], n_heads: int
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return three tensors per query block: its g (N, Q, K), g divided by row sums, and delta = Σ
-    g·y (N, Q, 1).
+    """Split the output's gradient g (B, T, H·K) into query blocks. Return three lists with one
+    tensor per block: g (N, Q, K), g divided by the row sums (N, Q, K), and delta = Σ g·y over a
+    head's channels (N, Q, 1).
 
-    g, y: (B, T, H·K).
+    y: attention's output (B, T, H·K). inverses: each block's 1 / row sums (N, Q, 1).
     """
     B, T, width = g.shape
     K = width // n_heads
@@ -206,6 +218,7 @@ def split_gradient(
 
 
 def causal_mask(T: int, dtype: torch.dtype) -> Tensor:
-    """Return a mask (T, T): 0 for keys up to the query, -∞ for later ones."""
+    """Return a mask (T, T) in at least fp32, to be added to scores: 0 for keys up to the query's
+    position, -∞ for later ones."""
     precise = torch.promote_types(dtype, torch.float32)
     return torch.full((T, T), float("-inf"), dtype=precise).triu_(1)

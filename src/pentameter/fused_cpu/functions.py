@@ -1,10 +1,12 @@
-"""Forward and backward for each large operation, by hand, over the compiled kernels.
+"""The fused step's large operations as `torch.autograd.Function`s, with backward passes
+written by hand.
 
 Each saves the least that backward needs; dropout masks are never saved but computed again. Matmuls
 go to PyTorch's kernels without a bias: the element-wise kernel that follows reads the result
 anyway, and adds it.
 
-Shapes: T sequence, D d_model, H heads, K head size; N batch × heads, M batch × KV heads.
+Shapes: B batch, T sequence, D d_model, H heads, K head size; N batch × heads, M batch × KV heads.
+Dropout's keys, int32 (B, 2), are two random words per batch row, from which the mask is computed.
 """
 
 from __future__ import annotations
@@ -30,12 +32,14 @@ QUERY_BLOCKS = 2  # more save products but add calls: 2 was fastest at 256 token
 
 
 class FoldedLinear(Function):
-    """Linear layers on a norm's output: x (…, k) in the step's dtype times weights (n, k), in the
-    parameters' dtype, scaled by the norm's weight (k,) if x comes from a norm."""
+    """x · (weight · scale)ᵀ for one or more linear layers that read the same x, their outputs side
+    by side. The preceding norm's weight, `scale` (k,), is thus folded into the linears'; None for x
+    that comes from no norm."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor | None, *weights: Tensor) -> Tensor:
-        """Return the results side by side, (…, n summed over weights)."""
+        """Return the linears' outputs side by side in x's dtype, (…, sum over n), for x (…, k),
+        scale (k,) or None, and one or more weights (n, k) in the parameters' dtype."""
         low = kernels.fold(weights, scale, x.dtype)
         ctx.save_for_backward(x, low, scale, *weights)
         return x @ low.t()
@@ -49,11 +53,12 @@ class FoldedLinear(Function):
 
 
 class EmbeddingDropout(Function):
-    """Keyed dropout on the embedding."""
+    """Keyed dropout on the embeddings, (B, T, D); the mask is computed again in backward, never
+    saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keys: Tensor, p: float) -> Tensor:
-        """Return x (B, T, D) after dropout with `keys` (B, 2)."""
+        """Return x (B, T, D) after dropout with probability p. keys: int32 (B, 2)."""
         ctx.save_for_backward(keys)
         ctx.p = p
         return kernels.dropout(x, keys, p)
@@ -65,11 +70,13 @@ class EmbeddingDropout(Function):
 
 
 class Norm(Function):
-    """x normalised, in `dtype`, without the norm's weight and bias."""
+    """LayerNorm or RMSNorm, by `kind`, without weight and bias: the next linear has them folded
+    in."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: kernels.NormKind, dtype: torch.dtype) -> Tensor:
-        """Return x (B, T, D) normalised."""
+        """Return x (B, T, D) normalised, in `dtype`. kind: LayerNorm or RMSNorm, and its
+        epsilon."""
         y, mean, scale = kernels.norm_forward(x, kind, dtype)
         ctx.save_for_backward(x, mean, scale)
         ctx.kind = kind
@@ -82,7 +89,8 @@ class Norm(Function):
 
 
 class AddNorm(Function):
-    """x' = x + dropout(y + bias), and x' normalised for the next sub-layer."""
+    """A sub-layer's end and the next one's start in one pass: x' = x + dropout(y + bias), and x'
+    normalised (without the norm's weight and bias)."""
 
     @staticmethod
     def forward(
@@ -94,7 +102,12 @@ class AddNorm(Function):
         p: float,
         kind: kernels.NormKind,
     ) -> tuple[Tensor, Tensor]:
-        """Return both, (B, T, D) each: the residual stream in its dtype, the norm in y's."""
+        """Return x' in x's dtype and its norm in y's, both (B, T, D), for the residual stream x and
+        the sub-layer's output y, (B, T, D) each.
+
+        bias: the sub-layer's last linear's (D,), or None. keys, p: dropout's keys (B, 2) and
+        probability. kind: the norm's formula and epsilon.
+        """
         ctx.p, ctx.kind, ctx.native = p, kind, vector_kernels.can_add_norm(x, y)
         if ctx.native:
             how = vector_kernels.SubLayerEnd(bias, keys, p, *kind)
@@ -119,8 +132,7 @@ class AddNorm(Function):
 
 
 class FeedForward(Function):
-    """down · f(up · scale · x + bias), with `scale` the weight belonging to the norm that computed
-    x.
+    """down · f(up · scale · x + bias), with `scale` (D,) the weight from the norm that computed x.
 
     With a gate, f(gate · scale · x + gate's bias) times up's output with its bias; `bias` then
     holds both, the gate's first. Only the first matmul's results are saved: backward recomputes the
@@ -137,8 +149,12 @@ class FeedForward(Function):
         kind: str,
         *up: Tensor,
     ) -> Tensor:
-        """Return (B, T, D), without `down`'s bias, for x (B, T, D). up: the weights (gate, up), or
-        up alone."""
+        """Return (B, T, D), without `down`'s bias, for x (B, T, D).
+
+        scale: the preceding norm's weight (D,). bias: the first linear's, or the gate's and `up`'s
+        side by side; None without. down: the weight (D, n). kind: the activation's name. up: the
+        weights (gate, up), or up alone, (n, D) each.
+        """
         low_up, low_down = kernels.fold(up, scale, x.dtype), kernels.fold((down,), None, x.dtype)
         h = x @ low_up.t()
         ctx.save_for_backward(x, h, low_up, low_down, bias, scale, down, *up)
@@ -156,8 +172,9 @@ class FeedForward(Function):
 
 
 def _activate(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
-    """Return the activation (…, n) by the native kernel if it is loaded, else by the compiled
-    one."""
+    """Return the activation's output (…, n) for the first linear's output h (…, N) and bias (N,) or
+    None, by the C++ kernel if it takes h, else by the compiled one. kind: the activation's name. If
+    `gated`, n = N / 2 and the first half is the gate; else n = N."""
     native = vector_kernels.can_activate(h, bias, gated)
     activate = vector_kernels.activate if native else activations.activate
     return activate(h, bias, kind, gated)
@@ -166,7 +183,9 @@ def _activate(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
 def _activation_gradients(
     g: Tensor, h: Tensor, bias: Tensor | None, kind: str, gated: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return h's gradient, `_activate`'s output again, and the bias's gradient."""
+    """Return h's gradient (…, N), the activation's output again (…, n), and the bias's gradient
+    (N,), None without a bias, given the output's gradient g (…, n). h, bias, kind and gated: as
+    passed to `_activate`."""
     if vector_kernels.can_activate(h, bias, gated):
         return vector_kernels.activation_gradients(g, h, bias, kind, gated)
     g_h, y = activations.activation_gradients(g, h, bias, kind, gated)
@@ -174,7 +193,8 @@ def _activation_gradients(
 
 
 class AmxFeedForward(Function):
-    """`FeedForward` for bf16 on a CPU with AMX and sizes that its kernels take."""
+    """`FeedForward`, computed by the AMX kernels: for bf16 inputs for which
+    `can_feed_forward` is true."""
 
     @staticmethod
     def forward(
@@ -186,8 +206,12 @@ class AmxFeedForward(Function):
         kind: str,
         *up: Tensor,
     ) -> Tensor:
-        """Return (B, T, D), without `down`'s bias, for x (B, T, D). up: the weights (gate, up), or
-        up alone."""
+        """Return (B, T, D), without `down`'s bias, for x (B, T, D) in bf16.
+
+        scale: the preceding norm's weight (D,). bias: the first linear's, or the gate's and `up`'s
+        side by side; None without. down: the weight (D, n). kind: the activation's name. up: the
+        weights (gate, up), or up alone, (n, D) each.
+        """
         n_factors = len(up)
         layer = amx_feed_forward.FeedForwardLayer(
             _interleave(kernels.fold(up, scale, x.dtype), n_factors),
@@ -216,21 +240,22 @@ class AmxFeedForward(Function):
 
 
 def _interleave(x: Tensor, n_factors: int) -> Tensor:
-    """Reorder `n_factors` matrices stacked by rows into 16 rows from each in turn; x's shape."""
+    """Return x, `n_factors` matrices stacked by rows, with rows in the order that the AMX kernels
+    read: 16 rows from each matrix in turn. The shape is unchanged."""
     return x.view(n_factors, -1, 16, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
 
 
 def _separate(x: Tensor, n_factors: int) -> Tensor:
-    """Invert `_interleave`."""
+    """Undo `_interleave`: return x's rows as `n_factors` matrices stacked one after another."""
     return x.reshape(-1, n_factors, 16, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
 
 
 def _weight_gradient(g: Tensor, x: Tensor) -> Tensor:
-    """Return gᵀ · x summed over batch rows, (n, k), at least in both inputs' precision, for g (…,
-    n), x (…, k).
+    """Return gᵀ · x summed over token rows, (n, k), at least in both inputs' precision, for g
+    (…, n) and x (…, k).
 
-    Without a native kernel the narrower side is transposed by copying; a matmul over many rows with
-    a transposed view would lose ten times as long.
+    Without an AMX kernel the narrower side is transposed by copying; a matmul over many rows with a
+    transposed view would lose ten times as long.
     """
     g, x = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
     g_is_wider = g.shape[1] > x.shape[1]
@@ -242,16 +267,15 @@ def _weight_gradient(g: Tensor, x: Tensor) -> Tensor:
 
 
 class CausalAttention(Function):
-    """softmax(q·kᵀ / √K), after dropout, times v, for all heads in a projection (B, T, width).
-
-    Takes the HeadShape, dropout's keys (B, 2), then `heads_of`'s arguments after its shape.
-    """
+    """Causal attention with dropout, softmax(q·kᵀ / √K)·v, for all heads in a projection
+    (B, T, width): the query, key and value linears' output before bias, norm and rotation."""
 
     @staticmethod
     def forward(
         ctx: Any, shape: HeadShape, keys: Tensor, projected: Tensor, *others: Tensor | None
     ) -> Tensor:
-        """Return attention's output (B, T, H·K)."""
+        """Return attention's output (B, T, H·K). keys: dropout's (B, 2). others: `heads_of`'s
+        arguments after `projected`, in its order (bias, norm weights, rotation tables)."""
         heads = heads_of(shape, projected, *others)
         T = projected.shape[1]
         n_blocks = QUERY_BLOCKS if T % QUERY_BLOCKS == 0 else 1
@@ -312,25 +336,29 @@ class CausalAttention(Function):
 
 
 def _multiply(x: Tensor, y: Tensor) -> Tensor:
-    """Return x (N, Q, n) times y (M, n, m), each y for N / M adjacent x: (N, Q, m)."""
+    """Return batched matmuls x · y, (N, Q, m), for x (N, Q, n) and y (M, n, m): every N / M
+    adjacent x (query heads) use the same y (their KV head)."""
     shared = x.view(len(y), -1, x.shape[2])
     return torch.bmm(shared, y).view(len(x), x.shape[1], -1)
 
 
 def _sum_products(x: Tensor, y: Tensor, n: int) -> Tensor:
-    """Return xᵀ (N, S, Q) times y (N, Q, m), summed over each N / n adjacent pairs: (n, S, m)."""
+    """Return batched matmuls xᵀ · y, (n, S, m), for x (N, Q, S) and y (N, Q, m), summed over every
+    N / n adjacent pairs: the query heads with one KV head."""
     x, y = (each.view(n, -1, each.shape[2]) for each in (x, y))
     return torch.bmm(x.transpose(1, 2), y)
 
 
 class AmxAttention(Function):
-    """`CausalAttention` for bf16 on a CPU with AMX; a norm acts on each head by itself."""
+    """`CausalAttention`, computed by the AMX kernels: for bf16, and norms that act on each head by
+    itself (`can_attend`)."""
 
     @staticmethod
     def forward(
         ctx: Any, shape: HeadShape, keys: Tensor, projected: Tensor, *others: Tensor | None
     ) -> Tensor:
-        """Return attention's output (B, T, H·K)."""
+        """Return attention's output (B, T, H·K). keys: dropout's (B, 2). others: `heads_of`'s
+        arguments after `projected`, in its order (bias, norm weights, rotation tables)."""
         heads = heads_of(shape, projected, *others)
         y, logs = amx_attention.attention_forward(heads, shape, keys)
         ctx.save_for_backward(y, logs, keys, projected, *others)

@@ -15,30 +15,32 @@ from pentameter.model.positions import Rotation
 
 
 class HeadShape(NamedTuple):
-    """An attention layer's heads, their norms' epsilon, and dropout."""
+    """An attention layer's sizes and constants: numbers and size for its heads, the epsilon in
+    query and key norms, the context length and the dropout probability `p`."""
 
     n_heads: int
     n_kv_heads: int
     head_size: int
     norm_eps: float
     context_length: int
-    """Numbers the dropped elements, see `AttentionDropout`."""
+    """Longest sequence in tokens. Dropout's mask numbers an attention weight by (head, query, key)
+    in a (H, context_length, context_length) array."""
     p: float
 
     @property
     def scale(self) -> float:
-        """Factor 1 / √K on query · key."""
+        """Factor on the dot product query · key: 1 / √K."""
         return 1 / math.sqrt(self.head_size)
 
     @property
     def fused(self) -> bool:
-        """Whether the projection's last dimension is (H, 3, K), head by head; else it is queries
-        (H, K), then keys and values (G, 2, K)."""
+        """Whether the projection's last dimension is (H, 3, K), head by head (no grouped KV heads);
+        else it is queries (H, K), then keys and values (G, 2, K)."""
         return self.n_heads == self.n_kv_heads
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return views (…, H, K), (…, G, K) and (…, G, K) for queries, keys and values in x, the
-        projection or a tensor laid out like it."""
+        """Return views for queries (…, H, K), keys (…, G, K) and values (…, G, K) into x
+        (…, width): the projection, its bias or its gradient."""
         if self.fused:
             q, k, v = x.unflatten(-1, (-1, 3, self.head_size)).unbind(-2)
             return q, k, v
@@ -47,26 +49,29 @@ class HeadShape(NamedTuple):
         return x[..., :n_queries].unflatten(-1, (-1, self.head_size)), k, v
 
     def join(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Invert `split`: (…, width)."""
+        """Return the projection (…, width) for queries (…, H, K), keys and values (…, G, K): the
+        inverse to `split`."""
         if self.fused:
             return torch.stack((q, k, v), -2).flatten(-3)
         return torch.cat((q.flatten(-2), torch.stack((k, v), -2).flatten(-3)), -1)
 
 
 class Projected(NamedTuple):
-    """Queries, keys or values from a linear layer, with the bias and norm still to apply."""
+    """Queries, keys or values as a linear layer computed them, and the bias and norm weight that
+    are still to be applied."""
 
     data: Tensor
-    """(B, T, H, K), a view into the layer's output."""
+    """Queries, keys or values (B, T, H, K), a view into the layer's output."""
     bias: Tensor | None
-    """(H, K): the layer's bias, not yet added."""
+    """The layer's bias (H, K), not yet added; None without one."""
     norm: Tensor | None
-    """The norm's weight: (K,) for each head or (H, K) for all heads together."""
+    """The norm's weight: (K,) if each head is normed, (H, K) if all heads are normed together;
+    None without a norm."""
 
 
 class Heads(NamedTuple):
-    """Queries, keys and values, with the rotation and the norms' epsilon to apply before the
-    matmul."""
+    """An attention layer's queries, keys and values (`Projected`), with the rotation (None without
+    rotary positions) and the norms' epsilon that are to be applied before the matmul."""
 
     q: Projected
     k: Projected
@@ -84,8 +89,11 @@ def heads_of(
     cosine: Tensor | None,
     sine: Tensor | None,
 ) -> Heads:
-    """Return the heads in a projection (B, T, width); cosine and sine (T, R / 2) are the
-    Rotation's."""
+    """Split a projection (B, T, width), the query, key and value linears' output, into Heads.
+
+    bias: the linears' (width,) or None. q_norm, k_norm: the norms' weights, (K,) for each head or
+    (H, K) for all together, or None. cosine, sine: the rotary tables (T, R / 2) or None.
+    """
     data = shape.split(projected)
     biases = (None, None, None) if bias is None else shape.split(bias)
     q, k, v = map(Projected, data, biases, (q_norm, k_norm, None))
@@ -93,5 +101,5 @@ def heads_of(
 
 
 def rotation_of(cosine: Tensor | None, sine: Tensor | None) -> Rotation | None:
-    """Return the Rotation with these tables (T, R / 2), None without tables."""
+    """Return the Rotation with these tables (T, R / 2); None if either is None."""
     return None if cosine is None or sine is None else Rotation(cosine, sine)

@@ -1,4 +1,5 @@
-"""Element-wise work in one pass over memory each, compiled one small function at a time.
+"""Norms, dropout and sums as element-wise kernels, compiled one small function at a time; each
+passes over memory once.
 
 Compiling the whole model is slower: a joint forward and backward graph saves dropout masks as
 booleans, which the CPU backend writes one by one (54 ms for a mask that takes 2 ms to recompute),
@@ -6,7 +7,8 @@ and recomputes activations inside row reductions. Here each kernel says its inpu
 nothing left to a partitioner. See docs/performance.md. Attention's kernels are in
 attention_kernels.py, activations in activations.py.
 
-Shapes: M rows (batch × sequence), D d_model, B batch, T sequence.
+Shapes: M rows (batch × sequence), D d_model, B batch, T sequence. Dropout's keys, int32 (B, 2), are
+two random words per batch row, from which the mask is computed.
 """
 
 from __future__ import annotations
@@ -25,20 +27,20 @@ PADDING = 64  # elements: one or two lines of a cache
 
 
 def precise(x: Tensor) -> Tensor:
-    """Return x in at least fp32: sums, exponentials and the residual stream need more than 8
-    bits."""
+    """Return x in fp32, or in its own dtype if that is wider: sums, exponentials and the residual
+    stream need more than 8 bits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def plus_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x + bias, at least in fp32; the bias may be absent."""
+    """Return x (…, D) + bias (D,) in at least fp32; bias None adds nothing."""
     x = precise(x)
     return x if bias is None else x + bias
 
 
 def _dropped(x: Tensor, keys: Tensor, p: float) -> Tensor:
-    """Return x (B, T, D) after dropout with the keyed mask from `keys` (B, 2), which is its own
-    backward and is recomputed wherever needed."""
+    """Return x (B, T, D) after dropout with probability p and the mask that `keys` (B, 2)
+    determine. Applied to a gradient, the same function is dropout's backward pass."""
     if p == 0:
         return x
     T, D = x.shape[1:]
@@ -50,8 +52,10 @@ dropout = kernel(_dropped)
 
 @kernel
 def sum_rows(x: Tensor) -> Tensor:
-    """Return x (…, D) summed over its rows, (D,). Two stages: a single one would stride through all
-    memory for every few columns."""
+    """Return x (…, D) summed over all dimensions but the last, (D,), in at least fp32.
+
+    It sums in two stages: a single one would stride through all memory for every few columns.
+    """
     rows = math.prod(x.shape[:-1])
     group = math.gcd(rows, ROWS_PER_SUM)
     return precise(x.reshape(rows // group, group, x.shape[-1])).sum(1).sum(0)
@@ -59,12 +63,12 @@ def sum_rows(x: Tensor) -> Tensor:
 
 @kernel
 def copy_transposed(out: Tensor, x: Tensor) -> None:
-    """Write x (M, n) to out (n, M)."""
+    """Write x (M, n), transposed, into `out` (n, M), which may have padded rows."""
     out.copy_(x.t())
 
 
 def transpose(x: Tensor) -> Tensor:
-    """Return x (M, n) as (n, M), its rows padded in memory.
+    """Return a copy (n, M) with x (M, n) transposed, its rows padded in memory.
 
     M is often a power of two. Rows that far apart fall on the same few cache lines: without
     padding, writing and reading them takes longer, the matmul that follows 8 %.
@@ -81,8 +85,8 @@ def transpose(x: Tensor) -> Tensor:
 
 @kernel
 def fold(weights: tuple[Tensor, ...], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the weights (n, k) stacked by rows in `dtype`, each times the preceding norm's weight
-    (k,) if there is one: linear layers that read one tensor."""
+    """Return linear layers' weights (n, k) stacked by rows, in `dtype`, each multiplied by the
+    preceding norm's weight `scale` (k,) if there is one. The layers read the same tensor."""
     return torch.cat([weight if scale is None else weight * scale for weight in weights]).to(dtype)
 
 
@@ -90,8 +94,8 @@ def fold(weights: tuple[Tensor, ...], scale: Tensor | None, dtype: torch.dtype) 
 def unfold(
     g: Tensor, weights: tuple[Tensor, ...], scale: Tensor | None
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Return gradients for `fold`'s weights and scale, contiguous and in their dtype, from g (n,
-    k)."""
+    """Return the gradients that `fold`'s arguments receive, given its result's gradient g (n, k):
+    one per weight, contiguous and in its dtype, and scale's (k,), None without a scale."""
     parts = g.to(weights[0].dtype).split([len(weight) for weight in weights])
     if scale is None:
         return [part.contiguous() for part in parts], None
@@ -104,19 +108,20 @@ def unfold(
 
 
 class NormKind(NamedTuple):
-    """Whether a norm subtracts the mean (RMSNorm does not), and the epsilon added to the mean
-    square."""
+    """A norm's formula: whether it subtracts the mean (`centred`: LayerNorm does, RMSNorm does
+    not), and the `eps` added to the mean square."""
 
     centred: bool
     eps: float
 
 
 CENTRED = {"layernorm": True, "rmsnorm": False}
-"""`model.norm` → `NormKind.centred`."""
+"""Value for `model.norm` → `NormKind.centred`."""
 
 
 def _normalise(x: Tensor, kind: NormKind, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x (…, D) normalised, in `dtype`, and the mean and scale (…, 1) for its backward."""
+    """Return x (…, D) normalised, in `dtype`; its mean (0 for RMSNorm) and the factor 1 / √(mean
+    square + eps), (…, 1) each, which backward needs."""
     mean = x.mean(-1, keepdim=True) if kind.centred else torch.zeros_like(x[..., :1])
     x = x - mean
     scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + kind.eps)
@@ -126,7 +131,8 @@ def _normalise(x: Tensor, kind: NormKind, dtype: torch.dtype) -> tuple[Tensor, T
 def _norm_input_gradient(
     g: Tensor, x: Tensor, mean: Tensor, scale: Tensor, kind: NormKind
 ) -> Tensor:
-    """Return x's gradient, given norm(x)'s gradient `g`; both (…, D)."""
+    """Return x's gradient (…, D), given the normalised output's gradient `g` (…, D), and the mean
+    and scale (…, 1) from the forward pass."""
     x = (x - mean) * scale
     g = precise(g)
     mean_g = g.mean(-1, keepdim=True) if kind.centred else 0.0
@@ -144,8 +150,12 @@ norm_backward = kernel(_norm_input_gradient)
 def add_norm_forward(
     x: Tensor, y: Tensor, bias: Tensor | None, keys: Tensor, p: float, kind: NormKind
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return x + dropout(y + bias), (B, T, D), its norm in y's dtype, and the norm's mean and scale
-    (B, T, 1)."""
+    """Return x' = x + dropout(y + bias) (B, T, D), x' normalised in y's dtype (B, T, D), and the
+    norm's mean and scale (B, T, 1).
+
+    x: the residual stream (B, T, D). y: a sub-layer's output (B, T, D). bias: (D,) or None.
+    keys, p: dropout's.
+    """
     x = x + _dropped(plus_bias(y, bias), keys, p)
     return x, *_normalise(x, kind, y.dtype)
 
@@ -161,8 +171,13 @@ def add_norm_backward(
     p: float,
     kind: NormKind,
 ) -> tuple[Tensor, Tensor]:
-    """Return gradients for the residual stream x and for y, (B, T, D). g: gradient from later
-    sub-layers along the residual stream, None after the last norm."""
+    """Return gradients for the residual stream x and for the sub-layer's output y, (B, T, D) each;
+    y's, summed over rows, is the bias's.
+
+    g: the residual stream's gradient from later sub-layers, None after the last norm. g_norm: the
+    normalised output's gradient. x, mean, scale: `add_norm_forward`'s results, x being its first.
+    keys, p, kind: the forward pass's, from which dropout's mask is computed again.
+    """
     total = _norm_input_gradient(g_norm, x, mean, scale, kind)
     if g is not None:
         total = total + g

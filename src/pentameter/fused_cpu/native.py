@@ -1,4 +1,4 @@
-"""C++ kernels, built at run time, and the obstacles to using them.
+"""The fused step's C++ kernels: compiled at run time into two shared libraries, cached and loaded.
 
 The files in `cpp/` explain the algorithms. Without a library the step uses PyTorch's matmuls and
 kernels built by `torch.compile`.
@@ -30,14 +30,14 @@ FILES: dict[Name, tuple[str, ...]] = {
     "vector": ("add_norm.cpp", "activation.cpp"),
     "AMX": ("attention.cpp", "feed_forward.cpp", "weight_gradient.cpp"),
 }
-"""Library → its sources in `cpp/`: vector instructions only, or matrix tiles."""
+"""Library → its sources in `cpp/`: "vector" needs AVX2 or AVX-512, "AMX" matrix tiles."""
 DTYPES: dict[Name, tuple[torch.dtype, ...]] = {
     "vector": (torch.float32, torch.bfloat16),
     "AMX": (torch.bfloat16,),
 }
-"""Library → supported matmul dtypes; parameters are fp32."""
+"""Library → matmul dtypes that it computes in; parameters are fp32."""
 CHANNELS = 16
-"""Divisor for channel counts in the vector kernels: one AVX-512 register."""
+"""The vector kernels need channel counts that this divides: fp32 values in one AVX-512 register."""
 FOLDER = Path(__file__).with_name("cpp")
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-Wno-psabi")
 BUILD_SECONDS = 120  # it takes some
@@ -46,9 +46,10 @@ _loaded: dict[Name, ctypes.CDLL] = {}
 
 
 def load(name: Name, capabilities: Capabilities) -> str | None:
-    """Load a library, building it into the cache at the first call; return the reason on failure.
+    """Load a library, `vector` or `AMX`, for use by later steps; the first call compiles it into
+    the cache. Return None on success, else a phrase that says why not: CPU, system or compiler.
 
-    Never raises: without the library a run is slower, not impossible.
+    capabilities: this machine's. Never raises: without the library a run is slower, not impossible.
     """
     machine = machine_flags(name, capabilities.cpu)
     if machine is None:
@@ -68,14 +69,15 @@ def load(name: Name, capabilities: Capabilities) -> str | None:
 
 
 def odd_widths(config: ModelConfig) -> list[str]:
-    """Return the architecture's widths that the vector kernels refuse, as settings: `d_model` for
-    sub-layer ends, `d_ff` for activations."""
+    """Return the model's widths that the vector kernels refuse, such as `model.d_model=100`:
+    d_model for sub-layer ends, d_ff for activations. Empty if CHANNELS divides both."""
     widths = {"d_model": config.d_model, "d_ff": config.feed_forward_width}
     return [f"model.{name}={width}" for name, width in widths.items() if width % CHANNELS]
 
 
 def machine_flags(name: Name, cpu: CpuCapabilities) -> tuple[str, ...] | None:
-    """Return the compiler flags for a library on this CPU; None if it lacks the instructions."""
+    """Return the compiler flags (`-march=…`) for the library `vector` or `AMX` on this CPU; None if
+    the CPU lacks the instructions."""
     if name == "AMX":
         return ("-march=sapphirerapids",) if cpu.amx_bf16 else None
     match cpu.vector:
@@ -88,8 +90,10 @@ def machine_flags(name: Name, cpu: CpuCapabilities) -> tuple[str, ...] | None:
 
 
 def build(name: Name, machine: Sequence[str]) -> Path:
-    """Return the library's path, named by a hash over sources and flags, so that it is never out of
-    date.
+    """Return the path to a compiled library in the cache, compiling it unless it exists.
+
+    `machine` are the compiler's `-march` flags. The file is named by a hash over sources and flags,
+    so that it is never out of date.
 
     Raises:
         OSError: the cache cannot be written, or the compiler fails.
@@ -120,21 +124,22 @@ def build(name: Name, machine: Sequence[str]) -> Path:
 
 
 def unload(*names: Name) -> None:
-    """Stop using these libraries; all, if none is named."""
+    """Forget the named libraries, or all if none is named: later steps do without them."""
     for name in names or tuple(_loaded):
         _loaded.pop(name, None)
 
 
 def serves(name: Name, parameters: torch.dtype, products: torch.dtype) -> bool:
-    """Return whether a library is loaded and takes these dtypes for parameters and matmuls."""
+    """Return whether the library `vector` or `AMX` is loaded and computes with parameters in the
+    dtype `parameters` (fp32 only) and matmuls in the dtype `products`."""
     return name in _loaded and parameters is torch.float32 and products in DTYPES[name]
 
 
 def library(name: Name) -> ctypes.CDLL:
-    """Return a loaded library."""
+    """Return a loaded library's ctypes handle. Raises KeyError if it is not loaded."""
     return _loaded[name]
 
 
 def address(x: Tensor | None) -> ctypes.c_void_p:
-    """Return the address for a tensor's first element; null for None."""
+    """Return the memory address at which a tensor's data begins, for a C++ call; null for None."""
     return ctypes.c_void_p(None if x is None else x.data_ptr())

@@ -1,4 +1,5 @@
-"""A GPT's loss by fused operations, with the same parameters and the same bits.
+"""A GPT's loss computed by fused operations, with the same parameters and the same dropout masks as
+the plain model.
 
 The model stays the plain module from `model/gpt.py`; this file walks it in another order: a
 sub-layer's bias, dropout and residual sum join the next sub-layer's norm in one operation. A test
@@ -47,12 +48,13 @@ from pentameter.planning.fused_step import architecture_obstacle
 def fused_loss_sum(
     model: GPT, tokens: Tensor, targets: Tensor, dropout_keys: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return the summed cross-entropy for `targets` (B, T), a scalar, like `loss_sum(model(tokens,
-    …), …)`.
+    """Return the summed cross-entropy in nats, 0-dim, for `targets` (B, T), like `model(tokens,
+    targets=targets, dropout_keys=dropout_keys)`.
 
-    Matmuls run in `dtype`, the residual stream in the parameters' dtype. dropout_keys: from
-    `pentameter.model.dropout_keys`, or None for no dropout. The model must hold all layers. Raises
-    ConfigError for an architecture with an obstacle.
+    tokens: int64 (B, T). Matmuls run in `dtype`, the residual stream in the parameters' dtype.
+    dropout_keys: int32 (B, n_sites, 2) from `model.dropout.dropout_keys`, or None for no
+    dropout. The model must hold all layers. Raises ConfigError for an architecture that the
+    fused step does not know.
     """
     config = model.config
     obstacle = architecture_obstacle(config)
@@ -116,8 +118,9 @@ def _head_shape(config: ModelConfig, dropping: bool) -> HeadShape:
 
 
 def _heads(h: Tensor, norm: nn.Module, attention: Attention) -> tuple[Tensor | None, ...]:
-    """Return `heads_of`'s first arguments: h's projection (B, T, width) after `norm`, its bias, and
-    the query and key norms' weights."""
+    """Return `heads_of`'s arguments from `projected` to `k_norm`: the query, key and value
+    projection (B, T, width) for the normalised h (B, T, D), its bias, and the query and key norms'
+    weights; None if absent. `norm`'s own weight and bias are folded in."""
     layers = [attention.q, attention.kv] if attention.shares_kv else [attention.qkv]
     weights = (layer.weight for layer in layers)
     projected = FoldedLinear.apply(h, norm.get_parameter("weight"), *weights)
@@ -131,8 +134,9 @@ def _heads(h: Tensor, norm: nn.Module, attention: Attention) -> tuple[Tensor | N
 
 
 def _feed_forward(h: Tensor, norm: nn.Module, mlp: MLP, activation: str) -> Tensor:
-    """Return the feed-forward layer's output (B, T, D), without its bias, for normalised h (B, T,
-    D)."""
+    """Return the feed-forward layer's output (B, T, D), without `down`'s bias, for normalised
+    h (B, T, D); `norm`'s weight and bias are folded into the first linear. By the AMX kernels
+    if they take it."""
     layers = [mlp.up] if mlp.gate is None else [mlp.gate, mlp.up]
     native = amx_feed_forward.can_feed_forward(h, mlp.down.weight)
     return (AmxFeedForward if native else FeedForward).apply(
@@ -154,15 +158,15 @@ def _biased_loss_sum(
 
 
 def _apply_norm_weight(h: Tensor, norm: nn.Module) -> Tensor:
-    """Return normalised h (B, T, D) times `norm`'s weight plus its bias, in h's dtype."""
+    """Return normalised h (B, T, D) times `norm`'s weight plus its bias, if any, in h's dtype."""
     bias = getattr(norm, "bias", None)
     y = precise(h) * norm.get_parameter("weight")
     return (y if bias is None else y + bias).to(h.dtype)
 
 
 def _folded_bias(layers: Sequence[nn.Linear], norm: nn.Module) -> Tensor | None:
-    """Return the bias (n,) for linear layers with `norm` folded in, side by side: each one's bias
-    plus W · the norm's."""
+    """Return the layers' biases side by side, (n,), with the preceding norm's bias folded in: each
+    is its layer's bias + W · norm's bias. None if neither layers nor norm have a bias."""
     norm_bias = getattr(norm, "bias", None)
     biases: list[Tensor] = []
     for layer in layers:
@@ -182,7 +186,11 @@ def _add_norm(
     dropping: bool,
     kind: NormKind,
 ) -> tuple[Tensor, Tensor]:
-    """Return x + dropout(y + bias) and its norm, (B, T, D) each: one sub-layer's end and the next
-    one's start."""
+    """Return x + dropout(y + bias) and its norm, (B, T, D) each: one sub-layer's end and the
+    next one's start.
+
+    bias: the sub-layer's last linear's (D,), or None. sites: all dropout keys, int32
+    (n_sites, B, 2). dropping: False switches dropout off.
+    """
     p = dropout.p if dropping else 0.0
     return AddNorm.apply(x, y, bias, sites[dropout.site], p, kind)

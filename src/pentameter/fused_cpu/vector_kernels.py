@@ -1,5 +1,5 @@
-"""Sub-layer ends and feed-forward activations on a CPU with AVX2 or AVX-512, by `cpp/add_norm.cpp`
-and `cpp/activation.cpp`."""
+"""Sub-layer ends and feed-forward activations on a CPU with AVX2 or AVX-512, computed by the C++
+kernels in `cpp/add_norm.cpp` and `cpp/activation.cpp`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from pentameter.fused_cpu.native import CHANNELS, address, library, serves
 from pentameter.model.dropout import keep_bound
 
 ROWS_PER_BIAS_SUM = 64
-"""Batch rows per partial sum in a bias gradient."""
+"""Token rows per partial sum in a bias gradient."""
 
 
 class SubLayerEnd(NamedTuple):
-    """A sub-layer's end: its output's bias, dropout's keys (B, 2) and probability, whether the next
-    norm subtracts the mean, and its epsilon."""
+    """The constants in x + dropout(y + bias) and the norm that follows: the bias (D,) or None,
+    dropout's keys, int32 (B, 2), and probability `p`, whether the norm subtracts the mean
+    (`centred`), and its epsilon."""
 
     bias: Tensor | None
     keys: Tensor
@@ -29,7 +30,8 @@ class SubLayerEnd(NamedTuple):
 
 
 class _AddNorm(ctypes.Structure):
-    """`AddNorm` in cpp/add_norm.cpp."""
+    """ctypes mirror for the C++ struct `AddNorm` in cpp/add_norm.cpp: all arguments for one kernel
+    call."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("bias", "keys")),
@@ -40,13 +42,14 @@ class _AddNorm(ctypes.Structure):
 
 
 def can_add_norm(x: Tensor, y: Tensor) -> bool:
-    """Return whether the kernels are loaded and take the residual stream x and y (B, T, D)."""
+    """Return whether the vector library is loaded and takes the residual stream x and a sub-layer's
+    output y, (B, T, D) each: x in fp32, y in fp32 or bf16, D divisible by CHANNELS."""
     return serves("vector", x.dtype, y.dtype) and x.shape[-1] % CHANNELS == 0
 
 
 def add_norm(how: SubLayerEnd, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return x + dropout(y + bias), its norm in y's dtype, and the norm's mean and scale (B, T, 1),
-    for x and y (B, T, D)."""
+    """Return x' = x + dropout(y + bias) (B, T, D), x' normalised in y's dtype (B, T, D), and the
+    norm's mean and scale (B, T, 1), for x and y (B, T, D). how: the bias, dropout and norm."""
     x, y = x.contiguous(), y.contiguous()
     out, normed = torch.empty_like(x), torch.empty_like(y)
     mean, scale = (x.new_empty(*x.shape[:-1], 1) for _ in range(2))
@@ -59,8 +62,11 @@ def add_norm(how: SubLayerEnd, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Te
 def add_norm_backward(
     how: SubLayerEnd, g: Tensor | None, g_norm: Tensor, out: Tensor, mean: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return gradients for x, y and the bias, if any. g: `out`'s gradient (B, T, D), if any;
-    g_norm: the norm's."""
+    """Return gradients for x and y, (B, T, D) each, and for the bias, (D,) or None.
+
+    g: the gradient for `out`, `add_norm`'s first result, None if nothing reads it further. g_norm:
+    the gradient for the normalised result. mean, scale: from `add_norm`.
+    """
     g, g_norm = None if g is None else g.contiguous(), g_norm.contiguous()
     g_x, g_y = torch.empty_like(out), torch.empty_like(g_norm)
     job = _add_norm(how, g_norm)
@@ -80,11 +86,13 @@ def _add_norm(how: SubLayerEnd, y: Tensor) -> _AddNorm:
 
 _TABLE = 0
 _FORMULAS = {"relu2": 1, "relu": 2, "swiglu": 3, "gelu": 4, "geglu": 4, "gelu_tanh": 5}
-"""`model.activation` → its number in cpp/activation.cpp when no table is read."""
+"""Value for `model.activation` → its number in cpp/activation.cpp, for fp32 and for ReLU²; other
+bf16 activations use a table (number _TABLE)."""
 
 
 class _Activation(ctypes.Structure):
-    """`Activation` in cpp/activation.cpp."""
+    """ctypes mirror for the C++ struct `Activation` in cpp/activation.cpp: all arguments for
+    one kernel call."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("bias", "pieces")),
@@ -94,15 +102,18 @@ class _Activation(ctypes.Structure):
 
 
 def can_activate(h: Tensor, bias: Tensor | None, gated: bool) -> bool:
-    """Return whether the kernels are loaded and take h (…, N), the first linear's output, and the
-    bias (N)."""
+    """Return whether the vector library is loaded and takes h (…, N), the first linear's output,
+    with the bias (N,): h contiguous, in fp32 or bf16, the bias in fp32 or None, and the
+    activation's width (N, or N / 2 if `gated`) divisible by CHANNELS."""
     n = h.shape[-1] // (1 + gated)
     parameters = torch.float32 if bias is None else bias.dtype
     return serves("vector", parameters, h.dtype) and n % CHANNELS == 0 and h.is_contiguous()
 
 
 def activate(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
-    """Return the same as `activations.activate`: (…, n)."""
+    """Return f(h + bias) (…, n) in h's dtype, for h (…, N) and bias (N,) or None. kind: f's
+    name in `model.activation`. If `gated`, n = N / 2 and f(first half) multiplies the second
+    half; else n = N."""
     job = _activation(h, bias, kind, gated)
     y = h.new_empty(*h.shape[:-1], job.n)
     library("vector").pentameter_activate(ctypes.byref(job), address(y), address(h))
@@ -112,8 +123,13 @@ def activate(h: Tensor, bias: Tensor | None, kind: str, gated: bool) -> Tensor:
 def activation_gradients(
     g: Tensor, h: Tensor, bias: Tensor | None, kind: str, gated: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return h's gradient (…, N), given `activate`'s output gradient g, that output again, and the
-    bias's gradient if there is one."""
+    """Return h's gradient (…, N), the activation's output computed again (…, n), and the bias's
+    gradient (N,), None without a bias.
+
+    g: the output's gradient (…, n). h, bias, kind, gated: as passed to `activate`: the
+    first linear's output (…, N), its bias, the activation's name, and whether half the
+    channels are a gate.
+    """
     job, g = _activation(h, bias, kind, gated), g.contiguous()
     g_h, y = torch.empty_like(h), torch.empty_like(g)
     sums = h.new_empty(-(-job.M // job.rows), job.N, dtype=torch.float32)

@@ -1,1 +1,2 @@
-"""This machine: its devices and cores, choices that follow from them, and child processes."""
+"""This machine: its devices, cores and memory, the choices that follow from them (device,
+precision, compilation), and child processes."""

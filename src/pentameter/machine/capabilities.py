@@ -1,4 +1,5 @@
-"""This machine's capabilities: processors, accelerators, memory, and a compiler that compiles."""
+"""This machine's capabilities: processor, accelerators, memory, and a compiler tried out for
+`torch.compile`."""
 
 from __future__ import annotations
 
@@ -20,12 +21,13 @@ from pentameter.errors import ConfigError
 from pentameter.machine.cores import host_memory_bytes, usable_cores
 
 NAMES_OF_ANY = ("AMD Radeon Graphics",)
-"""Driver names that several chips have: an MI210's is one."""
+"""Names that the driver gives to several chips (an MI210 is one), so that they identify none."""
 
 
 @dataclass(frozen=True)
 class CpuCapabilities:
-    """The processor, and its two instruction sets for bf16 matmuls."""
+    """The processor: its name, usable cores, torch's threads, and whether it has AMX or AVX-512
+    instructions for bf16 matmuls."""
 
     name: str
     n_cores: int
@@ -33,21 +35,21 @@ class CpuCapabilities:
     amx_bf16: bool
     avx512_bf16: bool
     vector: str
-    """Instruction set that torch's kernels use: AVX512, AVX2, DEFAULT, …"""
+    """Vector instruction set that torch's kernels use: `AVX512`, `AVX2`, `DEFAULT`, …"""
 
     @property
     def fast_bf16(self) -> bool:
-        """Whether bf16 matmuls run faster than fp32 ones."""
+        """Whether bf16 matmuls run faster than fp32 ones: with AMX or AVX-512 BF16."""
         return self.amx_bf16 or self.avx512_bf16
 
 
 @dataclass(frozen=True)
 class GpuCapabilities:
-    """A CUDA or ROCm device."""
+    """A CUDA or ROCm device: name, chip and memory."""
 
     name: str
     architecture: str
-    """`sm_80` for CUDA, `gfx942` for ROCm."""
+    """The chip: `sm_80` for CUDA, `gfx942` for ROCm."""
     memory_bytes: int
 
     @property
@@ -59,17 +61,18 @@ class GpuCapabilities:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """A machine's processor and accelerators as plain values, so that a test can fake them."""
+    """A machine's processor and accelerators as plain values, so that a test can pretend to have
+    others."""
 
     cpu: CpuCapabilities
     gpus: tuple[GpuCapabilities, ...]
     gpu_runtime: str | None
-    """`cuda 12.8`, `rocm 6.4`, or None if torch is built for the CPU only."""
+    """`cuda 12.8` or `rocm 6.4`, which torch is built for; None if it is built for the CPU only."""
     mps: bool
 
     def gpu(self, device: torch.device) -> GpuCapabilities:
-        """Return the GPU that `device` names. Raises ConfigError if there is none with its
-        number."""
+        """Return the GPU with `device`'s index (0 if it has none). Raises ConfigError if
+        there are fewer GPUs."""
         index = device.index or 0
         if index >= len(self.gpus):
             raise ConfigError(f"{device} is not here: this machine has {len(self.gpus)}")
@@ -78,7 +81,8 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Compiler:
-    """The compiler that `torch.compile` would call, and whether it works."""
+    """The compiler command that `torch.compile` would call (None if there is none), whether it
+    works, and the reason for either."""
 
     command: str | None
     works: bool
@@ -86,8 +90,8 @@ class Compiler:
 
 
 def machine_capabilities() -> Capabilities:
-    """Return this machine's Capabilities as torch finds them; builds nothing, allocates nothing on
-    a device."""
+    """Return this machine's Capabilities, read from torch and /proc/cpuinfo. Nothing is compiled,
+    and nothing is allocated on a device."""
     gpus = []
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
@@ -121,12 +125,14 @@ def machine_capabilities() -> Capabilities:
 
 
 def gpu_name(name: str, architecture: str) -> str:
-    """Return a GPU's name, with its chip added if the driver gives all AMD chips that name."""
+    """Return the GPU's name from the driver; if several chips have that name, with its chip added,
+    `architecture` (`gfx90a`)."""
     return f"{name} ({architecture})" if name in NAMES_OF_ANY else name
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """Return a device's total memory in bytes; None if the system does not say."""
+    """Return a device's total memory in bytes: a GPU's own, else the machine's; None if the
+    system does not say."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return host_memory_bytes()  # which a GPU of Apple's shares
@@ -139,15 +145,16 @@ extern "C" int pentameter_probe(void) { return PY_MAJOR_VERSION; }
 
 
 _TRITON_CAPABILITY = 70
-"""Least compute capability, times ten, that Triton generates kernels for."""
+"""Least CUDA compute capability, times ten, that Triton generates kernels for."""
 
 
 def find_compiler(device: torch.device, capabilities: Capabilities | None = None) -> Compiler:
-    """Return the compiler that `torch.compile` would call for a device, tried once (0.3 s on a
-    CPU).
+    """Return the compiler that `torch.compile` would call for a device, and whether it works, found
+    out by trying it (0.3 s on a CPU).
 
     On a CPU the generated C++ includes Python.h and OpenMP, so a small source that does the same is
-    really built. On a GPU Triton generates the kernels; it needs only a C compiler.
+    really built. On a GPU Triton generates the kernels; it needs only a C compiler. capabilities:
+    this machine's, by default looked up.
     """
     if device.type == "mps":
         return Compiler(None, False, "torch.compile for MPS is still a prototype")
@@ -175,8 +182,8 @@ def _find_triton(gpu: GpuCapabilities) -> Compiler:
 
 
 def _first_found(variable: str, names: tuple[str, ...]) -> str | None:
-    """Return the compiler that the variable names, else the first callable one in `names`; None
-    without one."""
+    """Return the compiler that the environment variable `variable` names, if it is set, else the
+    first in `names` that is on the PATH; None if it cannot be found."""
     named = os.environ.get(variable, "").strip()
     return next(filter(shutil.which, [named] if named else names), None)
 

@@ -1,8 +1,9 @@
-"""Fastest matmul ever measured on this machine: the base for MFU if no peak is published.
+"""The fastest matmul ever measured on this machine: the rate that MFU is relative to if the device
+has no published peak.
 
 A measurement for some tenths of a second tells the machine's speed just then, which beside other
-programs may be a hundredth of its best. So the best is kept in the cache, by device, threads,
-processes that measure at once, dtype and torch release.
+programs may be a hundredth of its best. So the best is kept in the cache folder, by device,
+threads, processes that measure at once, dtype and torch release.
 """
 
 from __future__ import annotations
@@ -26,18 +27,20 @@ from pentameter.machine.peaks import measure_matmul
 
 LARGEST_FILE_BYTES = 2**20
 FASTEST_FLOPS = 1e17
-"""FLOP/s beyond any device; a file that claims more is damaged."""
+"""Rate in FLOP/s that no device reaches; a cache entry that claims more is damaged."""
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """FLOP/s in a matmul, and the cores that other programs kept busy meanwhile."""
+    """A measured matmul rate in FLOP/s, and how many cores other programs kept busy during
+    the measurement."""
 
     flops: float
     busy_cores: float = 0.0
 
     def warning(self) -> str | None:
-        """Return a line for people if the machine was busy during the measurement, else None."""
+        """Return a sentence for people, that MFU will read too high, if other programs kept the
+        machine busy during the measurement; else None."""
         if self.busy_cores < BUSY_CORES:
             return None
         return (
@@ -55,10 +58,18 @@ def ceiling(
     collect: Collect = lambda value: [value],
     measure: Callable[[torch.device, torch.dtype], float] = measure_matmul,
 ) -> Ceiling:
-    """Return the best matmul in `dtype` ever measured here, by this call or before.
+    """Measure a matmul in `dtype` now, and return the best rate ever measured on this machine under
+    the same conditions, this one included. Collective.
 
-    name: the device's. n_processes: the run's on this machine; they measure at once. collect: the
-    World's all-gather. Collective. Raises ConfigError if the device cannot multiply this dtype.
+    Args:
+        name: the device's product name, one condition.
+        device: the device to measure.
+        dtype: the matmul's dtype.
+        n_processes: processes in this run on this machine; they measure at once.
+        collect: the World's all-gather.
+        measure: (device, dtype) → FLOP/s.
+
+    Raises ConfigError if the device cannot multiply this dtype.
     """
     others = OtherPrograms()
     found = Ceiling(measure(device, dtype))
@@ -87,7 +98,7 @@ def ceiling(
 
 
 def _read(path: Path) -> dict[str, Ceiling]:
-    """Return the cache's ceilings, without damaged ones."""
+    """Return the cached ceilings by condition; damaged ones, or a damaged file, are left out."""
     content: Any = None
     with suppress(CorruptError, StorageError, ValueError, RecursionError):
         content = json.loads(read_regular(path, max_bytes=LARGEST_FILE_BYTES))

@@ -1,7 +1,7 @@
-"""Child processes: clean interpreters that end when this process ends, and say why they ended.
+"""Child processes that end when this process ends, and whose exit is told in words.
 
 `Child` runs any command. `PythonChild` runs a function in this package that answers requests over a
-connection. `ForkServer` is one that imports a module once and forks workers from there.
+connection. `ForkServer` is a PythonChild that imports a module once and forks workers from there.
 
 Each leads a session, so that Ctrl-C reaches it through this process only, and holds the read end of
 a pipe whose write end is here: the pipe closes when this process is gone, however it went. None has
@@ -35,11 +35,11 @@ if TYPE_CHECKING:  # `--help` would feel the 10 ms of its import
     from multiprocessing.connection import Connection
 
 LIFELINE = "PENTAMETER_LIFELINE"
-"""Environment variable with the descriptor for the pipe that closes with the parent, and the folder
-to remove then."""
+"""Environment variable that a parent sets for its child: the file descriptor for a pipe that closes
+when the parent is gone, then a space and the temporary folder to remove in that case."""
 
 _LEAVING_SECONDS = 10.0
-"""Longest wait from a child's closed connection to its end."""
+"""Longest wait, after a child has closed its connection, until it has exited."""
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -65,7 +65,7 @@ class ChildEndedError(EOFError):
 
 
 class Child:
-    """A process that runs `command` and ends when this process does."""
+    """A process that runs `command`, and is killed when this process ends."""
 
     def __init__(
         self,
@@ -77,10 +77,12 @@ class Child:
         stderr: int | IO[bytes] | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Start it, with nothing on its stdin.
+        """Start the process, with nothing on its stdin. The command must call
+        `end_with_parent` early.
 
-        The command must call `end_with_parent` early. It removes `folder`, a temporary one, if this
-        process is killed and cannot. Raises OSError if the system cannot start a process.
+        folder: a temporary folder that the child removes if this process is killed and cannot.
+        environment, stdout, stderr, pass_fds: as for `subprocess.Popen`. Raises OSError if the
+        system cannot start a process.
         """
         read_end, self._lifeline = os.pipe()
         try:
@@ -101,17 +103,19 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id, also the session's and the process group's."""
+        """Process id; the child's session and process group have the same one."""
         return self.process.pid
 
     def kill(self) -> None:
-        """Kill the process with everything it started, unless it is known to have ended."""
+        """Send SIGKILL to the process and everything in its process group, unless it is
+        known to have ended."""
         if self.process.returncode is None:  # so the id is still its own
             with suppress(OSError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> int:
-        """Kill the process if it still runs, and return its exit code."""
+        """Kill the process if it still runs, wait for it, and return its exit code;
+        negative for a signal."""
         self.kill()
         code = self.process.wait()
         if self._lifeline >= 0:
@@ -121,7 +125,8 @@ class Child:
 
 
 class PythonChild(Child):
-    """A clean interpreter in which a function in this package answers requests."""
+    """A fresh Python interpreter in which a function in this package answers requests, one at a
+    time."""
 
     _role = "interpreter"
 
@@ -133,11 +138,11 @@ class PythonChild(Child):
         folder: Path | None = None,
         output: IO[bytes] | None = None,
     ) -> None:
-        """Start it; `function` is `module:name`.
+        """Start the interpreter. It calls `function` (`module:name`) once, with `arguments`; the
+        callable that this returns answers each request.
 
-        The child calls it once, with `arguments`, for the callable that answers requests. The
-        child's stdout and stderr go to `output`; by default stderr is this process's, and stdout is
-        discarded.
+        The child's stdout and stderr go to `output`; by default stderr is this process's, and
+        stdout is discarded. environment, folder: as for `Child`.
         """
         from multiprocessing import Pipe
 
@@ -155,8 +160,8 @@ class PythonChild(Child):
             )
 
     def ask(self, request: Any) -> Any:
-        """Return the answer to `request`. Raises the PentameterError that answering raised, and
-        ChildEndedError."""
+        """Send `request` (any picklable object) to the child, wait, and return its answer. Raises
+        the PentameterError that the child raised, or ChildEndedError if it ended."""
         with self._end_raised():
             self.connection.send(request)
             answer = self.connection.recv()
@@ -174,7 +179,8 @@ class PythonChild(Child):
             raise ChildEndedError(self.close()) from error
 
     def close(self) -> int:
-        """Kill the process if it still runs, close the connection, and return the exit code."""
+        """Kill the process if it still runs, close the connection, and return its exit code;
+        negative for a signal."""
         code = super().close()
         self.connection.close()
         return code
@@ -182,15 +188,16 @@ class PythonChild(Child):
 
 @dataclass(frozen=True)
 class Forked:
-    """A worker forked by a ForkServer."""
+    """A worker process forked by a ForkServer."""
 
     pid: int
     connection: Connection
-    """Connection for its requests and answers."""
+    """Connection over which it receives requests and sends answers."""
 
 
 class ForkServer(PythonChild):
-    """A clean interpreter that has imported a module, and forks workers that need it.
+    """A fresh interpreter that imports a module, named by the constructor's `function`, and then
+    forks workers that find it imported.
 
     Importing torch takes seconds of processor time: here that is paid once. Forking is safe because
     the fork server computes nothing: it has a single thread, and torch has started none.
@@ -199,8 +206,8 @@ class ForkServer(PythonChild):
     _role = "fork server"
 
     def fork(self, function: str) -> Forked:
-        """Fork a worker that answers each request with `function` (`module:name`). Raises
-        ChildEndedError."""
+        """Fork a worker that answers each request by calling `function` (`module:name`) with it.
+        Raises ChildEndedError if the fork server has ended."""
         from multiprocessing import Pipe
         from multiprocessing.reduction import send_handle
 
@@ -211,14 +218,16 @@ class ForkServer(PythonChild):
             return Forked(self.connection.recv(), ours)
 
     def end(self, worker: Forked) -> int:
-        """Kill a worker if it still runs, and return its exit code. Raises ChildEndedError."""
+        """Kill a worker if it still runs, and return its exit code. Raises ChildEndedError if the
+        fork server has ended."""
         code: int = self.ask(worker.pid)
         worker.connection.close()
         return code
 
 
 def exit_reason(code: int) -> str:
-    """Describe an exit code: `was killed by SIGKILL (out of memory?)`."""
+    """Return an exit code in words: `ended with exit code 1`,
+    `was killed by SIGKILL (out of memory?)` for a negative one."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -232,9 +241,10 @@ def exit_reason(code: int) -> str:
 
 
 def end_with_parent(environ: MutableMapping[str, str] = os.environ) -> str:
-    """End this process and its children once its parent is gone, from now on.
+    """From now on, kill this process and those it started as soon as its parent is gone. Call it in
+    a process that `Child` started; elsewhere it does nothing.
 
-    Returns the folder to remove then, empty if there is none.
+    Returns the temporary folder that is removed then, empty if there is none.
     """
     lifeline = environ.pop(LIFELINE, "")  # what this process starts has nothing to do with it
     descriptor, _, folder = lifeline.partition(" ")
@@ -245,7 +255,12 @@ def end_with_parent(environ: MutableMapping[str, str] = os.environ) -> str:
 
 
 def serve(role: str, descriptor: str, path: str, *arguments: str) -> None:
-    """Run as a PythonChild or ForkServer, with the parent's search path."""
+    """Run this process as a PythonChild or ForkServer, until its parent closes the connection.
+
+    role: `interpreter` or `fork server`. descriptor: the connection's, as text. path: the parent's
+    `sys.path` as JSON; the current folder is left out. arguments: the function and its arguments,
+    or the module to import.
+    """
     from multiprocessing.connection import Connection
 
     # Where that one is in a folder of somebody's, which may hold a `numpy.py`, this one does not
@@ -267,7 +282,8 @@ def serve(role: str, descriptor: str, path: str, *arguments: str) -> None:
 
 
 def _serve_forks(connection: Connection, module: str) -> NoReturn:
-    """Fork workers until nobody is left to ask for one."""
+    """Import `module`, then fork a worker for each function name received, and kill a worker for
+    each process id received, until the connection closes."""
     from multiprocessing.connection import Connection
     from multiprocessing.reduction import recv_handle
 
@@ -293,7 +309,8 @@ def _serve_forks(connection: Connection, module: str) -> NoReturn:
 
 
 def _work(server: Connection, connection: Connection, function: str) -> NoReturn:
-    """Run a ForkServer's worker."""
+    """Run a forked worker: close the server's connection, and answer requests by `function` over
+    its own. Never returns."""
     try:
         server.close()
         end_with_parent()
@@ -305,7 +322,8 @@ def _work(server: Connection, connection: Connection, function: str) -> NoReturn
 
 
 def _answer(connection: Connection, answer: Callable[[Any], Any]) -> None:
-    """Answer requests until the connection closes."""
+    """Send `answer(request)`, or the PentameterError that it raises, for each request, until the
+    connection closes."""
     for request in _requests(connection):
         try:
             result = answer(request)
@@ -316,14 +334,14 @@ def _answer(connection: Connection, answer: Callable[[Any], Any]) -> None:
 
 
 def _requests(connection: Connection) -> Iterator[Any]:
-    """Yield requests until the connection closes."""
+    """Yield each request received until the connection closes."""
     with suppress(EOFError, OSError):
         while True:
             yield connection.recv()
 
 
 def _is_current_folder(entry: str) -> bool:
-    """Return whether a search path's entry is the current folder."""
+    """Return whether `entry`, from `sys.path`, is the current folder."""
     try:
         return os.path.abspath(entry) == os.getcwd()
     except OSError:  # that has been removed
@@ -331,8 +349,8 @@ def _is_current_folder(entry: str) -> bool:
 
 
 def _kill(worker: int) -> int:
-    """Kill a child process and return its exit code. Until waited for, its id is no other
-    process's."""
+    """Kill the child process with id `worker`, wait for it, and return its exit code. Until waited
+    for, its id is no other process's."""
     os.kill(worker, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
 
@@ -343,8 +361,8 @@ def _watch(lifeline: int, folder: str) -> None:
 
 
 def _end(folder: str) -> NoReturn:
-    """End this process and everything it started; its parent is gone, and cannot remove
-    `folder`."""
+    """Kill this process and everything it started, because its parent is gone; first remove the
+    temporary folder `folder` (empty text: none), since the parent cannot."""
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
     if os.getpgrp() == os.getpid():

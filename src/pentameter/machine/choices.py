@@ -1,4 +1,5 @@
-"""Choice of device, precision, compilation and allocator, each with its reason."""
+"""The `auto` settings resolved on this machine, each with its reason: device, precision,
+compilation, asynchronous checkpoints; and the CPU allocator's settings."""
 
 from __future__ import annotations
 
@@ -39,8 +40,11 @@ _EAGER_SHARE_OF_PEAK = 0.3
 
 
 def choose_device(name: str, capabilities: Capabilities | None = None) -> torch.device:
-    """Return the device for `train.device`: `auto` (CUDA or ROCm, else MPS, else the CPU), or one
-    by name. Raises ConfigError, listing the devices present, if the machine lacks it."""
+    """Return the device that `train.device` names: `auto` is CUDA or ROCm, else MPS, else the CPU.
+    Raises ConfigError, listing the devices present, if the machine lacks it.
+
+    capabilities: this machine's, by default looked up.
+    """
     capabilities = capabilities or machine_capabilities()
     present = ["cpu"]
     if capabilities.mps:
@@ -65,11 +69,12 @@ def choose_device(name: str, capabilities: Capabilities | None = None) -> torch.
 def choose_precision(
     setting: str, device: torch.device, capabilities: Capabilities | None = None
 ) -> tuple[str, str]:
-    """Return the matmul precision on `device` for `train.precision`, and the reason.
+    """Return the matmul precision (`bf16`) that `train.precision` = `setting` means on `device`,
+    and the reason in words.
 
-    `auto` (see `auto_precision`) is bf16 if the hardware multiplies it faster than fp32 (AMX or
-    AVX-512 BF16 on a CPU, sm_80 and later, AMD's matrix units), fp16 on older tensor cores, else
-    fp32. Raises ConfigError, listing the possible ones, if the device lacks the precision.
+    `auto` is bf16 if the hardware multiplies it faster than fp32 (AMX or AVX-512 BF16 on a CPU,
+    sm_80 and later, AMD's matrix units), fp16 on older tensor cores, else fp32. Raises ConfigError,
+    listing the possible ones, if the device lacks the precision.
     """
     capabilities = capabilities or machine_capabilities()
     if device.type == "cuda":
@@ -103,16 +108,16 @@ def choose_precision(
 
 
 def emulates(precision: str, device: torch.device, capabilities: Capabilities) -> bool:
-    """Return whether a device multiplies this precision in fp32, widening its inputs: a CPU fp16,
-    and bf16 without hardware for it. Then fp32's peak is the limit."""
+    """Return whether `device` computes matmuls in `precision` by widening the inputs to fp32: a CPU
+    does so for fp16, and for bf16 without hardware for it. Then fp32's peak is the limit."""
     if device.type != "cpu":
         return False
     return precision == "fp16" or (precision == "bf16" and not capabilities.cpu.fast_bf16)
 
 
 def _gpu_precisions(gpu: GpuCapabilities) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Return a GPU's supported precisions, the 16-bit ones that its matrix units multiply, and the
-    reason."""
+    """Return three things about a GPU: the precisions it supports, those 16-bit ones that its
+    matrix units multiply fast, and a phrase that gives the reason."""
     chip = f"{gpu.name}, {gpu.architecture}"
     if gpu.architecture.startswith("gfx"):  # AMD
         if not gpu.architecture.startswith(_ROCM_BF16):
@@ -138,12 +143,13 @@ def choose_compile(
     precision: str | None = None,
     capabilities: Capabilities | None = None,
 ) -> tuple[bool, str]:
-    """Return whether to `torch.compile` the step for `train.compile`, and the reason.
+    """Return whether `train.compile` = `setting` has `torch.compile` compile the step, and the
+    reason in words.
 
     `auto` compiles if a compiler works and the whole run, with `total_flops`, is long enough for
-    the saved time to pay for about 40 s of compiling. The whole run, not its rest, so that a
+    the saved time to pay for about 40 s spent compiling. The whole run, not its rest, so that a
     resumed run chooses the same. precision: from `choose_precision`, by default its `auto`. Raises
-    ConfigError if compiling is required and no compiler works.
+    ConfigError if `setting` is True and no compiler works.
     """
     capabilities = capabilities or machine_capabilities()
     match setting:
@@ -172,10 +178,11 @@ def choose_compile(
 def choose_asynchronous(
     setting: Literal["auto"] | bool, needed_bytes: int, host_bytes: int | None
 ) -> bool:
-    """Return whether to write checkpoints while training, for `checkpoint.asynchronous`.
+    """Return whether to write checkpoints while training goes on, as `checkpoint.asynchronous`
+    = `setting` says.
 
-    `auto` does if the machine's `host_bytes`, when known, hold the bytes that its processes need
-    while they save.
+    `auto` does so if the machine's memory `host_bytes` holds `needed_bytes`, the bytes that its
+    processes need while they save; and if `host_bytes` is None, unknown.
     """
     match setting:
         case bool():
@@ -187,8 +194,8 @@ def choose_asynchronous(
 
 
 def _eager_flops(device: torch.device, precision: str | None, capabilities: Capabilities) -> float:
-    """Return the FLOP/s to expect from uncompiled training, by tables only, so that it does not
-    vary."""
+    """Return the FLOP/s to expect from uncompiled training on `device` in `precision` (None: its
+    `auto`). They come from tables only, so that the same machine always gives the same figure."""
     if precision is None:
         precision = choose_precision("auto", device, capabilities)[0]
     if device.type == "cpu":
@@ -206,17 +213,17 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
 
 
 def tune_allocator(*, sparing: bool = False) -> bool:
-    """Set glibc's malloc up for training on a CPU; return whether it took the settings.
-
-    It keeps freed memory, or with `sparing` returns large tensors at once.
+    """Set glibc's malloc to keep freed memory for the next step; with `sparing`, to return large
+    tensors to the system at once. Return whether it took the settings: False on systems other than
+    Linux with glibc.
 
     By default glibc gives every large tensor its own mapping and returns it to the system when
     freed, so each step pays for the same page faults again. With this a bf16 linear layer with
     16384×384×1536 went from 26.8 ms to 6.0 ms on two cores with AMX. The process keeps its peak
     memory until it ends. A heap kept so has holes, though: under ZeRO, whose gathered weights come
-    and go, it held twice the tensors' bytes; given back, 1.1 times. Each thread keeps its own heap:
-    PyTorch's bf16 attention allocates in all threads, and took three times as long when they waited
-    for one heap. Other systems than Linux with glibc are left alone.
+    and go, it held twice the tensors' bytes; given back, 1.1 times. Each thread keeps its own
+    heap: PyTorch's bf16 attention allocates in all threads, and took three times as long when they
+    waited for one heap.
     """
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return False

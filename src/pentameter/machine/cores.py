@@ -1,4 +1,4 @@
-"""This machine's cores: those usable by a run, the processes and threads they carry, and the load
+"""This machine's cores and memory: how many processes and threads they carry, and the load
 from other programs."""
 
 from __future__ import annotations
@@ -13,22 +13,26 @@ from typing import Any
 from pentameter.errors import ConfigError
 
 PROCESSES_PER_CORE = 4
-"""Most processes per core in a run: enough to try any layout out, too many to train fast."""
+"""Most processes per core that a run may start: enough to try any layout out, too many to train
+fast."""
 
 INTERPRETER_BYTES = 300_000_000
-"""A process's memory before it has a model: Python, torch, and the training code."""
+"""A process's memory in bytes before it has a model: Python, torch, and the training code."""
 
 Collect = Callable[[Any], list[Any]]
-"""All-gather: returns each process's value in the run, by rank."""
+"""Type for an all-gather: from this process's value, all processes' values, ordered by
+rank. Collective."""
 
 _LOOK = "--dry-run shows what each process would hold, and starts none"
 
 BUSY_CORES = 0.5
-"""Cores kept busy by other programs; fewer are an idle machine's noise."""
+"""Least number of cores, kept busy by other programs, that is worth a warning; fewer are an idle
+machine's noise."""
 
 
 def usable_cores() -> frozenset[int]:
-    """Return logical cores that this process may run on; in a container or under SLURM not all."""
+    """Return the numbers of the logical cores that this process may run on; in a container or
+    under SLURM not all."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
@@ -47,8 +51,9 @@ def chosen_threads(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def environment_of_one(n_processes: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment for one of `n_processes` processes that divide this machine's cores,
-    unless the user set the thread count. One alone chooses its own."""
+    """Return the environment variables for one process among `n_processes` that divide this
+    machine's cores: `environ` with OMP_NUM_THREADS set, unless the user set it or the
+    process is alone."""
     if n_processes == 1:
         return dict(environ)
     n_threads = chosen_threads(environ) or max(1, len(usable_cores()) // n_processes)
@@ -56,18 +61,18 @@ def environment_of_one(n_processes: int, environ: Mapping[str, str] = os.environ
 
 
 def fair_thread_count(cores: frozenset[int], all_cores: Iterable[frozenset[int]]) -> int:
-    """Return the threads, at least one, for a process that may use `cores`.
+    """Return the number of threads, at least one, for a process that may use the cores `cores`.
 
-    all_cores: cores for each process on the machine, including this one. Processes that SLURM bound
-    to separate cores use all of theirs; the others split their common ones.
+    all_cores: for each process on the machine, this one included, the cores that it may use.
+    Processes that SLURM bound to separate cores use all theirs; the others split their common ones.
     """
     n_users = sum(1 for other in all_cores if other & cores)
     return max(1, len(cores) // max(1, n_users))
 
 
 def check_processes(n_processes: int, *, oversubscribe: bool = False) -> None:
-    """Raise ConfigError if this machine lacks memory for `n_processes` interpreters, or cores for
-    them without `oversubscribe`."""
+    """Raise ConfigError if this machine lacks memory for `n_processes` interpreters, or if these
+    are more than PROCESSES_PER_CORE for each core and `oversubscribe` is not set."""
     n_cores = len(usable_cores())
     most = PROCESSES_PER_CORE * n_cores
     if n_processes > most and not oversubscribe:
@@ -80,8 +85,8 @@ def check_processes(n_processes: int, *, oversubscribe: bool = False) -> None:
 
 
 def check_memory(n_processes: int, needed_bytes: int) -> None:
-    """Raise ConfigError if `n_processes`, each an interpreter with `needed_bytes` for tensors,
-    exceed this machine's memory."""
+    """Raise ConfigError if `n_processes` processes, each with an interpreter and `needed_bytes` for
+    tensors, exceed this machine's memory."""
     total, each = host_memory_bytes(), INTERPRETER_BYTES + needed_bytes
     if total is not None and n_processes * each > total:
         raise ConfigError(
@@ -104,15 +109,17 @@ WAIT_POLICIES = {
     "quiet": {"GOMP_SPINCOUNT": "60000", "KMP_BLOCKTIME": "3"},
     "busy": {"OMP_WAIT_POLICY": "PASSIVE"},
 }
-"""OpenMP runtime settings: how long an idle thread spins before it sleeps. GNU's counts turns, some
-140 cycles each, 3 ms in all; Intel's is in ms. Passive threads sleep at once."""
+"""Machine's load (`quiet` or `busy`) → OpenMP environment variables that say how long an idle
+thread spins before it sleeps. GNU's counts turns, some 140 cycles each, 3 ms in all; Intel's is in
+ms. Passive threads sleep at once."""
 
 _BUSY_SHARE = 0.75  # of the cores' time: below it a core is left for the thread that is waited for
 _LOOK_SECONDS = 0.05
 
 
 def choose_wait_policy(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Choose how idle OpenMP threads wait, by the machine's current load, unless the user chose.
+    """Set the OpenMP variables in `environ` that say how idle threads wait, by the machine's load
+    now: spin on a quiet one, sleep on a busy one. Nothing changes if the user set one.
 
     Call it before importing torch, which loads the OpenMP runtime: that reads these variables once.
     Sleeping threads turn every short wait inside a step into a kernel call, which costs a quarter
@@ -130,15 +137,16 @@ def choose_wait_policy(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 class OtherPrograms:
-    """Load on this process's cores from other programs, measured from construction on."""
+    """The load that programs outside this run put on this process's cores, averaged from
+    construction on."""
 
     def __init__(self) -> None:
         self._cores = usable_cores()
         self._start = _busy_seconds(self._cores), _process_seconds(), time.monotonic()
 
     def cores(self, collect: Collect) -> float:
-        """Return the cores, on average since the start, that programs outside this run kept busy on
-        this machine. collect: the World's all-gather. Collective."""
+        """Return how many cores programs outside this run kept busy on this machine, on average
+        since construction. collect: the World's all-gather. Collective."""
         busy, used, now = _busy_seconds(self._cores), _process_seconds(), time.monotonic()
         node = platform.node()
         by_process = collect((node, used - self._start[1]))
@@ -146,8 +154,8 @@ class OtherPrograms:
         return max(0.0, busy - self._start[0] - used_by_run) / max(now - self._start[2], 1e-3)
 
     def warning(self, collect: Collect) -> str | None:
-        """Return a line for people if other programs keep this machine busy, else None.
-        Collective."""
+        """Return a sentence for people if other programs keep BUSY_CORES or more busy, else None;
+        None, too, under a container's CPU quota. collect: the World's all-gather. Collective."""
         cores, n = self.cores(collect), len(self._cores)
         if cores < BUSY_CORES or _has_quota():
             return None
@@ -158,7 +166,7 @@ class OtherPrograms:
 
 
 def _has_quota() -> bool:
-    """Return whether a container's CPU quota, not other programs, limits this process."""
+    """Return whether this process runs under a container's CPU quota (cgroup cpu.max)."""
     try:
         return not Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").startswith("max")
     except (OSError, ValueError):
@@ -177,13 +185,16 @@ def seconds_running() -> float:
 
 
 def _process_seconds() -> float:
-    """Return processor seconds spent by this process and its ended children."""
+    """Return the CPU seconds that this process and its ended children have used."""
     return sum(os.times()[:4])
 
 
 def _busy_seconds(cores: Collection[int]) -> float:
-    """Return processor seconds that all programs have used on `cores` since the machine started; 0
-    if the system does not say (proc(5): user, nice, system, idle, iowait, irq, softirq, steal)."""
+    """Return the CPU seconds that all programs have used on the cores with these numbers since the
+    machine started, from /proc/stat; 0 if the system does not say.
+
+    Columns in proc(5): user, nice, system, idle, iowait, irq, softirq, steal.
+    """
     wanted = {f"cpu{number}" for number in cores}
     used = 0
     try:

@@ -1,4 +1,5 @@
-"""A run's environment: the content for a run folder's environment.json, and for `doctor`."""
+"""A description of the environment that a run trains in, for the run folder's environment.json
+and for `doctor`."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def environment(device: torch.device, capabilities: Capabilities | None = None) 
 
 
 def versions(names: tuple[str, ...]) -> dict[str, str | None]:
-    """Return package name → installed version, None if not installed."""
+    """Return package name → installed version for `names`; None for a package that is not
+    installed."""
     found: dict[str, str | None] = dict.fromkeys(names)
     for name in names:
         with suppress(metadata.PackageNotFoundError):
@@ -53,14 +55,15 @@ def versions(names: tuple[str, ...]) -> dict[str, str | None]:
 
 
 def device_name(device: torch.device, capabilities: Capabilities) -> str:
-    """Return a device's product name from its driver or the kernel."""
+    """Return a device's product name: a GPU's from its driver, else the CPU's from the kernel."""
     if device.type == "cuda":
         return capabilities.gpu(device).name
     return f"{capabilities.cpu.name}{' (MPS)' if device.type == 'mps' else ''}"
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Return `commit` and `dirty` for the git checkout around a folder, None outside one."""
+    """Return `commit` (its hash) and `dirty` (whether files differ from it) for the git checkout
+    around `folder`; None outside one."""
     try:
         result = subprocess.run(
             ["git", "describe", "--always", "--abbrev=64", "--exclude=*", "--dirty"],

@@ -1,4 +1,4 @@
-"""Base for MFU, in FLOP/s: a GPU's published peak, or a matmul measured here."""
+"""The rate in FLOP/s that MFU is relative to: a GPU's published peak, or a matmul measured here."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ _GPU_SIZES = (2048, 4096, 8192)
 def peak_flops(
     device_name: str, precision: str, matmul_precision: MatmulPrecision | None = None
 ) -> float | None:
-    """Return the published dense peak, in FLOP/s, for a device with the driver name `device_name`
-    ("NVIDIA A100-SXM4-80GB"), by `train.precision` and `train.matmul_precision`; None if unknown.
+    """Return the published dense peak, in FLOP/s, for the device whose driver calls it
+    `device_name` ("NVIDIA A100-SXM4-80GB"), for the settings `train.precision` and
+    `train.matmul_precision`; None if unknown.
 
-    A CPU has no meaningful figure, because clocks fall under wide vectors: there MFU counts against
-    a measured matmul (`measure_matmul`). The same goes for a device or a precision missing from the
-    table.
+    A CPU has no meaningful figure, because clocks fall under wide vectors: there MFU counts
+    against a measured matmul (`measure_matmul`). The same goes for a device or a precision
+    missing from the table.
     """
     device = device_of_driver(device_name)
     return None if device is None else device.peak_flops(precision, matmul_precision)
@@ -59,7 +60,7 @@ def measure_matmul(device: torch.device | str, dtype: torch.dtype, seconds: floa
 
 
 def _best_seconds(device: str, dtype: torch.dtype, n: int, budget_seconds: float) -> float:
-    """Return the shortest time for one n×n×n matmul, repeated until the budget is spent."""
+    """Return the shortest time in seconds for one n×n×n matmul, repeated for `budget_seconds`."""
     generator = torch.Generator().manual_seed(n)
     # random, since a GPU slows down for what switches many transistors; in bands, since drawing
     # 4096² numbers takes longer than multiplying them

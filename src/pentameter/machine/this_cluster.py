@@ -1,5 +1,6 @@
-"""The run's cluster: GPUs by driver name, else this machine as measured by `doctor --measure`, else
-typical CPU figures."""
+"""A Cluster (the planner's description of devices and links) for the machines that this run uses:
+GPUs by driver name, else this machine as measured by `doctor --measure`, else typical CPU
+figures."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 CORE_TFLOPS = {"fp32": 0.08, "bf16": 0.03, "fp64": 0.04}
 CORE_TFLOPS_BF16 = 0.4
-"""TFLOP/s per core in matmuls, with bf16 hardware; CORE_TFLOPS without (docs/performance.md: 0.33
-TFLOP/s in fp32 and 0.78 to 2.2 in bf16 on two cores)."""
+"""TFLOP/s per core in bf16 matmuls with hardware for them; CORE_TFLOPS without
+(docs/performance.md: 0.33 TFLOP/s in fp32 and 0.78 to 2.2 in bf16 on two cores)."""
 CORE_BYTES_PER_SECOND = 8e9
 SHARED_MEMORY_BYTES_PER_SECOND = 2e9
 
@@ -51,8 +52,8 @@ def this_cluster(world_size: int, local_size: int) -> tuple[Cluster, bool]:
 
 
 def measured_cluster() -> Cluster | None:
-    """Return one process on this machine as measured by `doctor --measure`; None if it is not
-    measured."""
+    """Return a Cluster with one process on this machine, from the figures that `doctor --measure`
+    saved; None if it has not been run."""
     measured = _measured_file()
     return None if measured is None else parse_cluster(f"{measured}:1x1")
 
@@ -63,7 +64,8 @@ def _measured_file() -> Path | None:
 
 
 def typical_cpu(capabilities: Capabilities) -> Device:
-    """Return a CPU with typical figures for its number of cores."""
+    """Return a Device, the planner's description of a processor, with typical figures for this
+    CPU's number of cores."""
     cpu = capabilities.cpu
     tflops = {name: each * cpu.n_cores for name, each in CORE_TFLOPS.items()}
     if cpu.fast_bf16:

@@ -27,7 +27,8 @@ from pentameter.model.positions import Positions, Rotation
 
 
 class Attend(Protocol):
-    """Causal attention from queries to keys and values, with the interface of `attend` below."""
+    """Type of the function that computes causal attention from queries, keys and values: `attend`
+    below, or one that takes its place under context parallelism. Arguments as for `attend`."""
 
     def __call__(
         self,
@@ -40,21 +41,29 @@ class Attend(Protocol):
         positions: Tensor,
         window: int | None,
     ) -> Tensor:
-        """Return the values mixed for each query, (B, H, Q, K)."""
+        """Return each query's weighted mean value, (B, H, Q, K), from q (B, H, Q, K), k and v
+        (B, G, S, K).
+
+        dropout: applied to the weights, in training, if `dropout_keys` (B, n_sites, 2) are
+        given. positions: the keys' (S,). window: how many keys a query sees, its own
+        included; None for all.
+        """
 
 
 class Read(Protocol):
-    """Application of several linear layers to one input, with the interface of `read` below."""
+    """Type of the function that applies several linear layers to one input: `read` below, or one
+    that takes its place under tensor parallelism."""
 
     def __call__(self, x: Tensor, *linears: nn.Linear) -> Sequence[Tensor]:
-        """Return (B, T, N) for each linear."""
+        """Return each linear's output (B, T, N) for x (B, T, D), in the given order."""
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention.
+    """Causal multi-head self-attention, with optional grouped KV heads, query and key norms, rotary
+    positions and a sliding window.
 
-    Rows in the fused projection `qkv` are (H, 3, K), head by head. With grouped KV heads there are
-    instead `q` with rows (H, K) and `kv` with rows (G, 2, K).
+    The fused projection `qkv` has weight rows (H, 3, K): query, key and value, head by head. With
+    grouped KV heads there are instead `q` with rows (H, K) and `kv` with rows (G, 2, K).
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -70,8 +79,8 @@ class Attention(nn.Module):
         else:
             self.qkv = nn.Linear(D, 3 * H * K, bias=config.qkv_bias)
         self.read: Read = read
-        """Applies the column-parallel linears to the residual stream. Tensor parallelism replaces
-        this function by one that all-gathers the stream and sums its gradient."""
+        """Function that applies the column-parallel linears to the residual stream. Tensor
+        parallelism replaces it by one that all-gathers the stream and sums its gradient."""
         self.qk_norm = config.qk_norm
         match config.qk_norm:
             case None:
@@ -87,8 +96,8 @@ class Attention(nn.Module):
             attention_weights_site(layer), config.attention_dropout, config.context_length
         )
         self.attend: Attend = attend
-        """Computes attention from queries, keys and values. Context parallelism replaces this
-        function by one that reaches the keys and values on other ranks."""
+        """Function that computes attention from queries, keys and values. Context parallelism
+        replaces it by one that reaches the keys and values on other ranks."""
         self.out = nn.Linear(H * K, D, bias=config.bias)
         self.dropout = StreamDropout(attention_output_site(layer), config.dropout)
 
@@ -99,7 +108,13 @@ class Attention(nn.Module):
         dropout_keys: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Return (B, T, D): for each token, the attention over itself and the tokens before it."""
+        """Return (B, T, D), without the residual sum: for each token of x (B, T, D), the attention
+        over itself and the tokens before it, projected by `out`.
+
+        positions: the tokens' positions and rotation. dropout_keys: int32 (B, n_sites, 2), None for
+        no dropout. With a `cache`, x's keys and values are appended to it, and attention also sees
+        the cached ones.
+        """
         q, k, v = (each.transpose(1, 2) for each in self.project(x, positions.rotation))
         if cache is not None:
             k, v = cache.append(self.layer, k, v)  # (B, G, past + T, K)
@@ -116,8 +131,8 @@ class Attention(nn.Module):
         return self.dropout(self.out(y), dropout_keys, positions.stream)
 
     def project(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Project x (B, T, D) to queries (B, T, H, K), keys and values (B, T, G, K); queries and
-        keys are normed and rotated."""
+        """Project x (B, T, D) to queries (B, T, H, K), keys and values (B, T, G, K). Queries and
+        keys are normed if `model.qk_norm` is set, and rotated unless `rotation` is None."""
         K = self.head_size
         if self.shares_kv:
             q, kv = self.read(x, self.q, self.kv)
@@ -136,7 +151,8 @@ class Attention(nn.Module):
         return q, k, v
 
     def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """Return x (B, T, H, K), normed in the dtype of the norm's weight."""
+        """Return queries or keys x (B, T, H, K) after `norm`, over each head or over all heads
+        together; computed in the dtype of the norm's weight, returned in x's."""
         weight = norm.weight
         assert isinstance(weight, Tensor)
         precise = x.to(weight.dtype)
@@ -145,7 +161,7 @@ class Attention(nn.Module):
 
 
 def read(x: Tensor, *linears: nn.Linear) -> Sequence[Tensor]:
-    """Apply each linear to x (B, T, D): (B, T, N) for each."""
+    """Apply each linear to x (B, T, D): return their outputs (B, T, N), one for each."""
     return [linear(x) for linear in linears]
 
 
@@ -159,12 +175,12 @@ def attend(
     positions: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Return the values mixed for each query, (B, H, Q, K). A query sees keys up to its own
+    """Return each query's weighted mean value, (B, H, Q, K). A query sees keys up to its own
     position; with a `window`, only the last `window` keys, its own included.
 
     q is (B, H, Q, K), k and v are (B, G, S, K) with S ≥ Q: the first S - Q keys come from a cache.
-    `dropout` is applied to the attention weights if `dropout_keys` are given. `positions` (S,) are
-    the keys' positions, by default 0 … S - 1.
+    `dropout` is applied to the attention weights in training if `dropout_keys`, int32
+    (B, n_sites, 2), are given. `positions` (S,) are the keys' positions, by default 0 … S - 1.
     """
     Q, S = q.shape[2], k.shape[2]
     if dropout is not None and dropout.acts(dropout_keys):
@@ -197,9 +213,12 @@ def attend(
 def _attend_in_windows(
     q: Tensor, k: Tensor, v: Tensor, window: int, attention: Callable[..., Tensor]
 ) -> Tensor:
-    """Compute `attend` for an S divisible by the window: each block of `window` queries attends to
-    its own keys and to the block before, so work grows with T and not with its square. Returns (B,
-    H, T, K)."""
+    """Compute attention with a window that divides S: each block of `window` queries attends
+    to its own keys and to the block before, so work grows with T and not with its square.
+    Returns (B, H, T, K).
+
+    `attention` multiplies q, k and v under a mask, like `F.scaled_dot_product_attention`.
+    """
     B, n = len(q), q.shape[2] // window
 
     def with_block_before(x: Tensor) -> Tensor:  # (B, G, T, K) → (B · n, G, 2 · window, K)
@@ -224,8 +243,9 @@ def attend_explicitly(
     positions: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Compute `attend` with the weights (B, H, Q, S) in memory, so that dropout can act on them.
-    Returns (B, H, Q, K)."""
+    """Return the same (B, H, Q, K) as `attend` for q (B, H, Q, K), k and v (B, G, S, K) and
+    the same other arguments, with the attention weights (B, H, Q, S) in memory, so that
+    dropout can act on them."""
     Q, S, K = q.shape[2], k.shape[2], q.shape[3]
     k, v = for_each_head(k, q), for_each_head(v, q)
     scores = (q * K**-0.5) @ k.transpose(-2, -1)  # (B, H, Q, S)
@@ -239,13 +259,15 @@ def attend_explicitly(
 
 
 def for_each_head(x: Tensor, q: Tensor) -> Tensor:
-    """Repeat keys or values x (B, G, S, K) for each head in q (B, H, Q, K): (B, H, S, K)."""
+    """Repeat keys or values x (B, G, S, K) so that each query head in q (B, H, Q, K) has its own
+    copy: (B, H, S, K)."""
     n_sharing = q.shape[1] // x.shape[1]
     return x if n_sharing == 1 else x.repeat_interleave(n_sharing, dim=1)
 
 
 def _hidden(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return a mask, bool (Q, S): true if the key lies after the query, or before its window."""
+    """Return a mask, bool (Q, S), true if a query may not see a key: the key lies after it, or
+    before its window. The queries are the last Q among the S tokens."""
     query = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]
     key = torch.arange(n_keys, device=device)
     return key > query if window is None else (key > query) | (key <= query - window)

@@ -14,18 +14,19 @@ from pentameter.config.schema import ModelConfig
 
 
 class Cache(Protocol):
-    """Past keys and values, as attention asks for them."""
+    """Interface that attention layers expect from a key/value cache."""
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append new keys and values (B, H, T, K) in a layer, and return all that attention is to
-        read."""
+        """Append the new tokens' keys and values (B, H, T, K) for one layer, and return all those
+        that its attention is to read, the cached and the new ones, (B, H, S, K)."""
 
 
 class KVCache:
-    """Keys and values for up to `context_length` tokens in `batch_size` sequences, allocated once.
+    """Keys and values of up to `context_length` tokens in `batch_size` sequences, for each
+    layer, allocated once.
 
     `model(tokens, cache=cache)` takes the tokens as the continuation of the cached ones, and
-    appends them. `length` is the number of cached tokens.
+    appends their keys and values. `length` is the number of cached tokens.
     """
 
     def __init__(
@@ -46,10 +47,10 @@ class KVCache:
         self.length = 0
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v (B, H, T, K), and return all keys and values in a layer, (B, H, length +
-        T, K), the new ones included.
+        """Append k and v (B, H, T, K) in one layer, and return all that layer's keys and values,
+        (B, H, length + T, K), the new ones included.
 
-        `length` changes only in `advance`, after the last layer.
+        `length` changes only in `advance`, after the last layer has appended.
         """
         end = self.length + k.shape[2]
         keys, values = self.keys[layer], self.values[layer]
@@ -58,9 +59,10 @@ class KVCache:
         return keys[:, :, :end], values[:, :, :end]
 
     def advance(self, n_tokens: int) -> None:
-        """Count the tokens that every layer has appended."""
+        """Add `n_tokens`, which every layer has appended by now, to `length`."""
         self.length += n_tokens
 
     def reset(self) -> None:
-        """Forget every token; the memory stays allocated."""
+        """Set `length` to 0, so that new tokens overwrite the old ones; the memory stays
+        allocated."""
         self.length = 0

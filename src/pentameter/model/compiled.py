@@ -1,6 +1,7 @@
-"""Functions that `torch.compile` compiles one by one, separately for each kind of arguments.
+"""A decorator that has `torch.compile` compile a function by itself, once for each kind of
+arguments (shapes, dtypes, numbers).
 
-Importing a file that uses this compiles nothing: the first call does.
+Importing a file that uses it compiles nothing: the first call does.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from torch import Tensor
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` with its own copy of the code object, to be compiled.
+    """Return a copy of `function` with its own code object, to be passed to `torch.compile`.
 
-    PyTorch counts recompilations per code object and gives up after eight, and a process may train
-    several models.
+    PyTorch counts recompilations per code object and gives up after eight, and a process may
+    train several models.
     """
     own = FunctionType(
         function.__code__.replace(),
@@ -31,9 +32,10 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, compiled at its first call for each kind of arguments.
+    """Decorate `function` so that it is compiled at its first call for each kind of arguments.
 
-    Each kind (shapes, types, numbers) gets its own code. Importing this file compiles nothing.
+    Arguments are positional. Calls whose tensors have the same shapes, dtypes and `requires_grad`,
+    and whose other arguments are equal, use the same compiled code.
     """
 
     @functools.cache
@@ -53,7 +55,8 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kind(argument: Any) -> Hashable:
-    """Return the properties of an argument that its compilation depends on."""
+    """Return a hashable description of an argument on which compiled code depends: shape, dtype and
+    `requires_grad` for a tensor, the items' for a tuple or list, any other value itself."""
     if isinstance(argument, Tensor):
         return argument.shape, argument.dtype, argument.requires_grad
     if isinstance(argument, tuple | list):

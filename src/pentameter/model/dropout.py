@@ -1,4 +1,5 @@
-"""Dropout whose mask is a function of (seed, step, site, global batch row, index in the row).
+"""Dropout whose mask is a function of (seed, step, site, global batch row, index in the row). A
+site is one of the model's dropout layers, by number.
 
 It needs no generator and no saved mask: any slice of a batch, any positions and any heads drop
 exactly the elements that the whole would drop, on any device, eager or compiled. And a hash fuses
@@ -22,24 +23,25 @@ EMBEDDING_SITE = 0
 
 
 def attention_weights_site(layer: int) -> int:
-    """Return the dropout site for a layer's attention weights."""
+    """Return the dropout site's number for a layer's attention weights (see `dropout_keys`)."""
     return 1 + 3 * layer
 
 
 def attention_output_site(layer: int) -> int:
-    """Return the dropout site for a layer's attention output projection."""
+    """Return the dropout site's number for a layer's attention output (see `dropout_keys`)."""
     return 2 + 3 * layer
 
 
 def mlp_output_site(layer: int) -> int:
-    """Return the dropout site for a layer's feed-forward output."""
+    """Return the dropout site's number for a layer's feed-forward output (see `dropout_keys`)."""
     return 3 + 3 * layer
 
 
 def dropout_keys(
     config: ModelConfig, seed: int, step: int, rows: Sequence[int] | np.ndarray | Tensor
 ) -> Tensor:
-    """Return the keys for one step's dropout masks, int32 (B, n_sites, 2), on the CPU.
+    """Return the keys to one step's dropout masks, int32 (B, n_sites, 2) on the CPU: two random
+    words for each batch row and site.
 
     `rows` (B,) are batch-row numbers in the global batch, so that a batch row keeps its mask on any
     rank. Sites: 0 is the embedding, followed for each layer by attention weights, attention output
@@ -56,9 +58,10 @@ def dropout_keys(
 
 
 def keep_mask(row_keys: Tensor, index: Tensor, p: float) -> Tensor:
-    """Return the mask of elements to keep: bool (B, *index.shape), true with probability 1 - p.
+    """Return the mask of elements to keep, bool (B, *index.shape), true with probability 1 - p.
 
-    `row_keys` is int32 (B, 2); `index` is the int32 number of each element within its batch row.
+    `row_keys` is one site's keys, int32 (B, 2); `index` is each element's int32 number
+    within its batch row.
     """
     shape = (-1,) + (1,) * index.ndim
     key = (row_keys[:, 0].view(shape), row_keys[:, 1].view(shape))
@@ -66,20 +69,26 @@ def keep_mask(row_keys: Tensor, index: Tensor, p: float) -> Tensor:
 
 
 def keep_bound(p: float) -> int:
-    """Return the bound below which a fraction p of hashes lies, uniform over -2^31 … 2^31 - 1."""
+    """Return the bound for 32-bit hashes, taken as signed, uniform over -2^31 … 2^31 - 1: those
+    below it, a fraction p, drop their element."""
     return round(p * 2**32) - 2**31
 
 
 def drop(x: Tensor, row_keys: Tensor, index: Tensor, p: float) -> Tensor:
-    """Zero a fraction p of x (B, *index.shape) and scale the rest by 1 / (1 - p). Returns x's
-    shape. A dropped element that is not finite stays so."""
+    """Return x (B, *index.shape) with a fraction p zeroed and the rest multiplied by 1 / (1 - p). A
+    dropped element that is not finite becomes NaN, not 0.
+
+    `row_keys` is one site's keys, int32 (B, 2); `index` is each element's int32 number
+    within its batch row.
+    """
     # Multiplied, as in PyTorch's own dropout: selecting numbers or zeros (`torch.where`) takes
     # a CPU three times as long, in both passes.
     return x * (1 / (1 - p)) * keep_mask(row_keys, index, p)
 
 
 class KeyedDropout(nn.Module):
-    """Base for both kinds of dropout: a site, a probability, and the condition for dropping."""
+    """Base for the two dropout modules below: the site's number, the probability p, and the
+    condition for dropping."""
 
     def __init__(self, site: int, p: float) -> None:
         super().__init__()
@@ -87,23 +96,25 @@ class KeyedDropout(nn.Module):
         self.p = p
 
     def acts(self, keys: Tensor | None) -> bool:
-        """Return True if elements are dropped: in training, given keys, with p above 0."""
+        """Return True if elements are dropped: in training mode, given keys, with p above 0."""
         return self.training and keys is not None and self.p > 0
 
     def drop(self, x: Tensor, keys: Tensor, index: Tensor) -> Tensor:
-        """Zero a fraction p of x (B, *index.shape) and scale the rest by 1 / (1 - p). Returns x's
-        shape."""
+        """Return x (B, *index.shape) with dropout, given all sites' keys, int32 (B, n_sites, 2),
+        and the int32 number that each element has within its batch row. For use if `acts` is
+        true."""
         return drop(x, keys[:, self.site], index, self.p)
 
     def extra_repr(self) -> str:
-        """Return the description that `print(model)` shows."""
+        """Return this module's settings as `print(model)` shows them."""
         return f"site={self.site}, p={self.p}"
 
 
 class StreamDropout(KeyedDropout):
     """Dropout on the residual stream (B, T, D), whose elements `stream_index` numbers.
 
-    If channels are sharded, `first_channel` is the first local one, `d_model` the number of all.
+    If channels are sharded, tensor parallelism sets `first_channel` to the first local channel and
+    `d_model` to their total number; None means that all are local.
     """
 
     def __init__(self, site: int, p: float) -> None:
@@ -112,7 +123,7 @@ class StreamDropout(KeyedDropout):
         self.d_model: int | None = None
 
     def forward(self, x: Tensor, keys: Tensor | None, positions: Tensor) -> Tensor:
-        """Return x (B, T, D), with dropout in training if `keys` (B, n_sites, 2) are given.
+        """Return x (B, T, D), with dropout in training if `keys`, int32 (B, n_sites, 2), are given.
 
         `positions` (T,) are x's positions in the sequence: any slice of the sequence drops the
         elements that the whole sequence drops there.
@@ -126,8 +137,9 @@ class StreamDropout(KeyedDropout):
 class AttentionDropout(KeyedDropout):
     """Dropout on attention weights (B, H, Q, S), whose elements `weight_index` numbers.
 
-    `head_offset` is the first local head. `kernel` computes attention with dropout without storing
-    the weights, as `attend_in_kernel` does; None if no such kernel is available.
+    If heads are sharded, `head_offset` is the first local one's number. `kernel` computes
+    attention with dropout without storing the weights, as `attend_in_kernel` does; None if no such
+    kernel is available.
     """
 
     def __init__(self, site: int, p: float, context_length: int) -> None:
@@ -143,10 +155,11 @@ class AttentionDropout(KeyedDropout):
         query_positions: Tensor,
         key_positions: Tensor,
     ) -> Tensor:
-        """Return the weights (B, H, Q, S), with dropout in training if `keys` (B, n_sites, 2) are
-        given.
+        """Return the weights (B, H, Q, S), with dropout in training if `keys`, int32
+        (B, n_sites, 2), are given.
 
-        `query_positions` (Q,) and `key_positions` (S,) locate this block in the whole matrix.
+        `query_positions` (Q,) and `key_positions` (S,) say which block of the whole attention
+        matrix the weights are.
         """
         if keys is None or not self.acts(keys):
             return weights
@@ -162,7 +175,8 @@ class AttentionDropout(KeyedDropout):
 
 
 def stream_index(positions: Tensor, channels: range, d_model: int) -> Tensor:
-    """Number the elements in a residual stream, int32 (T, D): position · d_model + channel."""
+    """Number a residual stream's elements within their batch row, int32 (T, D): position · d_model
+    + channel. `channels` are those present, out of `d_model`."""
     channel = torch.arange(
         channels.start, channels.stop, dtype=torch.int32, device=positions.device
     )
@@ -172,13 +186,13 @@ def stream_index(positions: Tensor, channels: range, d_model: int) -> Tensor:
 def weight_index(
     heads: range, query_positions: Tensor, key_positions: Tensor, context_length: int
 ) -> Tensor:
-    """Number attention weights, int32 (H, Q, S): (head · context_length + query) · context_length +
-    key."""
+    """Number attention weights within their batch row, int32 (H, Q, S): (head · context_length +
+    query position) · context_length + key position. `heads` are those present."""
     head = torch.arange(heads.start, heads.stop, dtype=torch.int32, device=query_positions.device)
     row = head[:, None] * context_length + _word(query_positions)  # (H, Q)
     return row[:, :, None] * context_length + _word(key_positions)
 
 
 def _word(positions: Tensor) -> Tensor:
-    """Convert positions to the 32-bit words that `bits` counts in."""
+    """Return positions as int32, the words that `keyed.bits` takes."""
     return positions.to(torch.int32)

@@ -54,8 +54,8 @@ LOG2_E = math.log2(math.e)
 
 
 class Tiles(NamedTuple):
-    """Sizes for one launch: rows in a program's own tile, rows in the tiles it iterates over, and
-    warps."""
+    """Sizes for one kernel launch: `own`, rows in the tile that a program computes; `others`, rows
+    in the tiles that it iterates over; and warps per program."""
 
     own: int
     others: int
@@ -63,11 +63,12 @@ class Tiles(NamedTuple):
 
 
 def tiles(head_size: int, element_bytes: int, *, backward: bool) -> Tiles:
-    """Return a kernel's Tiles: the largest for which the compiler keeps values in registers and
-    each kernel needs at most 99 KiB of shared memory, which GPUs with compute capability 8.6 have.
+    """Return a kernel's Tiles for heads of `head_size` channels and elements of `element_bytes`
+    bytes: the largest for which the compiler keeps values in registers and each kernel needs at
+    most 99 KiB of shared memory, which GPUs with compute capability 8.6 have.
 
-    They come from a table, not from a timed search: the order of sums would then depend on the
-    candidate that won, and a run on more than itself.
+    `backward` selects the two gradient kernels. Tiles come from a table, not from a timed search:
+    the order in which it sums would then depend on the candidate that won.
     """
     # A warp on AMD GPUs is twice as wide.
     few, many = (4, 8) if torch.version.hip is None else (4, 4)
@@ -80,8 +81,9 @@ def tiles(head_size: int, element_bytes: int, *, backward: bool) -> Tiles:
 
 @triton.jit
 def _bits(index, key_0, key_1):
-    """Compute `keyed.bits` for int32 numbers, line by line: the same operations on words that wrap.
-    The masks turn an arithmetic shift into a logical one."""
+    """Compute `keyed.bits`, 32 random bits for each int32 number in `index`, with the key words
+    key_0 and key_1: the same operations, line by line, on words that wrap. The masks turn an
+    arithmetic shift into a logical one."""
     x = index ^ key_0
     x = x * _MULTIPLIER_1
     x = x ^ ((x >> _SHIFT_1) & _MASK_1)
@@ -94,8 +96,8 @@ def _bits(index, key_0, key_1):
 
 @triton.jit
 def _load_tile(at, rows, stride, T, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load rows of a head that begins at the pointer `at`: (rows, COLUMNS), with 0 beyond T and
-    K."""
+    """Load `rows` of one head, whose first row is at the pointer `at` and whose rows are `stride`
+    elements apart: (rows, COLUMNS), with 0 beyond T rows and K columns."""
     column = tl.arange(0, COLUMNS)
     inside = (rows < T)[:, None] & (column < K)[None, :]
     offsets = rows.to(tl.int64)[:, None] * stride + column[None, :]
@@ -104,7 +106,8 @@ def _load_tile(at, rows, stride, T, K: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _store_tile(at, rows, stride, tile, T, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Store a tile (rows, COLUMNS) at the addresses that `_load_tile` would read."""
+    """Store a tile (rows, COLUMNS) in the elements that `_load_tile` would read with the same
+    arguments; nothing beyond T rows and K columns."""
     column = tl.arange(0, COLUMNS)
     inside = (rows < T)[:, None] & (column < K)[None, :]
     offsets = rows.to(tl.int64)[:, None] * stride + column[None, :]
@@ -113,8 +116,8 @@ def _store_tile(at, rows, stride, tile, T, K: tl.constexpr, COLUMNS: tl.constexp
 
 @triton.jit
 def _visible(queries, keys, T, window):
-    """Return the mask of keys (…) that a query (…) sees: its own and earlier ones, back to its
-    window."""
+    """Return the mask of keys that each query sees: its own and earlier ones, back to its window.
+    `queries` and `keys` are token numbers that broadcast; queries from T on see none."""
     return (keys <= queries) & (keys > queries - window) & (queries < T)
 
 
@@ -127,7 +130,9 @@ def _forward_kernel(
     K: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write y (B, T, H, K) and the base-2 logarithms (B, H, T) for one head's tile of queries."""
+    """Write attention's output y (B, T, H, K) and the base-2 log-sum-exp of scores, ℓ (B, H, T),
+    for one head's tile of queries. Arguments ending in `_at` are pointers, those in `_row`, `_time`
+    and `_head` strides."""
     row, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
     first_query = tl.program_id(0) * QUERIES
     queries = first_query + tl.arange(0, QUERIES)
@@ -177,7 +182,8 @@ def _queries_kernel(
     K: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write dq (B, T, H, K) and D (B, H, T), named `sums`, for one head's tile of queries."""
+    """Write the queries' gradient dq (B, T, H, K) and `sums`, D = Σ g ∘ y (B, H, T), for one head's
+    tile of queries. Arguments as for `_forward_kernel`; `g` is y's gradient."""
     row, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
     first_query = tl.program_id(0) * QUERIES
     queries = first_query + tl.arange(0, QUERIES)
@@ -221,8 +227,9 @@ def _keys_kernel(
     K: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write dk and dv (B, T, G, K) for a tile of keys, summed over the heads that use them. Tiles
-    are transposed in this kernel: keys are matrix rows, queries columns."""
+    """Write the gradients dk and dv (B, T, G, K) for a tile of keys and values, summed over the
+    query heads that use them. Tiles are transposed in this kernel: keys are matrix rows, queries
+    columns. Arguments as for `_forward_kernel`; `sums` come from `_queries_kernel`."""
     G = H // n_sharing
     row, kv_head = (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
     first_key = tl.program_id(0) * KEYS
@@ -272,12 +279,13 @@ def attend_dropping(
     first_head: int,
     context_length: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the values mixed for each query (B, H, T, K), and the base-2 logarithm of the sum over
-    its weights, fp32 (B, H, T).
+    """Return causal attention with dropout on its weights: each query's weighted mean value
+    (B, H, T, K), and the base-2 log-sum-exp of its scores, fp32 (B, H, T).
 
     q is (B, H, T, K), k and v are (B, G, T, K), all in one dtype: fp32, bf16 or fp16. `row_keys`,
-    int32 (B, 2), `p`, `first_head` and `context_length` come from an AttentionDropout; `positions`
-    (T,) are those of queries and keys. A query sees `window` keys, its own included.
+    int32 (B, 2), are the dropout site's; `p`, `first_head` (the first local head) and
+    `context_length` come from an AttentionDropout. `positions` (T,) are those of queries and keys.
+    A query sees `window` keys, its own included.
     """
     B, H, T, K = q.shape
     q, k, v = map(_by_rows, (q, k, v))
@@ -305,8 +313,11 @@ def attend_dropping_backward(
     first_head: int,
     context_length: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q (B, H, T, K), k and v (B, G, T, K), given y's gradient `g` (B, H,
-    T, K), the inputs to `attend_dropping` and its results."""
+    """Return gradients for q (B, H, T, K), k and v (B, G, T, K), given y's gradient `g`
+    (B, H, T, K).
+
+    y, logs: `attend_dropping`'s results. All other arguments: those that it was called with.
+    """
     (B, H, T, K), G = q.shape, k.shape[1]
     g, q, k, v, y = map(_by_rows, (g, q, k, v, y))
     dq, dk, dv = (q.new_empty(B, T, n, K).transpose(1, 2) for n in (H, G, G))
@@ -326,7 +337,9 @@ def attend_dropping_backward(
 def _launch(
     kernel: Any, arguments: tuple[Any, ...], q: Tensor, n_heads: int, *, backward: bool
 ) -> None:
-    """Run a kernel on every tile of `n_heads` heads in each batch row of q (B, H, T, K)."""
+    """Run a kernel on every tile of tokens, for `n_heads` heads in each batch row of q
+    (B, H, T, K). `arguments` are the kernel's but for the compile-time ones, which are chosen
+    here."""
     B, _, T, K = q.shape
     own, others, warps = tiles(K, q.element_size(), backward=backward)
     queries, keys = (others, own) if kernel is _keys_kernel else (own, others)
@@ -346,19 +359,19 @@ def _launch(
 
 
 def _factors(p: float, head_size: int) -> tuple[int, float, float]:
-    """Return the bound below which bits drop, the factor from dot products to base-2 scores, and
-    the factor for the weights that are kept."""
+    """Return three of the kernels' arguments: the bound below which a hash drops a weight, the
+    factor that turns dot products into base-2 scores, and 1 / (1 - p) for the weights that are
+    kept."""
     return keep_bound(p), head_size**-0.5 * LOG2_E, 1 / (1 - p)
 
 
 def _by_rows(x: Tensor) -> Tensor:
-    """Return x with its last dimension contiguous, as the kernels read it."""
+    """Return x, copied if its last dimension is not contiguous, as the kernels need."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Return the strides for batch, sequence and head of each tensor (B, H, T, K), one after
-    another."""
+    """Return each tensor's (B, H, T, K) strides for batch, sequence and head, in one flat tuple."""
     return tuple(x.stride(dimension) for x in tensors for dimension in (0, 2, 1))
 
 
@@ -406,8 +419,13 @@ def attend_in_kernel(
     positions: Tensor | None,
     window: int | None,
 ) -> Tensor:
-    """Compute `attend_explicitly` for equally many queries and keys, (B, H, T, K), up to rounding;
-    the same weights are dropped."""
+    """Return causal attention with dropout, (B, H, T, K), for q (B, H, T, K), k and v (B, G, T, K),
+    by the Triton kernels. The same arguments give the same as `attend_explicitly`, with the same
+    weights dropped, up to rounding.
+
+    dropout_keys: int32 (B, n_sites, 2). positions: the tokens' (T,), by default 0 … T - 1. window:
+    how many keys a query sees, its own included; None for all.
+    """
     T = q.shape[2]
     positions = torch.arange(T, device=q.device) if positions is None else positions
     numbers = (dropout.p, min(window or T, T), dropout.head_offset, dropout.context_length)

@@ -26,7 +26,8 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "geglu": F.gelu,
 }
-"""`model.activation` → the function that acts on the layer's inner width, or on its gate."""
+"""Value of `model.activation` → the function on the first linear's output; with a gate, on
+the gate's output."""
 
 
 class FeedForward(nn.Module):

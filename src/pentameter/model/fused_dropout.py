@@ -1,10 +1,11 @@
-"""Attention with dropout computed by kernels that never store its weights, on GPUs that pass a
-check.
+"""A check, before a run begins, whether a GPU may use the Triton kernels for attention with
+dropout.
 
-`dropout_kernels.py` holds the kernels and imports Triton, which comes only with a PyTorch built for
-GPUs. A kernel that compiles need not be correct on a chip and a release on which it was never run.
-So `kernel_obstacle` checks before a run begins. If there is an obstacle, the run computes attention
-with its weights stored, which differs only in rounding, memory and time.
+`dropout_kernels.py` holds the kernels, which never store the attention weights, and imports Triton,
+which comes only with a PyTorch built for GPUs. A kernel that compiles need not be correct on a chip
+and a release on which it was never run, so `kernel_obstacle` compares it with attention in fp64. If
+there is an obstacle, the run computes attention with its weights stored, which differs only in
+rounding, memory and time.
 
 Shapes: B batch, T tokens, H heads, G KV heads, K head size.
 """
@@ -24,25 +25,27 @@ from pentameter.model.attention import attend_explicitly
 from pentameter.model.dropout import AttentionDropout
 
 LEAST_CAPABILITY = 80
-"""Minimum compute capability × 10. Below 8.0, Triton (3.7) multiplies without tensor cores and
-spills registers."""
+"""Minimum CUDA compute capability, times ten. Below 8.0, Triton (3.7) multiplies without tensor
+cores and spills registers."""
 AMD_CHIPS = ("gfx90a", "gfx94", "gfx95")
 """AMD chips for whose registers the kernels' tiles were chosen: MI200, MI300, MI350."""
 
 CHECKED_TOKENS = 200  # at least two tiles and a partial one in each kernel
 MOST_ROUNDINGS = 32.0
-"""Maximum error in a checked result, in roundings of the largest number in its matrix row. Weights,
-their gradients and results are each rounded once, and up to CHECKED_TOKENS such errors of either
-sign are summed. In Triton's interpreter, the kernels are within 8 roundings of fp64 in bf16 and
-fp16, stored weights within 4. A bound that drops 6 % more elements is off by 190 in bf16 and 1,500
-in fp16."""
+"""Maximum error in a checked result, in roundings of the largest number in its matrix row.
+
+Weights, their gradients and results are each rounded once, and up to CHECKED_TOKENS such errors
+of either sign are summed. In Triton's interpreter, the kernels are within 8 roundings of fp64 in
+bf16 and fp16, stored weights within 4. A bound that drops 6 % more elements is off by 190 in bf16
+and 1,500 in fp16.
+"""
 LEAST_BOUND = 2.0**-15
-"""Minimum error bound, for fp32: a GPU's exponentials are off by more than one rounding."""
+"""Minimum error bound, which fp32 needs: a GPU's exponentials are off by more than one rounding."""
 
 
 class Problem(NamedTuple):
-    """Inputs and an output gradient for attention: q and g (B, H, T, K), k and v (B, G, T, K), the
-    batch rows' keys (B, 1, 2), and the other arguments to `attend`."""
+    """Inputs for one check on the attention kernels: q and the output's gradient g (B, H, T, K), k
+    and v (B, G, T, K), dropout keys (B, 1, 2), and the other arguments to `attend`."""
 
     q: Tensor
     k: Tensor
@@ -55,8 +58,8 @@ class Problem(NamedTuple):
 
 
 def drop_in_kernel(model: nn.Module) -> None:
-    """Switch a model's attention dropout to the kernels, for use after `kernel_obstacle` found
-    none."""
+    """Have every AttentionDropout in `model` use the Triton kernels from now on. Call it only if
+    `kernel_obstacle` returned None."""
     from pentameter.model.dropout_kernels import attend_in_kernel
 
     for module in model.modules():
@@ -65,8 +68,8 @@ def drop_in_kernel(model: nn.Module) -> None:
 
 
 def chip_obstacle(gpu: GpuCapabilities) -> str | None:
-    """Return a phrase that says why the kernels cannot run on a GPU; None if its matrix units
-    can."""
+    """Return a phrase that says why the kernels cannot run on `gpu`, judged by its chip alone;
+    None if they can."""
     capability = gpu.compute_capability
     if capability is None and not gpu.architecture.startswith(AMD_CHIPS):
         return f"they are for {', '.join(AMD_CHIPS)} of AMD's GPUs, not {gpu.architecture}"
@@ -77,9 +80,9 @@ def chip_obstacle(gpu: GpuCapabilities) -> str | None:
 
 
 def kernel_obstacle(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return a phrase that says why the kernels cannot compute an architecture's attention on a
-    device with matmuls in `dtype`. None means that they were compiled, run, and agreed with stored
-    weights in fp64 on the same device, for each window in the model.
+    """Return a phrase that says why the kernels cannot compute a model's attention on `device` with
+    matmuls in `dtype`. None means that they were compiled, run, and agreed with stored weights in
+    fp64 on the same device, for each window in the model.
 
     A missing kernel costs memory, never a run, so nothing is raised.
     """
@@ -97,9 +100,12 @@ def kernel_obstacle(model: ModelConfig, dtype: torch.dtype, device: torch.device
 def _problem(
     model: ModelConfig, dtype: torch.dtype, device: torch.device, size: int | None
 ) -> Problem:
-    """Build a check on the last tokens in a context: two batch rows, and one or two groups of heads
-    with common keys, all numbers drawn from a key. With a window `size`, the window is at most a
-    third of the tokens, so that no tile lies wholly inside it."""
+    """Build a check's inputs on the last tokens in a context: two batch rows, and one or two KV
+    heads with all their query heads, all numbers drawn from a key.
+
+    size: the window to check, None for none. The window is at most a third of the tokens, so that
+    no tile lies wholly inside it.
+    """
     K, G = model.head_channels, min(2, model.kv_heads)
     H = G * (model.n_heads // model.kv_heads)
     T = min(CHECKED_TOKENS, model.context_length)
@@ -121,8 +127,8 @@ def _problem(
 
 
 def _disagreement(problem: Problem) -> str | None:
-    """Describe the first result or gradient whose error against stored weights exceeds rounding;
-    None if there is none."""
+    """Compare the kernels with stored weights in fp64. Return a phrase about the first result or
+    gradient whose error exceeds rounding; None if there is none."""
     dtype = problem.q.dtype
     precise = problem._replace(
         **{name: getattr(problem, name).double() for name in ("q", "k", "v", "g")}
@@ -137,8 +143,8 @@ def _disagreement(problem: Problem) -> str | None:
 
 
 def _computed(problem: Problem, *, in_kernel: bool) -> tuple[Tensor, ...]:
-    """Return a problem's result y and the gradients of q, k and v, each in the shape of its
-    tensor."""
+    """Return attention's output y (B, H, T, K) and the gradients for q, k and v, in their shapes:
+    computed by the kernels if `in_kernel`, else with stored weights."""
     q, k, v = (x.detach().requires_grad_() for x in problem[:3])
     attend: Callable[..., Tensor] = attend_explicitly
     if in_kernel:
@@ -157,17 +163,20 @@ def _computed(problem: Problem, *, in_kernel: bool) -> tuple[Tensor, ...]:
 
 
 def rounding_bound(dtype: torch.dtype) -> float:
-    """Return the error that rounding explains if matmuls are computed in `dtype`."""
+    """Return the largest relative error that rounding explains if matmuls are computed in
+    `dtype`."""
     tf32 = dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
     rounding = 2.0**-11 if tf32 else torch.finfo(dtype).eps / 2
     return max(MOST_ROUNDINGS * rounding, LEAST_BOUND)
 
 
 def row_error(x: Tensor, expected: Tensor) -> float:
-    """Return the largest error in x (…, K), each matrix row's relative to its scale. The scale is
-    the largest number in that row of `expected`, at least that of a usual row, and at least a
-    tenth, for inputs with variance 1: gradients for the first query, which sees one key, are 0
-    except for rounding."""
+    """Return the largest error in x (…, K), relative to its matrix row's scale.
+
+    The scale is the largest number in that row of `expected`, but at least a usual row's, and at
+    least a tenth, for inputs with variance 1: gradients for the first query, which sees one key,
+    are 0 except for rounding.
+    """
     largest = expected.abs().amax(-1)
     scale = largest.clamp_min(largest.mean()).clamp_min(0.1)
     off: float = ((x.to(expected.dtype) - expected).abs().amax(-1) / scale).max().item()

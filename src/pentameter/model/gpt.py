@@ -30,21 +30,20 @@ SUB_LAYERS: dict[str, Callable[[ModelConfig, int], nn.Module]] = {
     "mlp": MLP,
     "experts": Experts,
 }
-"""Name of a sub-layer in `planning/sub_layers/` → its module, built from the configuration and the
-block's index and called as `MLP.forward` is."""
+"""Sub-layer's name in `planning/sub_layers/` → function (configuration, block's index) that builds
+its module, whose forward takes the same arguments as `MLP.forward`."""
 
 
 class GPT(nn.Module):
     """Layers `first_layer` up to but excluding `last_layer` (default n_layers) of a GPT.
 
-    The slice that begins at layer 0 embeds tokens, the one that ends at n_layers gives logits.
-    Blocks keep their global numbers, so parameter names survive slicing. A slice with a tied head
-    but without the embeddings holds its own `token_embedding.weight`, to be kept equal to the
-    other.
+    The slice that begins at layer 0 embeds tokens; the one that ends at n_layers gives logits or
+    the loss. Blocks keep their global numbers, so parameter names survive slicing. A slice with
+    a tied head but without the embeddings holds its own `token_embedding.weight`, to be kept
+    equal to the other.
 
-    Names and shapes of its parameters are those in `planning.gpt.parameter_table`.
-    Parameters are not meaningful before `initialize` or loading; `build_model` builds and
-    initializes.
+    Names and shapes of its parameters are those in `planning.gpt.parameter_table`. Parameters are
+    uninitialized before `initialize` or loading; `build_model` builds and initializes.
 
     Raises:
         ConfigError: the configuration's `vocab_size` is not set.
@@ -61,13 +60,14 @@ class GPT(nn.Module):
         self.is_last = self.last_layer == config.n_layers
         self.has_final_norm = config.has_final_norm
         self.attention_positions: Callable[[Tensor], Tensor] | None = None
-        """Selects, from a sequence's positions (context_length,), those that this rank's attention
-        gets under context parallelism; None if it gets all."""
+        """Function that selects, from a sequence's positions (context_length,), those that this
+        rank's attention gets under context parallelism; None if it gets all."""
         self.stream_positions: Callable[[Tensor], Tensor] | None = None
-        """Selects, from the attention's positions, those whose residual stream is local, if the
-        stream is sharded along the sequence; None if all of it is local."""
+        """Function that selects, from the attention's positions (T,), those whose residual stream
+        is local, if the stream is sharded along the sequence; None if all of it is local."""
         self.stream_channels = slice(None)
-        """Local channels of the residual stream, if channels are sharded."""
+        """Slice of the residual stream's channels that are local; all unless channels are
+        sharded."""
         V, D = config.padded_vocab_size, config.d_model
 
         if self.is_first or (self.is_last and config.tied_head):
@@ -91,7 +91,7 @@ class GPT(nn.Module):
 
     @property
     def layers(self) -> tuple[int, int]:
-        """The slice: (first_layer, last_layer)."""
+        """The slice's layers: (first_layer, last_layer), the last one excluded."""
         return self.first_layer, self.last_layer
 
     def forward(
@@ -103,11 +103,15 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Return the summed loss against `targets`, 0-dim, from a slice with the last layer, or
-        logits (B, T, V) without targets; from any other slice the residual stream (B, T, D).
+        """Return the summed loss in nats against `targets`, 0-dim, from a slice with the
+        last layer, or logits (B, T, V) without targets; from any other slice the residual
+        stream (B, T, D).
 
-        `targets` are int64 (B, T), -1 for tokens that the loss mask excludes; the caller divides by
-        the step's global number of target tokens. The other arguments are those of `hidden_states`.
+        x is tokens, int64 (B, T), if the slice begins at layer 0, else the residual stream
+        (B, T, D). `targets` are int64 (B, T), -1 for tokens that the loss mask excludes; the caller
+        divides by the step's global number of target tokens. Dropout acts in training if
+        `dropout_keys`, int32 (B, n_sites, 2), are given. `cache` and `positions` are as in
+        `hidden_states`.
         """
         x = self.hidden_states(x, dropout_keys=dropout_keys, cache=cache, positions=positions)
         if not self.is_last:
@@ -124,15 +128,17 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Return the head's input after the final norm, or the residual stream: (B, T, D).
+        """Return the residual stream (B, T, D) after this slice's layers; from the last slice after
+        the final norm, ready for the head.
 
-        x is tokens, int64 (B, T), if the slice begins at layer 0, else (B, T, D). Dropout acts in
-        training if `dropout_keys` (B, n_sites, 2) are given. With a `cache`, x continues the cached
-        tokens and is appended to them. `positions`, int64 (T,), are those of all tokens that
-        attention sees, in order; by default they follow the cached ones.
+        x is tokens, int64 (B, T), if the slice begins at layer 0, else the residual stream
+        (B, T, D). Dropout acts in training if `dropout_keys`, int32 (B, n_sites, 2), are given.
+        With a `cache`, x continues the cached tokens and is appended to them. `positions`,
+        int64 (T,), are those of all tokens that attention sees, in order; by default they
+        follow the cached ones.
 
         Raises:
-            ValueError: the context is longer than `context_length`, or dropout meets a cache.
+            ValueError: the context exceeds `context_length`, or dropout keys meet a cache.
         """
         n_past = 0 if cache is None else cache.length
         n_new = x.shape[1]
@@ -154,7 +160,8 @@ class GPT(nn.Module):
         return x
 
     def _positions(self, n_past: int, n_new: int, device: torch.device) -> Tensor:
-        """Return the positions of the tokens that attention sees, int64 (T,), after n_past."""
+        """Return the positions of the tokens that attention sees, int64 (T,), for `n_new` tokens
+        after `n_past` cached ones."""
         if self.attention_positions is not None:
             whole = torch.arange(self.config.context_length, device=device)
             return self.attention_positions(whole)
@@ -164,7 +171,8 @@ class GPT(nn.Module):
         return torch.arange(n_past, n_past + n_seen, device=device)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Embed tokens (B, T) at `positions` (T,) into the first block's input (B, T, D).
+        """Embed tokens, int64 (B, T), at `positions` (T,) into the first block's input
+        (B, T, D), before dropout.
 
         If the embedding returns only a local block of the sequence, `positions` are that block's.
         """
@@ -183,12 +191,13 @@ class GPT(nn.Module):
                 refuse_unknown(unknown, "model.positions", "the model")
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return logits (B, T, V) for hidden states (B, T, D)."""
+        """Return softcapped logits (B, T, V) for hidden states (B, T, D)."""
         weight = (self.token_embedding.weight,) if self.config.tied_head else ()
         return softcapped(self.head(x, *weight), self.config.logit_softcap)
 
     def head_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Return the head's weight (V, D), the embedding's if tied, and its bias (V,) or None."""
+        """Return the head's weight (V, D), which is the embedding's if tied, and its bias (V,) or
+        None."""
         weight = (self.token_embedding if self.config.tied_head else self.head).weight
         bias = self.head.bias
         assert isinstance(weight, Tensor)
@@ -208,7 +217,8 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: sub-layers, each with a norm and added to the residual stream."""
+    """One transformer layer: sub-layers (attention, feed-forward), each with a norm, and each added
+    to the residual stream."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -221,7 +231,7 @@ class Block(nn.Module):
             self.add_module(name, build(config, layer))
 
     def sub_layers(self) -> list[tuple[nn.Module, nn.Module]]:
-        """Return each sub-layer after its norm, in execution order."""
+        """Return (norm, sub-layer) pairs in execution order."""
         return [(getattr(self, f"{name}_norm"), getattr(self, name)) for name in self.names]
 
     def forward(
@@ -231,7 +241,9 @@ class Block(nn.Module):
         dropout_keys: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Return the residual stream (B, T, D) after this layer, from x (B, T, D)."""
+        """Return the residual stream (B, T, D) after this layer, from x (B, T, D) before it.
+        Dropout acts in training if `dropout_keys` (B, n_sites, 2) are given; attention appends to
+        `cache` and reads it."""
         stream = x
         for norm, sub_layer in self.sub_layers():
             match self.norm_position:
@@ -248,14 +260,16 @@ class Block(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """The output projection with the token embedding's weight, and a bias (n_rows,) or none."""
+    """Output projection whose weight is the token embedding's, passed at each call, with its own
+    bias (n_rows,), or none if `n_rows` is None."""
 
     def __init__(self, n_rows: int | None) -> None:
         super().__init__()
         self.bias = None if n_rows is None else nn.Parameter(torch.zeros(n_rows))
 
     def forward(self, x: Tensor, weight: Tensor, matmul: Matmul = PLAIN) -> Tensor:
-        """Return logits (B, T, V) for x (B, T, D) and the weight (V, D)."""
+        """Return logits (B, T, V) for x (B, T, D) and the embedding's weight (V, D). `matmul`
+        multiplies them."""
         return matmul.linear(x, weight, self.bias)
 
 
@@ -268,10 +282,11 @@ def build_model(
     first_layer: int = 0,
     last_layer: int | None = None,
 ) -> GPT:
-    """Build and initialize a GPT, or a slice of one, on `device` in `dtype`.
+    """Build and initialize a GPT on `device` in `dtype`; or its slice from `first_layer` up to but
+    excluding `last_layer`. `seed` determines the weights.
 
     It is first built on the meta device, without memory, so that no random generator is used and
-    nothing is written twice. `seed` determines the weights.
+    nothing is written twice.
     """
     with torch.device("meta"):
         model = GPT(config, first_layer=first_layer, last_layer=last_layer).to(dtype)

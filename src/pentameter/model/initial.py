@@ -1,4 +1,5 @@
-"""Initial weights as a function of (seed, parameter name, flat index): any region, on any rank.
+"""Initial weights as a function of (seed, parameter name, flat index), computed for any
+region on any rank.
 
 A rank that owns a slice of a tensor computes that slice only. Values are drawn on the CPU, in
 float64, and rounded to fp32: the same values for every device and layout.
@@ -24,10 +25,10 @@ CHUNK_ELEMENTS = 2**22
 
 
 CONSTANTS = {"zeros": 0.0, "ones": 1.0}
-"""Kinds of `Init` that draw nothing."""
+"""Kind of initial value (`Init.kind`) that needs no random numbers → the constant."""
 
 Region = tuple[tuple[int, int], ...]
-"""A region of a parameter: (start, stop) for each of its dimensions."""
+"""Type of a rectangular block of a parameter: (start, stop) for each of its dimensions."""
 
 
 def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
@@ -46,7 +47,11 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
 
 
 def fill(spec: ParameterSpec, own: Tensor, region: Region, seed: int) -> None:
-    """Set `own`, the local `region` of a parameter, to its initial value, in place."""
+    """Set `own`, the local `region` of a parameter, to its initial value, in place.
+
+    spec: the parameter's name, whole shape and kind of initial value. region: the block that `own`
+    holds, (start, stop) for each dimension. seed: the run's, which determines the values.
+    """
     if own.numel() == 0:
         return
     (start, stop), *others = region
@@ -70,11 +75,11 @@ def fill(spec: ParameterSpec, own: Tensor, region: Region, seed: int) -> None:
 def initial_values(
     spec: ParameterSpec, seed: int, start: int = 0, stop: int | None = None
 ) -> Tensor:
-    """Return flat elements [start, stop) of a parameter's initial value, fp32 (stop - start,), on
-    the CPU.
+    """Return flat elements [start, stop) of a parameter's initial value, fp32
+    (stop - start,), on the CPU.
 
-    `stop` defaults to the parameter's end. Any two calls agree, bit for bit, on elements that both
-    compute.
+    spec: the parameter's name, shape and kind of initial value. `stop` defaults to the parameter's
+    end. Any two calls agree, bit for bit, on elements that both compute.
 
     Raises:
         ValueError: the range leaves the parameter.
@@ -94,12 +99,14 @@ def initial_values(
 
 
 def _draw(spec: ParameterSpec, seed: int, start: int, stop: int) -> np.ndarray:
-    """Draw elements [start, stop), float64 (stop - start,); the range lies in one block."""
+    """Draw the flat elements [start, stop) for a random initial value, float64 (stop - start,). The
+    range lies in one block with BLOCK_ELEMENTS."""
     # The index's low 32 bits are the counter, as a signed word; the rest joins the key.
     index = np.arange(start, stop, dtype=np.int64).astype(np.uint32).view(np.int32)
 
     def uniform(word: int) -> np.ndarray:
-        """Return numbers in (0, 1): the centres of 2^32 equal cells."""
+        """Return a number in (0, 1) for each element, the center of its cell among 2^32 equal ones.
+        `word` numbers the independent draws for an element."""
         key = make_key(seed, "weights", spec.name, word, start >> 32)
         return (bits(key, index).view(np.uint32).astype(np.float64) + 0.5) * 2.0**-32
 

@@ -27,22 +27,24 @@ from pentameter.planning.architecture import IGNORED_TARGET
 from pentameter.planning.buckets import MAX_LOGITS, row_chunks
 
 RowLoss = Callable[[Tensor, Tensor | None, Tensor, int, bool, float | None], Tensor]
-"""Type of `row_loss` and `compiled_row_loss`."""
+"""Type of `row_loss` and `compiled_row_loss`: (logits, bias, targets, vocab_size, differentiate,
+softcap) → summed loss."""
 Reduce = Callable[[Tensor, Literal["max", "sum"]], None]
-"""All-reduces a tensor in place, by maximum or sum, over the ranks that shard a vocabulary."""
+"""Type of a function that all-reduces a tensor in place, by maximum or sum, over the ranks that
+shard a vocabulary. Collective."""
 
 
 class HeadMatmul(Protocol):
-    """What the head's loss asks of a matmul: a `Matmul`, or one of matrices that ranks shard along
-    both dimensions. These call it together then."""
+    """The two matmuls that the head's loss needs, as `Matmul` has them: plain, or with matrices
+    that ranks shard along both dimensions. Then they are collective."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return this rank's columns of the logits (R, V), from its blocks of x (R, D), of the
-        weight (V, D) and of the bias (V,)."""
+        """Return this rank's block of the logits x · weightᵀ + bias (R, V), from its blocks of x
+        (R, D), of the weight (V, D) and of the bias (V,)."""
 
     def differentiate(self, g: Tensor, x: Tensor, weight: Tensor, weight_grad: Tensor) -> Tensor:
         """Return the gradient for this rank's block of x (R, D), and add the weight's to
-        `weight_grad` (V, D), given the logits' gradient g (R, V)."""
+        `weight_grad` (V, D) in place, given the logits' gradient g (R, V)."""
 
 
 def loss_sum(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
@@ -63,15 +65,15 @@ def loss_sum(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
 
 
 def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Return softcap · tanh(logits / softcap) in the shape of `logits`; without a softcap, `logits`
-    unchanged."""
+    """Return softcap · tanh(logits / softcap), which lies within ±softcap, in the shape of
+    `logits`; if `softcap` is None, `logits` unchanged."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 class HeadLoss(nn.Module):
-    """Σ cross-entropy of x (B, T, D) · weightᵀ (V, D) + bias (V,) against targets (B, T).
+    """Summed cross-entropy for x (B, T, D) · weightᵀ (V, D) + bias (V,) against targets (B, T).
 
-    It is a module of its own, so that a sharded one can take its place.
+    It is a separate module, so that tensor parallelism can replace it by a sharded one.
     """
 
     def __init__(self, vocab_size: int, softcap: float | None = None) -> None:
@@ -79,7 +81,7 @@ class HeadLoss(nn.Module):
         self.vocab_size = vocab_size
         self.softcap = softcap
         self.row_loss: RowLoss = row_loss
-        """Computes one chunk's loss, if logits come in chunks."""
+        """Function that computes one chunk's loss if logits come in chunks."""
 
     def forward(
         self,
@@ -89,8 +91,14 @@ class HeadLoss(nn.Module):
         targets: Tensor,
         matmul: HeadMatmul = PLAIN,
     ) -> Tensor:
-        """Return the sum in nats, 0-dim. Targets equal to -1 do not count; rows from vocab_size on
-        are padding. If the logits would be many, they never exist all at once."""
+        """Return the summed cross-entropy in nats, 0-dim, of the logits x · weightᵀ + bias
+        against `targets`.
+
+        x: (B, T, D). weight: (V, D), whose rows from `vocab_size` on are padding. bias: (V,)
+        or None. targets: int64 (B, T), -1 for tokens that do not count. matmul: multiplies x
+        and weight. Above MAX_LOGITS logits, they are computed in chunks, so that they never
+        exist all at once.
+        """
         if not exceeds_chunk(targets.numel(), len(weight)):
             logits = softcapped(matmul.linear(x, weight, bias), self.softcap)
             return loss_sum(logits, targets, self.vocab_size)
@@ -113,25 +121,29 @@ class AuxiliaryLoss(nn.Module):
         self.register_buffer("total", torch.zeros(()), persistent=False)
         self.factor: Tensor
         self.total: Tensor
-        """The sum so far, 0-dim, over the step's backward passes on this rank, for a log."""
+        """Sum of the losses, 0-dim, over the step's backward passes so far on this rank, for a
+        log."""
 
     def start_step(self, factor: float | Tensor) -> None:
-        """Set the factor that the step's summed losses are multiplied by for the backward pass, and
-        begin a new total."""
+        """Set the factor that turns this step's summed auxiliary losses into their share of the
+        step's loss (a gradient for them in the backward pass), and reset `total` to 0."""
         self.factor.fill_(factor)
         self.total.zero_()
 
     def forward(self, x: Tensor, loss: Tensor) -> Tensor:
-        """Return x (any shape), through which the summed `loss`, 0-dim, joins the objective."""
+        """Return x unchanged (any shape); the backward pass through it adds the gradients for
+        `loss`, 0-dim, a sum over tokens."""
         return _JoinedLoss.apply(x, loss, self.factor, self.total)
 
 
 class _JoinedLoss(Function):
-    """Identity on its first argument, whose backward pass starts another one at a loss."""
+    """Identity on x whose backward pass also starts one at `loss`, with `factor` as its gradient,
+    and adds `loss` to `total`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, factor: Tensor, total: Tensor) -> Tensor:
-        """Return a view with the shape and values of x."""
+        """Return a view with the shape and values of x; keep `loss`, `factor` and `total` for
+        backward."""
         ctx.save_for_backward(loss.detach(), factor)
         ctx.total = total
         return x.view_as(x)
@@ -139,7 +151,7 @@ class _JoinedLoss(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient g for x unchanged, and the factor for the loss."""
+        """Return the gradient g for x unchanged, and `factor` as the gradient for the loss."""
         loss, factor = ctx.saved_tensors
         ctx.total.add_(loss)  # here, as recomputation runs a forward pass twice
         return g, factor.to(loss.dtype), None, None
@@ -155,17 +167,23 @@ def row_loss(
     first_column: int = 0,
     reduce: Reduce | None = None,
 ) -> Tensor:
-    """Return the summed cross-entropy of `logits` + `bias`, softcapped if there is a cap, 0-dim,
-    and overwrite `logits` (R, V) with the gradient of that sum (with nothing useful without
-    `differentiate`).
+    """Return the summed cross-entropy in nats, 0-dim, of softcapped `logits` + `bias` against
+    `targets`. If `differentiate`, overwrite `logits` (R, V) with that sum's gradient; else they are
+    left meaningless.
 
-    If the vocabulary is sharded, `logits` are the columns from `first_column` on, and `reduce`
-    brings in the other shards: the sum is the same on each rank, the gradient local.
+    Args:
+        logits: (R, V), before the bias; overwritten.
+        bias: (V,) or None.
+        targets: int64 (R,), token ids in the whole vocabulary, -1 for rows that do not count.
+        vocab_size: number of tokens that exist; later columns are padding.
+        softcap: bound on the logits; None for none.
+        first_column, reduce: if ranks shard the vocabulary, the token of this rank's first
+            column, and the all-reduce over the ranks. Each rank then returns the whole sum, and
+            has the gradient for its own columns.
 
     A row's gradient is softmax - onehot, which is of order one, so fp16 holds it without a loss
     scale: entries that round to zero, below 2^-25, are 0.0015 of a row at most for GPT-2's
-    vocabulary. Sums and exponentials are fp32, or fp64 for fp64 logits. `targets` is (R,), -1 for
-    rows that do not count.
+    vocabulary. Sums and exponentials are fp32, or fp64 for fp64 logits.
     """
     precise = torch.promote_types(logits.dtype, torch.float32)
     n_seen = min(max(vocab_size - first_column, 0), logits.shape[1])  # the rest is padding
@@ -211,7 +229,8 @@ def elementwise_row_loss(
     differentiate: bool,
     softcap: float | None = None,
 ) -> Tensor:
-    """Compute `row_loss`, with the same effect on `logits` (R, V), in a form suited to compilation.
+    """Return the same summed cross-entropy as `row_loss`, for an unsharded vocabulary, from the
+    same arguments and with the same effect on `logits` (R, V), in a form suited to compilation.
 
     Every step covers whole rows and only the last one writes, so that a compiler keeps no
     intermediate in memory; run eagerly, it would hold three.
@@ -238,12 +257,12 @@ def elementwise_row_loss(
 
 
 compiled_row_loss: RowLoss = kernel(elementwise_row_loss)
-"""`elementwise_row_loss`, compiled at its first call."""
+"""`elementwise_row_loss`, compiled at its first call for each kind of arguments."""
 
 
 class ChunkedLoss(Function):
-    """Σ cross-entropy of x (N, D) · weightᵀ (V, D) + bias (V,), with gradients computed in the
-    forward pass."""
+    """Summed cross-entropy for x (N, D) · weightᵀ (V, D) + bias (V,), whose gradients are computed
+    in the forward pass, chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -256,7 +275,12 @@ class ChunkedLoss(Function):
         chunks: list[slice],
         matmul: HeadMatmul,
     ) -> Tensor:
-        """Return the loss, 0-dim; matmuls are in x's dtype, sums over chunks in the weight's."""
+        """Return the loss in nats, 0-dim. Matmuls are in x's dtype, sums over chunks in the
+        weight's.
+
+        targets: int64 (N,). of_rows: a chunk's (logits, bias, targets) → its loss; it overwrites
+        the logits with their gradient. chunks: slices into the N rows.
+        """
         with torch.autocast(x.device.type, enabled=False):
             low = weight.to(x.dtype)
             g_x, g_weight = torch.empty_like(x), torch.zeros_like(weight)
@@ -270,13 +294,15 @@ class ChunkedLoss(Function):
                     g_bias.add_(g.sum(0, dtype=g_bias.dtype))
         ctx.save_for_backward(g_x, g_weight, g_bias)
         ctx.is_scaled = False
-        """True once backward has run: schedules that split it call it twice, with the same g."""
+        """True once backward has scaled the saved gradients. A pipeline schedule that splits
+        backward in two calls it twice with the same g, and the second call must not scale again."""
         return torch.stack(losses).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients times the loss's gradient g, scaled in place to avoid a copy."""
+        """Return the gradients for x, weight and bias: the saved ones times the loss's gradient g
+        (0-dim), scaled in place to avoid a copy."""
         kept = ctx.saved_tensors
         if not ctx.is_scaled:
             for each in kept:
@@ -301,7 +327,8 @@ def chunked_loss_sum(
     reduce: Reduce | None = None,
     matmul: HeadMatmul = PLAIN,
 ) -> Tensor:
-    """Compute `loss_sum` for a head's logits, 0-dim, without ever holding them all.
+    """Return the summed cross-entropy in nats, 0-dim, for the logits x · weightᵀ + bias, computed
+    in chunks of token rows so that they never exist all at once. Collective if `reduce` is given.
 
     Args:
         x: the head's input (…, D); under autocast, matmuls are in autocast's dtype.
@@ -310,11 +337,12 @@ def chunked_loss_sum(
         targets: int64 (…), -1 for tokens that do not count.
         vocab_size: number of tokens that exist.
         of_chunk: `row_loss`, or `compiled_row_loss`; with `reduce` the former.
-        softcap: bounds logits before the loss; None does not.
-        first_column, reduce: for a shard of the vocabulary (see `row_loss`). The loss is the whole
-            one on each rank; the gradient of x is this shard's, to be summed by the caller.
+        softcap: bound on the logits; None for none.
+        first_column, reduce: if ranks shard the vocabulary, the token of this rank's first row in
+            `weight`, and the all-reduce over the ranks. The loss is the whole one on each rank; the
+            gradient of x is this shard's, to be summed by the caller.
         widest: rows in the largest shard of the weight, so that ranks that reduce together use the
-            same chunks.
+            same chunks; None if it is not sharded.
         matmul: multiplies x and weight.
     """
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
@@ -337,5 +365,6 @@ def chunked_loss_sum(
 
 
 def exceeds_chunk(n_rows: int, width: int) -> bool:
-    """Return True if that many logits are worth `chunked_loss_sum`."""
+    """Return True if logits (n_rows, width) are so many (over MAX_LOGITS) that `chunked_loss_sum`
+    is worth its price."""
     return n_rows * width > MAX_LOGITS

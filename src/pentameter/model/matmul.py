@@ -1,7 +1,8 @@
-"""The matmuls of linear layers, plain or sharded, and of the head's loss.
+"""The matmuls of linear layers, plain or sharded, and of the head's loss, behind one class.
 
-Whoever multiplies by a layer's weight does it by a `Matmul`: the model's modules, layouts that
-communicate between a matmul and its gradients, adapters. So another arithmetic is one class.
+Whoever multiplies by a layer's weight does it by a `Matmul`: the model's modules, tensor-parallel
+layers that communicate between a matmul and its gradients, adapters. So a new arithmetic, such as a
+narrower dtype, is one subclass.
 
 Shapes: K inputs and N outputs; R rows, of tokens; E groups of rows, which have a matrix each.
 """
@@ -16,27 +17,30 @@ from torch import Tensor
 
 
 class Matmul:
-    """x · weightᵀ and the two matmuls of its backward pass, in the dtype of their inputs.
+    """A linear layer's matmul, x · weightᵀ, and the two in its backward pass, in their inputs'
+    dtype.
 
-    A subclass that computes otherwise overrides `linear`, `input_gradient` and `weight_gradient`.
+    A subclass for another arithmetic overrides `linear`, `input_gradient` and `weight_gradient`.
     """
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x · weightᵀ + bias (…, N), differentiable, for x (…, K), weight (N, K) and bias
-        (N,). Under autocast it is computed in `matmul_dtype`."""
+        (N,) or None. Under autocast it is computed in autocast's dtype."""
         return F.linear(x, weight, bias)
 
     def input_gradient(self, g: Tensor, weight: Tensor, total: Tensor | None = None) -> Tensor:
-        """Return g · weight (…, K) for g (…, N) and weight (N, K); or add it to `total` (R, K) in
-        place, for g (R, N)."""
+        """Return x's gradient g · weight (…, K), for g (…, N) and weight (N, K). With `total`
+        (R, K), add it to `total` in place and return that, for g (R, N)."""
         return g @ weight if total is None else total.addmm_(g, weight)
 
     def weight_gradient(self, g: Tensor, x: Tensor, total: Tensor | None = None) -> Tensor:
-        """Return gᵀ · x (N, K) for g (R, N) and x (R, K); or add it to `total` (N, K) in place."""
+        """Return the weight's gradient gᵀ · x (N, K), for g (R, N) and x (R, K). With `total`
+        (N, K), add it to `total` in place and return that."""
         return g.t() @ x if total is None else total.addmm_(g.t(), x)
 
     def precise_weight_gradient(self, g: Tensor, x: Tensor) -> Tensor:
-        """Return gᵀ · x (N, K) for g (R, N) and x (R, K), in float32 or higher."""
+        """Return the weight's gradient gᵀ · x (N, K), for g (R, N) and x (R, K), in float32 or
+        higher; fp16 inputs are scaled so that the sum over rows does not overflow."""
         precise = torch.promote_types(x.dtype, torch.float32)
         if x.dtype != torch.float16:
             return self.weight_gradient(g, x).to(precise)
@@ -45,8 +49,8 @@ class Matmul:
         return self.weight_gradient(g, x * scale).to(precise).div_(scale)
 
     def differentiate(self, g: Tensor, x: Tensor, weight: Tensor, weight_grad: Tensor) -> Tensor:
-        """Return the gradient for x (R, K), and add the weight's to `weight_grad` (N, K), given
-        the gradient g (R, N) of x · weightᵀ."""
+        """Return the gradient for x (R, K), and add the weight's to `weight_grad` (N, K) in place,
+        given the gradient g (R, N) of x · weightᵀ."""
         if weight_grad.dtype == x.dtype:
             self.weight_gradient(g, x, weight_grad)
         else:
@@ -65,12 +69,12 @@ class Matmul:
 
 
 PLAIN = Matmul()
-"""What modules multiply by unless told otherwise."""
+"""The `Matmul` that modules use unless given another."""
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which a matmul reads x (any shape): autocast's where it is on, else that
-    of x."""
+    """Return the dtype in which a matmul with x (any shape) is computed: autocast's if it is
+    enabled for x's device, else x's own."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 

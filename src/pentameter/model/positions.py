@@ -16,29 +16,31 @@ from pentameter.config.schema import ModelConfig
 
 
 class Positions(NamedTuple):
-    """Positions of a forward pass's tokens, int64 (T,), counted from 0.
+    """Positions of a forward pass's tokens in their sequence, int64 (T,), counted from 0.
 
     There are two tensors because tensor parallelism may shard the residual stream along the
     sequence: the stream is then a block of the sequence, while attention sees every token.
     """
 
     stream: Tensor
-    """Positions in the local residual stream: embedding and dropout use them."""
+    """Positions (T,) of the tokens in the local residual stream: embedding and dropout use them."""
     attention: Tensor
-    """Positions of the tokens whose queries, keys and values attention gets."""
+    """Positions (T,) of the tokens that attention sees; a longer tensor than `stream` if the stream
+    is sharded along the sequence."""
     rotation: Rotation | None
-    """Rotates these queries and keys, if positions are rotary."""
+    """Rotation of these queries and keys by their positions; None unless positions are rotary."""
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines (T, R / 2) of the angles that rotate pairs of channels, fp32 or fp64."""
+    """Rotary embedding's cosines and sines (T, R / 2) of the angles that rotate pairs of channels,
+    fp32 or fp64. Calling it rotates a tensor."""
 
     cosine: Tensor
     sine: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return x (B, T, H, K) with its first R channels rotated: channel i paired with i + R /
-        2."""
+        """Return queries or keys x (B, T, H, K) with their first R channels rotated, channel i
+        paired with i + R / 2, in x's dtype."""
         half = self.cosine.shape[1]
         precise = x.to(torch.promote_types(x.dtype, self.cosine.dtype))
         a, b = precise[..., :half], precise[..., half : 2 * half]
@@ -48,12 +50,12 @@ class Rotation(NamedTuple):
 
 
 def rotation(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> Rotation | None:
-    """Return the Rotation for queries and keys at int64 positions (T,); None unless positions are
-    rotary.
+    """Return the Rotation for queries and keys at int64 positions (T,), in `dtype` but at least
+    fp32; None unless positions are rotary.
 
-    It follows "RoFormer" (Su et al. 2021), with channels in the order that Hugging Face's models
-    use. Angles are fp32 whatever the model's dtype, because published weights were trained with
-    them.
+    It follows "RoFormer" (Su et al. 2021), with channels in the order that Hugging Face's
+    models use. Angles are fp32 whatever the model's dtype, because published weights were
+    trained with them.
     """
     if config.positions != "rotary":
         return None
@@ -66,7 +68,8 @@ def rotation(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> Rota
 
 
 def _scaled(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    """Scale the frequencies (R / 2,), in radians per token, for a longer context."""
+    """Return the rotary frequencies (R / 2,), in radians per token, lowered for a longer context as
+    `model.rope_scaling` says; unchanged without it."""
     scaling = config.rope_scaling
     match scaling.type:
         case None:
@@ -83,7 +86,8 @@ def _scaled(frequencies: Tensor, config: ModelConfig) -> Tensor:
 
 
 def sinusoidal_positions(positions: Tensor, d_model: int, dtype: torch.dtype) -> Tensor:
-    """Return (T, D) for int64 positions (T,): pairs sin, cos of position / 10000^(2i / D).
+    """Return the fixed position embeddings (T, D) in `dtype` for int64 positions (T,): pairs sin,
+    cos of position / 10000^(2i / D).
 
     From "Attention is all you need" (Vaswani et al., 2017), section 3.5. Computed in fp32, or in
     fp64 for that dtype; there is nothing to store.

@@ -1,1 +1,2 @@
-"""The processes of a run: started, joined, named by rank, and reported if one fails."""
+"""A run's processes: started together, joined into one process group, watched, and reported
+on if one fails."""

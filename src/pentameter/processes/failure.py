@@ -1,5 +1,5 @@
-"""Failure reports: if one process among several fails, it is reported once, by the first that
-failed.
+"""Failure reports: an error that many processes meet is printed once, by the process that failed
+first.
 
 The processes of a run fail together: when one fails, the others lose their connection to it. A
 person wants to read the first failure. Under `--nproc` every process leaves a report, and the
@@ -33,7 +33,7 @@ from pentameter.errors import (
 from pentameter.processes.place import LAUNCH_FOLDER, find_place
 
 EXPECTED = (PentameterError, OSError, KeyboardInterrupt)
-"""Errors whose message is enough for a person, without the traceback."""
+"""Exceptions whose message is enough for a person; others are printed with their traceback."""
 
 HOLD_BACK_SECONDS = 2.0
 """Seconds that a rank other than 0 waits before it prints an error that all ranks are likely to
@@ -67,7 +67,8 @@ class LostProcessError(TrainingFailedError):
 
 
 class WorkerFailedError(PentameterError):
-    """The failure of a process that `--nproc` started, with that process's exit code."""
+    """The failure of a process that `--nproc` started, raised in the launcher with that
+    process's exit code."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -77,26 +78,27 @@ class WorkerFailedError(PentameterError):
 
 @dataclass(frozen=True)
 class Failure:
-    """The report from a process that failed."""
+    """One process's failure, as it reports it to the launcher or prints it."""
 
     rank: int
     exit_code: int
     message: str
-    """An empty string if there is nothing to say: the reader of the output went away."""
+    """The error in words for people; empty if nothing is to be printed, because whoever read the
+    output closed it."""
     time: float
-    """Seconds since the epoch."""
+    """When it happened, in seconds since the epoch."""
     traceback: str = ""
     expected: bool = True
-    """True if the message is enough for a person, without the traceback."""
+    """True if people need only the message; False if the traceback is printed, too."""
     consequence: bool = False
-    """True if it merely follows from the failure of another process."""
+    """True if it merely follows from another process's failure: a lost connection or a timeout."""
     agreed: bool = False
-    """True if it is a stop that all processes have agreed on."""
+    """True if it is a stop, on a signal, that all processes have agreed on."""
 
 
 def lost_process(error: BaseException) -> Literal["gone", "late"] | None:
-    """Return `gone` or `late` if `error` merely says that another process closed its connection or
-    did not respond; None if this process itself failed."""
+    """Return `gone` if `error` (with its causes) merely says that another process closed its
+    connection, `late` if one did not respond in time; None if this process itself failed."""
     each: BaseException | None = error
     while each is not None:
         text = str(each).lower()
@@ -110,7 +112,7 @@ def lost_process(error: BaseException) -> Literal["gone", "late"] | None:
 
 
 def spelled(ranks: Sequence[int]) -> str:
-    """Return `rank 3`, or `ranks 1, 2 and 5`; of many ranks only the first few."""
+    """Return ranks in words: `rank 3`, `ranks 1, 2 and 5`; above 8, `ranks 0, 1, … and 12 more`."""
     if len(ranks) < 2:
         return "".join(f"rank {rank}" for rank in ranks)
     if len(ranks) > _MOST_RANKS_NAMED:
@@ -120,9 +122,10 @@ def spelled(ranks: Sequence[int]) -> str:
 
 
 def first_failure(failures: list[Failure]) -> Failure:
-    """Return the failure among `failures` that the others follow from.
+    """Return the failure that the others follow from: the earliest, after leaving out lost
+    connections and stops by a signal unless there is nothing else.
 
-    If all processes met the same error, return that of the lowest rank.
+    If several processes met the same error, return that of the lowest rank.
     """
     stopped = InterruptedRunError.exit_code
     first = min(failures, key=lambda f: (f.consequence, f.exit_code == stopped, f.time))
@@ -131,12 +134,14 @@ def first_failure(failures: list[Failure]) -> Failure:
 
 
 def report_path(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's report in a launch folder."""
+    """Return the path of the file in which `rank` leaves its failure; `folder` is the launch
+    folder, the private one that `--nproc` shares with its processes."""
     return folder / f"failure-{rank}.json"
 
 
 def read_report(folder: Path, rank: int) -> Failure | None:
-    """Read a rank's report; None if there is none, or only an incomplete one."""
+    """Return the Failure that `rank` left in the launch folder; None if there is none, or only
+    an incomplete one."""
     try:
         return Failure(**json.loads(report_path(folder, rank).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -144,7 +149,8 @@ def read_report(folder: Path, rank: int) -> Failure | None:
 
 
 def explanation(error: BaseException) -> tuple[str, int]:
-    """Return an error's message for people, and its exit code."""
+    """Return an error's message for people, and the command's exit code for it: a PentameterError's
+    own, 74 for an OSError, 130 for an interrupt, 1 for any other; ("", 0) for a broken pipe."""
     if isinstance(error, BrokenPipeError):
         return "", 0  # the reader of our output went away (`… | head`): not our failure
     if isinstance(error, PentameterError):
@@ -158,8 +164,8 @@ def explanation(error: BaseException) -> tuple[str, int]:
 
 
 def failure_of(error: BaseException, rank: int = 0) -> Failure:
-    """Return the report for `error`, which occurred on `rank`; for a worker's failure, the worker's
-    report."""
+    """Return the Failure that describes `error`, raised on `rank`; for a WorkerFailedError,
+    the worker's own."""
     if isinstance(error, WorkerFailedError):
         return error.failure
     message, exit_code = explanation(error)
@@ -176,7 +182,8 @@ def failure_of(error: BaseException, rank: int = 0) -> Failure:
 
 
 def print_failure(failure: Failure, *, debug: bool) -> None:
-    """Print on stderr what went wrong, with the traceback if requested or needed."""
+    """Print the failure's message on stderr, after its traceback if `debug` or if the message alone
+    is not enough. Prints nothing if the message is empty."""
     if not failure.message:
         return
     if debug or not failure.expected:
@@ -186,10 +193,12 @@ def print_failure(failure: Failure, *, debug: bool) -> None:
 
 
 def tell_failure(error: BaseException, *, debug: bool = False) -> bool:
-    """Report the failure of one process among several. Return False in a process that runs alone.
+    """Report the failure of one process among several: to the launcher under `--nproc`, else on
+    stderr. Return False, and do nothing, in a process that runs alone; True once reported.
 
     Call it while `error` is being handled. If the process group still exists, this function does
-    not return but ends the process: a regular exit of Python could wait for the others for ever.
+    not return but ends the process with the error's exit code: a regular exit of Python could wait
+    for the others for ever. debug: print the traceback, too.
     """
     try:
         place = find_place()
@@ -220,9 +229,9 @@ def failure_ends_process() -> Iterator[None]:
     """Context manager for user scripts: report an exception once across ranks, and exit without
     waiting for the others. Put it around `joined_world`, as the command does.
 
-    The exit code is the one from `explanation`. Without this context manager, an existing process
-    group with unfinished work would make Python's exit wait for the others. In a process that runs
-    alone the exception propagates unchanged.
+    The exit code is the error's own (`explanation`). Without this context manager, an existing
+    process group with unfinished work would make Python's exit wait for the others. In a process
+    that runs alone the exception propagates unchanged.
     """
     try:
         yield
@@ -233,8 +242,8 @@ def failure_ends_process() -> Iterator[None]:
 
 
 def _print_after_others(error: BaseException, failure: Failure, *, debug: bool) -> None:
-    """Print `failure` if no launcher collects reports, after the others had time to print
-    theirs."""
+    """Print `failure` on stderr, or give it to torchrun, after waiting so that a process that
+    failed first prints first. For launchers that collect no reports."""
     if failure.consequence:
         time.sleep(2 * HOLD_BACK_SECONDS)
     elif failure.expected and failure.rank:

@@ -1,10 +1,11 @@
-"""Join the other processes of a run, and leave them.
+"""Join the other processes of a run into a process group, and leave it.
 
-Processes meet through one store. torchrun keeps its agent's store over restarts, so a restarted
-process finds the keys of the dead attempt in it: gloo would connect to those addresses and wait for
-minutes. No count in the environment distinguishes attempts either (each agent counts the restarts
-on its own node). So the processes first agree, through the store, on a name for this rendezvous
-that no earlier one had. All later keys have that name as their prefix.
+Processes meet through one store (a key-value server, or a file, that all reach). torchrun keeps its
+agent's store over restarts, so a restarted process finds the keys of the dead attempt in it: gloo
+would connect to those addresses and wait for minutes. No count in the environment distinguishes
+attempts either (each agent counts the restarts on its own node). So the processes first agree,
+through the store, on a name for this rendezvous that no earlier one had. All later keys have that
+name as their prefix.
 """
 
 from __future__ import annotations
@@ -41,14 +42,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 RENDEZVOUS_SECONDS = 300.0
-"""Longest wait for processes that were started together to arrive. Imports may take minutes if a
-thousand processes read the same disk."""
+"""Longest wait, in seconds, until all processes that were started together have arrived. Imports
+may take minutes if a thousand processes read the same disk."""
 
 SAY_AFTER_SECONDS = 15.0
-"""Seconds after which rank 0 prints which ranks it waits for."""
+"""Seconds of waiting after which rank 0 prints which ranks have not arrived."""
 
 SETTLE_SECONDS = 0.05
-"""Seconds for gloo's threads, which need some microseconds, before the process may end."""
+"""Seconds that a process waits before it may end, for gloo's threads, which need some
+microseconds."""
 
 ANSWER_SECONDS = 1.0
 """Shortest timeout for a request to a store; a working store responds within milliseconds."""
@@ -56,16 +58,16 @@ ANSWER_SECONDS = 1.0
 _POLL_SECONDS = (0.001, 0.05)  # the first interval, and the longest
 
 _OTHERS_SECONDS = {"gone": 1.0, "late": 3.0}
-"""Seconds to wait for the other ranks to report that they, too, lost a process. Ranks that receive
-from the lost one notice a closed connection at once; each notices a timeout when its own has
-passed."""
+"""Result of `lost_process` → seconds to wait for the other ranks to report that they, too, lost a
+process. Ranks that receive from the lost one notice a closed connection at once; each notices a
+timeout when its own has passed."""
 
 
 def lone_world() -> World:
-    """Return the World of a single process.
+    """Return a World with this process alone.
 
-    Raises ConfigError if the environment says that others were started with it: each would train
-    alone, and write to the same folder.
+    Raises ConfigError if environment variables say that a launcher started others with it: each
+    would train alone, and write to the same folder.
     """
     place = find_place()
     if place is not None:
@@ -80,9 +82,12 @@ def lone_world() -> World:
 def joined_world_of(
     config: Config, place: Place | None = None
 ) -> contextlib.AbstractContextManager[World]:
-    """Join the World that trains a configuration: `joined_world` with its device, its timeout and
-    the process group that its sharded parameters need. Raises ConfigError for a device that this
-    machine does not have."""
+    """Return `joined_world`'s context manager with the settings of a configuration: its device, its
+    timeout, and a process group even for one process if ZeRO shards parameters.
+
+    place: this process's rank and how the processes meet; None for one process. Raises ConfigError
+    for a device that this machine does not have.
+    """
     from pentameter.machine.choices import choose_device
 
     return joined_world(
@@ -101,17 +106,23 @@ def joined_world(
     always_group: bool = False,
     timeout_seconds: float | None = None,
 ) -> Iterator[World]:
-    """Join the processes that meet at `place`, and yield their World while the block runs.
+    """Context manager: join the processes that `place` describes, and yield their World (ranks,
+    sizes and small collectives). Collective.
 
     Inside, torch.distributed's default process group exists. CPU tensors are sent over gloo, CUDA
-    tensors over nccl, and each process uses its part of the machine's cores (see `set_threads`). A
-    single process gets `World()`, and a process group only with `always_group`, which sharded and
-    offloaded parameters need.
+    tensors over nccl, and each process uses its part of the machine's cores.
+
+    Args:
+        device_type: `cpu`, `cuda` or `mps`.
+        place: this process's rank and how the processes meet; None for one process.
+        always_group: create a process group for a single process, too, as sharded and offloaded
+            parameters need one.
+        timeout_seconds: longest wait for another rank; None for the default of
+            `parallel.timeout_seconds`.
 
     An exception leaves at once, without waiting for the others. The process group is then not
     destroyed, since that could wait for them. Raises LostProcessError, naming the ranks, if others
-    went away, did not arrive, or did not respond within `timeout_seconds` (default: that of
-    `parallel.timeout_seconds`).
+    went away, did not arrive, or did not respond in time.
     """
     if place is not None and place.source == "torchrun":
         watch_agent()
@@ -166,11 +177,12 @@ def joined_world(
 
 
 def loss_behind(error: Exception, world: World) -> LostProcessError | None:
-    """Return the error to raise instead of `error` if `error`, from gloo, nccl or a store, merely
-    says that another process in `world` is missing. Return None if this process itself failed.
+    """Return the LostProcessError to raise instead of `error`, if `error` (from gloo, nccl or a
+    store) merely says that another process in `world` is missing; its message names the ranks.
+    Return None if this process itself failed.
 
-    Call it before anything that may take long: a rank that does not report is taken for the missing
-    one.
+    Call it before anything that may take long: a rank that does not report within some seconds is
+    taken for the missing one.
     """
     how = lost_process(error) if isinstance(error, RuntimeError) else None
     if how is None or world.store is None:
@@ -203,10 +215,11 @@ def loss_behind(error: Exception, world: World) -> LostProcessError | None:
 
 
 def local_device(device: torch.device, world: World) -> torch.device:
-    """Return this rank's device: among CUDA devices, the one with its local rank. Collective.
+    """Return this rank's device: for `cuda`, the GPU with its local rank, or the only visible one
+    if a scheduler shows each process just its own; else `device` itself. Collective.
 
-    If a scheduler shows each process only its own GPU, return that one. Raises ConfigError if this
-    machine has fewer GPUs than processes.
+    Raises ConfigError if this machine has fewer GPUs than processes, or several processes ask for
+    MPS.
     """
     import torch
 
@@ -230,8 +243,8 @@ def local_device(device: torch.device, world: World) -> torch.device:
 
 
 def set_threads(world: World) -> int:
-    """Set the number of threads that torch uses per operation in this process, and return it.
-    Collective."""
+    """Set the number of threads that torch uses per operation in this process, and return it: the
+    user's OMP_NUM_THREADS, else this process's share of its cores. Collective."""
     import torch
 
     machine, mine = platform.node(), usable_cores()
@@ -247,7 +260,8 @@ def set_threads(world: World) -> int:
 
 
 def open_store(place: Place, timeout_seconds: float) -> Store:
-    """Return the store for this rendezvous, once every process in `place`'s world has arrived.
+    """Open the store through which the processes of `place` meet, wait until all have arrived, and
+    return it, with keys separate from any earlier attempt's. Collective.
 
     Raises LostProcessError, naming the ranks, if some have not arrived within `timeout_seconds`,
     and ConfigError if the port is in use.
@@ -275,12 +289,11 @@ def open_store(place: Place, timeout_seconds: float) -> Store:
 
 
 def absent_ranks(store: Store, rank: int, world_size: int, timeout_seconds: float) -> list[int]:
-    """Return the ranks that do not report within `timeout_seconds` that they, too, miss another
-    process.
+    """Report in the store that `rank` misses another process, and return the other ranks among
+    `world_size` that do not report the same within `timeout_seconds`: they are dead, or hang.
 
-    Every process that lost another one calls this; a rank that does not call it is dead, or hangs.
-    The list is empty if the store itself is gone. Raises TimeoutError if the store does not
-    respond: the network to it is cut.
+    Every process that lost another one calls this. The list is empty if the store itself is gone.
+    Raises TimeoutError if the store does not respond: the network to it is cut.
     """
     others = [other for other in range(world_size) if other != rank]
 
@@ -299,8 +312,8 @@ def absent_ranks(store: Store, rank: int, world_size: int, timeout_seconds: floa
 
 
 def _ask_store(ask: Callable[[], T], deadline: float) -> T:
-    """Return the result of `ask`, a request to a store. Raises TimeoutError if there is none by
-    `deadline`, in monotonic seconds, or ANSWER_SECONDS from now if that is later.
+    """Call `ask`, a request to a store, in a thread, and return its result. Raises TimeoutError if
+    there is none by `deadline`, in monotonic seconds, or ANSWER_SECONDS from now if that is later.
 
     A store's `check` and `set` have no timeout. Over a cut link they wait for as long as TCP
     retransmits, a quarter of an hour, and Python handles no signal meanwhile. The waiting thread is
@@ -326,8 +339,8 @@ def _ask_store(ask: Callable[[], T], deadline: float) -> T:
 
 
 def _address(store: Store) -> str:
-    """Return ` at HOST:PORT` for the server behind a store, for a message; an empty string if it
-    has none."""
+    """Return ` at HOST:PORT` for the server behind a store, to be put into a message; empty if the
+    store has no server."""
     import torch.distributed as dist
 
     while isinstance(store, dist.PrefixStore):
@@ -339,8 +352,8 @@ def _reach(place: Place, timeout_seconds: float) -> Store:
     """Open the store that the launcher, or rank 0, keeps for all; it may hold an earlier attempt's
     keys.
 
-    It is opened separately from `init_process_group`, so that an error while waiting can name the
-    missing ranks.
+    It is opened separately from `init_process_group`, so that an error while waiting can name
+    the missing ranks.
     """
     import torch.distributed as dist
 
@@ -362,7 +375,9 @@ def _reach(place: Place, timeout_seconds: float) -> Store:
 
 
 def _agree(store: Store, place: Place, where: str, deadline: float) -> str:
-    """Agree on a name with exactly the processes of this attempt.
+    """Wait until all processes of this attempt have arrived, and return a name for the rendezvous
+    that no earlier attempt had. Collective. Raises LostProcessError after `deadline`, in
+    monotonic seconds.
 
     Each rank writes a random token under its rank. Rank 0 proposes the tokens that it finds, until
     every rank has confirmed that its own token, and not a dead process's, is among them.
@@ -391,8 +406,9 @@ def _agree(store: Store, place: Place, where: str, deadline: float) -> str:
 
 
 def _propose(store: Store, place: Place, mine: str) -> tuple[str | None, list[int]]:
-    """Take one turn as rank 0: return the name once all have agreed to it, else None and the ranks
-    that have not."""
+    """Take one turn as rank 0: propose the tokens found, `mine` among them. Return the rendezvous's
+    name and [] once all have confirmed, else None and the ranks that have not arrived or
+    confirmed."""
     others = range(1, place.world_size)
     read = _reader(store)
     words = [mine, *(read(f"came/{rank}") for rank in others)]
@@ -411,7 +427,9 @@ def _propose(store: Store, place: Place, mine: str) -> tuple[str | None, list[in
 
 
 def _confirm(store: Store, place: Place, mine: str) -> tuple[str | None, list[int]]:
-    """Take one turn as another rank: return the name once rank 0 says that all agree."""
+    """Take one turn as another rank: confirm a proposal that has this rank's token `mine`.
+    Return the rendezvous's name and [] once rank 0 says that all agree, else None and [0], the
+    rank waited for."""
     read = _reader(store)
     proposal = read("proposal")
     words = json.loads(proposal) if proposal else []
@@ -425,8 +443,8 @@ def _confirm(store: Store, place: Place, mine: str) -> tuple[str | None, list[in
 
 
 def _reader(store: Store) -> Callable[[str], str]:
-    """Return a function that reads a key without waiting for it; it returns an empty string if the
-    key is not set."""
+    """Return a function that reads a key's value from the store as text, without waiting; empty if
+    the key is not set."""
     return lambda key: store.get(key).decode() if store.check([key]) else ""
 
 

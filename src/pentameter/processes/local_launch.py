@@ -1,8 +1,8 @@
 """`--nproc N`: run the same command as N processes on this machine, connected over loopback only.
 
-No process listens for the rendezvous: they write their addresses to a file in a private folder.
-Each process is a `Child`: signals reach it once, through the launcher, and it ends when the
-launcher is gone.
+No process listens for the rendezvous: they write their addresses to a file in a private folder, the
+launch folder. Each process is a `Child`: signals reach it once, through the launcher, and it ends
+when the launcher is gone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from pentameter.config.schema import Config
 
 GRACE_SECONDS = 4.0
-"""Seconds in which the others may end by themselves after a failure, and again after SIGTERM."""
+"""Seconds in which the other processes may end by themselves after one failed, and again after
+SIGTERM."""
 
 _POLL_SECONDS = 0.05
 # Signals from outside the program; SIGABRT may follow from another process's failure.
@@ -52,10 +53,10 @@ def run_local(
     """Run `command` as `n_processes` processes, and return when all are done.
 
     Rank 0 inherits this process's stdout and stderr; every line that another rank prints appears on
-    stderr, prefixed with its rank. STOP_SIGNALS are sent to all. When one process fails, the others
-    get `grace_seconds` to end, then SIGTERM and as long again; before that, those that hang print
-    their stacks. If no process makes progress for a while after a signal, they print their stacks,
-    too, and are ended.
+    stderr, prefixed with its rank. Stop signals (SIGTERM, SIGINT, SIGUSR1, SIGHUP) are sent to all.
+    When one process fails, the others get `grace_seconds` to end, then SIGTERM and as long again;
+    before that, those that hang print their stacks. If no process makes progress for a while after
+    a signal, they print their stacks, too, and are killed.
 
     Raises WorkerFailedError with the first failure; its exit code is the process's, or 70 if the
     process was killed. Call it in the main thread.
@@ -77,10 +78,14 @@ def run_local(
 def check_launch(
     config: Config, n_processes: int, place: Place | None, *, oversubscribe: bool, check_fit: bool
 ) -> None:
-    """Raise ConfigError if processes could not train together. This check runs before data is read
-    and before the processes meet, so that N of them do not print the same error. It covers the
-    processes started at `place`, else `n_processes` on this machine: too few cores for them, with
-    `check_fit` too little memory, or a layout that does not fit them."""
+    """Raise ConfigError if the processes of a run could not train together: too few cores for them,
+    with `check_fit` too little memory, or a layout that does not fit their number.
+
+    It runs before data is read and before the processes meet, so that N of them do not print the
+    same error. place: from `find_place` if a launcher started them; None if `--nproc` will start
+    `n_processes` on this machine, which alone is checked for cores and memory. oversubscribe: any
+    number of processes per core will do.
+    """
     from pentameter.estimating.plan_estimates import plan_state_bytes
     from pentameter.planning.layout import make_layout
     from pentameter.planning.layout_checks import check_layout
@@ -99,7 +104,8 @@ def check_launch(
 
 
 def python_command(*arguments: str) -> list[str]:
-    """Return the command that runs `pentameter ARGUMENTS` with this interpreter and search path."""
+    """Return the command line that runs `pentameter ARGUMENTS` with this Python interpreter, which
+    looks for modules in the current folder only if this process does."""
     # -P: the current folder may hold a user's `numpy.py`. But if this process found its own
     # modules there, as `python -m` does, its workers may do so, too.
     safe = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
@@ -109,7 +115,9 @@ def python_command(*arguments: str) -> list[str]:
 def worker_environment(
     rank: int, n_processes: int, folder: Path, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the environment variables for one process of a launch."""
+    """Return the environment variables for the process with `rank` among `n_processes` on this
+    machine: `environ`, torch.distributed's rank variables, the launch folder `folder`, the thread
+    count, and the loopback interface for gloo and NCCL."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     return {
         **environment_of_one(n_processes, environ),
@@ -124,7 +132,8 @@ def worker_environment(
 
 
 class _Workers:
-    """The worker processes of one launch."""
+    """The processes of one launch, started, watched and ended by the launcher. `folder` is the
+    launch folder, for rendezvous and reports."""
 
     def __init__(self, folder: Path, grace_seconds: float) -> None:
         self._folder = folder
@@ -138,7 +147,8 @@ class _Workers:
         self._ended_by_us = False
 
     def start(self, command: Sequence[str], n_processes: int) -> None:
-        """Start all workers, or none if the system cannot start one."""
+        """Start `command` as processes 0 … n_processes - 1; no further ones once a stop signal has
+        arrived. Raises StorageError if the system cannot start one."""
         try:
             for rank in range(n_processes):
                 if self._received:
@@ -165,7 +175,7 @@ class _Workers:
             ) from error
 
     def wait(self) -> list[Failure]:
-        """Wait until every process has ended, and return the failures."""
+        """Wait until every process has ended, ending those that hang, and return the failures."""
         failures: list[Failure] = []
         self._running = dict(enumerate(self._children))
         failed_at = hurried_at = None
@@ -193,10 +203,12 @@ class _Workers:
     def _end_overdue(
         self, failed_at: float | None, hurried_at: float | None, failures: list[Failure]
     ) -> None:
-        """End processes that should have ended: after a failure, and after a second signal.
+        """End processes that should have ended by themselves: those left after a failure, and all
+        after a second stop signal.
 
-        If the failed processes have merely lost another one so far, that one hangs. It prints its
-        stacks and is killed, since there is no other rank left to save with.
+        failed_at, hurried_at: when these happened, in monotonic seconds; None if not. If the failed
+        processes have merely lost another one so far, that one hangs. It prints its stacks and is
+        killed, since there is no other rank left to save with.
         """
         now = time.monotonic()
         if failed_at is not None and now > failed_at + self._grace_seconds:
@@ -215,10 +227,11 @@ class _Workers:
             self._kill()
 
     def _end_silent(self) -> list[Failure]:
-        """End all running processes if a signal asked them to stop and none has made progress
-        since.
+        """Kill all running processes, after printing the stacks of those that hang, if a signal
+        asked them to stop and none has made progress since.
 
-        Return the failure that describes it. One process that hangs makes all others wait.
+        Return the failure that describes it; an empty list if nothing was done. One process that
+        hangs makes all others wait.
         """
         if not self._running or not self._received or self._ended_by_us:
             return []
@@ -237,8 +250,8 @@ class _Workers:
         return [Failure(silent[0], InterruptedRunError.exit_code, message, 0.0)]
 
     def _show_stacks(self) -> list[int]:
-        """Print the stacks of the ranks that the others wait for, as far as known, on stderr.
-        Return these ranks."""
+        """Ask the running processes for their stacks, print on stderr those of the ranks that the
+        others seem to wait for, and return these ranks."""
         pids = {rank: child.pid for rank, child in self._running.items()}
         if not pids:
             return []
@@ -250,8 +263,8 @@ class _Workers:
         return silent
 
     def _failures_of(self, rank: int, code: int) -> list[Failure]:
-        """Return a process's failure, from its report or its exit code; an empty list if it did not
-        fail."""
+        """Return the failure of the process that ended with exit code `code`, from its report or
+        else the code; an empty list if it did not fail."""
         stopped, now = InterruptedRunError.exit_code, time.time()
         report = read_report(self._folder, rank)
         interrupted = code == 128 + signal.SIGINT  # before it handled signals
@@ -276,14 +289,14 @@ class _Workers:
         return [Failure(rank, code, message, now)]
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Forward a stop signal to all workers."""
+        """Handle a stop signal: forward it to all workers."""
         self._received_at = self._received_at or time.monotonic()
         self._received.append(signal.Signals(number))
         self._send(signal.Signals(number))
 
     def on_suspend(self, number: int, frame: FrameType | None) -> None:
-        """Suspend at Ctrl-Z together with all workers: they have sessions of their own and would go
-        on."""
+        """Handle Ctrl-Z: suspend all workers, then this process; resume the workers when it is
+        resumed. They have sessions of their own and would go on."""
         self._send(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         self._send(signal.SIGCONT)
@@ -298,13 +311,13 @@ class _Workers:
             child.kill()
 
     def end(self) -> None:
-        """End the workers that still run."""
+        """Kill the workers that still run, and wait for them."""
         for child in self._children:
             child.close()
 
 
 def _relay(rank: int, lines: Iterator[str]) -> None:
-    """Copy a process's output to stderr, each line prefixed with its rank."""
+    """Print each of a process's output lines on stderr, prefixed with its rank."""
     name = f"rank {rank}: "
     for line in lines:
         with suppress(OSError, ValueError):  # nobody reads it; keep the process's pipe empty

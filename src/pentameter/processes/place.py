@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pentameter.errors import ConfigError
 
 LAUNCH_FOLDER = "PENTAMETER_LAUNCH_FOLDER"
-"""The private folder for `--nproc`, in which its processes meet and leave their reports."""
+"""Environment variable with the launch folder: the private one for `--nproc`, in which its
+processes meet and leave their reports."""
 
 _FIRST_PORT, _N_PORTS = 10_000, 20_000  # below the ports that Linux gives to outgoing connections
 _HOSTS = r"(?:[^,\[\]\s]|\[\d+[-,\d]*\])+"  # one item in a list of nodes, ranges and all
@@ -22,24 +23,28 @@ _HOSTS = r"(?:[^,\[\]\s]|\[\d+[-,\d]*\])+"  # one item in a list of nodes, range
 
 @dataclass(frozen=True)
 class Place:
-    """This process's rank and local rank, the sizes of world and machine, and how the processes
-    meet."""
+    """This process's rank among those that a launcher started together, how many there are,
+    and how they meet."""
 
     rank: int
     world_size: int
     local_rank: int
-    """The rank among the processes on this machine."""
+    """Rank among the processes on this machine."""
     local_size: int
     init_method: str
-    """`env://`, `tcp://HOST:PORT` or `file://PATH`, with the path unescaped."""
+    """How they meet, as for `init_process_group`: `env://`, `tcp://HOST:PORT` or `file://PATH`,
+    with the path unescaped."""
     source: str
-    """The launcher: `torchrun`, `SLURM`, `--nproc` or `environment`."""
+    """Who started the processes: `torchrun`, `SLURM`, `--nproc` or `environment`
+    (torch.distributed's variables set by something else)."""
 
 
 def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
-    """Read the Place from the environment; None for a process that runs alone.
+    """Return the Place (rank, sizes and how to meet) that a launcher has set in environment
+    variables; None for a process that runs alone.
 
-    Raises ConfigError, naming the variables, if they contradict each other.
+    Raises ConfigError, naming the variables, if they contradict each other, or if an unknown
+    launcher has started several processes.
     """
     # srun alone sets the step's number of tasks: a batch script itself is one process.
     is_srun_task = "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ
@@ -58,9 +63,11 @@ def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
 
 
 def processes_together(nproc: int | None, place: Place | None) -> int | None:
-    """Return the number of processes that train together; None if neither option nor launcher says.
+    """Return the number of processes that train together: a launcher's if `place` is given, else
+    `nproc`, the value of `--nproc`; None if there is neither.
 
-    Raises ConfigError if `--nproc` would start processes in addition to a launcher's.
+    Raises ConfigError if `nproc` is below 1, or differs from a launcher's number and so would start
+    processes in addition.
     """
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc {nproc} must be at least 1")
@@ -75,8 +82,8 @@ def processes_together(nproc: int | None, place: Place | None) -> int | None:
 
 
 def _refuse_unknown_launcher(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if an unknown launcher has started several processes, each of which would
-    run alone."""
+    """Raise ConfigError if variables of Open MPI, PMI or SLURM say that several processes were
+    started but not which one this is: each would train alone."""
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
         count = environ.get(name, "").strip()
         if count.isdecimal() and int(count) > 1:
@@ -88,7 +95,8 @@ def _refuse_unknown_launcher(environ: Mapping[str, str]) -> None:
 
 
 def _torch_place(environ: Mapping[str, str]) -> Place:
-    """Read the Place from the variables of torch.distributed, set by torchrun or a PyTorchJob."""
+    """Return the Place in torch.distributed's variables, set by torchrun or a PyTorchJob. Raises
+    ConfigError if some are missing or inconsistent."""
     per_pod = environ.get("PET_NPROC_PER_NODE", "1")
     if "TORCHELASTIC_RUN_ID" in environ:
         source = "torchrun"
@@ -112,7 +120,8 @@ def _torch_place(environ: Mapping[str, str]) -> Place:
 
 
 def _slurm_place(environ: Mapping[str, str]) -> Place:
-    """Read the Place from SLURM's variables for a step that srun started."""
+    """Return the Place in SLURM's variables for a step that srun started. Raises ConfigError if
+    some are missing or inconsistent, or ranks are not consecutive on each node."""
     remedy = "start the command with srun, or unset the SLURM_ variables to run as one process"
     rank = _number(environ, "SLURM_PROCID", remedy)
     world_size = _number(environ, "SLURM_STEP_NUM_TASKS", remedy)
@@ -148,7 +157,8 @@ def _slurm_place(environ: Mapping[str, str]) -> Place:
 
 
 def _place(environ: Mapping[str, str], source: str, init_method: str) -> Place:
-    """Read the Place from torch.distributed's rank variables, which must be consistent."""
+    """Return the Place in RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, completed by `source`
+    and `init_method`. Raises ConfigError if they are inconsistent."""
     remedy = "torchrun sets it; unset RANK and WORLD_SIZE to run as one process"
     if "LOCAL_RANK" in environ or "LOCAL_WORLD_SIZE" in environ:
         local_rank = _number(environ, "LOCAL_RANK", remedy)
@@ -182,7 +192,8 @@ def _number(environ: Mapping[str, str], name: str, remedy: str) -> int:
 
 
 def first_node(text: str) -> str:
-    """Return the first host in a list like `node[001-003,7],gpu3`. Raises ConfigError."""
+    """Return the first host in SLURM's list `text`, like `node[001-003,7],gpu3`. Raises ConfigError
+    if it cannot be read."""
     match = re.fullmatch(rf"({_HOSTS})(?:,{_HOSTS})*", text)
     if match is None:
         raise _unreadable("SLURM_STEP_NODELIST", text, "node[01-03,7],gpu3")
@@ -190,7 +201,8 @@ def first_node(text: str) -> str:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Return the tasks per node from a list like `2(x3),1`: [2, 2, 2, 1]. Raises ConfigError."""
+    """Return the tasks on each node from SLURM's list `text`: `2(x3),1` is [2, 2, 2, 1]. Raises
+    ConfigError if it cannot be read."""
     counts: list[int] = []
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
@@ -201,7 +213,8 @@ def expand_counts(text: str) -> list[int]:
 
 
 def rendezvous_port(environ: Mapping[str, str]) -> int:
-    """Return a port that all tasks in this step use, and no other step on the machine."""
+    """Return the TCP port at which a SLURM step's tasks meet, computed from job and step number, so
+    that all get the same and other steps on the machine another."""
     digits = [environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
     job, step = (int(text) if text.isdecimal() else 0 for text in digits)
     return _FIRST_PORT + (31 * job + step) % _N_PORTS

@@ -1,8 +1,9 @@
-"""The progress of each process, as others see it: its latest note, and its stacks.
+"""The progress of each process, as the launcher sees it: its latest note, and its stacks on
+request.
 
-A process notes every action that it begins, for messages and for the launcher of `--nproc`. From
-these notes the launcher sees when no process makes progress any more, and requests the stacks of
-those that hang.
+A process notes every action (training, saving, …) that it begins, for messages and for the launcher
+of `--nproc`. From these notes the launcher sees when no process makes progress any more, and
+requests the stacks of those that hang.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LEAST_TIMEOUT_SECONDS = 30.0
-"""Seconds without a note that never count as a hang, whatever the process does."""
+"""Least timeout of an action: so long without a note never counts as a hang."""
 
 STARTING = "starting"
 
 STACKS_SIGNAL = signal.SIGUSR2
-"""The signal on which a worker writes the stacks of all its threads to its file."""
+"""Signal on which a worker writes the stacks of all its threads to its file in the launch
+folder."""
 
 _TIMES_THE_LONGEST = 3  # limit for a step, a save, …, in times of the longest before
 _RECORD_BYTES = 128  # one write, so that a reader sees the old record or the new one
@@ -37,14 +39,16 @@ _WAITS_FOR_OTHERS = ("torch/distributed/", "torch/autograd/", "pentameter/proces
 
 @dataclass(frozen=True)
 class Note:
-    """One record of a process's current action."""
+    """The action that a process has begun last: its name (`training`, `saving`), its step
+    and its timeout."""
 
     doing: str = STARTING
     step: int = 0
     timeout_seconds: float = LEAST_TIMEOUT_SECONDS
-    """Longest time, in seconds, that the action may take."""
+    """Longest time that the action may take before it counts as a hang."""
     since: float = 0.0
-    """The action's start: seconds on the monotonic clock, or a file's modification time."""
+    """When the action began: seconds on the monotonic clock in the process itself, the file's
+    modification time if read from one."""
 
     def __str__(self) -> str:
         if self.doing == STARTING:
@@ -53,10 +57,11 @@ class Note:
 
 
 class Progress:
-    """The latest Note of this process, also written to the file `path` for the launcher.
+    """The latest Note of this process, also written to the file `path`, if given, for the launcher.
 
-    `timeout_seconds` is the limit for an action that was never timed. With `dump_stacks`, the
-    stacks of all threads go to stderr if nothing was noted for so long.
+    timeout_seconds: limit for an action that was never timed before; later ones get a multiple of
+    their longest time. dump_stacks: print the stacks of all threads on stderr if nothing was
+    noted for so long.
     """
 
     def __init__(
@@ -78,10 +83,10 @@ class Progress:
                 self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def note(self, doing: str, step: int, *, nothing_to_lose: bool = False) -> None:
-        """Record that the process now does `doing` (training, saving, …) in `step`.
+        """Record that the process begins the action `doing` (training, saving, …) in `step`.
 
-        With `nothing_to_lose`, the process may be ended after LEAST_TIMEOUT_SECONDS, timed or not,
-        and its time does not count as a measurement: a first step compiles.
+        With `nothing_to_lose`, the action's timeout is LEAST_TIMEOUT_SECONDS unless it was timed
+        before, and its time is not taken as a measurement: a first step compiles.
         """
         before, now = self.latest, time.monotonic()
         if self._is_timed:
@@ -101,11 +106,13 @@ class Progress:
             faulthandler.dump_traceback_later(self._timeout_seconds, file=sys.__stderr__)
 
     def took(self, doing: str, seconds: float) -> None:
-        """Record the time of an overlapped action as `doing`, for later notes with that name."""
+        """Record that an action `doing` took so many seconds, for the timeout of later ones with
+        that name; `note` does so for actions that follow one another, this is for overlapped
+        ones."""
         self._longest[doing] = max(self._longest.get(doing, 0.0), seconds)
 
     def close(self) -> None:
-        """Stop recording notes, and close the file."""
+        """Stop printing stacks, and close the file; later notes are kept in memory only."""
         if self._dump_stacks:
             faulthandler.cancel_dump_traceback_later()
         if self._fd >= 0:
@@ -114,12 +121,13 @@ class Progress:
 
 
 def progress_path(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's record in a launch folder."""
+    """Return the path of the file in the launch folder to which `rank` writes its latest Note."""
     return folder / f"progress-{rank}"
 
 
 def read_progress(folder: Path, rank: int) -> Note:
-    """Read a rank's latest Note; `since` is the file's modification time, 0 if there is no file."""
+    """Return the latest Note that `rank` wrote to the launch folder, `since` being the file's
+    modification time; a Note that says it is starting if there is none."""
     path = progress_path(folder, rank)
     try:
         since = path.stat().st_mtime
@@ -130,9 +138,10 @@ def read_progress(folder: Path, rank: int) -> Note:
 
 
 class Watchdog:
-    """The launcher's record of how long each worker has made no progress.
+    """The launcher's view of how long each worker has made no progress. `folder` is the launch
+    folder, to which workers write their notes.
 
-    Times are the launcher's own, from the moment it saw a record change; workers' clocks play no
+    Times are the launcher's own, from the moment it saw a note change; workers' clocks play no
     part.
     """
 
@@ -141,15 +150,16 @@ class Watchdog:
         self._seen: dict[int, tuple[Note, float]] = {}
 
     def look(self, ranks: Iterable[int]) -> None:
-        """Check which records have changed since the last look."""
+        """Read the notes of `ranks`, and remember now as the time at which those that changed did
+        so."""
         for rank in ranks:
             note = read_progress(self._folder, rank)
             if rank not in self._seen or self._seen[rank][0] != note:
                 self._seen[rank] = note, time.monotonic()
 
     def timed_out(self, ranks: Iterable[int], start: float) -> bool:
-        """Return True if each of `ranks` has exceeded its latest note's timeout, counted from
-        `start` (monotonic seconds) at the earliest."""
+        """Return True if every one of `ranks` has exceeded its latest note's timeout, counted from
+        `start` (monotonic seconds) at the earliest. Call `look` first."""
         now = time.monotonic()
         return all(
             now > max(start, seen) + note.timeout_seconds
@@ -157,12 +167,13 @@ class Watchdog:
         )
 
     def place(self, rank: int) -> str:
-        """Return a worker's latest note in words: `in step 17 (training)`."""
+        """Return a worker's latest action in words: `in step 17 (training)`."""
         return str(self._seen[rank][0])
 
 
 def write_stacks_when_asked(folder: Path, rank: int) -> None:
-    """From now on, write the stacks of all threads in this process to a file on STACKS_SIGNAL."""
+    """From now on, on STACKS_SIGNAL, write the stacks of all threads in this process to its file in
+    the launch folder."""
     path = _stacks_path(folder, rank)
     with suppress(OSError):  # a full disk: the launcher does without
         stacks = path.with_name(f"{path.name}.new").open("wb", buffering=0)
@@ -171,14 +182,14 @@ def write_stacks_when_asked(folder: Path, rank: int) -> None:
 
 
 def _stacks_path(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's stacks in a launch folder; the file is absent until the rank can
-    write."""
+    """Return the path of the file in the launch folder to which `rank` writes its stacks. It is
+    absent until the rank handles the signal."""
     return folder / f"stacks-{rank}"
 
 
 def stacks(folder: Path, pids: dict[int, int]) -> dict[int, str]:
-    """Request the stacks of each process, given as rank → pid. Return rank → stacks as text, for
-    the ranks that could be asked and responded."""
+    """Ask running processes, given as rank → process id, for their stacks. Return rank → stacks as
+    text, without ranks that cannot respond or do not within 2 s."""
     can_write = (rank for rank in pids if _stacks_path(folder, rank).exists())
     ready = [rank for rank in can_write if not is_stopped(pids[rank])]
     for rank in ready:
@@ -196,8 +207,11 @@ def stacks(folder: Path, pids: dict[int, int]) -> dict[int, str]:
 
 
 def culprits(ranks: Collection[int], shown: dict[int, str]) -> list[int]:
-    """Return the ranks that others wait for: those that cannot respond, else those whose stack does
-    not show waiting, else all."""
+    """Return the ranks, out of `ranks`, that the others seem to wait for: those that gave no
+    stacks, else those whose stack is not inside a wait for others, else all.
+
+    shown: rank → stacks, as returned by `stacks`.
+    """
     mute = [rank for rank in ranks if rank not in shown]
     at_work = []
     for rank, text in shown.items():
@@ -209,7 +223,8 @@ def culprits(ranks: Collection[int], shown: dict[int, str]) -> list[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return True if a process was stopped by a signal (SIGSTOP); False if there is no /proc."""
+    """Return True if the process `pid` is suspended by a signal such as SIGSTOP; False if
+    there is no /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except OSError:

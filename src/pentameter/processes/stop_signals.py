@@ -1,4 +1,4 @@
-"""The signals that ask a run to stop, and their handling before anything can be lost.
+"""The signals that ask a run to stop, and how they are handled outside of training.
 
 This file imports almost nothing, so that the command can handle signals before imports that take
 seconds.
@@ -19,8 +19,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 def minded_stop_signals() -> list[signal.Signals]:
-    """Return STOP_SIGNALS without those that this process was started to ignore, as under
-    `nohup`."""
+    """Return the STOP_SIGNALS that this process handles: all but those that it was started to
+    ignore, as SIGHUP under `nohup`."""
     return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
@@ -36,8 +36,8 @@ def handling_stop_signals(handler: Callable[[int, FrameType | None], None]) -> I
 
 
 def stop_at_once() -> None:
-    """From now on, exit with code 75 on a stop signal, until another handler replaces this one: a
-    launcher's, for its workers, or a training run's, which saves first."""
+    """From now on, exit with code 75 on a stop signal, without saving. A launcher replaces this
+    handler while it has workers, and a training run while it trains, to save first."""
     for number in minded_stop_signals():
         signal.signal(number, _stop)
 

@@ -1,4 +1,5 @@
-"""A worker's duties to its launcher: print stacks on request, and end when its parent is gone."""
+"""Threads and handlers of a worker process, for its launcher: print stacks on request, and end when
+the parent is gone."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from pentameter.processes.place import LAUNCH_FOLDER
 from pentameter.processes.progress import write_stacks_when_asked
 
 ORPHAN_SECONDS = 25
-"""Seconds that a worker whose torchrun agent is gone has to save and exit."""
+"""Seconds in which a worker whose torchrun agent is gone may save and exit before it is killed."""
 
 _PARENT_POLL_SECONDS = 1.0
 
 
 def watch_launcher() -> None:
-    """From now on, end this process and its children when `--nproc`'s launcher is gone, and write
-    all stacks to a file on the launcher's STACKS_SIGNAL."""
+    """From now on, end this process and those it started when `--nproc`'s launcher is gone, and
+    write all stacks to a file on the launcher's signal. In any other process this does nothing."""
     if LIFELINE not in os.environ:
         return  # this is not a worker, though a worker may have started it
     end_with_parent()
@@ -30,9 +31,12 @@ def watch_launcher() -> None:
 
 @cache  # once per process is enough
 def watch_agent() -> None:
-    """From now on, stop this process, as SIGTERM does, when its parent is gone. A torchrun agent
-    that was killed leaves its workers behind; they would train on, and no agent would restart them.
-    After ORPHAN_SECONDS a process that is still there is ended."""
+    """From now on, send this process SIGTERM when its parent is gone, and kill it ORPHAN_SECONDS
+    later if it still runs.
+
+    A torchrun agent that was killed leaves its workers behind; they would train on, and no agent
+    would restart them.
+    """
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 
 

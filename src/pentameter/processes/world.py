@@ -1,4 +1,4 @@
-"""The world of a run: this process's rank, and small CPU collectives outside the step.
+"""The world of a run: this process's rank, and collectives on small Python values.
 
 Every method that communicates is collective: all ranks call it, in the same order. With one process
 nothing is sent and torch.distributed is never imported.
@@ -22,19 +22,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process's rank, and the world it belongs to. The default is a single process."""
+    """This process's rank, the number of ranks, and small collectives between them over the CPU.
+    The default is a single process."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    """Rank among the processes on this machine, and the index of its GPU."""
+    """Rank among the processes on this machine; also the index of its GPU."""
     local_size: int = 1
     timeout_seconds: float = math.inf
-    """Longest wait for another rank, in every process group; infinite for a single process."""
+    """Longest wait for another rank in any process group; infinite without a process group."""
     progress: Progress = field(default_factory=Progress, compare=False, repr=False)
-    """This rank's current step, and its action there."""
+    """Record of this rank's current step and action (training, saving, …)."""
     store: Store | None = field(default=None, compare=False, repr=False)
-    """The rendezvous store, in which ranks that lost another one report it."""
+    """The store through which the processes met; ranks that lost another one report it there. None
+    without a process group."""
 
     @property
     def is_main(self) -> bool:
@@ -42,7 +44,8 @@ class World:
         return self.rank == 0
 
     def broadcast(self, value: T, source: int = 0) -> T:
-        """Return, on every rank, the value that rank `source` passed."""
+        """Return, on every rank, the value that rank `source` passed; it must be picklable.
+        Collective."""
         if self.size == 1:
             return value
         import torch.distributed as dist
@@ -52,7 +55,8 @@ class World:
         return box[0]  # type: ignore[return-value]
 
     def all_gather(self, value: T) -> list[T]:
-        """Return, on every rank, all ranks' values, ordered by rank."""
+        """Return, on every rank, the values that all ranks passed, ordered by rank; they must be
+        picklable. Collective."""
         if self.size == 1:
             return [value]
         import torch.distributed as dist
@@ -62,11 +66,13 @@ class World:
         return values
 
     def all_reduce_max(self, value: int) -> int:
-        """Return the largest value that a rank passed; cheap enough for every step."""
+        """Return, on every rank, the largest value that a rank passed; cheap enough for every
+        step. Collective."""
         return self.all_reduce_maxima(value)[0]
 
     def all_reduce_maxima(self, *values: int) -> Sequence[int]:
-        """Return, for each of the values, the largest that a rank passed, in one message."""
+        """Return, for each argument, the largest value that a rank passed for it; all ranks pass
+        equally many, and one message carries them. Collective."""
         if self.size == 1:
             return values
         import torch
@@ -78,12 +84,12 @@ class World:
         return largest
 
     def barrier(self) -> None:
-        """Return once every rank has reached this call."""
+        """Return once every rank has reached this call. Collective."""
         self.all_reduce_max(0)
 
     def agreed(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank, and return this rank's result. If it raises on any rank, every
-        rank raises that error.
+        rank raises that error. Collective.
 
         If several ranks fail, PentameterErrors come before any other error, then the lowest rank's.
         """
@@ -92,8 +98,12 @@ class World:
         return result  # type: ignore[return-value]
 
     def gathered(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank, and return all results, ordered by rank, on every rank; it
-        raises as `agreed` does. It sends one message; `agreed` and `all_gather` would send two."""
+        """Run `work` on every rank, and return all results, ordered by rank, on every rank.
+        Collective.
+
+        If it raises on any rank, every rank raises that error, chosen as in `agreed`. It sends one
+        message; `agreed` and `all_gather` would send two.
+        """
         outcome = _attempted(work)
         outcomes = self.all_gather(outcome)
         self._raise_first([error for _, error in outcomes], outcome[1])
@@ -102,8 +112,11 @@ class World:
     def _raise_first(
         self, by_rank: Sequence[BaseException | None], own: BaseException | None
     ) -> None:
-        """Raise one of the errors, the same on every rank, if there is any. `own` is this rank's
-        error, with its traceback."""
+        """Raise the first error in `by_rank`, which has each rank's error or None, the same on
+        every rank; PentameterErrors come first. If there is none, return.
+
+        own: this rank's error, which is raised with its traceback if it is the first.
+        """
         failures = [(rank, error) for rank, error in enumerate(by_rank) if error is not None]
         if failures:
             ours = [failure for failure in failures if isinstance(failure[1], PentameterError)]
@@ -111,14 +124,14 @@ class World:
             raise own if own is not None and rank == self.rank else error
 
     def on_main(self, action: Callable[[], T]) -> T:
-        """Run `action` on rank 0 alone, and return its result on every rank. If it raises, all
-        ranks raise."""
+        """Run `action` on rank 0 alone, and return its result on every rank. If it raises, every
+        rank raises that error. Collective."""
         result = self.agreed(lambda: action() if self.is_main else None)
         return self.broadcast(result)  # type: ignore[return-value]
 
 
 def _attempted(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """Return the result of `work`, or the error that it raises."""
+    """Call `work`. Return its result and None, or None and the exception that it raises."""
     try:
         return work(), None
     except BaseException as error:

@@ -1,4 +1,5 @@
-"""Cases to compare with one process: layouts, and settings that change how a step is computed."""
+"""The cases that `pentameter verify` compares with one process: layouts, and settings that change
+how a step is computed but must not change its result."""
 
 from __future__ import annotations
 
@@ -16,18 +17,19 @@ from pentameter.planning.layout_checks import adapters_obstacle, check_layout, e
 from pentameter.planning.sharding import sharding_of
 
 MOST_PROCESSES = 8
-"""Most ranks in a case made from the configuration's layout: a larger layout is verified at lower
-degrees."""
+"""Most ranks in a case made from the configuration's own layout: a larger layout is verified at
+lower degrees of parallelism."""
 
 MOST_PROCESSES_ASKED = 64
-"""Most ranks in a layout that a user requests; they all run on this machine."""
+"""Most ranks in a layout that a user names; they all run on this machine."""
 
 SETTINGS = {
     "micro_batches": "in 1 … 64",
     "activation_checkpoint": "full or selective",
     "tied_head": "true or false",
 }
-"""Settings that a case may have in addition to its layout, and the valid values for each."""
+"""Setting that a case's text may have besides its layout → its valid values, in words for an
+error."""
 
 Recompute = Literal["full", "selective"]
 
@@ -102,7 +104,7 @@ LAYOUTS = (
     "tensor=2,sequence=1,pipeline=2,context=2,activation_checkpoint=selective",
     "data=2,zero=3,tensor=2,sequence=1,pipeline=2,schedule=interleaved,virtual_stages=2",
 )
-"""The cases for `--layouts all`, as text, without those with the other kind of head."""
+"""The cases for `--layouts all`, as text; those in WITH_OTHER_HEAD are added."""
 
 WITH_OTHER_HEAD = (
     "tensor=2",
@@ -114,26 +116,28 @@ WITH_OTHER_HEAD = (
     "tensor=4,tensor_mode=2d,pipeline=2",
     "tensor=8,tensor_mode=3d",
 )
-"""Layouts that are verified again with the head tied if the configuration's is not, or untied if it
-is. Tensor parallelism shards a head, and a pipeline ties it across stages."""
+"""Layouts that are verified again with the head tied to the embedding if the configuration's is
+not, or untied if it is: tensor parallelism shards a head, and a pipeline ties it across stages."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout and, optionally, further settings that must not change the result either."""
+    """One comparison's layout and, optionally, further settings that must not change the result
+    either; None leaves a setting at its default."""
 
     layout: Layout
     micro_batches: int | None = None
-    """Micro-batches per data-parallel rank; by default two, or two for each rank in a pipeline."""
+    """Micro-batches per data-parallel rank; None for twice the stages in a pipeline, 2 in any other
+    layout, 1 in one process."""
     activation_checkpoint: Recompute | None = None
     tied_head: bool | None = None
-    """Replaces the configuration's value, also in the one process that the case is compared
-    with."""
+    """Whether the head's weight is the embedding's, instead of the configuration's setting (None
+    keeps it), also in the one process that the case is compared with."""
 
     @property
     def n_micro_batches(self) -> int:
-        """Micro-batches in a step, per data-parallel rank; by default more than one, except in one
-        process."""
+        """Number of micro-batches in a step, per data-parallel rank: as set, else twice the stages
+        in a pipeline, 2 in any other layout, 1 in one process."""
         if self.micro_batches is not None:
             return self.micro_batches
         if self.layout.pipeline > 1:
@@ -141,14 +145,14 @@ class Case:
         return 2 if self.layout.world_size > 1 else 1
 
     def __str__(self) -> str:
-        """Return the case as text for the command line."""
+        """Return the case as `--layouts` takes it: `data=2,zero=1,micro_batches=4`."""
         own = {name: getattr(self, name) for name in SETTINGS}
         written = [f"{name}={str(own[name]).lower()}" for name in own if own[name] is not None]
         return ",".join([str(self.layout), *written])
 
     @property
     def name(self) -> str:
-        """The case's name in a table for people."""
+        """Description for people, as in verify's table: `data 2 (ZeRO 1), 4 micro-batches`."""
         layout = self.layout
         parts = []
         if layout.data > 1 or layout.zero:
@@ -174,17 +178,18 @@ class Case:
 
 
 def _edge_of_two(layout: Layout) -> int:
-    """Return the tensor degree for a layout's tensor mode with at most two ranks along each
-    dimension."""
+    """Return the layout's tensor degree, reduced to at most two ranks along each dimension of its
+    tensor grid: 2 in 1-D, 4 in 2-D, 8 in 3-D."""
     return math.prod(min(2, layout.sizes[name]) for name in ("depth", "row", "tensor"))
 
 
 def chosen_cases(config: Config, text: str) -> list[Case]:
-    """Return the cases for `--layouts`: `all`, or layouts with `;` between them.
+    """Return the cases that the text for `--layouts` names, without duplicates: `all`, or layouts
+    with `;` between them, such as `data=2;tensor=2,zero=1`.
 
-    `all` means LAYOUTS, some of them with the other kind of head, and the configuration's layout,
-    except those on which its adapters could not be trained. Raises ConfigError for an invalid
-    layout.
+    `all` means LAYOUTS, those in WITH_OTHER_HEAD with the other kind of head (tied or untied), and
+    the configuration's own layout; without those on which its adapters could not be trained. Raises
+    ConfigError for an invalid layout, or if none is named.
     """
     cases: list[Case] = []
     for part in (piece.strip() for piece in text.split(";")):
@@ -212,8 +217,9 @@ def chosen_cases(config: Config, text: str) -> list[Case]:
 
 
 def fastest_cases(config: Config, cluster: str, sizes: DataSizes) -> list[Case]:
-    """Search for the fastest layouts on a cluster, given as text. Return them as cases, best first.
-    Raises ConfigError if none fits."""
+    """Search for the layouts on which `config` is estimated to train fastest on `cluster` (text as
+    for `plan --cluster`), and return them as cases, best first. sizes: the data's vocabulary and
+    rows per epoch. Raises ConfigError if none fits."""
     found = search(config, parse_cluster(cluster), sizes.vocab_size, sizes.rows_per_epoch)
     if not found.estimates:
         raise ConfigError(
@@ -228,7 +234,8 @@ def fastest_cases(config: Config, cluster: str, sizes: DataSizes) -> list[Case]:
 
 
 def _parse(text: str) -> Case:
-    """Parse a case like `data=2,zero=3,activation_checkpoint=full`."""
+    """Return the case that a text like `data=2,zero=3,activation_checkpoint=full` describes. Raises
+    ConfigError for an unknown name or value, and above MOST_PROCESSES_ASKED ranks."""
     settings: dict[str, Any] = {}
     layout: list[str] = []
     for part in text.split(","):
@@ -250,7 +257,8 @@ def _parse(text: str) -> Case:
 
 
 def _setting(text: str, name: str, value: str) -> Any:
-    """Parse a value for one of SETTINGS, as `Case` stores it. Raises ConfigError."""
+    """Return the value of setting `name` in SETTINGS, as `Case` stores it: an int, str or bool.
+    Raises ConfigError, quoting the whole case `text`, if it is invalid."""
     match name:
         case "micro_batches" if value.isdecimal() and 1 <= int(value) <= 64:
             return int(value)
@@ -262,11 +270,12 @@ def _setting(text: str, name: str, value: str) -> Any:
 
 
 def own_case(config: Config) -> Case | None:
-    """Return a case with the configuration's layout, at degrees of at most 2 if it has more ranks
-    than MOST_PROCESSES. Return None if it is one process.
+    """Return the case with the configuration's own layout, at degrees of at most 2 if it has more
+    ranks than MOST_PROCESSES; None if it is one process.
 
-    If `data` depends on the number of processes, it is 2, or 1 if 2 would be too many. Raises
-    ConfigError if the configuration's model cannot be sharded like this.
+    If `parallel.data` is unset, since it depends on the number of processes, it is taken as twice
+    `parallel.replicate`, or as 1 if that would be too many ranks. Raises ConfigError if the
+    configuration's model cannot be sharded like this.
     """
     asked = config.parallel
     if asked == ParallelConfig():

@@ -1,4 +1,5 @@
-"""Compare layouts with one process, number by number: the work behind `pentameter verify`."""
+"""Compare every number in a step (losses, gradients, weights) on each layout with one process's:
+the work behind `pentameter verify`."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from pentameter.verify.shrink import case_config
 from pentameter.verify.workers import CaseFailedError, Workers
 
 TOLERANCE = 1e-10
-"""Largest relative difference. Layouts sum in another order, which in float64 costs some 1e-15; the
-smallest fault costs some 1e-3. Do not widen it."""
+"""Largest relative difference that counts as equal. Layouts sum in another order, which in float64
+costs some 1e-15; the smallest fault costs some 1e-3. Do not widen it."""
 
 GRADIENT_FLOOR = 1e-2
 """Smallest divisor for a gradient's error, as a fraction of the step's largest gradient.
@@ -38,18 +39,19 @@ rounding. A gradient that is 1e-8 of the largest and wrong by a thousandth is st
 """
 
 TIMEOUT_SECONDS = 120.0
-"""Seconds for all steps in a case, which take a few seconds."""
+"""Seconds after which a case (all its steps on all ranks) counts as hanging; it takes a few."""
 
 Kind = Literal["loss", "gradient", "gradient norm", "weight", "evaluation loss"]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The relative error of one number or tensor on one rank, compared with the one process."""
+    """The relative error of one number or tensor on one rank in one step, against the one process
+    that is the reference."""
 
     kind: Kind
     tensor: str
-    """The parameter's name; for a number, the kind."""
+    """The parameter's name; for a number (loss, norm), the same as `kind`."""
     step: int
     rank: int
     error: float
@@ -60,7 +62,7 @@ class Difference:
 
     @property
     def subject(self) -> str:
-        """The name of the quantity that differs: `loss`, `gradient of head.weight`."""
+        """The quantity that differs, in words: `loss`, `gradient of head.weight`."""
         return self.kind if self.tensor == self.kind else f"{self.kind} of {self.tensor}"
 
     def to_json(self) -> dict[str, Any]:
@@ -75,22 +77,24 @@ class Difference:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of comparing a case with one process. Errors are relative; None if there are no
-    numbers."""
+    """The result of comparing one case with one process. Errors are relative, the largest over
+    steps, ranks and tensors; None if the case failed and gave no numbers."""
 
     case: Case
     seconds: float
     loss_error: float | None = None
-    """The largest error in the losses, in training and in evaluation."""
+    """Largest error in a loss, in training or evaluation."""
     gradient_error: float | None = None
-    """The largest error in the gradients and their norm."""
+    """Largest error in a gradient before clipping, or in the gradients' norm."""
     parameter_error: float | None = None
-    """The largest error in the weights."""
+    """Largest error in a weight after an update."""
     worst: Difference | None = None
     first: Difference | None = None
-    """The first difference beyond TOLERANCE, in the order in which a step computes."""
+    """The first difference beyond TOLERANCE, in the order in which a step computes; None if there
+    is none. It is closest to the fault."""
     failure: str | None = None
-    """The reason why there are no numbers."""
+    """Sentence that says why there are no numbers: a process failed, died or hangs. None if there
+    are."""
     worker_traceback: str = ""
 
     @property
@@ -100,7 +104,8 @@ class Outcome:
 
     @property
     def problem(self) -> str | None:
-        """The fault, in a sentence without a full stop; None if there is none."""
+        """The failure or the first difference, as a sentence without a full stop; None if
+        the case passed."""
         return self.failure or (None if self.first is None else str(self.first))
 
     def to_json(self) -> dict[str, Any]:
@@ -131,17 +136,26 @@ def verify_layouts(
     model: SentModel | None = None,
     outline_of: Callable[[Config], ModelOutline] = outline_of_gpt,
 ) -> Iterator[Outcome]:
-    """Verify the cases one after another, and yield their outcomes; a failing case does not end the
-    others.
+    """Compute `n_steps` steps for each case and for one process, and yield each case's Outcome, in
+    order. A case that fails does not end the others.
 
-    `small` is the configuration that `shrink` made for these cases. `prepare` (`module:function`)
-    is called in each process before it computes its case, except in the one process that is the
-    reference. `model` is a custom model, with its outline from `outline_of`. Raises
-    TrainingFailedError if the one process fails, as there is then no reference.
+    Args:
+        small: the configuration that `shrink` made for these cases.
+        cases: the layouts and settings to compare with one process.
+        workers: the started worker processes.
+        n_steps: number of optimizer steps.
+        prepare: `module:function`, called in each process of a case before it computes, but not
+            in the one process; tests plant faults with it.
+        timeout_seconds: longest time for one case; more for one above MOST_PROCESSES ranks.
+        model: a custom model; None for the built-in GPT.
+        outline_of: function from a configuration to the model's outline (its parameters, and how
+            they may be sharded).
+
+    Raises TrainingFailedError if the one process fails, as there is then no reference.
     """
 
     def compute(case: Case, prepare: str | None = None) -> list[list[StepNumbers]]:
-        """Return the numbers of each step, by rank."""
+        """Return each rank's numbers for each step, by rank."""
         file, n_processes = workers.new_file(), case.layout.world_size
         config = case_config(small, case)
         seconds = timeout_seconds * max(1.0, n_processes / MOST_PROCESSES)  # on the same cores
@@ -181,7 +195,11 @@ def verify_layouts(
 def _reference(
     compute: Callable[[Case], list[list[StepNumbers]]], tied_head: bool | None
 ) -> list[StepNumbers]:
-    """Return the one process's numbers, computed without micro-batches."""
+    """Compute the one process's steps without micro-batches, and return its numbers for each.
+
+    tied_head: the case's setting; None for the configuration's. Raises TrainingFailedError if the
+    process fails, or a loss or norm is not finite.
+    """
     try:
         (numbers,) = compute(Case(Layout(), tied_head=tied_head))
     except CaseFailedError as error:
@@ -207,11 +225,12 @@ def _largest(found: Iterable[Difference], *kinds: Kind) -> float:
 def differences(
     reference: Sequence[StepNumbers], ranks: Sequence[Sequence[StepNumbers]], plan: Plan
 ) -> Iterator[Difference]:
-    """Yield the difference of every rank's every number from the one process's.
+    """Yield the Difference between each number on each rank and the one process's.
 
-    They come in the order in which a step computes the numbers, so that the first one beyond the
-    tolerance is closest to the fault: loss, gradients from the head to the embedding, their norm,
-    weights, evaluation loss.
+    reference: the one process's numbers, by step. ranks: each rank's numbers, by step. plan: the
+    case's, which says which parameters each rank holds. Differences come in the order in which a
+    step computes the numbers, so that the first one beyond the tolerance is closest to the fault:
+    loss, gradients from the head to the embedding, their norm, weights, evaluation loss.
     """
     names = [spec.name for spec in plan.table]
     specs = [_specs(plan, rank) for rank in range(len(ranks))]
@@ -232,15 +251,16 @@ def differences(
 
 
 def _specs(plan: Plan, rank: int) -> list[ParameterSpec]:
-    """Return the parameters on a rank, including its replica of a tied one."""
+    """Return the parameters that `rank` holds under the plan, including its replica of a tied
+    one."""
     stages = plan.layout.stages_of(plan.layout.coordinates(rank)["pipeline"])
     names = frozenset().union(*(plan.stage_names[number] for number in stages))
     return [spec for spec in plan.table if spec.name in names]
 
 
 def _scalars(kind: Kind, step: int, values: Sequence[float]) -> Iterator[Difference]:
-    """Yield the differences between ranks' numbers and the first value, which is the one
-    process's."""
+    """Yield each rank's Difference in one number; `values` are the one process's, then each
+    rank's."""
     true, *of_ranks = values
     for rank, value in enumerate(of_ranks):
         yield Difference(kind, kind, step, rank, relative_error(value, true))
@@ -275,9 +295,12 @@ def _tensors(
 
 
 def relative_error(value: Float64 | float, true: Float64 | float, floor: float = 0.0) -> float:
-    """Return the largest absolute difference ÷ the largest absolute true value, or ÷ `floor` if
-    that is larger (÷ 1 if both are 0). `value` and `true` have the same shape, or are numbers.
-    Infinite if either holds a value that is not finite."""
+    """Return the largest absolute difference ÷ the largest absolute true value; ÷ `floor` if that
+    is larger, ÷ 1 if both are 0.
+
+    `value` and `true` are numbers, or arrays with the same shape. Infinite if either holds a value
+    that is not finite.
+    """
     value, true = np.asarray(value), np.asarray(true)
     if not (np.isfinite(value).all() and np.isfinite(true).all()):
         return math.inf

@@ -1,5 +1,5 @@
-"""Verify that every layout reads the same data: the ranks' batch rows in a step, concatenated, are
-one process's batch."""
+"""Check for `verify --data` that every layout reads the same data: each step's batch rows from all
+ranks, concatenated, must be one process's batch."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ from pentameter.verify.cases import Case, chosen_cases
 
 @dataclass(frozen=True)
 class DataOutcome:
-    """The result of comparing a layout's batches with those in one process."""
+    """The result of comparing the batches that one layout reads with those that one process
+    reads."""
 
     layout: Layout
     seconds: float
     hash: str | None = None
-    """sha256, in hex, over the batches in all steps."""
+    """sha256, in hex, over the batches in all compared steps; None for a refused layout."""
     problem: str | None = None
-    """The first difference; None if there is none."""
+    """The first difference, as a sentence; None if there is none."""
     refused: str | None = None
-    """The reason why no run can have this layout, so that there is nothing to compare."""
+    """Why no run can have this layout, so that nothing is compared; None if one can."""
 
     @property
     def name(self) -> str:
-        """The layout's name in a table for people."""
+        """The layout's description for people, as in verify's table."""
         return Case(self.layout).name
 
     @property
     def passed(self) -> bool | None:
-        """True if every batch is one process's; None for a layout that no run can have."""
+        """True if every batch is one process's, False if one is not; None for a refused layout."""
         return None if self.refused else self.problem is None
 
     def to_json(self) -> dict[str, Any]:
-        """Return an element of `layouts` for `verify --data --json`."""
+        """Return the layout's element in the `layouts` that `verify --data --json` prints."""
         return {
             "layout": str(self.layout),
             "name": self.name,
@@ -56,8 +57,12 @@ class DataOutcome:
 
 
 def chosen_steps(batches: TrainingBatches, batch_size: int, n_steps: int) -> list[int]:
-    """Return the first steps, as many across the middle and the end of the first epoch, and as many
-    across the end of the second: an epoch is shuffled anew, wherever in a batch it ends."""
+    """Return the step numbers worth comparing, ascending: the first `n_steps`, and as many around
+    the middle and the end of the first epoch and the end of the second. An epoch is shuffled anew,
+    wherever in a batch it ends.
+
+    batch_size: sequences per step.
+    """
     epoch = batches.rows_per_epoch
     steps = set(range(n_steps))
     if epoch is None:  # of a stream
@@ -72,9 +77,11 @@ def chosen_steps(batches: TrainingBatches, batch_size: int, n_steps: int) -> lis
 def verify_data(
     batches: TrainingBatches, batch_size: int, layouts: Sequence[Layout], steps: Sequence[int]
 ) -> Iterator[DataOutcome]:
-    """Yield the outcome for each layout. The first is one process, the reference for the others.
+    """Compare the batches that each layout reads in `steps` with one process's, and yield the
+    outcomes; the first is one process itself, the reference.
 
-    A rank's batch rows are those that its Engine requests (`Layout.rows`).
+    batch_size: sequences per step, over all ranks. Nothing is started: each rank's batch rows
+    (`Layout.rows`) are read in this process.
     """
     alone = Layout()
     started = time.monotonic()
@@ -103,11 +110,11 @@ def verify_data(
 def _joined(
     batches: TrainingBatches, batch_size: int, layout: Layout, step: int
 ) -> tuple[Batch, str | None]:
-    """Read a step's batch on each rank, and concatenate the rows in the order of data-parallel
-    indices.
+    """Read each rank's batch rows in a step under `layout`, and concatenate them by data-parallel
+    index into one batch.
 
-    Return it with a sentence about ranks that have the same index but read different rows; None if
-    there are none.
+    Return it, and a sentence about the first rank that reads other rows than another rank with its
+    data-parallel index, which must read the same; None if there is none.
     """
     shards: dict[int, Batch] = {}
     disagreement = None
@@ -134,12 +141,13 @@ def _joint_hash(hashes: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class DataVerdict:
-    """The outcomes of `verify_data` for a configuration, and a description of the data."""
+    """The result of `verify --data` for a configuration: each layout's outcome, and the
+    data that was read."""
 
     outcomes: Sequence[DataOutcome]
     """One outcome per layout; the first is one process, the reference for the others."""
     dataset: str
-    """The data set's hash."""
+    """Hash of the prepared data set."""
     order: str | None
     batch_size: int
     rows_per_epoch: int | None
@@ -147,7 +155,8 @@ class DataVerdict:
 
     @property
     def asked(self) -> Sequence[DataOutcome]:
-        """The outcomes for the requested layouts."""
+        """The requested layouts' outcomes, without the reference; that alone if nothing
+        else was requested."""
         return self.outcomes[1:] or self.outcomes
 
     @property
@@ -156,17 +165,19 @@ class DataVerdict:
         return all(outcome.passed is not False for outcome in self.outcomes)
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts that `verify --data --json` prints next to the layouts."""
+        """Return the entries that `verify --data --json` prints besides `layouts`: data set, order,
+        sizes and steps."""
         names = ("dataset", "order", "batch_size", "rows_per_epoch", "steps")
         return {name: getattr(self, name) for name in names}
 
 
 def verify_data_of(config: Config, layouts: str, n_steps: int) -> DataVerdict:
-    """Check whether `layouts`, named as for `--layouts`, read the same batches from a
-    configuration's data. About `n_steps` steps are read, around each epoch end that matters
-    (`chosen_steps`).
+    """Compare the batches that the layouts named in `layouts` (text as for `--layouts`) read from
+    the configuration's data with one process's.
 
-    Raises ConfigError for an invalid layout, and any error from `open_dataset`.
+    n_steps: steps read at the start, and again around each epoch end that matters (`chosen_steps`).
+    Raises ConfigError for an invalid layout; errors from `open_dataset`, such as ConfigError for
+    data that is not prepared and CorruptError for damaged data, pass through.
     """
     chosen = list(dict.fromkeys(case.layout for case in chosen_cases(config, layouts)))
     dataset = open_dataset(config.data)

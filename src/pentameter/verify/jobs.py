@@ -1,4 +1,5 @@
-"""The messages to and from verify's processes: a job, its numbers or its failure."""
+"""The records that verify sends to its worker processes and gets back: a job, then its
+numbers or its failure."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ Float64 = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's job in a case with `world_size` ranks."""
+    """One rank's work in one case: `n_steps` steps with `config`, together with the `world_size`
+    ranks that meet at `rendezvous_file`."""
 
     config: Config
     n_steps: int
@@ -25,34 +27,36 @@ class Job:
     rendezvous_file: str
     timeout_seconds: float
     prepare: str | None = None
-    """`module:function`, called first, without arguments. Tests plant faults with it."""
+    """`module:function`, called first, without arguments; None for nothing. Tests plant faults with
+    it."""
     model: SentModel | None = None
     """A custom model; None for the built-in GPT."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A worker's reply to a job that raised."""
+    """A worker's reply to a job that raised an exception."""
 
     message: str
-    """The last line of the traceback."""
+    """The exception's type and text: the last line of the traceback."""
     traceback: str
     is_consequence: bool
-    """True if it merely says that another worker is gone."""
+    """True if it merely says that another worker is gone, whose failure is the cause."""
 
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """One rank's results in one step, all tensors gathered to full size.
+    """One rank's results in one step; each tensor is the full one, gathered over ranks, by
+    parameter name.
 
     A replica of a tied weight has the weight's name.
     """
 
     loss: float
     gradients: Mapping[str, Float64]
-    """The gradients before clipping."""
+    """Gradients before clipping."""
     gradient_norm: float
     weights: Mapping[str, Float64]
-    """The weights after clipping and the optimizer step."""
+    """Weights after clipping and the optimizer step."""
     evaluation_loss: float
-    """The evaluation loss with these weights."""
+    """Loss of an evaluation with these weights."""

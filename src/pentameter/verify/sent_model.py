@@ -1,4 +1,4 @@
-"""A custom model on its way to the processes that verify it.
+"""A custom model in a form that can be sent to the processes that verify it.
 
 Its functions are pickled by name, so a process has to find their module just as the user's process
 did: on its search path, or as the script that was started. The script then runs under another name,
@@ -29,22 +29,24 @@ SCRIPT_NAME = "__mp_main__"
 
 @dataclass(frozen=True)
 class SentModel:
-    """A model source and a batch function, in a form that another process on this machine can
-    load."""
+    """A pickled custom model (its model source: the functions that build and shard it) and batch
+    function, with all that another process on this machine needs to unpickle them."""
 
     pickled: bytes
     script: str | None
-    """The file that was started, which may define the source's functions."""
+    """Path of the script that was started, if the functions are defined in it; else None."""
     search_path: tuple[str, ...]
 
     def received(self) -> tuple[ModelSource, BatchFunction | None]:
-        """Load the source and the batch function, in the receiving process."""
+        """Unpickle the model source and the batch function (None if there is none) in the receiving
+        process, importing their modules or running the script."""
         return _received(self)
 
 
 def sent(source: ModelSource, batches: BatchFunction | None = None) -> SentModel:
-    """Return a source in a form that can be sent. Raises ConfigError if its functions have no name
-    by which another process could find them."""
+    """Return a custom model's source and batch function (None for random tokens) as a SentModel.
+    Raises ConfigError if another process could not import the functions: lambdas, nested ones,
+    those in an interactive session."""
     try:
         pickled = pickle.dumps((source, batches))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -27,22 +27,26 @@ if TYPE_CHECKING:  # it imports torch
 LEAST_DROPOUT = 0.1
 LEAST_WEIGHT_DECAY = 0.1
 LEAST_EPS = 1e-6
-"""Smallest eps for Adam, which divides by √v + eps. A key bias has a gradient that is 0 except for
-rounding, some 1e-18. A smaller eps makes visible steps from that noise, which differs between any
-two layouts. Other weights have gradients of some 1e-3 here."""
+"""Smallest eps for Adam, which divides by √v + eps, v being the mean squared gradient.
+
+A key bias has a gradient that is 0 except for rounding, some 1e-18. A smaller eps makes
+visible steps from that noise, which differs between any two layouts. Other weights have
+gradients of some 1e-3 here.
+"""
 CLIP_NORM = 0.05
-"""Far below the norm of these gradients."""
+"""`optimizer.clip_norm` in verified steps: far below the norm of their gradients, so that clipping
+acts."""
 
 
 def shrink(config: Config, cases: Sequence[Case], *, keeps_model: bool = False) -> Config:
-    """Return `config` as small as all the cases allow, in float64 and for one process.
+    """Return `config` with a model, batch and context as small as all the cases allow, in float64
+    and for one process; `case_config` adds a case's layout.
 
-    With `keeps_model`, the section `[model]` describes a custom model. Nothing in it changes,
-    except that it gets a vocabulary, and no dropout, which a custom model draws anew for each
-    micro-batch.
+    keeps_model: the section `[model]` describes a custom model. Nothing in it changes, except that
+    it gets a vocabulary, and no dropout, which a custom model draws anew for each micro-batch.
 
-    Heads, widths and context are divisible by every `tensor`, the vocabulary by none. There are
-    more layers than any pipeline has stages, so that uneven stages are covered, too.
+    Heads, widths and context are divisible by every tensor degree, the vocabulary by none. There
+    are more layers than any pipeline has stages, so that uneven stages are covered, too.
     """
     tensor = max(2, math.lcm(*(_width_shards(case.layout) for case in cases)))
     by_sequence = math.lcm(2, *(case.layout.tensor for case in cases if case.layout.sequence))
@@ -124,21 +128,22 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
 
 
 def _kv_heads(config: Config, cases: Sequence[Case], n_heads: int) -> int | None:
-    """Return the number of KV heads if the configuration sets one: as many as can be sharded, or a
-    single one if it has one and no case shards it."""
+    """Return `model.n_kv_heads` for the shrunk model: None if the configuration leaves it unset, 1
+    if it has a single KV head that no case shards, else `n_heads`, as many as can be sharded."""
     asked = config.model.n_kv_heads
     divides = any(c.layout.is_grid or c.layout.exchanges_heads for c in cases)
     return asked if asked is None or (asked == 1 and not divides) else n_heads
 
 
 def _head_shards(layout: Layout) -> int:
-    """Return the number of ranks that heads are sharded over."""
+    """Return the number of ranks over which the layout shards attention heads."""
     by_tensor = layout.sizes[layout.grid_width]
     return by_tensor * (layout.context if layout.exchanges_heads else 1)
 
 
 def _width_shards(layout: Layout) -> int:
-    """Return the number of shards for one of the model's widths, or for a vocabulary."""
+    """Return the number of shards into which the layout splits one of the model's widths,
+    or its vocabulary."""
     return layout.sizes["tensor"] * (layout.sizes["row"] if layout.is_3d else 1)
 
 
@@ -172,7 +177,8 @@ def shrunk_cases(
 
 
 def case_config(small: Config, case: Case) -> Config:
-    """Return the shrunk configuration with a case's layout and settings."""
+    """Return the shrunk configuration `small` with a case's layout, micro-batches, recomputation
+    and kind of head."""
     layout = case.layout
     assert small.train.batch_size is not None  # set by shrink
     parallel = ParallelConfig(
@@ -191,8 +197,9 @@ def case_config(small: Config, case: Case) -> Config:
 
 
 def _vocab_multiple(asked: int, vocab_size: int, tensor: int) -> int:
-    """Return a multiple that pads if the configuration's pads, to a size that no degree divides and
-    that leaves each rank some vocabulary rows."""
+    """Return `model.vocab_multiple` for the shrunk model: 1 if the configuration's (`asked`) is 1,
+    else the least multiple that pads the vocabulary to a size coprime to `tensor` and leaves each
+    rank some vocabulary rows."""
     if asked == 1:
         return 1
     padded = {m: -(-vocab_size // m) * m for m in range(2, 2 * vocab_size)}
@@ -206,8 +213,8 @@ def _vocab_multiple(asked: int, vocab_size: int, tensor: int) -> int:
 
 
 def described_changes(config: Config, small: Config) -> Iterator[str]:
-    """Yield `n_layers 12 → 5`, …: every change that shrinking made to the model, the optimizer and
-    the batch."""
+    """Yield each change that shrinking made to the model, the optimizer and the batch size, in
+    words: `n_layers 12 → 5`."""
     before, after = values_of(config), values_of(small)
     for path in before:
         is_told = path.startswith(("model.", "optimizer.")) or path == "train.batch_size"

@@ -1,4 +1,4 @@
-"""Compute some steps of a layout in a worker, through the code that trains."""
+"""Compute a case's steps in a worker process, through the same code that trains."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ INIT_STD = 0.3
 """Standard deviation of every initial parameter: with widths of ten, activations and gradients stay
 near 1."""
 OWN_NOISE = 0.05
-"""Standard deviation of the noise added to a custom model's initial weights; the model knows best
-how large they should be."""
+"""Standard deviation of the noise added to a custom model's initial weights, whose scale the model
+itself knows best."""
 
 
 def answer(job: Job) -> list[StepNumbers] | Failed:
-    """Run a job in a worker: return its numbers for each step, or its failure."""
+    """Run one rank's job in a worker: return its numbers for each step, or a Failed with the
+    exception. Collective over the job's ranks."""
     gc.collect()  # the last case's groups, meshes and modules refer to each other
     size, where = job.world_size, f"file://{job.rendezvous_file}"
     place = Place(job.rank, size, job.rank, size, where, "verify")
@@ -72,8 +73,12 @@ def compute_steps(
     source: ModelSource,
     batches: BatchFunction | None = None,
 ) -> Iterator[StepNumbers]:
-    """Train on random batches, or on a user's, from random weights, and yield each step's numbers.
-    Collective over the world."""
+    """Train `n_steps` steps under the configuration's layout from random weights, and yield this
+    rank's numbers for each. Collective over the world.
+
+    source: the model (its functions that build and shard it). batches: a user's batch function;
+    None for random tokens.
+    """
     plan = make_plan(config, world_size=world.size, outline_of=source.outline)
     # With a bias that starts at zero, adding it twice would go unnoticed.
     noisy = replace(plan, table=tuple(replace(s, init=_noise(s, config)) for s in plan.table))
@@ -108,8 +113,9 @@ def compute_steps(
 
 
 def made_up_batch(plan: Plan, step: int) -> Batch:
-    """Return a step's global batch: random tokens (B, T) and targets (B, T). Each row ends early,
-    at its own random position; one row in each step has no target at all."""
+    """Return the global batch of random tokens for `step`, a function of the plan's seed: inputs
+    (B, T) and targets (B, T). Each row's targets end early, at its own random position, followed by
+    -1; one row in each step has no target at all."""
     B, T = plan.batch_size, plan.config.model.context_length
     vocab_size = plan.config.model.vocab_size
     assert vocab_size is not None  # resolved
@@ -129,11 +135,12 @@ def _made_up_rows(plan: Plan, step: int, rows: np.ndarray) -> Batch:
 
 
 def _noise(spec: ParameterSpec, config: Config) -> Init:
-    """Return the initial values for a parameter of the built-in model.
+    """Return the kind and scale of one parameter's random initial values in verified steps: normal
+    with deviation INIT_STD, but another deviation for adapters.
 
-    An adapter's two matrices have a size at which their contribution to a weight, factor · B A, has
-    the weight's own deviation. With INIT_STD for them, too, attention's scores saturate, and each
-    layer multiplies the rounding of those below it (docs/decisions.md).
+    An adapter's two matrices A and B get a size at which their contribution to a weight, factor · B
+    A, has the weight's own deviation. With INIT_STD for them, too, attention's scores saturate, and
+    each layer multiplies the rounding of those below it (docs/decisions.md).
     """
     if not is_of_adapter(spec):
         return Init("normal", INIT_STD)
@@ -143,7 +150,8 @@ def _noise(spec: ParameterSpec, config: Config) -> Init:
 
 
 def _add_ones(engine: Engine, plan: Plan) -> None:
-    """Make norm weights, which training starts at 1, vary around 1."""
+    """Add 1 in place to the weights that training starts at 1 (norms'), so that they vary around
+    1."""
     ones = {spec.name for spec in plan.table if spec.init.kind == "ones"}
     with torch.no_grad():
         for name, parameter in engine.named_parameters():
@@ -152,7 +160,8 @@ def _add_ones(engine: Engine, plan: Plan) -> None:
 
 
 def _add_noise(engine: Engine, plan: Plan) -> None:
-    """Move every weight of a custom model away from its initial value."""
+    """Add keyed noise with deviation OWN_NOISE to a custom model's weights, in place; the same
+    noise on every layout."""
     specs = {spec.name: replace(spec, init=Init("normal", OWN_NOISE)) for spec in plan.table}
     with torch.no_grad():
         for name, parameter in engine.named_parameters():
@@ -166,8 +175,8 @@ def _add_noise(engine: Engine, plan: Plan) -> None:
 
 
 def _full_tensor(tensor: Tensor) -> Float64:
-    """Return the full tensor, as float64 on the CPU, gathered if it is sharded over ranks.
-    Collective."""
+    """Return the whole tensor as a numpy float64 array, gathered if it is sharded over
+    ranks. Collective."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()

@@ -1,4 +1,4 @@
-"""Verification outcomes, formatted for a terminal."""
+"""Outcomes of `pentameter verify` as text and tables for a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pentameter.verify.data import DataOutcome
 
 
 def summary(outcomes: Sequence[Outcome | DataOutcome], said: str) -> str:
-    """Return the sentence that says how many layouts equal one process, and in which numbers."""
+    """Return the closing sentence: `3 of 3 layouts equal one process: … (12 s)`. said: the part in
+    the middle, which says in which numbers they are equal."""
     compared = [outcome for outcome in outcomes if outcome.passed is not None]
     n_passed = sum(1 for outcome in compared if outcome.passed)
     seconds = sum(outcome.seconds for outcome in outcomes)
@@ -25,7 +26,8 @@ def summary(outcomes: Sequence[Outcome | DataOutcome], said: str) -> str:
 
 
 def layout_table(outcomes: Iterable[Outcome]) -> Table:
-    """Return a table with each layout's errors, and the worst number's name."""
+    """Return a table with one row per layout: its largest errors, the worst quantity's name
+    and the seconds."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("", no_wrap=True)
     table.add_column("layout", overflow="fold")
@@ -50,7 +52,8 @@ def layout_table(outcomes: Iterable[Outcome]) -> Table:
 
 
 def data_table(outcomes: Iterable[DataOutcome]) -> Table:
-    """Return a table with the hash of each layout's batches, or the problem with them."""
+    """Return a table with one row per layout: the start of its batches' hash, or the
+    problem with it."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for title in ("", "layout"):
         table.add_column(title, no_wrap=True)

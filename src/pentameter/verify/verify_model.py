@@ -1,4 +1,5 @@
-"""`pm.verify_model`: verify layouts from Python, for the built-in model or a custom one."""
+"""`pm.verify_model`: the Python call that verifies layouts, for the built-in model or a custom
+one."""
 
 from __future__ import annotations
 
@@ -22,16 +23,22 @@ def verify_model(
     layouts: str = "all",
     steps: int = 3,
 ) -> list[Outcome]:
-    """Compare `layouts` with one process in float64: every loss, gradient and weight in some steps.
+    """Compare `layouts` with one process in float64, and return an Outcome for each: every loss,
+    gradient and weight in some steps.
 
-    `model`, `batches` and `config` are as for `Trainer`, `layouts` as on the command line; without
-    `batches` the steps use random tokens. The built-in model is shrunk. Nothing is known about a
-    custom model that could be shrunk, so `[model]` stays, without its dropout: give a small one.
-    `all` then means the layouts that it can have. A script must call this function below `if
-    __name__ == "__main__":`, because the processes that it starts import the script, too.
+    Args:
+        config: the run's configuration. The built-in model is shrunk. Nothing is known about a
+            custom model that could be shrunk, so `[model]` stays, without its dropout: give a small
+            one.
+        model: a custom model as for `Trainer`; None for the built-in GPT.
+        batches: a custom model's batch function as for `Trainer`; None for random tokens.
+        layouts: text as for `--layouts`: `data=2;tensor=2`, or `all`, which leaves out layouts that
+            a custom model cannot have.
+        steps: number of optimizer steps.
 
-    Raises ConfigError for an invalid layout and for a model that other processes cannot import, and
-    TrainingFailedError if the one process fails.
+    Worker processes import the script that calls this function, so call it below
+    `if __name__ == "__main__":`. Raises ConfigError for an invalid layout and for a model that
+    other processes cannot import, and TrainingFailedError if the one process fails.
     """
     source = model_source(model)
     is_gpt = isinstance(source, GPTSource)

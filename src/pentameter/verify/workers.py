@@ -1,4 +1,4 @@
-"""The processes that compute a case: send jobs, receive numbers, and name the failure."""
+"""Verify's worker processes: started on demand, given one job per rank, replaced when one fails."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from pentameter.processes.local_launch import worker_environment
 from pentameter.verify.jobs import Failed, Job
 
 GRACE_SECONDS = 0.5
-"""Seconds in which the others may fail, too, after one has: the first to report need not be the
-cause."""
+"""Seconds for which replies are still awaited after one worker has failed: the first to report need
+not be the cause."""
 JOBS_OF_A_WORKER = 10
-"""Jobs after which workers are replaced. Each job leaves process groups that PyTorch keeps until
-the process ends, and gloo's idle threads wake up a hundred times a second: eight workers kept a
-core busy after twenty cases."""
+"""Number of `run` calls after which all workers are replaced. Each job leaves process groups that
+PyTorch keeps until the process ends, and gloo's idle threads wake up a hundred times a second:
+eight workers kept a core busy after twenty cases."""
 
 
 class CaseFailedError(TrainingFailedError):
-    """A case without numbers: one of its processes failed, died or hangs."""
+    """A case gave no numbers, because a process in it failed, died or hangs. `worker_traceback` is
+    the failed worker's, empty if it left none."""
 
     def __init__(self, message: str, worker_traceback: str = "") -> None:
         super().__init__(message)
@@ -33,11 +34,11 @@ class CaseFailedError(TrainingFailedError):
 
 
 class Workers:
-    """Worker processes that wait for jobs. They exist while the block runs, and are started on
-    demand.
+    """Context manager for worker processes that wait for jobs. They are started on demand, and
+    killed when the block ends.
 
-    They are forked from a fork server that has imported torch, so that a broken worker is replaced
-    in no time. Leaving the block ends them.
+    They are forked from a fork server that has imported torch, so that a broken worker is
+    replaced in no time.
     """
 
     def __init__(self) -> None:
@@ -66,15 +67,17 @@ class Workers:
             self._end(self._workers)
 
     def new_file(self) -> str:
-        """Return an unused path, for the rendezvous of a case's processes."""
+        """Return an unused file path, at which a case's processes can meet."""
         return str(self._folder / f"rendezvous-{next(self._numbers)}")
 
     def run(self, jobs: Sequence[Job]) -> list[Any]:
-        """Run the jobs at the same time, each in a separate worker, and return their results.
+        """Run the jobs at the same time, job `rank` in a worker of its own, and return their
+        results by rank.
 
         A worker that ran a job with `prepare` gets no other job; other workers get several. Raises
-        CaseFailedError if a worker fails, dies or does not reply in time; the workers are then
-        replaced.
+        CaseFailedError if a worker fails, dies or does not reply within the job's
+        `timeout_seconds`; the workers are then replaced. Raises TrainingFailedError if workers
+        cannot be started.
         """
         said = self._errors_path.stat().st_size
         reusable = False
@@ -100,8 +103,8 @@ class Workers:
         return [answers[rank] for rank in range(len(jobs))]
 
     def _ask(self, busy: Sequence[Forked], jobs: Sequence[Job]) -> dict[int, Any]:
-        """Send the jobs, and return the replies by rank; None for a process that is gone.
-        Incomplete after a failure or a timeout."""
+        """Send job i to worker i, wait, and return the replies by rank: a result, a Failed, or None
+        for a process that ended. Incomplete after a failure or a timeout."""
         for worker, job in zip(busy, jobs, strict=True):
             with suppress(OSError):  # it is gone, as the wait below will show
                 worker.connection.send(job)
@@ -123,9 +126,12 @@ class Workers:
     def _check(
         self, answers: dict[int, Any], busy: Sequence[Forked], said: int, timeout_seconds: float
     ) -> None:
-        """Raise CaseFailedError unless all succeeded, with the failure that others follow from. A
-        process that ended comes first, then an error, then an error that merely says another
-        process is gone."""
+        """Raise CaseFailedError unless every worker replied with a result.
+
+        It names the failure that others follow from: a process that ended comes first, then an
+        error, then an error that merely says another process is gone, then a missing reply. said:
+        offset in the workers' stderr file at which this run began.
+        """
         for rank, answer in answers.items():
             if answer is None:
                 reason, last = exit_reason(self._end([busy[rank]])[0]), self._last_words(said)
@@ -140,13 +146,15 @@ class Workers:
             raise CaseFailedError(f"no answer in {timeout_seconds:g} seconds from rank {ranks}")
 
     def _end(self, workers: Sequence[Forked]) -> list[int]:
-        """End the workers that still run, and return the exit codes; none is used again."""
+        """Kill those among `workers` that have not been ended before, never to be used again, and
+        return their exit codes."""
         running = [worker for worker in workers if worker in self._workers]
         self._workers = [worker for worker in self._workers if worker not in running]
         return [self.server.end(worker) for worker in running]
 
     def _last_words(self, start: int) -> str:
-        """Return the last line that processes have written to stderr since offset `start`."""
+        """Return the last non-blank line in the workers' stderr since file offset `start`; empty
+        if there is none."""
         with self._errors_path.open("rb") as file:
             file.seek(start)
             lines = file.read().decode(errors="replace").split("\n")
