@@ -125,7 +125,11 @@ def compare_records(records: Sequence[RecordedRun]) -> Comparison:
     alike = [
         figure for figure in figures if figure.title in OFTEN_ALIKE and len(set(figure.cells)) == 1
     ]
-    shown = [figure for figure in figures if figure not in alike]
+    first = figures[0].cells if figures else ()
+    repeated = [
+        figure for figure in figures[1:] if figure.title in LOSSES_TOLD and figure.cells == first
+    ]
+    shown = [figure for figure in figures if figure not in alike and figure not in repeated]
     found = [
         Column(path, tuple(map(formatting.scalar, values)), tuple(map(_key, values)), path)
         for path, values in differing.items()
@@ -174,8 +178,10 @@ FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("device", "results.device", lambda name: name or "–"),
 )
 """Each result: title, attribute path in a `Run`, and formatter."""
-OFTEN_ALIKE = ("parameters", "layout", "precision", "device")
+OFTEN_ALIKE = ("at step", "steps", "tokens", "parameters", "layout", "precision", "device")
 """Results that need no column where all runs have the same."""
+LOSSES_TOLD = ("best validation loss", "final validation loss")
+"""Results that need no column where each run's equals the one that runs are ranked by."""
 
 
 def _figures(ranking: Ranking) -> Iterator[Column]:
