@@ -106,11 +106,11 @@ def _add_operations(build: OperationList, path: str, x: ActivationTensor) -> Non
     _add_grouped(build, f"{path}.down", activated, result)
     build.add(f"{path}.combine", "activation", (result,), x, saves=(result,))
     if model.n_shared_experts:
-        _add_shared(build, f"{path}.shared", x)
+        _add_for_every_token(build, f"{path}.shared", x)
     build.dropout(f"{path}.dropout", model.dropout)
 
 
-def _add_shared(build: OperationList, path: str, x: ActivationTensor) -> None:
+def _add_for_every_token(build: OperationList, path: str, x: ActivationTensor) -> None:
     """Add the shared experts, one feed-forward layer that reads every token."""
     model = build.model
     width = model.n_shared_experts * model.expert_width
