@@ -78,8 +78,8 @@ class InitialWeights:
 
 
 def initial_weights(path: Path | str, config: Config, tokenizer: Tokenizer) -> InitialWeights:
-    """Open the weights in the model `path` (a run, checkpoint or Hugging Face folder, or a name on
-    the hub) for a run with `config`.
+    """Open the weights in the model `path` (a run, checkpoint or Hugging Face folder, or
+    `hf://OWNER/NAME`) for a run with `config`.
 
     `config` is resolved (its vocab_size is set); `tokenizer` is the data's. No tensor is loaded
     yet.
