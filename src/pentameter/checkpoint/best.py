@@ -21,12 +21,12 @@ from pentameter.errors import ConfigError, CorruptError
 
 def find_model(path: Path, warnings: list[str] | None = None) -> Checkpoint | None:
     """Find the verified checkpoint that `path` denotes: a checkpoint folder itself, or the best one
-    in a run folder; None for a Hugging Face folder, which has none.
+    in a run folder; None if `path` is a Hugging Face folder.
 
     The best has the lowest validation loss; `best_checkpoint` lists the substitutes. Each damaged
-    checkpoint that is passed over adds a line to `warnings`, in place. Raises ConfigError,
-    describing the folder's content, if `path` is no model folder or the run has no checkpoint yet;
-    CorruptError if no checkpoint is intact.
+    checkpoint that is passed over adds a line to `warnings`. Raises ConfigError, describing the
+    folder's content, if `path` is no model folder or the run has no checkpoint yet; CorruptError if
+    no checkpoint is intact.
     """
     path = Path(path)
     warnings = [] if warnings is None else warnings
@@ -67,7 +67,7 @@ def best_checkpoint(
     `saved_best_step`), because saving the best may have failed, on a full disk for example.
 
     With `run_id`, checkpoints from other runs are ignored. Each damaged one that is passed over
-    adds a line to `warnings`, in place. Raises CorruptError if all are damaged.
+    adds a line to `warnings`. Raises CorruptError if all are damaged.
     """
     for run, step in _recorded(folder, run_id):
         with suppress(CorruptError):

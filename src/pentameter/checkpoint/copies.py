@@ -114,10 +114,11 @@ def content_hash(tensor: torch.Tensor) -> torch.Tensor:
     hashes, whatever the strides and the device.
 
     The bits are read as 64-bit words x, and Σ (m_c · x_rc) · m_r is summed modulo 2⁶⁴ over matrix
-    rows r with 2¹⁸ words each. Each multiplier is an odd number drawn from its position. An odd
-    number has an inverse modulo 2⁶⁴, so a change within one word always changes the sum. Changes in
-    several words by multiples of 2ᵗ (t = 22 if every fp32 word flips bit 22) cancel by chance in
-    one of about 2⁶³⁻ᵗ cases. This is no protection from an adversary: the multipliers are known.
+    rows r with 2¹⁸ words (columns c) each. Each multiplier m is an odd number drawn from its
+    position. An odd number has an inverse modulo 2⁶⁴, so a change within one word always changes
+    the sum. Changes in several words by multiples of 2ᵗ (t = 22 if every fp32 word flips bit 22)
+    cancel by chance in one of about 2⁶³⁻ᵗ cases. This is no protection from an adversary: the
+    multipliers are known.
     """
     import torch
     import torch.nn.functional as F
@@ -135,7 +136,8 @@ def content_hash(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache  # a pure function whose value every tensor needs
 def _multipliers(device: torch.device) -> torch.Tensor:
-    """Draw one odd 64-bit number per word in a row, int64 (2¹⁸,)."""
+    """Return the multipliers for `content_hash`: one odd 64-bit number per word in a row, int64
+    (2¹⁸,)."""
     import torch
 
     index = np.arange(_CHUNK_WORDS, dtype=np.int32)

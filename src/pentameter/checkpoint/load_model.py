@@ -59,8 +59,8 @@ def load_model(
 
     Weights from a checkpoint keep the dtype they were saved with; half-precision weights from a
     Hugging Face folder become fp32. A damaged checkpoint that is passed over and anything left out
-    add a line to `warnings`, in place. Raises ConfigError if `path` is no model folder or has an
-    unsupported architecture, CorruptError if nothing in it is intact.
+    add a line to `warnings`. Raises ConfigError if `path` is no model folder or has an unsupported
+    architecture, CorruptError if nothing in it is intact.
 
     `model` is the argument that `Trainer` was given when a custom model was trained. Raises
     ConfigError if it is given for a built-in model, or missing for a custom one.

@@ -73,7 +73,8 @@ def encode_json(content: Any) -> bytes:
 
 
 def is_plain_name(name: object) -> bool:
-    """Return True if `name` is a file name that cannot lead out of its folder."""
+    """Return True if `name` is a file name of letters, digits, `.`, `_` and `-`, which cannot lead
+    out of its folder."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 

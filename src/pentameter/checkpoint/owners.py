@@ -38,8 +38,7 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Region:
-    """A region, or a whole tensor, that a rank holds: its group, the tensor and offset, dtype and
-    sizes."""
+    """A region, or a whole tensor, that a rank holds."""
 
     group: str
     piece: Piece
@@ -150,9 +149,9 @@ def _ranks_at(mesh: DeviceMesh, over: frozenset[str], stages: tuple[int, ...] | 
 
 
 def views_agree(views: Sequence[bytes], mesh: DeviceMesh | None) -> bool:
-    """Return True if, in each pipeline stage, all ranks expect each other to hold the same, judged
-    from every rank's `Holdings.view`, in rank order. False without a mesh. The result is the same
-    on all ranks."""
+    """Return True if, in each pipeline stage, all ranks expect each other to hold the same regions,
+    judged from every rank's `Holdings.view`, in rank order. False without a mesh. The result is the
+    same on all ranks."""
     if mesh is None or mesh.mesh.numel() != len(views) or not all(views):
         return False
     dimensions = list(mesh.mesh_dim_names or ())
@@ -214,7 +213,7 @@ def files_of(own: Iterable[Region], holds: Holdings) -> dict[str, TensorFile]:
     TensorFile.
 
     `own` is the result from `owned`, `holds` has the elements. Raises TypeError for a tensor that
-    cannot be saved (sparse, or on the meta device).
+    cannot be saved.
     """
     by_group: dict[str, list[Region]] = {}
     own = set(own)

@@ -221,8 +221,10 @@ def _slots_to_load(
 def _held(
     optimizer: AnyOptimizer, named_parameters: NamedParameters
 ) -> list[tuple[torch.optim.Optimizer, Held]]:
-    """Pair each torch optimizer (several in a joint one) with the (name, parameter) pairs it
-    holds."""
+    """Pair each torch optimizer (several in a joint one) with the (name, parameter) pairs it holds.
+
+    Raises ValueError if one of them holds a parameter that has no name.
+    """
     from pentameter.optim.build import JointOptimizer
 
     named = list(named_parameters)
@@ -247,8 +249,8 @@ def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def _slots(optimizer: torch.optim.Optimizer) -> set[str] | None:
-    """Return the slots that a torch optimizer keeps per parameter once it has stepped; None if its
-    class is unknown."""
+    """Return the slots that an optimizer keeps per parameter once it has stepped; None for an
+    unknown class."""
     import torch
 
     groups = optimizer.param_groups

@@ -71,7 +71,7 @@ class _StepFolders:
     each appears and disappears whole.
 
     After a crash at any moment, readers and the next process find only whole checkpoints. Each
-    content is hashed once. `warnings` gets a line for each damaged checkpoint, in place.
+    content is hashed once. `warnings` gets a line for each damaged checkpoint.
     """
 
     def __init__(self, folder: Path, run_id: str, warnings: list[str]) -> None:
@@ -284,7 +284,11 @@ class CheckpointStore:
 
     def clean(self) -> list[str]:
         """Remove the folders of saves and removals that a dead process left unfinished; return
-        their names."""
+        their names.
+
+        Readers never look at these folders. A checkpoint that was renamed for a new save at its
+        step gets its name back if that save was never committed.
+        """
         removed = []
         with storage_errors(self.folder, "list"):
             names = sorted(os.listdir(self.folder)) if self.folder.is_dir() else []

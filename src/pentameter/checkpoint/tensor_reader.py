@@ -42,7 +42,13 @@ class StoredTensor:
 
 class StoredTensors(Mapping[str, "torch.Tensor | LazyTensor"]):
     """Mapping from name to tensor, on the CPU: memory-mapped from its file, or lazy if its regions
-    must be assembled."""
+    must be assembled.
+
+    Pages are read when touched; writing to a tensor changes memory, never the file. The files stay
+    readable while this object lives, even if their folder is removed. Opening raises CorruptError,
+    naming file and tensor, if a file is malformed or regions do not cover a tensor exactly;
+    StorageError if a file has disappeared.
+    """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._files: dict[Path, Any] = {}

@@ -61,16 +61,15 @@ class FileRecord:
 
 
 def storage_error(path: Path, doing: str, error: OSError) -> StorageError:
-    """Return the StorageError whose message is `cannot DOING PATH: reason; remedy`; `doing` is a
-    verb (`write`)."""
+    """Return the StorageError whose message is `cannot DOING PATH: reason; remedy` (DOING is a
+    verb)."""
     remedy = _REMEDIES.get(error.errno or 0, "check the disk, or use another folder")
     return StorageError(f"cannot {doing} {path}: {error.strerror or error}; {remedy}")
 
 
 @contextmanager
 def storage_errors(path: Path, doing: str) -> Iterator[None]:
-    """Turn an OSError in the `with` body into a StorageError, `cannot DOING PATH: …`; `doing` is a
-    verb (`write`)."""
+    """Turn an OSError in the `with` body into a StorageError, `cannot DOING PATH: …`."""
     try:
         yield
     except OSError as error:
@@ -83,14 +82,14 @@ def temporary_name(name: str) -> str:
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether `temporary_name` made this name."""
+    """Return whether `name` ends as `temporary_name` makes it: `.tmp-` and a UUID in hex."""
     return _TEMPORARY.search(name) is not None
 
 
 def sync(path: Path) -> None:
     """Make a file, or a folder's entries (creations, renames), survive a power loss.
 
-    A network file system that does not sync folders does not need it. Raises StorageError.
+    A file system that refuses to sync folders (some network ones) is accepted. Raises StorageError.
     """
     with storage_errors(path, "sync"):
         fd = os.open(path, os.O_RDONLY)
@@ -105,7 +104,7 @@ def sync(path: Path) -> None:
 
 def make_folder(path: Path) -> None:
     """Create a folder and its parents, each synced into its parent; an existing one is fine. Raises
-    StorageError. The message names the folder that cannot be created."""
+    StorageError."""
     missing = []
     while not path.is_dir():
         missing.append(path)
@@ -211,7 +210,7 @@ class FolderExistsError(ConfigError):
 
 
 def refuse_existing(folder: Path) -> None:
-    """Raise FolderExistsError unless `folder` is absent, or an empty folder."""
+    """Raise FolderExistsError unless `folder` is absent or an empty folder."""
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if folder.exists() or folder.is_symlink():
@@ -244,8 +243,7 @@ def read_regular(path: Path, *, max_bytes: int, follow_links: bool = False) -> b
 
 
 def read_text(path: Path, limit_bytes: int = LIMIT_BYTES) -> str:
-    """Return the UTF-8 text in another program's file; links are followed, since Hugging Face's
-    cache is made from them.
+    """Return the UTF-8 text in another program's file; links are followed.
 
     Raises ConfigError if it is absent, CorruptError if it is no text, no regular file or larger
     than `limit_bytes`, StorageError if it cannot be read.
@@ -331,8 +329,7 @@ class MissingFileError(CorruptError):
 
 @contextmanager
 def open_regular(path: Path, *, follow_links: bool = False) -> Iterator[BufferedReader]:
-    """Open a regular file for reading; every file that other programs may have placed is opened by
-    this function.
+    """Open a regular file for readingthat another program may have placed.
 
     Never waits for a pipe or reads a device, which may have no end. A link at `path` is followed
     only with `follow_links`; folders in the path may be links. Raises CorruptError for other than a

@@ -35,7 +35,7 @@ class PublicFile:
         return f"sha256 {self.sha256}" if self.sha256 else f"git blob id {self.git_blob}"
 
     def checksum_of(self, content: bytes) -> str:
-        """Return the checksum for `content` in the form of `checksum()`."""
+        """Return any content's checksum, in the form of `checksum()`."""
         if self.sha256:
             return f"sha256 {hashlib.sha256(content).hexdigest()}"
         blob = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
@@ -86,8 +86,7 @@ def public_file(file: PublicFile) -> Path:
 
 
 def local_file(file: PublicFile) -> Path | None:
-    """Return a public file's path on this machine, unchecked; None if it must be downloaded.
-    Searches PENTAMETER_DATA_DIR, then the cache."""
+    """Return a public file's path on this machine, unchecked; None if it must be downloaded."""
     paths = (folder / file.path for folder in _public_folders())
     return next((path for path in paths if path.exists()), None)
 

@@ -354,7 +354,7 @@ def _remove_if_left(path: Path) -> None:
 def _await_lock(path: Path, waiting: Callable[[], None] | None) -> int | None:
     """Wait for the lock on the file `path`, created if absent, calling `waiting` each time another
     process holds it; return the file's descriptor. Returns None without locks, or if the file
-    cannot be created: that error appears when the folder is written."""
+    cannot be created."""
     while True:
         try:
             # A file, and writable: NFS has no other locks.
@@ -412,7 +412,8 @@ def _is_same_machine(owner: Owner, me: Owner) -> bool:
 
 
 def _is_free(owner: Owner, me: Owner, *, locked: bool) -> bool:
-    """Return whether a recorded owner is certainly gone; `locked`: we hold the file's `flock`."""
+    """Return whether a recorded owner is certainly gone; `locked`: this process holds the file's
+    `flock`."""
     if locked and (_is_same_machine(owner, me) or (owner.boot == me.boot and owner.boot)):
         return True  # one kernel keeps both locks: had the owner lived, we would not have got it
     return _is_dead(owner, me)
@@ -432,8 +433,8 @@ def _is_dead(owner: Owner, me: Owner) -> bool:
 
 
 def _process_start(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot (field 22 in /proc/PID/stat, see
-    proc(5)); -1 for a zombie, None without /proc."""
+    """Return when a process started, in clock ticks since boot (proc(5), field 22); -1 for a
+    zombie, None without /proc."""
     text = _read_text(f"/proc/{pid}/stat")
     if not text:
         return None

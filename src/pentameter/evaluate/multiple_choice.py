@@ -156,7 +156,7 @@ class EncodedQuestions:
     choices: Sequence[ChoiceTokens]
     """Every question's choices, in order."""
     first_choices: Ids
-    """(n_questions,) index of each question's first choice."""
+    """(n_questions,) index in `choices` of each question's first choice."""
     answers: Ids
     """(n_questions,) right choice's index, among the question's."""
 

@@ -52,9 +52,10 @@ def evaluate(
     Every target token counts once, so the figures do not depend on `batch_size`. Windows with
     context_length inputs are adjacent, or begin every `stride` tokens and overlap. If training
     reads one document per batch row, so does evaluation, and for conversations always.
-    `batch_size`: rows per batch, over all ranks. Collective. Bits per byte are nats per token ÷ ln
-    2 × tokens per UTF-8 byte in the split's text; they compare models with different tokenizers. In
-    conversations only assistant tokens count.
+    `batch_size`: rows per batch, over all ranks. Bits per byte are nats per token ÷ ln 2 × tokens
+    per UTF-8 byte in the split's text; they compare models with different tokenizers. In
+    conversations only assistant tokens count. Collective. Raises ConfigError for a stride outside 1
+    … context_length, or a split with nothing to predict.
     """
     start = time.perf_counter()
     loss = LossSum(0.0, 0)
@@ -103,8 +104,8 @@ def perplexity(loss: float) -> float:
 
 
 Window = tuple[int, int, int]
-"""(position of the first input, end of the last target, number of counted targets, the last ones);
-token positions in the split"""
+"""(position of the first input, end of the last target, number of counted targets: the last ones);
+positions count tokens in the split"""
 
 
 def evaluation_batches(

@@ -1,9 +1,9 @@
 """Sampling loop, with several samples as one batch through the key/value cache, and ids to text.
 
-A model's positions end at its context length. Its view into a longer text depends on the text's
-length alone (`window_tokens`): everything while it fits, and each time the window is full its last
-half, which is encoded anew and grows again. With the cache, a token therefore costs one pass over
-one token, except one in context_length/2 that costs a pass over half a window; and resuming a text
+A model's positions end at its context length. The visible part of a longer text depends on its
+length alone (`window_tokens`): everything while it fits; each time the window is full, its last
+half is encoded anew and grows again. With the cache, a token therefore costs one pass over one
+token, except one in context_length/2 that costs a pass over half a window; and resuming a text
 gives the same as an uninterrupted run.
 
 Shapes: B samples, T sequence, V vocabulary.
@@ -61,9 +61,9 @@ def generate(
     """Return continuations for `prompt` (without it), one text per sample: the chunks from
     `stream`, joined.
 
-    max_new_tokens: tokens per sample. temperature: 0 takes the likeliest token. top_k, top_p: keep
-    only the likeliest tokens. seed: keys the draws. context_length: tokens that a module other than
-    GPT can see; required for it.
+    max_new_tokens: tokens per sample. num_samples: texts to return. temperature: 0 takes the
+    likeliest token. top_k, top_p: keep only the likeliest tokens. seed: keys the draws.
+    context_length: tokens that a module other than GPT can see; required for it.
 
     Raises ConfigError for arguments out of range and for a prompt that the tokenizer cannot encode,
     CorruptError if the model's logits are not finite.
@@ -103,7 +103,7 @@ def stream(
     prompt: text to continue; an empty one becomes the tokenizer's end-of-text token.
     max_new_tokens: tokens per sample; a drawn end of text is one of them, reads `<|endoftext|>`,
     and another text follows it. temperature: 0 takes the likeliest token. top_k, top_p: keep only
-    the k likeliest tokens, and then the likeliest with total probability p; None keeps all.
+    the k likeliest tokens, then the likeliest with total probability p; None keeps all.
     num_samples: texts generated at once. seed: each token is drawn from bits keyed by (seed,
     sample, position in the text), so sample 0 in 16 is the same as a single one. The model is in
     `eval()` until the iterator ends.
@@ -181,18 +181,18 @@ def stream_tokens(
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text for the model to continue, as shown text and as token ids."""
+    """A text for the model to continue."""
 
     text: str
-    """Text printed before the continuation; empty if the prompt is not to be printed."""
+    """Text printed before the continuation; empty to print none."""
     ids: Tokens
     """Token ids (n,), at least one."""
     ends: Collection[int] = ()
-    """Token ids that end the sample when the model draws one, as at an answer's end."""
+    """Token ids that end the sample when drawn, as at an answer's end."""
 
 
 def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
-    """Return a text as a Prompt; one without tokens becomes the tokenizer's end of text."""
+    """Return a text as a Prompt; one without tokens becomes the end-of-text token."""
     return Prompt(text, encode_prompt(tokenizer, text))
 
 
@@ -277,8 +277,8 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Tokens:
 
 
 def encode_chat(tokenizer: Tokenizer, message: str) -> Tokens:
-    """Return the ids (n,) for a user's message in the tokenizer's chat template, up to the point at
-    which the answer begins.
+    """Return the ids (n,) for a user's message in the tokenizer's chat template, up to the answer's
+    start.
 
     Raises ConfigError if the tokenizer has no template, or the template refuses the message.
     """
@@ -299,9 +299,9 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate:
 def encode_messages(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], render: Callable[[Asked], str]
 ) -> Tokens:
-    """Return the ids (n,) for a conversation (each message a role and a content), up to the point
-    at which the next answer begins. `render` turns the messages into text by the tokenizer's
-    template. Special tokens in a message's own text are not encoded as such.
+    """Return the ids (n,) for a conversation (each message a role and a content), up to the next
+    answer's start. `render` turns the messages into text by the tokenizer's template. Special
+    tokens in a message's own text are not encoded as such.
 
     Raises TemplateRefusalError if the template refuses the messages.
     """
@@ -343,8 +343,8 @@ def _decoded(
 
 
 def _with_room(prompt: Tokens, n_samples: int, max_new_tokens: int) -> Tokens:
-    """Return ids (n_samples, n + max_new_tokens) that begin with the prompt (n,), or prompts
-    (n_samples, n); the rest is not initialized."""
+    """Return ids (n_samples, n + max_new_tokens) that begin with the prompt (n,) or prompts
+    (n_samples, n); the rest is uninitialized."""
     n_tokens = prompt.shape[-1]
     text = np.empty((n_samples, n_tokens + max_new_tokens), dtype=np.int64)
     text[:, :n_tokens] = prompt
@@ -468,7 +468,8 @@ class Detokenizer:
         self._n_shown = len(self._decode(self._ids))  # characters of them that were given out
 
     def push(self, token: int) -> str:
-        """Return the text that is complete with `token`; it may be empty."""
+        """Add `token` and return the text that is now complete, perhaps empty; always empty once
+        the sample has ended."""
         self.is_ended |= token in self._ends
         if self.is_ended:
             return ""
@@ -483,7 +484,7 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """Return the text held back, at the sample's end."""
+        """Return the text still held back, at the sample's end, and start anew."""
         piece = self._decode(self._ids)[self._n_shown :]
         self._ids, self._n_shown = [], 0
         return piece

@@ -132,8 +132,9 @@ class HarnessModel(TemplateLM):
         return [float(each.sum()) for each in texts]
 
     def _scores(self, rows: Sequence[ScoredRow]) -> list[tuple[float, bool]]:
-        """Return (log-probability, is likeliest) in nats for each row, in order; rows with similar
-        lengths run together, the longest first: if memory is short, that shows at once."""
+        """Return (log-probability in nats, whether every token is the likeliest) for each row, in
+        order; rows with similar lengths run together, the longest first, so that a lack of memory
+        shows at once."""
         found: dict[int, tuple[float, bool]] = {}
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens))
         for first in range(0, len(order), self._batch_size):
@@ -145,7 +146,7 @@ class HarnessModel(TemplateLM):
     @torch.inference_mode()
     def _scores_together(self, rows: Sequence[ScoredRow]) -> list[tuple[float, bool]]:
         """Score rows in one pass: (log-probability in nats, whether every token is the likeliest)
-        for each.
+        each.
 
         Shorter rows are padded at their end, which a causal model cannot see. Logits are computed
         for one row's scored tokens at a time: for a large vocabulary they take most memory.
@@ -225,7 +226,8 @@ class _Settings:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> _Settings:
-        """Read a request's `gen_kwargs`. Without `do_sample`, the likeliest token is taken."""
+        """Read the settings from a request's `gen_kwargs`. Without `do_sample`, the temperature is
+        0 (greedy)."""
         kwargs = normalize_gen_kwargs(dict(options), MAX_NEW_TOKENS)
         temperature = float(kwargs.get("temperature", 1.0)) if kwargs["do_sample"] else 0.0
         return cls(

@@ -52,7 +52,13 @@ def parameter_groups(
     config: OptimizerConfig,
 ) -> list[dict[str, Any]]:
     """Group the trainable parameters into those with weight decay and those without (0), in the
-    order of `named_parameters`, as groups for a torch optimizer."""
+    order of `named_parameters`, as groups for a torch optimizer.
+
+    There is one group for each, and for sharded parameters one per device mesh: an optimizer
+    updates a group's parameters together, which is impossible across meshes. With `decay =
+    "matrices"`, only parameters that the table marks (matrices and embeddings) decay; with `"all"`,
+    every parameter does, which is PyTorch's own default.
+    """
     decays_all = look_up(DECAYS_ALL, config.decay, "optimizer.decay", "the optimizer")
     decays: Mapping[str, bool] = {spec.name: spec.decay for spec in table}
     groups: dict[tuple[bool, Any], list[Parameter]] = {}

@@ -35,7 +35,7 @@ ACTIVATIONS = {
 """Activation name in config.json → pentameter's. If several names denote one function, the first is
 written."""
 GATED_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
-"""The same for a feed-forward layer with a gate."""
+"""Activation name in config.json → pentameter's, for a feed-forward layer with a gate."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Family:
     architecture: str
     """The class in `transformers`, such as `LlamaForCausalLM`."""
     written: Mapping[str, tuple[str, Any]]
-    """pentameter key → their key in config.json, and its default."""
+    """pentameter key → key in config.json, and its default there."""
     rules: tuple[Rule, ...] = ()
     """Conversions for keys that no table can express."""
     differs: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
@@ -358,4 +358,4 @@ NOT_OURS: Mapping[str, tuple[Any, str]] = {
     "pruned_heads": ({}, "every layer here has all of its heads"),
     "quantization_config": (None, "quantised weights are not read; save it dequantised"),
 }
-"""Additional entries of `Family.not_ours` for every family."""
+"""Entries that every family has in addition to its own `not_ours`."""

@@ -60,8 +60,8 @@ RECIPE: dict[str, Any] = {
         "sample_interval": 50,
     },
 }
-"""Settings for further training if those that made the weights are unknown: a gentle
-fine-tuning."""
+"""Configuration for a gentle fine-tuning, used if the settings that trained the weights are
+unknown."""
 
 SHARD_BYTES = 5_000_000_000
 """Maximum size in bytes of a weights file; more weights are split into several files with an
@@ -174,7 +174,8 @@ def _pickle(path: Path) -> str:
 
 
 def _weights(files: tuple[Path, ...], family: Family, model: ModelConfig) -> dict[str, LazyTensor]:
-    """Return the weights, pentameter's name → tensor (fp32), converted at access.
+    """Return the weights, pentameter's name → tensor (fp32, or fp64 if any stored tensor is),
+    converted at access.
 
     Raises CorruptError if a name or shape is not one that the family's `model` has, or a tied head
     differs from the embedding.
@@ -226,7 +227,7 @@ def _weights(files: tuple[Path, ...], family: Family, model: ModelConfig) -> dic
 
 @dataclass(frozen=True)
 class Exported:
-    """The folder that was written, with notes about it."""
+    """The folder that an export wrote, with notes for the user."""
 
     path: Path
     notes: tuple[str, ...]

@@ -130,8 +130,8 @@ def push(folder: Path, repository: str, *, private: bool) -> str:
     """Upload a folder's files as one commit on the main branch of a model repository, made if it is
     absent; return the commit's URL. Weights of an earlier push that are not replaced are removed.
 
-    Raises ConfigError for a missing package, and if `private` is true for a repository that is
-    public; StorageError if the Hub refuses or fails. The commit is made whole or not at all.
+    Raises ConfigError if huggingface_hub is missing, and if `private` is true for a repository that
+    is public; StorageError if the Hub refuses or fails. The commit is made whole or not at all.
     """
     api, address = _api(), HubAddress(repository)
     try:
