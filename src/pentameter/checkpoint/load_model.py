@@ -90,8 +90,8 @@ def open_model(
     path: Path | str, *, warnings: list[str] | None = None, is_own: bool = False
 ) -> StoredModel:
     """Open on disk the model that `load_model` loads: its weights are memory-mapped, and LoRA
-    adapters are added to the weights that they adapt, at access. `warnings` gets a line for each
-    damaged checkpoint passed over.
+    adapters are added to the weights that they adapt, at access. `warnings` gets a line for
+    anything passed over or left out.
 
     If training removes a checkpoint after it was found, the next one is taken. `is_own` says that
     the caller expects a custom model; raises ConfigError if the folder holds the other kind.

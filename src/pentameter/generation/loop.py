@@ -439,7 +439,7 @@ def _without_onednn() -> Iterator[None]:
 
 
 class Decodes(Protocol):
-    """The part of a tokenizer that turns ids into text."""
+    """A tokenizer's decoder, from ids to text."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text for token ids (n_tokens,)."""
