@@ -174,9 +174,9 @@ class CheckpointStore:
 
         `tensors` holds groups (`model`, `optimizer`) of named tensors, each written to
         `GROUP.safetensors`; `state` must be JSON without NaN; `extra_files` are small additional
-        files. A failure (StorageError) leaves all other checkpoints as they were and nothing
-        half-written. Saving a step again replaces it, and at each moment the old or the new one can
-        be found.
+        files; the manifest records `layout` (axis → degree). A failure (StorageError) leaves all
+        other checkpoints as they were and nothing half-written. Saving a step again replaces it,
+        and at each moment the old or the new one can be found.
 
         Collective if `world` has several ranks: each passes the same groups with the tensors it has
         (DTensors; or plain ones, equal on every rank that passes them), and writes the regions it

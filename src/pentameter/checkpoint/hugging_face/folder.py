@@ -157,8 +157,8 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def _pickle(path: Path) -> str:
-    """Compose the error for weights in pytorch_model.bin, with one command that converts them, in
-    which the pickle cannot run code."""
+    """Compose the error message for weights in pytorch_model.bin, with one command that converts
+    them, in which the pickle cannot run code."""
     code = (
         "import glob, torch, safetensors.torch as s; w = {}; "
         f"d = {json.dumps(str(path.resolve()))}; "
